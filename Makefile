@@ -1,0 +1,104 @@
+# `make help` lists the targets. Each sets up what it needs: a virtual
+# environment in .venv, and a build in build/dev. With NO_VENV=1 PYTHON=python3
+# everything comes from the machine and nothing is downloaded.
+
+PYTHON ?= python3
+NO_VENV ?=
+TORCH ?=
+JOBS ?= $(shell nproc)
+BUILD ?= build/dev
+PYTEST_ARGS ?=
+
+export JOBS
+
+ifeq ($(NO_VENV),)
+  PY := $(CURDIR)/.venv/bin/python
+  SETUP := venv
+  WITH_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+else
+  PY := $(PYTHON)
+  SETUP :=
+  WITH_VENV :=
+endif
+RUN := $(WITH_VENV) PYTHONPATH="$(CURDIR)/python$${PYTHONPATH:+:$$PYTHONPATH}"
+# Two processes share the cores.
+THREADS_OF_TWO := $(shell n=$$(($$(nproc) / 2)); echo $$((n > 0 ? n : 1)))
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## show this list
+	@grep -E '^[a-z_]+:.*##' $(MAKEFILE_LIST) | \
+	  sed -E 's/^([a-z_]+):[^#]*## /\1|/' | \
+	  awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@echo "  NO_VENV=1 PYTHON=python3 uses the packages of the machine"
+
+.PHONY: venv
+venv:  ## create or update .venv
+	@PYTHON="$(PYTHON)" scripts/setup_venv.sh .venv
+
+.PHONY: build
+build: $(SETUP)  ## build the extension and the C++ tests
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
+
+.PHONY: demo
+demo: $(SETUP)  ## fine-tune a small GPT-J on two processes and check it
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target _C
+	$(RUN) OMP_NUM_THREADS=$(THREADS_OF_TWO) $(PY) -m torch.distributed.run \
+	  --standalone --nproc-per-node 2 examples/gptj/finetune.py --check
+
+.PHONY: test
+test: build  ## run every test: C++, lint rules, one process, several processes
+	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure
+	$(RUN) $(PY) -m pytest tests $(PYTEST_ARGS)
+
+.PHONY: quick
+quick: build  ## C++ and one-process tests only
+	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure -L unit
+	$(RUN) $(PY) -m pytest tests/lint tests/unit tests/api $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(SETUP)  ## check format (clang-format, ruff) and types (mypy)
+	$(WITH_VENV) scripts/lint.sh $(PY)
+
+.PHONY: format
+format: $(SETUP)  ## format everything
+	$(WITH_VENV) scripts/lint.sh $(PY) --fix
+
+.PHONY: headers
+headers: $(SETUP)  ## compile every header alone
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target smp_headers
+
+.PHONY: asan
+asan: $(SETUP)  ## C++ tests under the address and undefined-behaviour sanitizers
+	$(WITH_VENV) scripts/build.sh build/asan $(PY) -DSMP_SANITIZE=address \
+	  -DSMP_PYTHON_MODULE=OFF
+	$(WITH_VENV) ctest --test-dir build/asan --output-on-failure
+
+.PHONY: tsan
+tsan: $(SETUP)  ## C++ tests under the thread sanitizer
+	$(WITH_VENV) scripts/build.sh build/tsan $(PY) -DSMP_SANITIZE=thread \
+	  -DSMP_PYTHON_MODULE=OFF
+	$(WITH_VENV) ctest --test-dir build/tsan --output-on-failure
+
+.PHONY: bench
+bench: $(SETUP)  ## run the benchmarks; one JSON line per result
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
+	$(RUN) $(PY) benchmarks/run.py
+
+.PHONY: compat
+compat:  ## build and test against another torch: make compat TORCH=2.6.0
+	@PYTHON="$(PYTHON)" scripts/compat.sh "$(TORCH)"
+
+.PHONY: wheel
+wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
+	rm -rf build/wheel
+	$(WITH_VENV) $(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
+
+.PHONY: clean
+clean:  ## remove everything that was built; .venv stays
+	rm -rf build dist *.egg-info python/*.egg-info
+	rm -f python/smp/_C.so python/smp/_build_info.py
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests benchmarks examples -name __pycache__ -prune \
+	  -exec rm -rf {} +

@@ -1,0 +1,73 @@
+# smp_add_room(<room> [TORCH] [DEPS room...] [EXCLUDE file...]
+#              [SOURCES file...] [LIBRARIES target...])
+#
+# Makes the OBJECT library smp_<room> from csrc/<room>/*.cpp and, when
+# tests/cpp/<room> has sources, the gtest binary smp_<room>_test, linked with
+# this room and the rooms below it only. Objects, not archives: the linker must
+# not drop static op registrars.
+#
+#   TORCH      the room may include torch headers
+#   DEPS       rooms whose headers it may include (with theirs, transitively)
+#   EXCLUDE    globbed files, relative to the room, that are not compiled
+#   SOURCES    further files relative to the room
+#   LIBRARIES  further libraries
+set_property(GLOBAL PROPERTY smp_rooms)
+
+function(smp_add_room room)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH" ""
+    "DEPS;EXCLUDE;SOURCES;LIBRARIES")
+  set(folder ${CMAKE_SOURCE_DIR}/csrc/${room})
+  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cpp)
+  foreach(name ${arg_EXCLUDE})
+    list(REMOVE_ITEM sources ${folder}/${name})
+  endforeach()
+  list(TRANSFORM arg_SOURCES PREPEND ${folder}/)
+  list(APPEND sources ${arg_SOURCES})
+
+  # All rooms below, each once.
+  set(closure ${room})
+  foreach(dep ${arg_DEPS})
+    get_property(below GLOBAL PROPERTY smp_closure_${dep})
+    if(NOT below)
+      message(FATAL_ERROR "room ${room} depends on ${dep}, which is not "
+        "declared before it")
+    endif()
+    list(APPEND closure ${below})
+  endforeach()
+  list(REMOVE_DUPLICATES closure)
+  set_property(GLOBAL PROPERTY smp_closure_${room} ${closure})
+  set_property(GLOBAL APPEND PROPERTY smp_rooms ${room})
+
+  set(libraries smp_flags Threads::Threads ${arg_LIBRARIES})
+  if(arg_TORCH)
+    list(APPEND libraries smp_torch)
+  endif()
+  set_property(GLOBAL PROPERTY smp_libraries_${room} ${libraries})
+
+  if(sources)
+    add_library(smp_${room} OBJECT ${sources})
+    target_link_libraries(smp_${room} PRIVATE ${libraries})
+  endif()
+  file(GLOB tests CONFIGURE_DEPENDS
+    ${CMAKE_SOURCE_DIR}/tests/cpp/${room}/*.cpp)
+  if(tests AND SMP_TESTS)
+    add_executable(smp_${room}_test ${tests})
+    smp_link_rooms(smp_${room}_test ${closure})
+    target_link_libraries(smp_${room}_test PRIVATE smp_gtest)
+    add_test(NAME ${room} COMMAND smp_${room}_test)
+    set_tests_properties(${room} PROPERTIES LABELS unit TIMEOUT 300
+      ENVIRONMENT "${SMP_TEST_ENVIRONMENT}")
+  endif()
+endfunction()
+
+# Links the objects of rooms, and what they need, into a binary.
+function(smp_link_rooms target)
+  foreach(room ${ARGN})
+    get_property(libraries GLOBAL PROPERTY smp_libraries_${room})
+    if(TARGET smp_${room})
+      target_link_libraries(${target} PRIVATE smp_${room} ${libraries})
+    else()
+      target_link_libraries(${target} PRIVATE ${libraries})
+    endif()
+  endforeach()
+endfunction()

@@ -1,0 +1,42 @@
+# The extension module _C: all rooms and one bind_<room>.cpp each. The list of
+# bind functions is generated from the files there are.
+
+function(smp_add_bindings)
+  set(folder ${CMAKE_SOURCE_DIR}/csrc/bindings)
+  file(GLOB bind_files CONFIGURE_DEPENDS ${folder}/bind_*.cpp)
+  get_property(rooms GLOBAL PROPERTY smp_rooms)
+  # Lower layers first: types before their users. Room comm has two files.
+  set(names ${rooms})
+  list(FIND names comm comm_idx)
+  list(INSERT names ${comm_idx} communicator)
+
+  set(declarations "")
+  set(calls "")
+  foreach(room ${names})
+    if(${folder}/bind_${room}.cpp IN_LIST bind_files)
+      list(REMOVE_ITEM bind_files ${folder}/bind_${room}.cpp)
+      list(APPEND sources ${folder}/bind_${room}.cpp)
+      string(APPEND declarations
+        "void bind_${room}(pybind11::module_& m);\n")
+      string(APPEND calls "  bind_${room}(m);\n")
+    endif()
+  endforeach()
+  if(bind_files)
+    message(FATAL_ERROR "no room for ${bind_files}: a file in csrc/bindings is "
+      "named bind_<room>.cpp after a room in CMakeLists.txt")
+  endif()
+  configure_file(${CMAKE_SOURCE_DIR}/cmake/bind_rooms.h.in
+    ${CMAKE_BINARY_DIR}/generated/bind_rooms.h @ONLY)
+
+  add_library(_C MODULE ${folder}/module.cpp ${sources})
+  target_include_directories(_C PRIVATE ${CMAKE_BINARY_DIR}/generated)
+  target_precompile_headers(_C PRIVATE <torch/csrc/utils/pybind.h>)
+  target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
+  smp_link_rooms(_C ${rooms})
+  target_link_libraries(_C PRIVATE smp_flags smp_torch_python)
+  set_target_properties(_C PROPERTIES
+    PREFIX "" SUFFIX ".so"
+    LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
+    INSTALL_RPATH "$ORIGIN/../torch/lib;$ORIGIN/../../..")
+  install(TARGETS _C LIBRARY DESTINATION smp)
+endfunction()

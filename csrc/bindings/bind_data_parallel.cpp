@@ -1,0 +1,144 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/comm/fault_board.h"
+#include "csrc/data_parallel/broadcast.h"
+#include "csrc/data_parallel/reducer.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+namespace {
+
+using comm::CommunicatorPtr;
+using data_parallel::ParameterRecord;
+using data_parallel::Patience;
+using data_parallel::Reducer;
+using data_parallel::ReductionGroup;
+using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
+
+Patience make_patience(double timeout_s, FaultsPtr faults) {
+  Patience patience;
+  patience.timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
+  if (faults) {
+    patience.check = [faults = std::move(faults)] {
+      faults->raise_if_faulted();
+    };
+  }
+  return patience;
+}
+
+ParameterRecord make_record(int index, std::string name,
+                            std::vector<int64_t> shape, at::ScalarType dtype,
+                            double divisor,
+                            std::optional<topology::ShardInterval> interval,
+                            std::vector<std::string> ties,
+                            ReductionGroup group) {
+  ParameterRecord record = data_parallel::whole_record(
+      index, std::move(name), std::move(shape), dtype, divisor);
+  if (interval) record.interval = *interval;
+  record.ties = std::move(ties);
+  record.group = group;
+  return record;
+}
+
+std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params,
+                                      std::vector<ParameterRecord> records,
+                                      CommunicatorPtr dp, FaultsPtr faults,
+                                      double bucket_cap_mb, bool overlap,
+                                      bool average_over_microbatches,
+                                      int passes_per_reduction,
+                                      double timeout_s) {
+  Reducer::Options options;
+  options.bucket_cap_mb = bucket_cap_mb;
+  options.overlap = overlap;
+  options.average_over_microbatches = average_over_microbatches;
+  options.passes_per_reduction = passes_per_reduction;
+  options.patience = make_patience(timeout_s, std::move(faults));
+  return std::make_shared<Reducer>(std::move(params), std::move(records),
+                                   std::move(dp), std::move(options));
+}
+
+void bind_record(py::module_& m) {
+  py::enum_<ReductionGroup>(m, "ReductionGroup",
+                            "Over which ranks a gradient is summed.")
+      .value("DP", ReductionGroup::kDp)
+      .value("RDP", ReductionGroup::kRdp);
+  py::class_<ParameterRecord>(m, "ParameterRecord",
+                              "What all parts of the library know about a "
+                              "parameter that this rank holds.")
+      .def(py::init(&make_record), py::arg("index"), py::arg("name"),
+           py::arg("shape"), py::arg("dtype"), py::kw_only(),
+           py::arg("divisor") = 1.0, py::arg("interval") = py::none(),
+           py::arg("ties") = std::vector<std::string>(),
+           py::arg("group") = ReductionGroup::kDp)
+      .def_readonly("index", &ParameterRecord::index)
+      .def_readonly("name", &ParameterRecord::name)
+      .def_readonly("shape", &ParameterRecord::shape)
+      .def_readonly("dtype", &ParameterRecord::dtype)
+      .def_readonly("divisor", &ParameterRecord::divisor)
+      .def_readonly("interval", &ParameterRecord::interval)
+      .def_readonly("ties", &ParameterRecord::ties)
+      .def_readonly("group", &ParameterRecord::group)
+      .def_property_readonly("local_shape", &ParameterRecord::local_shape)
+      .def("__repr__", &ParameterRecord::describe);
+}
+
+void bind_reducer(py::module_& m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Reducer::Stats>(m, "ReducerStats")
+      .def_readonly("num_reductions", &Reducer::Stats::num_reductions)
+      .def_readonly("num_early_buckets", &Reducer::Stats::num_early_buckets)
+      .def_readonly("num_late_parameters",
+                    &Reducer::Stats::num_late_parameters);
+  py::class_<Reducer, std::shared_ptr<Reducer>>(
+      m, "Reducer",
+      "Collects gradients in microbatch order and averages them over the "
+      "data-parallel ranks; see data_parallel/reducer.h.")
+      .def(py::init(&make_reducer), release_gil(), py::arg("params"),
+           py::arg("records"), py::arg("dp"), py::kw_only(),
+           py::arg("faults") = py::none(), py::arg("bucket_cap_mb") = 25.0,
+           py::arg("overlap") = true,
+           py::arg("average_over_microbatches") = true,
+           py::arg("passes_per_reduction") = 1, py::arg("timeout_s") = 1800.0,
+           "Collective over `dp`, which may be None.")
+      .def("begin_step", &Reducer::begin_step, release_gil(),
+           py::arg("num_microbatches"))
+      .def("finish_microbatch", &Reducer::finish_microbatch, release_gil(),
+           py::arg("mb"), "The backward of `mb` is over on this rank.")
+      .def("end_step", &Reducer::end_step, release_gil(),
+           "Reduces the rest and sets `.grad`. Collective over `dp`.")
+      .def("cancel_step", &Reducer::cancel_step, release_gil(),
+           "Closes a step that failed or had no backward; not collective.")
+      .def_property_readonly("in_step",
+                             py::cpp_function(&Reducer::in_step, release_gil()))
+      .def_property_readonly("stats",
+                             py::cpp_function(&Reducer::stats, release_gil()))
+      .def_property_readonly("records", &Reducer::records)
+      .def_property_readonly(
+          "num_buckets",
+          [](const Reducer& reducer) { return reducer.plan().buckets.size(); })
+      .def("flat", &Reducer::flat, py::arg("bucket_idx"),
+           "Flat gradient tensor of a bucket; valid between steps.");
+}
+
+}  // namespace
+
+void bind_data_parallel(py::module_& m) {
+  bind_record(m);
+  bind_reducer(m);
+  m.def(
+      "broadcast_coalesced",
+      [](const std::vector<at::Tensor>& tensors, comm::Communicator& group,
+         int root, FaultsPtr faults, double timeout_s) {
+        data_parallel::broadcast_coalesced(
+            tensors, group, root, make_patience(timeout_s, std::move(faults)));
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("tensors"),
+      py::arg("group"), py::arg("root"), py::kw_only(),
+      py::arg("faults") = py::none(), py::arg("timeout_s") = 1800.0,
+      "Overwrites tensors with those of group rank `root`. Collective.");
+}
+
+}  // namespace smp::bindings

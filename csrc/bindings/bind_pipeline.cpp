@@ -1,0 +1,224 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
+#include "csrc/comm/fault_board.h"
+#include "csrc/comm/mailbox.h"
+#include "csrc/pipeline/remote_call.h"
+#include "csrc/pipeline/server.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+namespace {
+
+using comm::MessageTensor;
+using pipeline::Call;
+using pipeline::Server;
+
+// A Python object that C++ threads may keep and drop without the GIL.
+std::shared_ptr<py::object> keep(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* kept) {
+            py::gil_scoped_acquire gil;
+            delete kept;
+          }};
+}
+
+// One Python thread state for the life of a context thread, so that
+// threading.local values and autocast survive from job to job.
+void enter_python_thread(const std::function<void()>& body) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyThreadState* thread = PyEval_SaveThread();
+  body();
+  PyEval_RestoreThread(thread);
+  PyGILState_Release(state);
+}
+
+std::vector<at::Tensor> data_of(const std::vector<MessageTensor>& tensors) {
+  std::vector<at::Tensor> data;
+  data.reserve(tensors.size());
+  for (const MessageTensor& tensor : tensors) data.push_back(tensor.data);
+  return data;
+}
+
+std::vector<MessageTensor> with_data(std::vector<at::Tensor> data) {
+  std::vector<MessageTensor> tensors(data.size());
+  for (size_t i = 0; i < data.size(); ++i) {
+    tensors[i].data = std::move(data[i]);
+  }
+  return tensors;
+}
+
+std::shared_ptr<Server> make_server(
+    std::shared_ptr<comm::Mailbox> mailbox,
+    std::shared_ptr<comm::FaultBoard> faults, int global_rank,
+    std::vector<int> pp_ranks, std::vector<int> order_ranks,
+    std::string policy, int active_microbatches, bool deterministic,
+    const std::string& device, double timeout_s,
+    std::vector<std::string> module_names) {
+  Server::Options options;
+  options.global_rank = global_rank;
+  options.pp_ranks = std::move(pp_ranks);
+  options.order_ranks = std::move(order_ranks);
+  options.policy = std::move(policy);
+  options.active_microbatches = active_microbatches;
+  options.deterministic = deterministic;
+  options.device = c10::Device(device);
+  options.timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
+  options.module_names = std::move(module_names);
+  return {new Server(std::move(options), std::move(mailbox), std::move(faults),
+                     enter_python_thread),
+          [](Server* server) {
+            py::gil_scoped_release release;  // its threads need the GIL to end
+            delete server;
+          }};
+}
+
+void set_forward_handler(Server& server, py::function handler) {
+  server.set_forward_handler([kept = keep(std::move(handler))](Call call) {
+    py::gil_scoped_acquire gil;
+    const py::tuple result = (*kept)(
+        call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
+        py::bytes(call.structure), data_of(call.tensors));
+    Call answer;
+    answer.structure = result[0].cast<std::string>();
+    answer.tensors = with_data(result[1].cast<std::vector<at::Tensor>>());
+    return answer;
+  });
+}
+
+void run_step(Server& server, int num_microbatches, uint64_t seed,
+              py::function body) {
+  auto kept = keep(std::move(body));
+  py::gil_scoped_release release;
+  server.run_step(num_microbatches, seed, [kept](int mb) {
+    py::gil_scoped_acquire gil;
+    (*kept)(mb);
+  });
+}
+
+py::tuple remote_call(Server& server, int owner_global_rank,
+                      int64_t module_id, bool training, py::bytes structure,
+                      const std::vector<at::Tensor>& tensors) {
+  Call result;
+  {
+    std::string bytes = structure;
+    py::gil_scoped_release release;
+    result = pipeline::remote_call(server, owner_global_rank, module_id,
+                                   training, std::move(bytes), tensors);
+  }
+  return py::make_tuple(py::bytes(result.structure), data_of(result.tensors));
+}
+
+void publish_output(Server& server, py::bytes structure,
+                    const std::vector<at::Tensor>& tensors) {
+  Call output;
+  output.structure = structure;
+  output.tensors.resize(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    output.tensors[i].requires_grad = tensors[i].requires_grad();
+    // The user's code may change outputs in place while they are on their way.
+    output.tensors[i].data = tensors[i].detach().clone();
+  }
+  py::gil_scoped_release release;
+  server.publish_output(output);
+}
+
+py::tuple await_output(Server& server) {
+  Call output;
+  {
+    py::gil_scoped_release release;
+    output = server.await_output();
+  }
+  for (MessageTensor& tensor : output.tensors) {
+    if (tensor.requires_grad) tensor.data.set_requires_grad(true);
+  }
+  return py::make_tuple(py::bytes(output.structure), data_of(output.tensors));
+}
+
+py::dict stats(const Server& server) {
+  const pipeline::Scheduler::Stats scheduler = server.scheduler_stats();
+  py::dict result;
+  result["idle_s"] = static_cast<double>(scheduler.idle_ns) * 1e-9;
+  result["contexts"] = scheduler.num_contexts;
+  result["switches"] = scheduler.num_switches;
+  result["remote_calls"] = server.num_remote_calls();
+  result["served_calls"] = server.num_served_calls();
+  result["records"] = server.num_records();
+  return result;
+}
+
+std::vector<std::string> executed_order(const Server& server) {
+  std::vector<std::string> order;
+  for (const pipeline::TaskKey& key : server.executed_order()) {
+    order.push_back(pipeline::to_string(key));
+  }
+  return order;
+}
+
+}  // namespace
+
+void bind_pipeline(py::module_& m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Server, std::shared_ptr<Server>>(
+      m, "Server", "One rank's part in the pipeline; see pipeline/server.h.")
+      .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
+           py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
+           py::arg("order_ranks"), py::arg("policy"),
+           py::arg("active_microbatches"), py::arg("deterministic"),
+           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"))
+      .def("set_forward_handler", &set_forward_handler,
+           "handler(module_id, mb, training, structure, tensors) -> "
+           "(structure, tensors); runs a module on its owner.")
+      .def("set_error_reporter",
+           [](Server& server, py::function reporter) {
+             server.set_error_reporter(
+                 [kept = keep(std::move(reporter))](const std::string& where,
+                                                    const std::string& what) {
+                   py::gil_scoped_acquire gil;
+                   (*kept)(where, what);
+                 });
+           })
+      .def("set_microbatch_done",
+           [](Server& server, py::function done) {
+             server.set_microbatch_done(
+                 [kept = keep(std::move(done))](int mb) {
+                   py::gil_scoped_acquire gil;
+                   (*kept)(mb);
+                 });
+           })
+      .def("watch_signals",
+           [](Server& server) {
+             server.set_interrupt_check([] {
+               py::gil_scoped_acquire gil;
+               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+             });
+           },
+           "Lets Ctrl-C end a step; call on the main thread.")
+      .def_property_readonly("is_driver", &Server::is_driver)
+      .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
+           py::arg("num_microbatches"),
+           "Opens the next step; returns the driver's number of microbatches.")
+      .def("run_step", &run_step, py::arg("num_microbatches"), py::arg("seed"),
+           py::arg("body"), "Runs body(mb) for each microbatch and serves.")
+      .def("remote_call", &remote_call, py::arg("owner_global_rank"),
+           py::arg("module_id"), py::arg("training"), py::arg("structure"),
+           py::arg("tensors"),
+           "Runs a module on its owner: (structure, tensors) of the result.")
+      .def("publish_output", &publish_output, py::arg("structure"),
+           py::arg("tensors"), "Driver: the model's output for the others.")
+      .def("await_output", &await_output, "Others: the model's output.")
+      .def("begin_backward", &Server::begin_backward, release_gil())
+      .def("end_backward", &Server::end_backward, release_gil())
+      .def("await_backward", &Server::await_backward, release_gil())
+      .def("stats", &stats)
+      .def("executed_order", &executed_order,
+           "Tasks of the last step in the order in which they began.")
+      .def("close", &Server::close, release_gil());
+  m.def("in_context", [] { return pipeline::current_context() != nullptr; },
+        "True inside a step body or the service of a request.");
+}
+
+}  // namespace smp::bindings

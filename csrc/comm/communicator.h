@@ -1,0 +1,71 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+namespace smp::comm {
+
+enum class ReduceOp { kSum, kMax, kMin };
+
+/// One operation in flight. Tensors given to the operation are kept alive by
+/// the Work until it is destroyed; read or reuse them only after `wait`.
+class Work {
+ public:
+  virtual ~Work() = default;
+
+  /// True once the operation has finished, with or without an error.
+  virtual bool done() = 0;
+
+  /// Blocks until the operation has finished.
+  /// @throws Error when it failed, was aborted, or `timeout` passed; the text
+  ///         names the operation and the peer.
+  virtual void wait(std::chrono::milliseconds timeout) = 0;
+
+  /// Group rank of the sender; valid after `wait` of a `recv_any`.
+  virtual int source_rank() const { return -1; }
+
+  /// Makes a `wait` in another thread return with an error soon.
+  virtual void abort() {}
+};
+
+using WorkPtr = std::shared_ptr<Work>;
+
+/// A group of ranks that exchange tensors. Point-to-point messages between two
+/// ranks with one tag arrive in the order they were sent; sizes and dtypes of
+/// both sides must agree. Collectives are issued by all ranks in one order.
+/// Every call returns at once. Tensors are contiguous and on the device that
+/// the backend serves. Thread-safe: any thread may call.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int group_rank() const = 0;
+  virtual int size() const = 0;
+  /// Words for errors and logs, for instance "gloo:dp".
+  virtual const std::string& name() const = 0;
+
+  virtual WorkPtr send(const at::Tensor& tensor, int dst, int tag) = 0;
+  virtual WorkPtr recv(at::Tensor tensor, int src, int tag) = 0;
+  /// Receives from whoever sends first with this tag (see `source_rank`).
+  virtual WorkPtr recv_any(at::Tensor tensor, int tag) = 0;
+
+  virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) = 0;
+  virtual WorkPtr broadcast(at::Tensor tensor, int root) = 0;
+  /// `output` is [size * n], `input` is [n]; ordered by group rank.
+  virtual WorkPtr all_gather(at::Tensor output, const at::Tensor& input) = 0;
+  /// `output` is [n], `input` is [size * n].
+  virtual WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
+                                 ReduceOp op) = 0;
+  virtual WorkPtr barrier() = 0;
+
+  /// Ends all operations in flight with an error, in this process only.
+  /// Further calls raise. May be called twice and from any thread.
+  virtual void abort() = 0;
+};
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+}  // namespace smp::comm

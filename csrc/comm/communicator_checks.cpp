@@ -1,0 +1,89 @@
+#include "csrc/comm/communicator_checks.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <sstream>
+
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+
+std::string CallName::text() const {
+  std::ostringstream out;
+  out << operation;
+  if (peer_word != nullptr || tag >= 0) {
+    out << '(';
+    if (peer_word != nullptr) out << peer_word << '=' << peer;
+    if (peer_word != nullptr && tag >= 0) out << ", ";
+    if (tag >= 0) out << "tag=" << tag;
+    out << ')';
+  }
+  out << " on " << group->name << " (group rank " << group->group_rank << " of "
+      << group->size << ')';
+  return out.str();
+}
+
+std::string describe_tensor(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "no tensor";
+  std::ostringstream out;
+  out << c10::toString(tensor.scalar_type()) << tensor.sizes();
+  return out.str();
+}
+
+void check_tensor(const at::Tensor& tensor, const CallName& call) {
+  SMP_CHECK(tensor.defined(), call.text(), ": the tensor is undefined");
+  SMP_CHECK(tensor.layout() == at::kStrided && tensor.is_contiguous(),
+            call.text(), ": expected a dense contiguous tensor, got ",
+            describe_tensor(tensor),
+            " with other strides or layout; pass tensor.contiguous()");
+}
+
+void check_cpu_tensor(const at::Tensor& tensor, const CallName& call) {
+  check_tensor(tensor, call);
+  SMP_CHECK(tensor.is_cpu(), call.text(),
+            ": expected a CPU tensor, got one on ", tensor.device().str(),
+            "; copy it with tensor.cpu() or use a "
+            "group of the nccl backend");
+}
+
+void check_reducible(const at::Tensor& tensor, const CallName& call) {
+  check_tensor(tensor, call);
+  SMP_CHECK(tensor.scalar_type() != at::kBool && !tensor.is_complex(),
+            call.text(), ": expected real numbers, got ",
+            describe_tensor(tensor), "; convert it first");
+}
+
+void check_peer(const CallName& call) {
+  check_root(call);
+  SMP_CHECK(call.peer != call.group->group_rank, call.text(),
+            ": a rank cannot exchange messages with itself");
+  check_tag(call);
+}
+
+void check_root(const CallName& call) {
+  SMP_CHECK(call.peer >= 0 && call.peer < call.group->size, call.text(),
+            ": expected ", call.peer_word, " in [0, ", call.group->size,
+            "), got ", call.peer);
+}
+
+void check_tag(const CallName& call) {
+  SMP_CHECK(call.tag >= 0, call.text(),
+            ": expected a tag that is not negative, got ", call.tag);
+}
+
+void check_parts(const at::Tensor& whole, const at::Tensor& part,
+                 const CallName& call) {
+  check_tensor(whole, call);
+  check_tensor(part, call);
+  const int size = call.group->size;
+  SMP_CHECK(whole.numel() == part.numel() * size, call.text(), ": expected ",
+            size, " times the elements of ", describe_tensor(part), ", got ",
+            describe_tensor(whole));
+  SMP_CHECK(whole.scalar_type() == part.scalar_type() &&
+                whole.device() == part.device(),
+            call.text(), ": expected equal dtypes and devices, got ",
+            describe_tensor(whole), " on ", whole.device().str(), " and ",
+            describe_tensor(part), " on ", part.device().str());
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/data_parallel/parameter_record.h"
+
+namespace smp::data_parallel {
+
+/// Where a parameter lies in the flat tensor of its bucket.
+struct BucketSlot {
+  int record_idx = -1;
+  int64_t offset = 0;  ///< in elements, a multiple of kSlotAlignmentBytes
+  int64_t numel = 0;
+};
+
+/// Parameters that are reduced by one operation.
+struct Bucket {
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  ReductionGroup group = ReductionGroup::kDp;
+  double divisor = 1;
+  int64_t numel = 0;  ///< of the flat tensor, with the gaps
+  std::vector<BucketSlot> slots;
+};
+
+/// Bucket and slot of a record.
+struct SlotPlace {
+  int bucket_idx = -1;
+  int slot_idx = -1;
+};
+
+struct BucketPlan {
+  std::vector<Bucket> buckets;
+  std::vector<SlotPlace> places;  ///< by record index
+};
+
+/// Alignment that vector kernels and all transports are happy with.
+inline constexpr int64_t kSlotAlignmentBytes = 256;
+
+/// Lays records out in flat buckets: last parameter first, because backward
+/// reaches it first; one dtype, reduction group and divisor per bucket. Buckets
+/// are in the order in which their last gradient is expected. Pure.
+/// @param cap_bytes  a bucket is closed when it would grow beyond this; a
+///                   larger parameter gets a bucket of its own
+/// @throws ValueError when an index, a name or the cap is unusable
+BucketPlan plan_buckets(const std::vector<ParameterRecord>& records,
+                        int64_t cap_bytes);
+
+}  // namespace smp::data_parallel

@@ -1,0 +1,255 @@
+#include "csrc/data_parallel/reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/common/task_scope.h"
+
+namespace smp::data_parallel {
+
+namespace {
+
+int64_t cap_bytes(double cap_mb) {
+  SMP_CHECK_VALUE(cap_mb > 0 && cap_mb < 1e9, "bucket_cap_mb must be > 0, got ",
+                  cap_mb);
+  return std::max(int64_t{1}, static_cast<int64_t>(cap_mb * 1024 * 1024));
+}
+
+// What the ranks must have in common, options first.
+std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
+                                  const Reducer::Options& options) {
+  std::vector<std::string> lines = {detail::concat(
+      "bucket_cap_mb ", options.bucket_cap_mb, ", backward_passes_per_step ",
+      options.passes_per_reduction, ", average_grads_across_microbatches ",
+      options.average_over_microbatches)};
+  for (const ParameterRecord& record : records) {
+    lines.push_back(record.describe());
+  }
+  return lines;
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<at::Tensor> params,
+                 std::vector<ParameterRecord> records, comm::CommunicatorPtr dp,
+                 Options options)
+    : params_(std::move(params)),
+      records_(std::move(records)),
+      dp_(std::move(dp)),
+      options_(std::move(options)),
+      plan_(plan_buckets(records_, cap_bytes(options_.bucket_cap_mb))),
+      order_([this](int param_idx, const at::Tensor& grad) {
+        add(param_idx, grad);
+      }),
+      old_grads_(params_.size()),
+      used_(params_.size(), false),
+      num_added_(params_.size(), 0) {
+  check_arguments();
+  if (!params_.empty()) device_ = params_.front().device();
+  if (has_peers()) {
+    require_equal_lines(*dp_, lines_of(records_, options_), device_,
+                        options_.patience, "parameters to reduce");
+  }
+  buckets_.reserve(plan_.buckets.size());
+  for (const Bucket& bucket : plan_.buckets) {
+    buckets_.emplace_back(bucket, params_);
+  }
+  hooks_ = std::make_unique<GradientHooks>(
+      params_, [this](int param_idx, const at::Tensor& grad) {
+        on_gradient(param_idx, grad);
+      });
+}
+
+Reducer::~Reducer() = default;
+
+void Reducer::check_arguments() const {
+  SMP_CHECK_VALUE(options_.passes_per_reduction >= 1,
+                  "backward_passes_per_step must be >= 1, got ",
+                  options_.passes_per_reduction);
+  SMP_CHECK_VALUE(params_.size() == records_.size(), "expected one record per ",
+                  "parameter, got ", records_.size(), " records for ",
+                  params_.size(), " parameters");
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& param = params_[i];
+    const ParameterRecord& record = records_[i];
+    SMP_CHECK_VALUE(param.is_leaf() && param.requires_grad(), "parameter ",
+                    record.name, " must be a leaf that requires a gradient");
+    SMP_CHECK_VALUE(param.sizes() == at::IntArrayRef(record.local_shape()) &&
+                        param.scalar_type() == record.dtype,
+                    "parameter ", record.name, " has sizes ", param.sizes(),
+                    " and dtype ", param.scalar_type(), ", its record says ",
+                    record.describe());
+    SMP_CHECK_VALUE(param.device() == params_.front().device(), "parameter ",
+                    record.name, " is on ", param.device(), ", ",
+                    records_.front().name, " on ", params_.front().device(),
+                    "; move the model to one device per rank");
+    SMP_CHECK_VALUE(record.group == ReductionGroup::kDp, "parameter ",
+                    record.name,
+                    " is to be reduced over the rdp group; that "
+                    "needs tensor parallelism, which is not available yet");
+  }
+}
+
+double Reducer::pass_divisor() const {
+  return options_.average_over_microbatches ? num_microbatches_ : 1;
+}
+
+FlatBucket& Reducer::bucket_of(int param_idx) {
+  return buckets_[plan_.places[param_idx].bucket_idx];
+}
+
+// ---- opening a step ---------------------------------------------------------
+
+void Reducer::begin_step(int num_microbatches) {
+  SMP_CHECK_VALUE(num_microbatches >= 1, "a step needs at least one ",
+                  "microbatch, got ", num_microbatches);
+  const Lock lock(mutex_);
+  if (phase_ == Phase::kImplicit && implicit_token_.expired()) abandon();
+  SMP_CHECK(phase_ == Phase::kIdle,
+            phase_ == Phase::kImplicit
+                ? "a step was begun inside a backward that runs outside of any "
+                  "step; call backward inside the step function"
+                : "a step was begun while one is open; steps cannot be nested, "
+                  "and a step that failed must be cancelled");
+  open(num_microbatches, Phase::kOpen);
+}
+
+void Reducer::open(int num_microbatches, Phase phase) {
+  SMP_CHECK(!broken_,
+            "an earlier reduction of gradients failed half-way; "
+            "the process group cannot be used any more, restart the job");
+  keep_old_grads();
+  phase_ = phase;
+  num_microbatches_ = num_microbatches;
+  order_.begin(num_microbatches);
+  active_ = false;
+  num_added_.assign(params_.size(), 0);
+  num_missing_.assign(buckets_.size(), 0);
+  for (FlatBucket& bucket : buckets_) bucket.reset();
+  const auto learned = learned_.find(num_microbatches);
+  expected_ = learned == learned_.end() ? nullptr : &learned->second;
+  if (expected_ == nullptr) return;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if ((*expected_)[i] > 0) ++num_missing_[plan_.places[i].bucket_idx];
+  }
+}
+
+void Reducer::keep_old_grads() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = params_[i].grad();
+    FlatBucket& bucket = bucket_of(static_cast<int>(i));
+    if (pass_idx_ > 0 && grad.defined() &&
+        (used_[i] || old_grads_[i].defined())) {
+      continue;  // what the earlier passes left there
+    }
+    // New, or set to None by the user: begin from what is there now.
+    used_[i] = false;
+    bucket.drop_passes(slot_of(static_cast<int>(i)));
+    old_grads_[i] = {};
+    if (!grad.defined()) continue;
+    const bool is_ours = grad.is_alias_of(bucket.flat());
+    old_grads_[i] = is_ours ? grad.detach().clone() : grad.detach();
+  }
+}
+
+// ---- while gradients come ---------------------------------------------------
+
+void Reducer::on_gradient(int param_idx, const at::Tensor& grad) {
+  SMP_CHECK_VALUE(grad.layout() == at::kStrided, "parameter ",
+                  records_[param_idx].name, " got a gradient of layout ",
+                  grad.layout(),
+                  "; only dense gradients can be reduced, use "
+                  "sparse=False");
+  const at::NoGradGuard no_grad;
+  const Lock lock(mutex_);
+  const bool is_stale = phase_ == Phase::kImplicit && implicit_token_.expired();
+  if (phase_ == Phase::kIdle || is_stale) begin_implicit_step();
+  SMP_CHECK(phase_ != Phase::kEnding, "parameter ", records_[param_idx].name,
+            " got a gradient while its step was ending");
+  const int mb = phase_ == Phase::kImplicit ? 0 : current_task().mb;
+  order_.add(param_idx, mb, grad.detach());
+}
+
+void Reducer::begin_implicit_step() {
+  if (phase_ == Phase::kImplicit) abandon();  // that backward has failed
+  open(1, Phase::kImplicit);
+  // The engine drops the callback, and with it the token, if backward fails.
+  auto token = std::make_shared<int>(0);
+  implicit_token_ = token;
+  call_after_backward([this, token = std::move(token)] { end_step(); });
+}
+
+void Reducer::finish_microbatch(int mb) {
+  const at::NoGradGuard no_grad;
+  const Lock lock(mutex_);
+  SMP_CHECK(phase_ == Phase::kOpen, "microbatch ", mb,
+            " was finished, but no step is open");
+  order_.finish(mb);
+}
+
+void Reducer::add(int param_idx, const at::Tensor& grad) {
+  const SlotPlace place = plan_.places[param_idx];
+  active_ = true;
+  used_[param_idx] = true;
+  const int num_added = ++num_added_[param_idx];
+  if (place.bucket_idx < static_cast<int>(works_.size())) {
+    late_[param_idx].push_back(grad);
+    return;
+  }
+  buckets_[place.bucket_idx].add(place.slot_idx, grad);
+  if (expected_ == nullptr) return;
+  if (num_added == (*expected_)[param_idx]) --num_missing_[place.bucket_idx];
+  launch_complete_buckets();
+}
+
+void Reducer::launch_complete_buckets() {
+  if (!has_peers() || !options_.overlap || !is_last_pass()) return;
+  while (works_.size() < buckets_.size() && num_missing_[works_.size()] == 0) {
+    launch_bucket();
+    if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;
+  }
+}
+
+// Always the first operation of a step, so that a rank without any gradient
+// can find out whether others reduce something, before it takes part.
+void Reducer::launch_header() {
+  if (header_work_) return;
+  at::Tensor header = at::empty({3}, at::kLong);
+  auto* data = header.mutable_data_ptr<int64_t>();
+  data[0] = active_ ? 1 : 0;
+  data[1] = num_microbatches_;
+  data[2] = -num_microbatches_;
+  header_ = header.to(device_);
+  header_work_ = dp_->all_reduce(header_, comm::ReduceOp::kMax);
+}
+
+void Reducer::launch_bucket() {
+  launch_header();
+  FlatBucket& bucket = buckets_[works_.size()];
+  bucket.finish(pass_divisor());
+  works_.push_back(dp_->all_reduce(bucket.flat(), comm::ReduceOp::kSum));
+}
+
+bool Reducer::in_step() const {
+  const Lock lock(mutex_);
+  return phase_ != Phase::kIdle;
+}
+
+Reducer::Stats Reducer::stats() const {
+  const Lock lock(mutex_);
+  return stats_;
+}
+
+const at::Tensor& Reducer::flat(int bucket_idx) const {
+  SMP_CHECK_VALUE(
+      bucket_idx >= 0 && bucket_idx < static_cast<int>(buckets_.size()),
+      "there is no bucket ", bucket_idx, " of ", buckets_.size());
+  return buckets_[bucket_idx].flat();
+}
+
+}  // namespace smp::data_parallel

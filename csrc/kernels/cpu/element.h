@@ -1,0 +1,46 @@
+#pragma once
+
+#include "csrc/kernels/cpu/float16.h"
+#include "csrc/kernels/multi_array.h"
+
+namespace smp::kernels::cpu {
+
+/// How elements of a dtype are computed with: load to `Compute`, store from it.
+template <typename T>
+struct Element {
+  using Compute = T;
+  static T load(T value) { return value; }
+  static T store(T value) { return value; }
+};
+
+template <>
+struct Element<Half> {
+  using Compute = float;
+  static float load(Half value) { return to_float(value); }
+  static Half store(float value) { return to_half(value); }
+};
+
+template <>
+struct Element<BFloat16> {
+  using Compute = float;
+  static float load(BFloat16 value) { return to_float(value); }
+  static BFloat16 store(float value) { return to_bfloat16(value); }
+};
+
+/// Calls `function(T{})` with the element type of a dtype.
+template <typename Function>
+auto dispatch(Dtype dtype, Function&& function) {
+  switch (dtype) {
+    case Dtype::kDouble:
+      return function(double{});
+    case Dtype::kHalf:
+      return function(Half{});
+    case Dtype::kBFloat16:
+      return function(BFloat16{});
+    case Dtype::kFloat:
+      break;
+  }
+  return function(float{});
+}
+
+}  // namespace smp::kernels::cpu

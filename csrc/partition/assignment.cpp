@@ -1,0 +1,137 @@
+#include "csrc/partition/assignment.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::partition {
+
+namespace {
+
+// FNV-1a, 64 bit: short, and the same on every machine.
+class Fnv1a {
+ public:
+  void add(const std::string& text) {
+    for (unsigned char c : text) add_byte(c);
+    add_byte(0);  // so that ("ab", "c") and ("a", "bc") differ
+  }
+  void add(int value) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      add_byte(static_cast<unsigned char>(value >> shift));
+    }
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  void add_byte(unsigned char byte) {
+    value_ = (value_ ^ byte) * 1099511628211ull;
+  }
+  uint64_t value_ = 14695981039346656037ull;
+};
+
+uint64_t hash_of(const ModuleTree& tree, int num_partitions,
+                 const std::vector<int>& partition_idxs) {
+  Fnv1a hash;
+  hash.add(num_partitions);
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    hash.add(tree.node(idx).name);
+    hash.add(partition_idxs[idx]);
+  }
+  return hash.value();
+}
+
+// "transformer.h.6" is number 6 of "transformer.h."; "lm_head" has no number.
+struct NumberedName {
+  std::string stem;
+  long number;
+};
+
+std::optional<NumberedName> split_number(const std::string& name) {
+  const size_t start = name.rfind('.') + 1;  // npos + 1 is 0
+  const std::string last = name.substr(start);
+  const bool is_number = !last.empty() && last.size() < 10 &&
+                         std::all_of(
+                             last.begin(), last.end(),
+                             [](char c) { return c >= '0' && c <= '9'; });
+  if (!is_number) return std::nullopt;
+  return NumberedName{name.substr(0, start), std::stol(last)};
+}
+
+// a.[0-5] for a.0, a.1, ..., a.5 in a row.
+std::string join_collapsed(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size();) {
+    size_t end = i + 1;
+    const auto first = split_number(names[i]);
+    while (first && end < names.size()) {
+      const auto next = split_number(names[end]);
+      const long expected = first->number + static_cast<long>(end - i);
+      if (!next || next->stem != first->stem || next->number != expected) break;
+      ++end;
+    }
+    if (!text.empty()) text += ", ";
+    if (end - i > 1) {
+      text +=
+          detail::concat(first->stem, "[", first->number, "-",
+                         first->number + static_cast<long>(end - i) - 1, "]");
+    } else {
+      text += names[i].empty() ? "(root)" : names[i];
+    }
+    i = end;
+  }
+  return text.empty() ? "(no modules)" : text;
+}
+
+}  // namespace
+
+Assignment make_assignment(const ModuleTree& tree, int num_partitions,
+                           std::vector<int> partition_idxs) {
+  SMP_CHECK_VALUE(static_cast<int>(partition_idxs.size()) == tree.num_nodes(),
+                  "partition: expected one partition for each of the ",
+                  tree.num_nodes(), " modules, got ", partition_idxs.size());
+  Assignment assignment;
+  assignment.num_partitions = num_partitions;
+  assignment.load_bytes.assign(num_partitions, 0);
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    const int partition_idx = partition_idxs[idx];
+    SMP_CHECK_VALUE(partition_idx >= 0 && partition_idx < num_partitions,
+                    "partition ", partition_idx, " of module '",
+                    tree.node(idx).name, "' must be in [0, ", num_partitions,
+                    "); choose another or raise pipeline_parallel_degree");
+    assignment.load_bytes[partition_idx] += tree.node(idx).param_bytes;
+  }
+  SMP_CHECK_VALUE(tree.num_nodes() == 0 || partition_idxs[0] == 0,
+                  "partition: the root module runs on partition 0, got ",
+                  partition_idxs[0]);
+  assignment.hash = hash_of(tree, num_partitions, partition_idxs);
+  assignment.partition_idxs = std::move(partition_idxs);
+  return assignment;
+}
+
+std::string to_text(const ModuleTree& tree, const Assignment& assignment) {
+  std::vector<std::vector<std::string>> names(assignment.num_partitions);
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    const int partition_idx = assignment.partition_idxs[idx];
+    const int parent_idx = tree.node(idx).parent_idx;
+    if (parent_idx < 0 ||
+        assignment.partition_idxs[parent_idx] != partition_idx) {
+      names[partition_idx].push_back(tree.node(idx).name);
+    }
+  }
+  const int64_t total = tree.total_param_bytes();
+  std::string text = "Partition assignments:";
+  for (int p = 0; p < assignment.num_partitions; ++p) {
+    const int64_t bytes = assignment.load_bytes[p];
+    char share[32];
+    std::snprintf(share, sizeof(share), "%.1f",
+                  total > 0 ? 100.0 * bytes / total : 0.0);
+    text += detail::concat("\npp_rank ", p, ": ", bytes, " bytes (", share,
+                           " %): ", join_collapsed(names[p]));
+  }
+  return text;
+}
+
+}  // namespace smp::partition

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/partition/module_tree.h"
+
+namespace smp::partition {
+
+/// Which partition owns each module. The same on every rank.
+struct Assignment {
+  int num_partitions = 1;
+  std::vector<int> partition_idxs;  ///< per node of the tree
+  std::vector<int64_t> load_bytes;  ///< parameter bytes per partition
+  uint64_t hash = 0;                ///< of names and partitions
+};
+
+/// Completes an assignment from one partition per node.
+/// @throws ValueError if a partition is outside `[0, num_partitions)`, if their
+///     number is not that of the nodes, or if the root is not on partition 0
+Assignment make_assignment(const ModuleTree& tree, int num_partitions,
+                           std::vector<int> partition_idxs);
+
+/// The lines of the log: per partition its parameter bytes, its share, and its
+/// modules. Only the top-most module of a subtree on one partition is named,
+/// and numbered siblings that follow one another are one name:
+///
+///     Partition assignments:
+///     pp_rank 0: 1048576 bytes (50.0 %): (root), transformer.h.[0-5]
+///     pp_rank 1: 1048576 bytes (50.0 %): transformer.h.[6-11]
+std::string to_text(const ModuleTree& tree, const Assignment& assignment);
+
+}  // namespace smp::partition

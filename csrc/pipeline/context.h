@@ -1,0 +1,59 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "csrc/comm/message.h"
+#include "csrc/memory/random_state.h"
+#include "csrc/pipeline/task.h"
+
+namespace smp::pipeline {
+
+/// One execution that may have to wait in the middle: the step body of a
+/// microbatch, or the service of one request. It owns an OS thread while it
+/// lives and runs only while it holds the rank's baton (see Scheduler).
+/// All members belong to the scheduler's mutex unless said otherwise.
+struct Context {
+  enum class State { kNotStarted, kReady, kRunning, kSuspended, kDone };
+
+  TaskKey key;
+  /// For errors: "module 'transformer.h.3', microbatch 1, backward".
+  std::string where;
+  /// Seed of the generators at the start, made of (seed, step, mb, call path).
+  uint64_t seed = 0;
+  std::function<void()> work;
+
+  State state = State::kNotStarted;
+  int64_t arrival = 0;
+  const char* waits_for = "";  ///< while suspended: for tables of who waits
+  int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
+  std::condition_variable resumed;
+
+  /// Generators while another context runs.
+  std::optional<memory::RandomState> random_state;
+  /// Number of remote calls made so far; part of the call path. Own thread.
+  int64_t num_calls = 0;
+  /// Step bodies: how often the model, and backward, were called. Own thread.
+  int64_t num_model_calls = 0;
+  int64_t num_backward_calls = 0;
+};
+
+/// Where a context waits for one message. It may be filled before anyone waits.
+struct Slot {
+  std::optional<comm::Message> message;
+  Context* waiter = nullptr;
+};
+
+/// The context that the calling thread runs, or null.
+Context* current_context();
+
+/// Makes backward calls of this thread run their nodes on this thread, also
+/// those on an accelerator: a node that waits for another rank must not block
+/// the one worker thread that autograd has per device.
+void keep_backward_on_this_thread();
+
+}  // namespace smp::pipeline

@@ -1,0 +1,42 @@
+#include <tuple>
+
+#include "csrc/pipeline/policy.h"
+
+namespace smp::pipeline {
+namespace {
+
+// Backward first, so that activations are freed early; then the oldest
+// microbatch; then the order of arrival. With equal stages this is 1F1B.
+class InterleavedPolicy final : public Policy {
+ public:
+  const std::string& name() const override {
+    static const std::string text = "interleaved";
+    return text;
+  }
+
+  std::optional<size_t> pick(const std::vector<ReadyTask>& ready,
+                             const StepProgress&) const override {
+    std::optional<size_t> best;
+    for (size_t i = 0; i < ready.size(); ++i) {
+      if (!best || rank(ready[i]) < rank(ready[*best])) best = i;
+    }
+    return best;
+  }
+
+  int default_active_microbatches(int num_partitions, int) const override {
+    return num_partitions + 2;
+  }
+
+ private:
+  static std::tuple<bool, int64_t, int64_t> rank(const ReadyTask& task) {
+    return {task.key.phase != Phase::kBackward, task.key.mb, task.arrival};
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_interleaved_policy() {
+  return std::make_unique<InterleavedPolicy>();
+}
+
+}  // namespace smp::pipeline

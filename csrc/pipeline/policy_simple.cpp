@@ -1,0 +1,48 @@
+#include <tuple>
+
+#include "csrc/pipeline/policy.h"
+
+namespace smp::pipeline {
+namespace {
+
+// All forwards, then all backwards. A backward waits while the driver still
+// has forwards to do among the microbatches that may be in flight; with fewer
+// active microbatches than microbatches the step runs in such waves.
+class SimplePolicy final : public Policy {
+ public:
+  const std::string& name() const override {
+    static const std::string text = "simple";
+    return text;
+  }
+
+  std::optional<size_t> pick(const std::vector<ReadyTask>& ready,
+                             const StepProgress& progress) const override {
+    std::optional<size_t> best;
+    for (size_t i = 0; i < ready.size(); ++i) {
+      if (ready[i].key.phase == Phase::kBackward &&
+          progress.num_forwards_pending > 0) {
+        continue;
+      }
+      if (!best || rank(ready[i]) < rank(ready[*best])) best = i;
+    }
+    return best;
+  }
+
+  int default_active_microbatches(int,
+                                  int num_microbatches) const override {
+    return num_microbatches;
+  }
+
+ private:
+  static std::tuple<bool, int64_t, int64_t> rank(const ReadyTask& task) {
+    return {task.key.phase != Phase::kForward, task.key.mb, task.arrival};
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_simple_policy() {
+  return std::make_unique<SimplePolicy>();
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,403 @@
+#include "csrc/pipeline/scheduler.h"
+
+#include <c10/core/AutogradState.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/common/task_scope.h"
+
+namespace smp::pipeline {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+thread_local Context* context_of_thread = nullptr;
+
+const char* words(Context::State state) {
+  switch (state) {
+    case Context::State::kNotStarted:
+      return "not started";
+    case Context::State::kReady:
+      return "ready";
+    case Context::State::kRunning:
+      return "running";
+    case Context::State::kSuspended:
+      return "waiting for ";
+    case Context::State::kDone:
+      return "done";
+  }
+  return "";
+}
+
+}  // namespace
+
+Context* current_context() { return context_of_thread; }
+
+void keep_backward_on_this_thread() {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+}
+
+Scheduler::Scheduler(ContextThreads* threads, c10::Device device)
+    : threads_(threads), device_(device) {}
+
+void Scheduler::begin_step(const StepOptions& options) {
+  Lock lock(mutex_);
+  SMP_ASSERT(!in_step_ && contexts_.empty(), "begin_step inside a step");
+  options_ = options;
+  in_step_ = true;
+  visits_.clear();
+  executed_.clear();
+  cancel_reason_ = nullptr;
+  num_bodies_in_flight_ = 0;
+  idle_since_ = Clock::now();
+}
+
+void Scheduler::end_step() {
+  Lock lock(mutex_);
+  SMP_ASSERT(contexts_.empty() && !running_, "a step ended with work left: ",
+             contexts_.size(), " contexts");
+  if (in_step_) stats_.idle_ns += (Clock::now() - idle_since_).count();
+  in_step_ = false;
+}
+
+void Scheduler::add_body(int mb, std::string where, uint64_t seed,
+                         std::function<void()> work) {
+  auto context = std::make_unique<Context>();
+  context->key = {Phase::kForward, mb, TaskKey::kStepBody, 0, 0};
+  context->where = std::move(where);
+  context->seed = seed;
+  context->work = std::move(work);
+  Lock lock(mutex_);
+  if (cancel_reason_) return;
+  bodies_to_start_.push_back(context.get());
+  add_locked(std::move(context));
+}
+
+void Scheduler::add_service(Phase phase, int mb, int64_t module_id,
+                            std::string where, uint64_t seed,
+                            std::function<void()> work) {
+  auto context = std::make_unique<Context>();
+  context->where = std::move(where);
+  context->seed = seed;
+  context->work = std::move(work);
+  Lock lock(mutex_);
+  if (cancel_reason_) return;
+  // Calls of one module in one microbatch come one after the other, so the
+  // visit number does not depend on what else is going on.
+  const int64_t visit = visits_[{phase, mb, module_id}]++;
+  context->key = {phase, mb, module_id, visit, 0};
+  ready_.push_back(context.get());
+  add_locked(std::move(context));
+}
+
+void Scheduler::add_locked(std::unique_ptr<Context> context) {
+  context->arrival = next_arrival_++;
+  Context* key = context.get();
+  contexts_.emplace(key, std::move(context));
+  dispatch_locked();
+}
+
+void Scheduler::make_ready_locked(Context* context) {
+  context->state = Context::State::kReady;
+  context->arrival = next_arrival_++;
+  ready_.push_back(context);
+}
+
+bool Scheduler::body_may_start_locked() const {
+  return !bodies_to_start_.empty() &&
+         num_bodies_in_flight_ < options_.active_microbatches;
+}
+
+StepProgress Scheduler::progress_locked() const {
+  StepProgress progress;
+  progress.num_microbatches = options_.num_microbatches;
+  if (!options_.is_driver) return progress;
+  progress.num_forwards_pending = body_may_start_locked() ? 1 : 0;
+  for (const auto& [context, owned] : contexts_) {
+    if (context->key.module_id == TaskKey::kStepBody &&
+        context->key.phase == Phase::kForward &&
+        context->state != Context::State::kNotStarted) {
+      ++progress.num_forwards_pending;
+    }
+  }
+  return progress;
+}
+
+// Asks the policy (or the agreed order) and takes the choice off the lists.
+Context* Scheduler::choose_locked() {
+  std::vector<ReadyTask> tasks;
+  tasks.reserve(ready_.size() + 1);
+  for (const Context* context : ready_) {
+    tasks.push_back({context->key, context->arrival,
+                     context->state == Context::State::kNotStarted});
+  }
+  const bool offers_body = body_may_start_locked();
+  if (offers_body) {
+    tasks.push_back({bodies_to_start_.front()->key,
+                     bodies_to_start_.front()->arrival, true});
+  }
+  std::optional<size_t> choice;
+  if (options_.order == OrderRole::kFollower) {
+    if (agreed_.empty() || agreed_.front().first != options_.step) {
+      return nullptr;
+    }
+    for (size_t i = 0; i < tasks.size() && !choice; ++i) {
+      if (tasks[i].key == agreed_.front().second) choice = i;
+    }
+    if (!choice) return nullptr;
+    agreed_.pop_front();
+  } else {
+    choice = options_.policy->pick(tasks, progress_locked());
+    if (!choice) return nullptr;
+  }
+  Context* chosen = nullptr;
+  if (*choice == ready_.size()) {
+    chosen = bodies_to_start_.front();
+    bodies_to_start_.pop_front();
+    ++num_bodies_in_flight_;
+  } else {
+    chosen = ready_[*choice];
+    ready_.erase(ready_.begin() + static_cast<int64_t>(*choice));
+  }
+  if (options_.order == OrderRole::kLeader && order_sink_) {
+    order_sink_(options_.step, chosen->key);
+  }
+  return chosen;
+}
+
+void Scheduler::start_locked(Context* context) {
+  running_ = context;
+  stats_.idle_ns += (Clock::now() - idle_since_).count();
+  ++stats_.num_switches;
+  if (context->state == Context::State::kNotStarted) {
+    executed_.push_back(context->key);
+    ++stats_.num_contexts;
+  }
+}
+
+void Scheduler::dispatch_locked() {
+  if (running_ || !in_step_ || cancel_reason_) return;
+  Context* chosen = choose_locked();
+  if (!chosen) return;
+  const bool is_new = chosen->state == Context::State::kNotStarted;
+  start_locked(chosen);
+  chosen->state = Context::State::kRunning;
+  if (is_new) {
+    threads_->run([this, chosen] { run_context(chosen); });
+  } else {
+    chosen->resumed.notify_one();
+  }
+}
+
+void Scheduler::release_baton_locked() {
+  running_ = nullptr;
+  idle_since_ = Clock::now();
+  dispatch_locked();
+}
+
+void Scheduler::throw_if_cancelled_locked() const {
+  // Not the reason itself: a Python exception can be raised in one thread only.
+  SMP_THROW_IF_NOT(PeerFailure, !cancel_reason_,
+                   "this step was cancelled after a failure elsewhere");
+}
+
+void Scheduler::wait_for_baton(Lock& lock, Context* context) {
+  context->resumed.wait(lock, [&] {
+    return context->state == Context::State::kRunning || cancel_reason_;
+  });
+}
+
+comm::Message Scheduler::wait(Slot& slot, const char* waits_for,
+                              int waits_for_rank) {
+  Context* context = current_context();
+  SMP_ASSERT(context, "wait outside a context");
+  Lock lock(mutex_);
+  throw_if_cancelled_locked();
+  // Under an agreed order every wait is a turn, whether or not the answer was
+  // there already: otherwise peers would count resumptions differently.
+  if (slot.message && options_.order == OrderRole::kFree) {
+    return std::move(*slot.message);
+  }
+  ++context->key.resume;
+  if (slot.message) {
+    make_ready_locked(context);
+  } else {
+    context->state = Context::State::kSuspended;
+    context->waits_for = waits_for;
+    context->waits_for_rank = waits_for_rank;
+    slot.waiter = context;
+  }
+  release_baton_locked();
+  wait_for_baton(lock, context);
+  slot.waiter = nullptr;
+  throw_if_cancelled_locked();
+  own_generators_locked(context);
+  return std::move(*slot.message);
+}
+
+void Scheduler::enter_phase(Phase phase) {
+  Context* context = current_context();
+  SMP_ASSERT(context, "enter_phase outside a context");
+  Lock lock(mutex_);
+  throw_if_cancelled_locked();
+  if (context->key.phase == phase) return;
+  context->key.phase = phase;
+  ++context->key.resume;
+  make_ready_locked(context);
+  release_baton_locked();
+  wait_for_baton(lock, context);
+  throw_if_cancelled_locked();
+  own_generators_locked(context);
+}
+
+void Scheduler::fill(Slot& slot, comm::Message message) {
+  Lock lock(mutex_);
+  slot.message = std::move(message);
+  if (slot.waiter && slot.waiter->state == Context::State::kSuspended) {
+    make_ready_locked(slot.waiter);
+    dispatch_locked();
+  }
+}
+
+void Scheduler::cancel(std::exception_ptr reason) {
+  Lock lock(mutex_);
+  if (!in_step_ || cancel_reason_) return;
+  cancel_reason_ = std::move(reason);
+  for (auto it = contexts_.begin(); it != contexts_.end();) {
+    if (it->first->state == Context::State::kNotStarted) {
+      it = contexts_.erase(it);
+    } else {
+      it->first->resumed.notify_one();
+      ++it;
+    }
+  }
+  ready_.clear();
+  bodies_to_start_.clear();
+  agreed_.clear();
+  idle_.notify_all();
+}
+
+void Scheduler::add_agreed(int64_t step, const TaskKey& key) {
+  Lock lock(mutex_);
+  agreed_.emplace_back(step, key);
+  dispatch_locked();
+}
+
+// Under the mutex: a cancelled context may end while another one is here.
+void Scheduler::own_generators_locked(Context* context) {
+  if (generators_owner_ == context) return;
+  if (generators_owner_) {
+    generators_owner_->random_state = memory::RandomState::capture(device_);
+  }
+  if (context->random_state) {
+    context->random_state->restore();
+    context->random_state.reset();
+  } else {
+    memory::seed_generators(context->seed, device_);
+  }
+  generators_owner_ = context;
+}
+
+void Scheduler::run_context(Context* context) {
+  while (context) {
+    context_of_thread = context;
+    keep_backward_on_this_thread();
+    try {
+      TaskScope scope({options_.step, static_cast<int>(context->key.mb)});
+      {
+        Lock lock(mutex_);
+        own_generators_locked(context);
+      }
+      context->work();
+    } catch (...) {
+      std::exception_ptr error = std::current_exception();
+      if (error_sink_) error_sink_(*context, error);
+      cancel(error);
+    }
+    context->work = nullptr;  // without the lock: it may own Python objects
+    context_of_thread = nullptr;
+    context = finish(context);
+  }
+}
+
+// Ends a context and, when the policy chooses one that has no thread yet,
+// hands it to the calling thread, which saves a wake-up.
+Context* Scheduler::finish(Context* context) {
+  Lock lock(mutex_);
+  context->state = Context::State::kDone;
+  if (generators_owner_ == context) generators_owner_ = nullptr;
+  if (context->key.module_id == TaskKey::kStepBody) --num_bodies_in_flight_;
+  const bool held_baton = running_ == context;
+  contexts_.erase(context);
+  Context* next = nullptr;
+  if (held_baton) {
+    running_ = nullptr;
+    idle_since_ = Clock::now();
+    if (in_step_ && !cancel_reason_) next = choose_locked();
+  }
+  if (next) {
+    const bool is_new = next->state == Context::State::kNotStarted;
+    start_locked(next);
+    next->state = Context::State::kRunning;
+    if (!is_new) {
+      next->resumed.notify_one();
+      next = nullptr;
+    }
+  }
+  if (contexts_.empty()) {
+    idle_.notify_all();
+    lock.unlock();
+    if (idle_sink_) idle_sink_();
+  }
+  return next;
+}
+
+bool Scheduler::is_idle() const {
+  Lock lock(mutex_);
+  return contexts_.empty();
+}
+
+bool Scheduler::wait_until_idle(std::chrono::milliseconds timeout) {
+  Lock lock(mutex_);
+  return idle_.wait_for(lock, timeout, [this] { return contexts_.empty(); });
+}
+
+std::exception_ptr Scheduler::cancel_reason() const {
+  Lock lock(mutex_);
+  return cancel_reason_;
+}
+
+bool Scheduler::baton_is_free() const {
+  Lock lock(mutex_);
+  return running_ == nullptr;
+}
+
+std::string Scheduler::describe() const {
+  Lock lock(mutex_);
+  std::string text;
+  for (const auto& [context, owned] : contexts_) {
+    if (!text.empty()) text += "; ";
+    text += context->where + ": " + words(context->state);
+    if (context->state == Context::State::kSuspended) {
+      text += context->waits_for;
+      if (context->waits_for_rank >= 0) {
+        text += " of global_rank " + std::to_string(context->waits_for_rank);
+      }
+    }
+  }
+  return text.empty() ? "nothing to run" : text;
+}
+
+Scheduler::Stats Scheduler::stats() const {
+  Lock lock(mutex_);
+  return stats_;
+}
+
+std::vector<TaskKey> Scheduler::executed_order() const {
+  Lock lock(mutex_);
+  return executed_;
+}
+
+}  // namespace smp::pipeline

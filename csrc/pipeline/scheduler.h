@@ -1,0 +1,152 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "csrc/pipeline/context.h"
+#include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/policy.h"
+
+namespace smp::pipeline {
+
+/// Who decides the order of tasks among the data-parallel peers of a rank.
+enum class OrderRole {
+  kFree,      ///< every rank for itself
+  kLeader,    ///< this rank decides and publishes
+  kFollower,  ///< this rank runs what the leader published
+};
+
+/// Lets the contexts of a rank take turns: exactly one holds the baton and
+/// runs. There is no scheduling thread: whoever frees the baton, or makes a
+/// context ready while it is free, asks the policy and wakes the chosen one.
+class Scheduler {
+ public:
+  struct StepOptions {
+    const Policy* policy = nullptr;
+    int num_microbatches = 1;
+    int active_microbatches = 1;
+    bool is_driver = true;
+    OrderRole order = OrderRole::kFree;
+    int64_t step = 0;
+  };
+
+  struct Stats {
+    int64_t idle_ns = 0;         ///< within steps, while no context could run
+    int64_t num_contexts = 0;    ///< started
+    int64_t num_switches = 0;    ///< baton passed to another context
+  };
+
+  /// Called under the scheduler's mutex: must not block nor call back.
+  using OrderSink = std::function<void(int64_t step, const TaskKey&)>;
+  using ErrorSink =
+      std::function<void(const Context&, const std::exception_ptr&)>;
+
+  Scheduler(ContextThreads* threads, c10::Device device);
+
+  void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
+  /// Called in the thread of a context whose work raised, before cancelling.
+  void set_error_sink(ErrorSink sink) { error_sink_ = std::move(sink); }
+  /// Called without locks when the last context has ended or was cancelled.
+  void set_idle_sink(std::function<void()> sink) {
+    idle_sink_ = std::move(sink);
+  }
+
+  /// Opens a step; contexts may be added from now on.
+  void begin_step(const StepOptions& options);
+  /// Closes a step in which all contexts have ended. @throws InternalError
+  void end_step();
+
+  /// Adds the body of one microbatch: it starts when `active_microbatches`
+  /// allows, in order of `mb`.
+  void add_body(int mb, std::string where, uint64_t seed,
+                std::function<void()> work);
+  /// Adds a service context, ready at once.
+  void add_service(Phase phase, int mb, int64_t module_id, std::string where,
+                   uint64_t seed, std::function<void()> work);
+
+  /// Called by a running context: gives the baton back until `slot` is filled.
+  /// @throws PeerFailure when the step is cancelled meanwhile
+  comm::Message wait(Slot& slot, const char* waits_for, int waits_for_rank);
+  /// Called by the context of a step body when its phase changes: the policy
+  /// may let others go first.
+  void enter_phase(Phase phase);
+  /// Fills a slot from any thread.
+  void fill(Slot& slot, comm::Message message);
+
+  /// Ends the step early: every waiting context raises `reason`, contexts not
+  /// yet started never start. First reason wins; from any thread.
+  void cancel(std::exception_ptr reason);
+
+  /// Adds the next task that the leader published.
+  void add_agreed(int64_t step, const TaskKey& key);
+
+  /// Waits until all bodies and services have ended or the step is cancelled.
+  /// @return true when it has ended, cancelled or not; false after `timeout`.
+  bool wait_until_idle(std::chrono::milliseconds timeout);
+  bool is_idle() const;
+  /// Null unless the step was cancelled.
+  std::exception_ptr cancel_reason() const;
+
+  bool baton_is_free() const;
+  /// One line per context that has not ended, for timeouts.
+  std::string describe() const;
+  Stats stats() const;
+  /// Tasks in the order in which they first ran in the last step.
+  std::vector<TaskKey> executed_order() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  void add_locked(std::unique_ptr<Context> context);
+  void make_ready_locked(Context* context);
+  Context* choose_locked();
+  void dispatch_locked();
+  void start_locked(Context* context);
+  void release_baton_locked();
+  void wait_for_baton(Lock& lock, Context* context);
+  void run_context(Context* context);
+  Context* finish(Context* context);
+  void own_generators_locked(Context* context);
+  StepProgress progress_locked() const;
+  void throw_if_cancelled_locked() const;
+  bool body_may_start_locked() const;
+
+  ContextThreads* const threads_;
+  const c10::Device device_;
+  OrderSink order_sink_;
+  ErrorSink error_sink_;
+  std::function<void()> idle_sink_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  StepOptions options_;
+  bool in_step_ = false;
+  std::unordered_map<Context*, std::unique_ptr<Context>> contexts_;
+  std::vector<Context*> ready_;
+  std::deque<Context*> bodies_to_start_;
+  int num_bodies_in_flight_ = 0;
+  std::map<std::tuple<Phase, int64_t, int64_t>, int64_t> visits_;
+  std::deque<std::pair<int64_t, TaskKey>> agreed_;
+  Context* running_ = nullptr;
+  Context* generators_owner_ = nullptr;
+  int64_t next_arrival_ = 0;
+  std::exception_ptr cancel_reason_;
+  std::vector<TaskKey> executed_;
+  Stats stats_;
+  std::chrono::steady_clock::time_point idle_since_;
+};
+
+}  // namespace smp::pipeline

@@ -1,0 +1,59 @@
+#include "csrc/pipeline/wire.h"
+
+namespace smp::pipeline {
+
+const char* to_string(Kind kind) {
+  switch (kind) {
+    case Kind::kStepBegin:
+      return "step begin";
+    case Kind::kForwardRequest:
+      return "forward request";
+    case Kind::kForwardResponse:
+      return "forward response";
+    case Kind::kBackwardRequest:
+      return "backward request";
+    case Kind::kBackwardResponse:
+      return "backward response";
+    case Kind::kModelOutput:
+      return "model output";
+    case Kind::kBackwardDone:
+      return "backward done";
+    case Kind::kMicrobatchEnd:
+      return "microbatch end";
+    case Kind::kStepEnd:
+      return "step end";
+  }
+  return "unknown message";
+}
+
+void Header::write_to(comm::Message& message) const {
+  message.channel = comm::Channel::kPipeline;
+  message.fields = {static_cast<int64_t>(kind),
+                    step,
+                    mb,
+                    request_id,
+                    forward_id,
+                    module_id,
+                    flags,
+                    structure_id,
+                    path,
+                    index};
+}
+
+Header Header::read_from(const comm::Message& message) {
+  const auto& f = message.fields;
+  Header header;
+  header.kind = static_cast<Kind>(f[0]);
+  header.step = f[1];
+  header.mb = f[2];
+  header.request_id = f[3];
+  header.forward_id = f[4];
+  header.module_id = f[5];
+  header.flags = f[6];
+  header.structure_id = f[7];
+  header.path = f[8];
+  header.index = f[9];
+  return header;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,3 @@
+TORCH_VERSION: str
+HAS_CUDA: bool
+HAS_MPI: bool

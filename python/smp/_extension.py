@@ -1,0 +1,41 @@
+"""Loads the C++ core, after making sure that it fits the installed torch."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+
+def load() -> None:
+    """Imports ``smp._C``; afterwards ``from smp import _C`` works.
+
+    Raises:
+        ImportError: if the extension has not been built, or was built for another minor
+            release of torch, whose binary interface differs. The text says how to build it.
+    """
+    try:
+        built_for = importlib.import_module("smp._build_info").TORCH_VERSION
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the C++ extension of smp is missing in {Path(__file__).parent}; {_rebuild_hint()}"
+        ) from error
+    if _minor(built_for) != _minor(torch.__version__):
+        raise ImportError(
+            f"smp was built for torch {built_for}, but torch {torch.__version__} is installed; "
+            f"install torch {_minor(built_for)} or {_rebuild_hint()}"
+        )
+    importlib.import_module("smp._C")
+
+
+def _minor(version: str) -> str:
+    """``"2.11.0+cu130"`` -> ``"2.11"``."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _rebuild_hint() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if (root / "CMakeLists.txt").is_file():
+        return f"build it with `make build` in {root}"
+    return "rebuild it with `pip install --no-build-isolation --force-reinstall --no-deps <smp sources>`"

@@ -1,0 +1,445 @@
+"""The configuration: its keys, their rules, and what is refused.
+
+Where values come from is the business of `config_sources`.
+
+Everything here is a pure function of its arguments. A value passes three gates:
+`normalize` (known key, right type and range), the cross-field rules of
+`Config.from_dict`, and `check_world`, the rules that need the number of
+processes. `check_available` comes last: it refuses features of later versions.
+
+Every refusal reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))
+
+
+def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
+    """The one form of every configuration error."""
+    return ValueError(f"smp config: {key}={value!r}: {reason}; {fix}")
+
+
+# ---- kinds of values ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values a key takes: `words` for people, `convert` for the check."""
+
+    words: str
+    convert: Callable[[object], Any]  # raises TypeError or ValueError
+    optional: bool = False
+
+    def parse(self, key: str, value: object, default: object) -> Any:
+        if value is None and self.optional:
+            return None
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError):
+            raise config_error(
+                key, value, f"is not {self.words}", f"pass {self.words} (default: {default!r})"
+            ) from None
+
+
+def _to_number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise TypeError
+    return value
+
+
+def _to_int(value: object, minimum: int) -> int:
+    number = _to_number(value)  # 5e8 is fine, 2.5 is not
+    if math.isinf(number) or number != int(number) or number < minimum:
+        raise ValueError
+    return int(number)
+
+
+def _to_bool(value: object) -> bool:
+    if isinstance(value, bool | int) and value in (0, 1):
+        return bool(value)
+    raise TypeError
+
+
+def _to_float(value: object, low: float, high: float) -> float:
+    number = float(_to_number(value))
+    if not low <= number <= high:
+        raise ValueError
+    return number
+
+
+def _to_choice(value: object, choices: tuple[str, ...]) -> object:
+    if value not in choices:
+        raise ValueError
+    return value
+
+
+def _key(default: object, kind: Kind) -> Any:
+    return field(default=default, metadata={"kind": kind})
+
+
+def _int(default: int | None, minimum: int) -> Any:
+    words = f"an integer >= {minimum}"
+    return _key(default, Kind(words, lambda v: _to_int(v, minimum), default is None))
+
+
+def _bool(default: bool) -> Any:
+    return _key(default, Kind("True or False", _to_bool))
+
+
+def _float(default: float | None, low: float, high: float) -> Any:
+    words = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
+    return _key(default, Kind(words, lambda v: _to_float(v, low, high), default is None))
+
+
+def _choice(default: str, *choices: str) -> Any:
+    words = "one of " + ", ".join(repr(c) for c in choices)
+    return _key(default, Kind(words, lambda v: _to_choice(v, choices)))
+
+
+# ---- the keys ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Effective values of all keys; read-only. Made by `Config.from_dict`."""
+
+    pipeline_parallel_degree: int = _int(1, 1)
+    """Number of partitions of the model; alias `partitions`."""
+    microbatches: int = _int(1, 1)
+    """Parts into which a step cuts its batch; 1 means no pipelining."""
+    pipeline: str = _choice("interleaved", "interleaved", "simple")
+    """Schedule of microbatches."""
+    optimize: str = _choice("memory", "memory", "speed")
+    """Default of `memory_weight`; communication style of tensor parallelism."""
+    placement_strategy: str = _choice("cluster", *PLACEMENTS)
+    """Layout of ranks; the right-most letter varies fastest over neighbours."""
+    auto_partition: bool = _bool(True)
+    """Let the library assign modules to partitions."""
+    default_partition: int = _int(0, 0)
+    """Partition of modules outside any `smp.partition`."""
+
+    memory_weight: float = _float(None, 0.0, 1.0)
+    """0 balances compute only, 1 memory only. None: 0.2 for speed, else 0.8."""
+    ddp: bool = _bool(False)
+    """Needed for any data parallelism."""
+    active_microbatches: int = _int(None, 1)
+    """Microbatches in flight. None: `pp + 2` (all, for the simple schedule)."""
+    deterministic_server: bool = _bool(False)
+    """Data-parallel ranks serve requests in one agreed order."""
+    offload_activations: bool = _bool(False)
+    """Keep checkpointed activations in host memory."""
+    activation_loading_horizon: int = _int(4, 1)
+    """Pipeline tasks ahead of which offloaded activations are loaded."""
+    tensor_parallel_degree: int = _int(1, 1)
+    """Ranks over which single modules are split."""
+    fp16: bool = _bool(False)
+    """FP16 training with master weights and loss scaling."""
+    fp16_params: bool = _bool(False)
+    """Create distributed modules in FP16 (older mechanism)."""
+    bf16: bool = _bool(False)
+    """BF16 training with master weights."""
+    shard_optimizer_state: bool = _bool(False)
+    """Each data-parallel rank keeps a part of the optimizer state."""
+    prescaled_batch: bool = _bool(False)
+    """Ranks of a tensor-parallel group get the same batch; no effect without."""
+    skip_tracing: bool = _bool(False)
+    """Partition from parameter sizes only, without a tracing pass."""
+    delayed_parameter_initialization: bool = _bool(False)
+    """Create parameters only where they are needed."""
+    sharded_data_parallel_degree: int = _int(1, 1)
+    """Ranks over which parameters, gradients and states are sharded; 1 is off."""
+    sdp_reduce_bucket_size: int = _int(500_000_000, 1)
+    """Gradient bucket in elements (with sharded data parallelism)."""
+    sdp_param_persistence_threshold: int = _int(1_000_000, 0)
+    """Smaller tensors stay whole, in elements."""
+    sdp_max_live_parameters: int = _int(1_000_000_000, 1)
+    """Cap on gathered parameters, in elements."""
+    sdp_hierarchical_allgather: bool = _bool(True)
+    """Gather inside hosts first."""
+    sdp_gradient_clipping: float = _float(1.0, 0.0, math.inf)
+    """L2 threshold, always active with sharded data parallelism."""
+    ddp_dist_backend: str = _choice("auto", "auto", "nccl")
+    """Both mean NCCL on GPUs."""
+
+    static_mode: bool = _bool(False)
+    """Hint; never changes results."""
+    fast_mode: bool = _bool(False)
+    """Hint; never changes results."""
+    _match_weights: bool = _bool(True)
+    """Distributed modules inherit the weights of those they replace."""
+    overlapping_allreduce: bool = _bool(True)
+    """Default of the `DistributedModel` argument of that name."""
+    use_times: bool = _bool(False)
+    """Default of `DistributedModel(trace_execution_times=...)`."""
+
+    @property
+    def partitions(self) -> int:
+        """Alias of `pipeline_parallel_degree`."""
+        return self.pipeline_parallel_degree
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Config:
+        """Config with these keys and defaults for the others.
+
+        Args:
+            values: key (aliases allowed) to value; `None` means the default for
+                `memory_weight` and `active_microbatches`.
+        Raises:
+            ValueError: for an unknown key, a bad value, or values that do not
+                go together.
+        """
+        full = {**_DEFAULTS, **normalize(values).values}
+        full["memory_weight"] = _resolve_memory_weight(full)
+        full["active_microbatches"] = _resolve_active_microbatches(full)
+        config = cls(**full)
+        for rule in _RULES:
+            rule(config)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys with their effective values, in declaration order."""
+        return dataclasses.asdict(self)
+
+
+_KINDS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(Config)}
+_DEFAULTS: dict[str, object] = {f.name: f.default for f in dataclasses.fields(Config)}
+_ALIASES = {"partitions": "pipeline_parallel_degree"}
+_TENSORFLOW_KEYS = ("horovod", "contiguous")
+
+# Features of later versions: a value other than the default is refused at init.
+NOT_YET: dict[str, str] = {
+    "tensor_parallel_degree": "tensor parallelism",
+    "fp16": "FP16 training",
+    "fp16_params": "FP16 parameters",
+    "bf16": "BF16 training",
+    "shard_optimizer_state": "sharded optimizer state",
+    "sharded_data_parallel_degree": "sharded data parallelism",
+    "offload_activations": "activation offloading",
+    "delayed_parameter_initialization": "delayed parameter initialization",
+}
+
+# A second init may not change these: the ranks are already laid out.
+TOPOLOGY_KEYS = (
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+    "sharded_data_parallel_degree",
+    "placement_strategy",
+)
+
+
+# ---- gate 1: single keys -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values that somebody gave, by canonical key, and notes for people."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+
+def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given:
+    """Canonical names and checked values of the keys in `values`.
+
+    Args:
+        values: key (or alias) to value.
+        from_text: strings such as ``"True"``, ``"4"``, ``"5e8"`` are converted.
+    Returns:
+        The values; notes say which private keys are ignored.
+    Raises:
+        ValueError: rows 1, 2, 3, 6, 11, 12 and 13 of the configuration errors.
+    """
+    result: dict[str, Any] = {}
+    given_as: dict[str, str] = {}
+    notes = []
+    for key, raw in values.items():
+        name = _ALIASES.get(key, key)
+        if name not in _KINDS:
+            notes.append(_reject_unknown(key, raw))
+            continue
+        value = convert_text(raw) if from_text and isinstance(raw, str) else raw
+        parsed = _KINDS[name].parse(key, value, _DEFAULTS[name])
+        if name in result and result[name] != parsed:
+            raise config_error(
+                key,
+                value,
+                f"{given_as[name]}={result[name]!r} means the same key and differs",
+                "give one of the two",
+            )
+        result[name] = parsed
+        given_as[name] = key
+    return Given(result, notes)
+
+
+def _reject_unknown(key: object, value: object) -> str:
+    """A warning for private keys, an error for all others."""
+    if not isinstance(key, str):
+        raise config_error(str(key), value, "keys are strings", "rename the key")
+    if key in _TENSORFLOW_KEYS:
+        raise config_error(key, value, "exists for TensorFlow only", "remove the key")
+    if key.startswith("_"):
+        return f"smp config: {key}={value!r}: unknown private key, ignored"
+    names = [*_KINDS, *_ALIASES]
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+    raise config_error(key, value, "unknown key", f"did you mean {nearest!r}?")
+
+
+def convert_text(text: str) -> object:
+    """The value that a word stands for: bool, None, number, or the word."""
+    word = text.strip()
+    constants = {"true": True, "false": False, "none": None, "null": None}
+    if word.lower() in constants:
+        return constants[word.lower()]
+    for convert in (int, float):
+        try:
+            return convert(word)
+        except ValueError:
+            continue
+    return word
+
+
+# ---- gate 2: keys that depend on each other ----------------------------------
+
+
+def _resolve_memory_weight(values: Mapping[str, Any]) -> float:
+    if values["memory_weight"] is not None:
+        return float(values["memory_weight"])
+    return 0.2 if values["optimize"] == "speed" else 0.8
+
+
+def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
+    """Given value or default, at most `microbatches`."""
+    microbatches = int(values["microbatches"])
+    active = values["active_microbatches"]
+    if active is None:
+        pp = int(values["pipeline_parallel_degree"])
+        active = pp + 2 if values["pipeline"] == "interleaved" else microbatches
+    return min(int(active), microbatches)
+
+
+def check_default_partition(config: Config) -> None:
+    """Row 7: without auto partition, modules need a partition that exists."""
+    pp = config.pipeline_parallel_degree
+    if not config.auto_partition and config.default_partition >= pp:
+        raise config_error(
+            "default_partition",
+            config.default_partition,
+            f"is outside [0, {pp}) while auto_partition is False",
+            f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
+        )
+
+
+def check_ddp_needed(config: Config) -> None:
+    """Row 5, the part that does not depend on the number of processes."""
+    for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
+        if getattr(config, key) > 1 and not config.ddp:
+            raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
+
+
+def check_one_half_precision(config: Config) -> None:
+    """Row 8."""
+    if config.fp16 and config.bf16:
+        raise config_error("fp16", True, "bf16 is set as well", "choose one of fp16 and bf16")
+
+
+def check_sharding_kinds(config: Config) -> None:
+    """Row 10, second half."""
+    degree = config.sharded_data_parallel_degree
+    if degree > 1 and config.shard_optimizer_state:
+        raise config_error(
+            "sharded_data_parallel_degree",
+            degree,
+            "already shards the optimizer state",
+            "set shard_optimizer_state=False",
+        )
+
+
+_RULES: tuple[Callable[[Config], None], ...] = (
+    check_default_partition,
+    check_ddp_needed,
+    check_one_half_precision,
+    check_sharding_kinds,
+)
+
+
+# ---- gate 3: the number of processes -----------------------------------------
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Rows 4, 5 and 10: degrees and the number of processes.
+
+    Raises:
+        ValueError: the text is the same on every rank.
+    """
+    pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
+    if world_size % (pp * tp) != 0:
+        key = "tensor_parallel_degree" if world_size % pp == 0 else "pipeline_parallel_degree"
+        raise config_error(
+            key,
+            getattr(config, key),
+            f"{world_size} processes cannot form groups of "
+            f"pipeline_parallel_degree * tensor_parallel_degree = {pp} * {tp} = {pp * tp}",
+            f"start a multiple of {pp * tp} processes or lower a degree",
+        )
+    if world_size > pp and not config.ddp:
+        raise config_error(
+            "ddp",
+            False,
+            f"{world_size} processes with pipeline_parallel_degree {pp} are "
+            f"{world_size // pp} data-parallel ranks",
+            f"set ddp=True or start {pp} processes",
+        )
+    rdp, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
+    if rdp % degree != 0:
+        raise config_error(
+            "sharded_data_parallel_degree",
+            degree,
+            f"does not divide the reduced data-parallel size {rdp}",
+            f"use a divisor of {rdp}",
+        )
+
+
+def check_available(config: Config) -> None:
+    """Refuses features that this version does not have."""
+    for key, feature in NOT_YET.items():
+        value = getattr(config, key)
+        if value != _DEFAULTS[key]:
+            raise config_error(
+                key,
+                value,
+                f"{feature} is not available yet in this version",
+                f"use {_DEFAULTS[key]!r}",
+            )
+
+
+def check_same_topology(current: Config, new: Config) -> None:
+    """Row 18: a second init keeps the layout of the ranks."""
+    for key in TOPOLOGY_KEYS:
+        before, after = getattr(current, key), getattr(new, key)
+        if before != after:
+            raise config_error(
+                key,
+                after,
+                f"smp is already initialized with {before!r}",
+                "call smp.shutdown() first or keep the value",
+            )
+
+
+def advice(config: Config) -> list[str]:
+    """Warnings about settings that work but are probably not meant."""
+    result = []
+    tp = config.tensor_parallel_degree
+    if tp & (tp - 1):
+        result.append(f"smp config: tensor_parallel_degree={tp} is not a power of two")
+    if config.offload_activations and config.microbatches == 1:
+        result.append("smp config: offload_activations has little use with microbatches=1")
+    return result

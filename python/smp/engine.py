@@ -1,0 +1,257 @@
+"""What stands behind a DistributedModel: partition, server, reducer, and the steps over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp import _C, comm, data_parallel, memory, partition, runtime
+from smp.model_parts import PARTIAL_MARK, ModelParts
+from smp.pipeline import PipelineLink
+
+_log = logging.getLogger("smp")
+
+
+class Engine:
+    """Owned by one DistributedModel; everything in it exists after :meth:`partition`.
+
+    Args:
+        current: the runtime that the model was wrapped under.
+        root: the user's model.
+        overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
+        broadcast_buffers: whether each training step begins with the first replica's buffers.
+    """
+
+    def __init__(
+        self,
+        current: runtime.Runtime,
+        root: nn.Module,
+        *,
+        overlap: bool,
+        passes_per_reduction: int,
+        average: bool,
+        bucket_cap_bytes: int,
+        broadcast_buffers: bool,
+    ) -> None:
+        self._current = current
+        self._root = root
+        self._overlap = overlap
+        self._passes_per_reduction = passes_per_reduction
+        self._average = average
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._broadcast_buffers = broadcast_buffers
+        self.parts: ModelParts | None = None
+        self.link: PipelineLink | None = None
+        self.server: _C.Server | None = None
+        self._reducer: _C.Reducer | None = None
+        self._num_steps = 0
+        self._inside_step = False
+
+    @property
+    def partitioned(self) -> bool:
+        return self.parts is not None
+
+    @property
+    def is_driver(self) -> bool:
+        return self.server is None or self.server.is_driver
+
+    def in_step(self) -> bool:
+        return bool(_C.in_context()) if self.server is not None else self._inside_step
+
+    # ---- partition
+
+    def partition(self) -> None:
+        """Decides the partition, moves the parts to their ranks and opens the server. Collective."""
+        current = self._current
+        decision = partition.decide(self._root, current.config, current.pp_size)
+        partition.agree(decision)
+        if current.global_rank == 0 and current.pp_size > 1:
+            _log.info("%s", decision.text)
+        self.parts = ModelParts(self._root, decision.partition_of, current.pp_rank)
+        self.parts.place(current.device)
+        local = list(self.parts.named_parameters())
+        communicator = current.dp_communicator
+        if communicator is not None:
+            data_parallel.broadcast_initial(
+                communicator, [p for _, p in local] + [b for b in self._root.buffers()]
+            )
+        self._reducer = data_parallel.make_reducer(
+            [(name, p) for name, p in local if p.requires_grad],
+            communicator,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            overlap=self._overlap and current.config.ddp,
+            average=self._average,
+            passes_per_reduction=self._passes_per_reduction,
+        )
+        if current.pp_size > 1:
+            self._open_server(decision)
+
+    def _open_server(self, decision: partition.Decision) -> None:
+        current = self._current
+        assert self._reducer is not None
+        config = current.config
+        self.server = _C.Server(
+            current.mailbox,
+            current.faults,
+            global_rank=current.global_rank,
+            pp_ranks=current.pp_ranks,
+            order_ranks=current.dp_ranks,
+            policy=config.pipeline,
+            active_microbatches=config.active_microbatches or 0,
+            deterministic=config.deterministic_server,
+            device=str(current.device),
+            timeout_s=current.timeout_s,
+            module_names=decision.names,
+        )
+        self.server.set_error_reporter(current.report_raised)
+        self.server.set_microbatch_done(self._reducer.finish_microbatch)
+        self.server.watch_signals()
+        owners = [
+            None if idx is None else current.pp_ranks[idx] for idx in decision.owner_partitions
+        ]
+        self.link = PipelineLink(
+            self._root, decision.modules, owners, current.global_rank, current.device
+        )
+        self.link.connect(self.server)
+        current.on_shutdown(self.close)
+
+    def close(self) -> None:
+        """Ends the server's threads. May be called twice."""
+        if self.server is not None:
+            self.server.close()
+
+    # ---- steps
+
+    def begin_step(self, name: str, num_microbatches: int, trains: bool) -> int:
+        """Opens a step on all ranks of the replica.
+
+        Returns:
+            the number of microbatches of the driver, whose data count.
+        """
+        if self.server is not None:
+            num_microbatches = self.server.begin_step(name, num_microbatches)
+        communicator = self._current.dp_communicator
+        if trains and communicator is not None and self._broadcast_buffers and self._root.training:
+            buffers = [b for b in self._root.buffers()]
+            if buffers:
+                data_parallel.broadcast_initial(communicator, buffers)
+        if trains:
+            assert self._reducer is not None
+            self._reducer.begin_step(num_microbatches)
+        self._num_steps += 1
+        return num_microbatches
+
+    def run_step(self, num_microbatches: int, body: Callable[[int], None]) -> None:
+        """Runs the bodies; random numbers depend on (seed, replica, step, microbatch) alone."""
+        device = str(self._current.device)
+        outside = _C.RandomState.capture(device)
+        seed = torch.initial_seed() & (2**64 - 1)
+        for part in (self._current.dp_rank, self._num_steps):
+            seed = _C.mix_seed(seed, part)
+        try:
+            if self.server is not None:
+                self.server.run_step(num_microbatches, seed, body)
+            else:
+                self._run_alone(num_microbatches, seed, body)
+        finally:
+            outside.restore()
+
+    def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
+        assert self._reducer is not None
+        device = str(self._current.device)
+        self._inside_step = True
+        try:
+            for mb in range(num_microbatches):
+                _C.seed_generators(_C.mix_seed(seed, mb), device)
+                with _C.TaskScope(self._num_steps, mb):
+                    body(mb)
+                self._reducer.finish_microbatch(mb)
+        finally:
+            self._inside_step = False
+
+    def end_step(self, trains: bool) -> None:
+        """Waits for the reduction of the step's gradients."""
+        if trains:
+            assert self._reducer is not None
+            self._reducer.end_step()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the server since the partition; empty with one pipeline rank."""
+        return {} if self.server is None else self.server.stats()
+
+    def executed_order(self) -> list[str]:
+        """Tasks of the last step in the order in which they began on this rank."""
+        return [] if self.server is None else self.server.executed_order()
+
+    # ---- state
+
+    def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
+        current = self._current
+        if self.parts is None or current.pp_size == 1:
+            state = dict(self._root.state_dict())
+            return {} if gather_to_rank0 and current.global_rank != 0 else state
+        if not gather_to_rank0:
+            return self.parts.merged(comm.allgather(self.parts.local_state(), comm.PP_GROUP))
+        if 0 not in current.pp_ranks:
+            return {}
+        if current.global_rank != 0:
+            comm.send(self.parts.local_state(), 0, comm.RankType.WORLD_RANK)
+            return {}
+        states = [
+            self.parts.local_state()
+            if rank == 0
+            else comm.recv_from(rank, comm.RankType.WORLD_RANK)
+            for rank in current.pp_ranks
+        ]
+        return self.parts.merged(states)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool, same_partition_load: bool
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        parts = self.parts
+        if parts is None:
+            # All ranks still hold the whole model, so the values can go in at once; the
+            # partition keeps what belongs to this rank.
+            parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
+        if state.get(PARTIAL_MARK) and self._current.pp_size > 1 and not same_partition_load:
+            merged: dict[str, Any] = {}
+            for part in comm.allgather(dict(state), comm.PP_GROUP):
+                merged.update(part)
+            state = merged
+        elif state.get(PARTIAL_MARK) and same_partition_load:
+            if self.parts is not None:
+                expected = self.parts.local_state().keys()
+                missing = [key for key in expected if key not in state]
+                if strict and missing:
+                    raise RuntimeError(
+                        f"{self._current.prefix}the partial state lacks {missing}; it was saved "
+                        "under another partition: load it with same_partition_load=False"
+                    )
+                full = dict(self._root.state_dict())
+                full.update(state)
+                state = full
+        return parts.load(state, strict)
+
+    def gather_to_cpu(self) -> None:
+        """Makes every parameter real on the CPU of every rank and gives modules their forward."""
+        state = self.state_dict(gather_to_rank0=False)
+        if self.link is not None:
+            self.link.disconnect()
+        cpu = torch.device("cpu")
+        with torch.no_grad():
+            for name, parameter in self._root.named_parameters():
+                if self.parts is None or self.parts.is_local_parameter(parameter):
+                    memory.make_real(parameter, cpu)
+                else:
+                    parameter.data = state[name].detach().clone()
+            for module in self._root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(cpu)
+            for key, value in self._root.state_dict(keep_vars=True).items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(state[key])

@@ -1,0 +1,193 @@
+"""Makes the communicators and process groups of a process grid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smp import _C
+
+GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
+
+# Gloo's own time-out closes every connection of a group; ours must come first.
+_NEVER = timedelta(days=365)
+
+
+@dataclass
+class Groups:
+    """Communicators of this rank; None for a group of one.
+
+    `dp` serves tensors on the device of the run; the control communicators serve CPU tensors.
+    Nothing but the reducer may use `dp`: all ranks must issue its operations in one order.
+    """
+
+    dp: _C.Communicator | None
+    dp_control: _C.Communicator | None
+    mp_control: _C.Communicator | None
+
+
+def make_world(
+    store: dist.Store, global_rank: int, world_size: int, *, loopback: bool, timeout_s: float
+) -> _C.Communicator:
+    """Gloo communicator over all ranks, for messages. Collective."""
+    ranks = list(range(world_size))
+    return _make_gloo(store, "world", ranks, global_rank, loopback, timeout_s)
+
+
+def build_groups(
+    grid: _C.ProcessGrid,
+    global_rank: int,
+    store: dist.Store,
+    *,
+    device: torch.device,
+    loopback: bool,
+    timeout_s: float,
+) -> Groups:
+    """Communicators of the groups that `global_rank` belongs to. Collective over the world.
+
+    Args:
+        grid: process grid.
+        global_rank: of this process.
+        store: for the connections; needs no other use of keys "dp", "dp_control", "mp_control".
+        device: of the tensors that `dp` serves.
+        loopback: all ranks are on one machine; listen on loopback only.
+        timeout_s: for making the connections.
+    """
+    dp_ranks, mp_ranks = grid.group("dp", global_rank), grid.group("mp", global_rank)
+    dp_control = mp_control = dp = None
+    if len(dp_ranks) > 1:
+        dp_control = _make_gloo(store, "dp_control", dp_ranks, global_rank, loopback, timeout_s)
+        if device.type == "cuda":
+            dp = _make_nccl(store, "dp", dp_ranks, global_rank, timeout_s)
+        else:
+            dp = _make_gloo(store, "dp", dp_ranks, global_rank, loopback, timeout_s)
+    if len(mp_ranks) > 1:
+        mp_control = _make_gloo(store, "mp_control", mp_ranks, global_rank, loopback, timeout_s)
+    return Groups(dp, dp_control, mp_control)
+
+
+def _make_gloo(
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    global_rank: int,
+    loopback: bool,
+    timeout_s: float,
+) -> _C.Communicator:
+    options = dist.ProcessGroupGloo._Options()
+    if loopback:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2
+    backend = dist.ProcessGroupGloo(
+        dist.PrefixStore(f"{name}/{ranks[0]}", store),
+        ranks.index(global_rank),
+        len(ranks),
+        options,
+    )
+    backend._set_default_timeout(_NEVER)
+    return _C.make_c10d_communicator(backend, f"gloo:{name}")
+
+
+def _make_nccl(
+    store: dist.Store, name: str, ranks: Sequence[int], global_rank: int, timeout_s: float
+) -> _C.Communicator:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = dist.ProcessGroupNCCL(
+        dist.PrefixStore(f"{name}/{ranks[0]}", store),
+        ranks.index(global_rank),
+        len(ranks),
+        options,
+    )
+    return _C.make_c10d_communicator(backend, f"nccl:{name}")
+
+
+class TorchGroups:
+    """The `torch.distributed` process groups that users get. Collective to make."""
+
+    def __init__(
+        self,
+        grid: _C.ProcessGrid,
+        global_rank: int,
+        store: dist.Store,
+        *,
+        device: torch.device,
+        loopback: bool,
+        timeout_s: float,
+    ) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._owns_default = not dist.is_initialized()
+        with _gloo_on_loopback(loopback):
+            if self._owns_default:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("torch", store),
+                    rank=global_rank,
+                    world_size=grid.world_size,
+                    timeout=timeout,
+                )
+            elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
+                raise RuntimeError(
+                    f"torch.distributed is already initialized as rank {dist.get_rank()} of "
+                    f"{dist.get_world_size()}, the launcher says rank {global_rank} of "
+                    f"{grid.world_size}; initialize it with the launcher's values or leave it to "
+                    "smp.init"
+                )
+            self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+            self._made: list[dist.ProcessGroup] = []
+            self._make_all(grid, global_rank, timeout)
+        self._by_kind = {
+            kind: self._by_ranks[tuple(grid.group(kind, global_rank))] for kind in GROUP_KINDS
+        }
+
+    def _make_all(self, grid: _C.ProcessGrid, global_rank: int, timeout: timedelta) -> None:
+        self._by_ranks[tuple(range(grid.world_size))] = dist.group.WORLD
+        alone = (global_rank,)
+        if alone not in self._by_ranks:
+            self._add(alone, dist.new_group(alone, timeout, use_local_synchronization=True))
+        for kind in GROUP_KINDS:
+            for ranks in map(tuple, grid.groups(kind)):  # every rank, in one order
+                if len(ranks) > 1 and ranks not in self._by_ranks:
+                    self._add(ranks, dist.new_group(ranks, timeout))
+
+    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        self._by_ranks[ranks] = group
+        self._made.append(group)
+
+    def __getitem__(self, kind: str) -> dist.ProcessGroup:
+        return self._by_kind[kind]
+
+    def destroy(self) -> None:
+        """Ends the groups that this object made."""
+        if not dist.is_initialized():
+            return  # the user did it
+        if self._owns_default:
+            dist.destroy_process_group()
+            return
+        for group in self._made:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+@contextmanager
+def _gloo_on_loopback(loopback: bool) -> Iterator[None]:
+    """Makes torch's own Gloo groups listen on loopback, unless the user has chosen."""
+    if not loopback or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

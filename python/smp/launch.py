@@ -1,0 +1,256 @@
+"""Who started this process: rank, size and host, read from the launcher's variables.
+
+Pure functions of an environment mapping; nothing is connected here. Understood
+are torchrun, Open MPI, Slurm and a plain single process, in this order: a
+torchrun started inside a Slurm job counts as torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+HOSTNAME_VARIABLE = "SMP_HOSTNAME"
+RENDEZVOUS_VARIABLE = "SMP_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Place of this process among those that were started together."""
+
+    launcher: str
+    """"torchrun", "mpi", "slurm" or "single"."""
+    global_rank: int
+    world_size: int
+    local_rank: int
+    """Position among the processes of this host."""
+    local_size: int
+    """Processes on this host; 0 while unknown (see `with_hosts`)."""
+    hostname: str
+    hosts: tuple[str, ...] = ()
+    """Host name of each rank, once the ranks have told each other."""
+
+    @property
+    def is_one_host(self) -> bool:
+        """All ranks are known to share one host."""
+        return self.world_size == 1 or (bool(self.hosts) and len(set(self.hosts)) == 1)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet first."""
+
+    kind: str
+    """"hash" (single process), "file" or "tcp"."""
+    path: str = ""
+    """Of the file; its folder is made with mode 0700 when `private_folder`."""
+    private_folder: bool = False
+    host: str = ""
+    port: int = 0
+    use_agent_store: bool = False
+    """torchrun's agent already listens on host:port."""
+    attempt: str = "0"
+    """Grows when the launcher restarts all ranks against the same store."""
+
+    @property
+    def identity(self) -> str:
+        """The same text for the same meeting point."""
+        return f"{self.kind}:{self.path or f'{self.host}:{self.port}'}#{self.attempt}"
+
+
+# ---- ranks -------------------------------------------------------------------
+
+_TORCHRUN = ("RANK", "WORLD_SIZE")
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
+
+
+def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
+    """Rank, size and host of this process.
+
+    Args:
+        env: environment variables.
+        hostname: name of this machine; `SMP_HOSTNAME` replaces it, so that
+            several hosts can be simulated on one.
+    Raises:
+        ValueError: a variable is missing, not a number, or out of range.
+    """
+    hostname = env.get(HOSTNAME_VARIABLE) or hostname
+    if any(name in env for name in _TORCHRUN):
+        launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif any(name in env for name in _OPEN_MPI):
+        local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        launch = _read(env, "mpi", *_OPEN_MPI, *local)
+    elif "SLURM_PROCID" in env:
+        size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+        launch = _read(env, "slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
+        launch = replace(launch, local_size=_slurm_local_size(env, launch.world_size))
+    else:
+        return Launch("single", 0, 1, 0, 1, hostname)
+    launch = replace(launch, hostname=hostname)
+    if not 0 <= launch.global_rank < launch.world_size:
+        raise ValueError(
+            f"smp launch: {launch.launcher} gives rank {launch.global_rank} of "
+            f"{launch.world_size} processes; expected 0 <= rank < size, check the environment"
+        )
+    return launch
+
+
+def with_hosts(launch: Launch, hosts: Sequence[str]) -> Launch:
+    """`launch` with local rank and size counted from the host names of all ranks.
+
+    Args:
+        launch: of this process.
+        hosts: host name of each rank, index = global rank.
+    """
+    peers = [rank for rank, host in enumerate(hosts) if host == launch.hostname]
+    return replace(
+        launch,
+        local_rank=peers.index(launch.global_rank),
+        local_size=len(peers),
+        hosts=tuple(hosts),
+    )
+
+
+def _read(
+    env: Mapping[str, str],
+    launcher: str,
+    rank_name: str,
+    size_name: str,
+    local_rank_name: str,
+    local_size_name: str | None,
+) -> Launch:
+    rank, size = _integer(env, rank_name, launcher), _integer(env, size_name, launcher)
+    # Hand-made environments often stop at RANK and WORLD_SIZE; hosts tell the rest.
+    local_rank = _integer(env, local_rank_name, launcher) if local_rank_name in env else 0
+    has_local_size = local_size_name is not None and local_size_name in env
+    local_size = _integer(env, str(local_size_name), launcher) if has_local_size else 0
+    return Launch(launcher, rank, size, local_rank, local_size, "")
+
+
+def _integer(env: Mapping[str, str], name: str, launcher: str) -> int:
+    text = env.get(name)
+    if text is None:
+        raise ValueError(
+            f"smp launch: {name} is not set although this looks like a {launcher} job; "
+            "set it, or remove the other variables of the launcher"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"smp launch: {name}={text!r} is not an integer; correct it") from None
+
+
+def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int:
+    """Tasks on this node, 0 when Slurm does not say."""
+    text = env.get("SLURM_NTASKS_PER_NODE", "")
+    if text.isdigit():
+        return min(int(text), world_size)
+    counts = _expand_counts(
+        env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    )
+    node = env.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else 0
+
+
+def _expand_counts(text: str) -> list[int]:
+    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeat or 1)
+    return counts
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """``"node[01-04,07],gpu3"`` -> ``"node01"``."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
+    if match is None:
+        raise ValueError(f"smp launch: cannot read the Slurm node list {nodelist!r}")
+    head, number, tail = match.groups()
+    return head + (number or "") + (tail or "")
+
+
+# ---- meeting point -----------------------------------------------------------
+
+_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20000, 20000
+# What tells one mpirun from another: Open MPI 5 first, then 4.
+_MPI_JOB_VARIABLES = (
+    "PMIX_NAMESPACE",
+    "PMIX_SERVER_TMPDIR",
+    "PMIX_SERVER_URI41",
+    "PMIX_SERVER_URI4",
+    "PMIX_SERVER_URI3",
+    "OMPI_MCA_ess_base_jobid",
+    "OMPI_MCA_orte_hnp_uri",
+)
+
+
+def plan_rendezvous(
+    launch: Launch, env: Mapping[str, str], temp_folder: str, user_id: int
+) -> Rendezvous:
+    """Where the ranks of this launch meet.
+
+    Args:
+        launch: of this process.
+        env: environment variables.
+        temp_folder: a folder all processes of one host share.
+        user_id: numeric user, part of the name of private folders.
+    Raises:
+        ValueError: nothing says where to meet.
+    """
+    if launch.world_size == 1:
+        return Rendezvous("hash")
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    given = env.get(RENDEZVOUS_VARIABLE)
+    if given:
+        if not given.startswith("file:///"):
+            raise ValueError(
+                f"smp launch: {RENDEZVOUS_VARIABLE}={given!r} is not understood; "
+                "expected file:///absolute/path"
+            )
+        return Rendezvous("file", path=given.removeprefix("file://"), attempt=attempt)
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if host and port:
+        return Rendezvous(
+            "tcp",
+            host=host,
+            port=_integer(env, "MASTER_PORT", launch.launcher),
+            use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=attempt,
+        )
+    if launch.launcher == "mpi" and launch.local_size == launch.world_size:
+        folder = f"{temp_folder}/smp-{user_id}"
+        return Rendezvous("file", path=f"{folder}/{_mpi_job(env)}", private_folder=True)
+    if launch.launcher == "slurm" and env.get("SLURM_JOB_ID", "").isdigit():
+        return _slurm_rendezvous(env, host)
+    missing = "MASTER_PORT" if host else "MASTER_ADDR and MASTER_PORT"
+    hint = " (mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>)"
+    raise ValueError(
+        f"smp launch: {launch.world_size} {launch.launcher} processes on several hosts do not know "
+        f"where to meet: {missing} is not set; set it to the host of rank 0 and a free port"
+        + (hint if launch.launcher == "mpi" else "")
+    )
+
+
+def _mpi_job(env: Mapping[str, str]) -> str:
+    parts = [f"{name}={env[name]}" for name in _MPI_JOB_VARIABLES if name in env]
+    if not parts:
+        raise ValueError(
+            "smp launch: this mpirun does not say which job it runs (no PMIX_NAMESPACE); "
+            "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port"
+        )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _slurm_rendezvous(env: Mapping[str, str], host: str | None) -> Rendezvous:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    step = env.get("SLURM_STEP_ID", "0")
+    job = int(env["SLURM_JOB_ID"]) * 16 + (int(step) if step.isdigit() else 0)
+    return Rendezvous(
+        "tcp",
+        host=host or first_slurm_host(nodes),
+        port=_FIRST_SLURM_PORT + job % _NUM_SLURM_PORTS,
+        attempt=env.get("SLURM_RESTART_COUNT", "0"),
+    )

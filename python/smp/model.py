@@ -1,0 +1,372 @@
+"""``smp.DistributedModel``: the user's model, partitioned and run over the ranks of a replica."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from smp import runtime
+from smp.engine import Engine
+from smp.model_parts import PARTIAL_MARK, ModelParts
+
+Hook = Callable[["DistributedModel", Any], Any]
+
+
+class _ModuleWrapper(nn.Module):
+    """The level between DistributedModel and the user's module that public scripts expect."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class DistributedModel(nn.Module):
+    """Wraps a module so that it is partitioned over pipeline ranks and reduced over replicas.
+
+    With more than one pipeline rank the partition is decided and applied in the first call of a
+    step function, and ``forward`` and ``backward`` work inside step functions only. With one, all
+    of it happens here and plain training loops work too. Construct on all ranks.
+
+    Args:
+        module: the model; its modules stay unmodified.
+        trace_device, trace_execution_times, trace_memory_usage: how the partition is measured.
+            The partition of this version uses parameter sizes alone; only defaults are accepted
+            for the last two.
+        overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
+        backward_passes_per_step: step calls whose gradients are accumulated per reduction.
+        average_grads_across_microbatches: divide by the number of microbatches, else sum.
+        bucket_cap_mb: size of a gradient bucket in MB.
+        broadcast_buffers: copy the buffers of the first replica to all others before each
+            training step.
+        gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
+        find_unused_parameters: accepted; unused parameters are recognised in any case.
+
+    Raises:
+        ValueError: for arguments that are not usable or not available yet.
+        RuntimeError: if a model is wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        current = runtime.current()
+        _check_module(module, current)
+        _check_tracing(trace_device, trace_execution_times, trace_memory_usage)
+        if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
+            raise ValueError(
+                f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
+                f"and bucket_cap_mb ({bucket_cap_mb}) a number > 0"
+            )
+        self.module = _ModuleWrapper(module)
+        self._engine = Engine(
+            current,
+            module,
+            overlap=overlapping_allreduce,
+            passes_per_reduction=backward_passes_per_step,
+            average=average_grads_across_microbatches,
+            bucket_cap_bytes=int(bucket_cap_mb * 2**20),
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._runtime = current
+        self._post_partition_hooks: dict[int, Hook] = {}
+        self._post_step_hooks: dict[int, Hook] = {}
+        current.model = self
+        if current.pp_size == 1:
+            self.prepare()
+
+    # ---- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; inside a step function the same on all ranks of the replica.
+
+        With several pipeline ranks the arguments of pipeline rank 0 count.
+        """
+        link = self._engine.link
+        if link is None:
+            if self._runtime.pp_size > 1:
+                self._raise_outside_step("called")
+            return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
+        if not self._engine.in_step():
+            self._raise_outside_step("called")
+        if not self._engine.is_driver:
+            return link.await_output()
+        output = self.get_module()(*self._on_device(args), **self._on_device(kwargs))
+        link.publish_output(output)
+        return output
+
+    def backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Replaces ``loss.backward()`` in step functions.
+
+        Args:
+            tensors: scalar or list of tensors that depend on the model's output.
+            grad_tensors: their gradients, as in ``torch.autograd.backward``.
+        """
+        server = self._engine.server
+        if server is None and self._runtime.pp_size > 1:
+            self._raise_outside_step("run backward")
+        if server is None:
+            torch.autograd.backward(tensors, grad_tensors)
+            return
+        if not self._engine.in_step():
+            self._raise_outside_step("run backward")
+        if not server.is_driver:
+            server.await_backward()
+            return
+        server.begin_backward()
+        torch.autograd.backward(tensors, grad_tensors)
+        server.end_backward()
+
+    def _raise_outside_step(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{self._runtime.prefix}the model is {what} outside of a step function; with "
+            f"pipeline_parallel_degree {self._runtime.pp_size} forward and backward belong into a "
+            "function decorated with @smp.step"
+        )
+
+    def _on_device(self, arguments: Any) -> Any:
+        device = self._runtime.device
+        if device.type == "cpu":
+            return arguments
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), arguments)
+
+    def prepare(self) -> None:
+        """Partitions the model unless that has happened. Collective."""
+        if self._engine.partitioned:
+            return
+        self._engine.partition()
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, self._runtime.optimizer)
+
+    def begin_step(self, name: str, num_microbatches: int, trains: bool) -> int:
+        """Opens a step on all ranks; returns the driver's number of microbatches."""
+        return self._engine.begin_step(name, num_microbatches, trains)
+
+    def run_step(self, num_microbatches: int, body: Callable[[int], None]) -> None:
+        """Runs ``body(mb)`` for every microbatch, in the order of the schedule."""
+        self._engine.run_step(num_microbatches, body)
+
+    def end_step(self, trains: bool) -> None:
+        """Finishes the reduction of gradients and runs the hooks that wait for it."""
+        self._engine.end_step(trains)
+        hooks, self._post_step_hooks = self._post_step_hooks, {}
+        for hook in hooks.values():
+            hook(self, self._runtime.optimizer)
+
+    # ---- access
+
+    @property
+    def partitioned(self) -> bool:
+        """True once the partition is applied; ``local_*`` methods are valid from then on."""
+        return self._engine.partitioned
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        module = self.module.module
+        assert isinstance(module, nn.Module)
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def _parts(self) -> ModelParts:
+        if self._engine.parts is None:
+            raise RuntimeError(
+                f"{self._runtime.prefix}the model is not partitioned yet; call a step function "
+                "first, or use register_post_partition_hook"
+            )
+        return self._engine.parts
+
+    def is_local_parameter(self, parameter: Tensor) -> bool:
+        """Does this parameter live on this rank?"""
+        return self._parts().is_local_parameter(parameter)
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that live on this rank."""
+        for _, parameter in self._parts().named_parameters():
+            yield parameter
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names as in the user's module, and parameters that live on this rank."""
+        return self._parts().named_parameters()
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """Buffers of modules that live on this rank."""
+        for _, buffer in self._parts().named_buffers():
+            yield buffer
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Names as in the user's module, and buffers of modules that live on this rank."""
+        return self._parts().named_buffers()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules that live on this rank."""
+        for _, module in self._parts().named_modules():
+            yield module
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Names as in the user's module, and modules that live on this rank."""
+        return self._parts().named_modules()
+
+    # ---- state
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Entries of the state dict that live on this rank, marked as partial."""
+        return {**self._parts().local_state(), PARTIAL_MARK: True}
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """The whole model, with the keys of the unwrapped one.
+
+        Collective over the ranks of a replica (the MP group) once the model is partitioned.
+
+        Args:
+            gather_to_rank0: only global rank 0 gets the dict, all others an empty one.
+        """
+        if args or kwargs:
+            raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only")
+        return self._engine.state_dict(gather_to_rank0)
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Loads a whole state dict, or the partial one that this rank saved.
+
+        Args:
+            state_dict: of the unwrapped model, or of :meth:`local_state_dict`. Partial ones are
+                merged over the ranks of the replica first, which is collective.
+            strict: missing and unexpected keys are errors.
+            same_partition_load: a partial dict of exactly this partition: nothing is merged.
+        """
+        return self._engine.load_state_dict(state_dict, strict, same_partition_load)
+
+    def cpu(self) -> DistributedModel:
+        """Gathers the whole model on the CPU of every rank and ends its partition. Collective."""
+        self._engine.gather_to_cpu()
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Changes the dtype before the partition; devices are chosen by the library.
+
+        Raises:
+            RuntimeError: for a change of dtype after the partition, or a move to the CPU from an
+                accelerator: parts of the model are on other ranks (use :meth:`cpu`).
+        """
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if self.partitioned and self._runtime.pp_size > 1:
+            if dtype is not None and any(p.dtype != dtype for p in self.local_parameters()):
+                raise RuntimeError(
+                    f"{self._runtime.prefix}the dtype of a partitioned model cannot change; "
+                    "convert it before the first step"
+                )
+            if device is not None and device.type != self._runtime.device.type:
+                raise RuntimeError(
+                    f"{self._runtime.prefix}a partitioned model cannot move to {device}: parts of "
+                    "it are on other ranks; DistributedModel.cpu() gathers them"
+                )
+        elif dtype is not None:
+            super().to(dtype=dtype)
+        return self
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """No effect: the library chooses the device of each part."""
+        return self
+
+    # ---- hooks
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(model, optimizer)`` runs after partition, at once if that is over."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        if self.partitioned:
+            hook(self, self._runtime.optimizer)
+        else:
+            self._post_partition_hooks[handle.id] = hook
+        return handle
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(model, optimizer)`` runs once, after the next completed step call."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Uneven numbers of batches over replicas. Not available yet."""
+        raise NotImplementedError("DistributedModel.join is not available yet in this version")
+        yield
+
+    def register_comm_hook(self, state: object, callable: Callable[..., Any]) -> None:
+        """A gradient reduction of the user's own. Not available yet."""
+        raise NotImplementedError(
+            "DistributedModel.register_comm_hook is not available yet in this version"
+        )
+
+
+def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
+    if current.model is not None:
+        raise RuntimeError(
+            f"{current.prefix}a model is wrapped already; one DistributedModel per smp.init is "
+            "supported: call smp.shutdown() and smp.init() to begin anew"
+        )
+    for name, child in module.named_modules():
+        where = f"'{name}'" if name else "the model itself"
+        if isinstance(child, DistributedModel):
+            raise ValueError(f"{where} is a DistributedModel already")
+        if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"{where} is a {type(child).__name__}; smp reduces gradients itself: unwrap it"
+            )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is a ScriptModule, which smp cannot partition")
+
+
+def _check_tracing(device: str, times: bool, memory_usage: bool) -> None:
+    if device not in ("gpu", "cpu"):
+        raise ValueError(f"trace_device must be 'gpu' or 'cpu', not {device!r}")
+    if times and device == "cpu":
+        raise ValueError(
+            "smp config: trace_execution_times=True: times on the CPU say nothing about the GPU; "
+            "use trace_device='gpu' or trace_execution_times=False"
+        )
+    for name, value in (("trace_execution_times", times), ("trace_memory_usage", memory_usage)):
+        if value:
+            raise ValueError(f"{name}=True is not available yet in this version; leave it False")

@@ -1,0 +1,149 @@
+"""Which parameters, buffers and modules of a partitioned model live on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import memory
+
+PARTIAL_MARK = "_smp_is_partial"
+
+
+class ModelParts:
+    """Views of a partitioned model, restricted to this rank, and its state by name.
+
+    Args:
+        root: the user's model.
+        partition_of: pipeline rank of every module.
+        pp_rank: of this process.
+    """
+
+    def __init__(
+        self, root: nn.Module, partition_of: Mapping[nn.Module, int], pp_rank: int
+    ) -> None:
+        self.root = root
+        self._partition_of = partition_of
+        self._pp_rank = pp_rank
+        #: partition by parameter; parameters that modules share are on one partition
+        self._parameter_partition: dict[Tensor, int] = {}
+        for module in root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._parameter_partition.setdefault(parameter, partition_of[module])
+
+    def place(self, device: torch.device) -> None:
+        """Makes local parameters real on ``device`` and frees all others; moves all buffers.
+
+        Buffers stay real on every rank: they are small and parents read those of their children.
+        """
+        for parameter, partition in self._parameter_partition.items():
+            assert isinstance(parameter, nn.Parameter)
+            if partition == self._pp_rank:
+                memory.make_real(parameter, device)
+            else:
+                memory.make_placeholder(parameter, device)
+        for module in self.root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+    def is_local_parameter(self, parameter: Tensor) -> bool:
+        return self._parameter_partition.get(parameter) == self._pp_rank
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.root.named_parameters():
+            if self.is_local_parameter(parameter):
+                yield name, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.root.named_modules():
+            if self._partition_of[module] == self._pp_rank:
+                yield name, module
+
+    # ---- state by name
+
+    def key_partitions(self) -> dict[str, int]:
+        """Partition that has the true value, for every key of the model's state dict."""
+        partitions: dict[str, int] = {}
+        for prefix, module in self.root.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    partitions[dot + name] = self._parameter_partition[parameter]
+            for name in module._buffers:
+                partitions[dot + name] = self._partition_of[module]
+            partitions[dot + "_extra_state"] = self._partition_of[module]
+        return partitions
+
+    def local_state(self) -> dict[str, Any]:
+        """The entries of the state dict that live here, detached, in the model's order."""
+        partitions = self.key_partitions()
+        return {
+            key: value
+            for key, value in self.root.state_dict().items()
+            if partitions.get(key, 0) == self._pp_rank
+        }
+
+    def merged(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole state dict out of the local ones of all pipeline ranks, in order of rank."""
+        partitions = self.key_partitions()
+        merged: dict[str, Any] = {}
+        for key in self.root.state_dict():
+            partition = partitions.get(key, 0)
+            if key not in states[partition]:
+                raise ValueError(
+                    f"'{key}' belongs to pipeline rank {partition}, whose part of the state does "
+                    "not have it; the parts come from another model or another partition"
+                )
+            merged[key] = states[partition][key]
+        return merged
+
+    def load(
+        self, state: Mapping[str, Any], strict: bool
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Loads the local entries of a whole state dict; keys are compared over the whole model.
+
+        Raises:
+            RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
+        """
+        own = self.root.state_dict(keep_vars=True)
+        missing = [key for key in own if key not in state]
+        unexpected = [key for key in state if key not in own and key != PARTIAL_MARK]
+        problems = []
+        if strict and missing:
+            problems.append(f"missing keys: {missing}")
+        if strict and unexpected:
+            problems.append(f"unexpected keys: {unexpected}")
+        for key, value in own.items():
+            given = state.get(key)
+            if (
+                isinstance(value, Tensor)
+                and isinstance(given, Tensor)
+                and given.shape != value.shape
+            ):
+                problems.append(
+                    f"'{key}' has shape {tuple(given.shape)}, the model has {tuple(value.shape)}"
+                )
+        if problems:
+            raise RuntimeError(
+                f"cannot load the state into {type(self.root).__name__}: " + "; ".join(problems)
+            )
+        partitions = self.key_partitions()
+        with torch.no_grad():
+            for key, value in own.items():
+                if key not in state or not isinstance(value, Tensor):
+                    continue
+                is_parameter = isinstance(value, nn.Parameter)
+                if not is_parameter or partitions[key] == self._pp_rank:
+                    value.copy_(state[key])
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

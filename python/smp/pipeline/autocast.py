@@ -1,0 +1,32 @@
+"""The autocast state of a thread as a value that can travel with a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+#: per enabled device type: (device type, dtype)
+AutocastState = tuple[tuple[str, torch.dtype], ...]
+
+
+def capture(device: torch.device) -> AutocastState:
+    """Autocast as it is on in the calling thread, for CPU and the type of ``device``."""
+    types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextlib.contextmanager
+def apply(state: AutocastState) -> Iterator[None]:
+    """Runs the body under a captured state.
+
+    The cache of cast weights is off: it is shared by all threads of a process, and contexts of
+    several microbatches take turns inside of one autocast region.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield

@@ -1,0 +1,111 @@
+"""The boundary between modules of different ranks: who calls, and who answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.pipeline import autocast
+from smp.pipeline.packing import Codec
+
+if TYPE_CHECKING:
+    from smp._C import Server
+
+
+class PipelineLink:
+    """Connects a partitioned model with the server of this rank.
+
+    ``forward`` of every module that lives elsewhere is replaced *on the instance*, so
+    ``module(...)`` keeps running ``__call__`` overrides and hooks here, at the caller, while
+    ``super().forward`` and the class stay untouched. The owner runs ``forward`` alone.
+
+    Args:
+        root: the user's model; its index among ``modules`` is 0.
+        modules: the distinct modules of the model in one order on all ranks.
+        owners: global rank of the owner of each module; ``None``: runs wherever it is called.
+        global_rank: of this process.
+        device: of this process.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        owners: Sequence[int | None],
+        global_rank: int,
+        device: torch.device,
+    ) -> None:
+        self._root = root
+        self._modules = modules
+        self._codec = Codec(modules, device)
+        self._device = device
+        self._server: Server | None = None
+        self._remote = [
+            (i, owner)
+            for i, owner in enumerate(owners)
+            if owner is not None and owner != global_rank and modules[i] is not root
+        ]
+
+    def connect(self, server: Server) -> None:
+        """Installs the calling side on the modules and the answering side on ``server``."""
+        self._server = server
+        server.set_forward_handler(self._serve)
+        for module_id, owner in self._remote:
+            module = self._modules[module_id]
+            stub = self._stub(server, module, module_id, owner)
+            # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
+            module.__dict__["forward"] = stub
+
+    def disconnect(self) -> None:
+        """Gives every module its own ``forward`` back."""
+        self._server = None
+        for module_id, _ in self._remote:
+            self._modules[module_id].__dict__.pop("forward", None)
+
+    def _stub(
+        self, server: Server, module: nn.Module, module_id: int, owner: int
+    ) -> Callable[..., Any]:
+        codec = self._codec
+
+        @functools.wraps(module.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            state = autocast.capture(self._device)
+            structure, tensors = codec.pack((args, kwargs, state))
+            answer, results = server.remote_call(
+                owner, module_id, self._root.training, structure, tensors
+            )
+            return codec.unpack(answer, results, tensors)
+
+        return forward
+
+    def _serve(
+        self, module_id: int, mb: int, training: bool, structure: bytes, tensors: list[Tensor]
+    ) -> tuple[bytes, list[Tensor]]:
+        if training != self._root.training:
+            raise RuntimeError(
+                f"microbatch {mb}: the model is in {_mode(training)} mode on the calling rank but "
+                f"in {_mode(self._root.training)} mode here; call model.train() or model.eval() "
+                "on all ranks"
+            )
+        args, kwargs, state = self._codec.unpack(structure, tensors)
+        with autocast.apply(state):
+            result = self._modules[module_id].forward(*args, **kwargs)
+        return self._codec.pack(result, tensors)
+
+    def publish_output(self, output: Any) -> None:
+        """Driver: sends the model's output to the other ranks of the replica."""
+        assert self._server is not None
+        self._server.publish_output(*self._codec.pack(output))
+
+    def await_output(self) -> Any:
+        """Other ranks: the model's output of this microbatch, as leaves."""
+        assert self._server is not None
+        return self._codec.unpack(*self._server.await_output())
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"

@@ -1,0 +1,191 @@
+"""The first meeting of the ranks: a key-value store, and what they tell each other through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from smp.launch import Launch, Rendezvous, plan_rendezvous
+
+# How long a rank that already failed waits for the others to read its error.
+FAREWELL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What each rank tells all others before anything is set up."""
+
+    world_size: int
+    host: str
+    """Host name, possibly simulated."""
+    machine: str
+    """Equal on two ranks when loopback connects them."""
+    device: str
+    """"cpu" or "cuda"."""
+    num_devices: int
+    config: dict[str, Any] | None
+    """Effective configuration; None when `error` is set."""
+    error: str | None = None
+    """Why this rank cannot start."""
+
+
+def machine_id(hostname: str) -> str:
+    """Names the machine and network namespace that this process runs in."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return hostname
+
+
+class MeetingPoint:
+    """The store of this launch. One object per process serves all inits.
+
+    The store stays open between shutdown and the next init, because a rank that is ahead may
+    already be using it; each init has its own key prefix.
+    """
+
+    def __init__(self) -> None:
+        self._identity = ""
+        self._store: dist.Store | None = None
+        self._num_inits: Counter[str] = Counter()
+
+    def open(self, launch: Launch, env: Mapping[str, str], timeout_s: float) -> dist.Store:
+        """A store whose keys belong to this init alone.
+
+        Args:
+            launch: of this process.
+            env: environment variables.
+            timeout_s: for the connection and for each wait.
+        Raises:
+            ValueError: the environment does not say where to meet.
+            RuntimeError: nobody answers there.
+        """
+        plan = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
+        identity = f"{plan.identity} size {launch.world_size} rank {launch.global_rank}"
+        if self._store is None or self._identity != identity:
+            self._store = None
+            self._store = _connect(plan, launch, timeout_s)
+            self._identity = identity
+        self._num_inits[identity] += 1
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        prefix = f"smp/{plan.attempt}/{self._num_inits[identity]}"
+        return dist.PrefixStore(prefix, self._store)
+
+    def forget(self) -> None:
+        """Drops the store, for a forked child, which must not use its parent's."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
+    if plan.kind == "hash":
+        return dist.HashStore()
+    if plan.kind == "file":
+        if plan.private_folder:
+            _make_private(os.path.dirname(plan.path))
+        return dist.FileStore(plan.path, launch.world_size)
+    hosts_store = launch.global_rank == 0 and not plan.use_agent_store
+    try:
+        return dist.TCPStore(
+            plan.host,
+            plan.port,
+            launch.world_size,
+            hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # torch.distributed may use the same address
+        )
+    except Exception as error:
+        raise RuntimeError(
+            f"smp launch: rank {launch.global_rank} cannot "
+            f"{'listen on' if hosts_store else 'reach'} {plan.host}:{plan.port} "
+            f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
+            "port is free"
+        ) from None
+
+
+def _make_private(folder: str) -> None:
+    """Makes a folder that only this user may enter, and checks that it is one."""
+    try:
+        os.mkdir(folder, mode=0o700)
+    except FileExistsError:
+        pass
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise RuntimeError(
+            f"smp launch: {folder} is not a folder of this user with mode 0700; remove it, or "
+            "set SMP_RENDEZVOUS=file:///path"
+        )
+
+
+def exchange_hellos(
+    store: dist.Store, launch: Launch, hello: Hello, timeout_s: float
+) -> list[Hello]:
+    """The hello of every rank, index = global rank. Collective.
+
+    Raises:
+        RuntimeError: ranks did not come in time; names them.
+        ValueError: another rank has an error, or thinks of another world size.
+    """
+    store.set(f"hello/{launch.global_rank}", json.dumps(asdict(hello)))
+    keys = [f"hello/{rank}" for rank in range(launch.world_size)]
+    texts = _wait_for_all(store, keys, timeout_s)
+    hellos = [Hello(**json.loads(text)) for text in texts]
+    for rank, other in enumerate(hellos):
+        if other.world_size != launch.world_size:
+            raise ValueError(
+                f"smp launch: rank {rank} was started as one of {other.world_size} processes, "
+                f"rank {launch.global_rank} as one of {launch.world_size}; start all ranks of a "
+                "job with the same number"
+            )
+    return hellos
+
+
+def raise_first_error(hellos: Sequence[Hello]) -> None:
+    """Raises the error of the lowest rank that has one, with the same text on every rank.
+
+    Raises:
+        ValueError: text of the error; names the rank unless all ranks have the same one.
+    """
+    errors = [hello.error for hello in hellos]
+    first = next((error for error in errors if error is not None), None)
+    if first is None:
+        return
+    ranks = [rank for rank, error in enumerate(errors) if error == first]
+    where = "" if len(ranks) == len(errors) else f" (on ranks {ranks} of {len(errors)})"
+    raise ValueError(first + where)
+
+
+def say_farewell(store: dist.Store, launch: Launch) -> None:
+    """Called before init fails: the process with the store waits until all have read it."""
+    deadline = time.monotonic() + FAREWELL_S
+    arrived = store.add("farewell", 1)
+    while arrived < launch.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        arrived = store.add("farewell", 0)
+
+
+def _wait_for_all(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+    deadline = time.monotonic() + timeout_s
+    for key in keys:
+        left_s = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait([key], timedelta(seconds=left_s))
+        except Exception as error:
+            missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
+            raise RuntimeError(
+                f"smp.init: ranks {missing} of {len(keys)} did not arrive within {timeout_s:g} s "
+                f"({type(error).__name__}); check that all processes were started and call "
+                "smp.init, or raise SMP_TIMEOUT_S"
+            ) from None
+    return [store.get(key) for key in keys]

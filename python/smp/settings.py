@@ -1,0 +1,124 @@
+"""Settings of the library that come from the environment only, and the choice of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the `SMP_*` variables."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """`SMP_TIMEOUT_S`: bound of every wait."""
+    device: str = "auto"
+    """`SMP_DEVICE`: cpu, cuda, or auto (CUDA when there is one)."""
+    share_gpu: bool = False
+    """`SMP_SHARE_GPU`: several processes may use one GPU."""
+    transport: str = "gloo"
+    """`SMP_TRANSPORT`: gloo or mpi, for messages between ranks."""
+
+
+def read_settings(env: Mapping[str, str]) -> Settings:
+    """Settings from environment variables.
+
+    Raises:
+        ValueError: a variable has a value that is not understood.
+    """
+    text = env.get("SMP_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.0 < timeout_s < 1e9:
+        raise ValueError(f"smp: SMP_TIMEOUT_S={text!r} is not a number of seconds > 0; correct it")
+    return Settings(
+        timeout_s=timeout_s,
+        device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
+        share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
+        transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
+    )
+
+
+def _choice(env: Mapping[str, str], name: str, default: str, *others: str) -> str:
+    value = env.get(name) or default
+    if value not in (default, *others):
+        raise ValueError(f"smp: {name}={value!r} is not one of {[default, *others]}; correct it")
+    return value
+
+
+def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: CUDA was demanded and there is none.
+    """
+    if settings.device == "auto":
+        return "cuda" if cuda_available else "cpu"
+    if settings.device == "cuda" and not cuda_available:
+        raise RuntimeError("smp: SMP_DEVICE=cuda, but torch sees no CUDA device; use SMP_DEVICE=cpu")
+    return settings.device
+
+
+def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.device:
+    """The device that a process works on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % max(1, num_devices))
+
+
+def check_device_count(host: str, local_size: int, num_devices: int, share_gpu: bool) -> None:
+    """Row 14: one GPU per process, unless `SMP_SHARE_GPU=1`.
+
+    Raises:
+        ValueError: names the host and both numbers.
+    """
+    if local_size > num_devices and not share_gpu:
+        raise ValueError(
+            f"smp config: processes_per_host={local_size}: host {host!r} has {num_devices} visible "
+            "GPUs and each process needs its own; start fewer processes, or set SMP_SHARE_GPU=1 "
+            "to let processes share a GPU"
+        )
+
+
+def check_devices(
+    hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int], share_gpu: bool
+) -> None:
+    """Checks devices of all ranks; the same answer on every rank.
+
+    Args:
+        hosts: host name of each rank.
+        devices: "cpu" or "cuda" of each rank.
+        nums_devices: GPUs that each rank sees.
+        share_gpu: from `SMP_SHARE_GPU`.
+    Raises:
+        ValueError: devices differ, or a host has fewer GPUs than processes.
+    """
+    if len(set(devices)) > 1:
+        ranks = {d: [r for r, other in enumerate(devices) if other == d] for d in set(devices)}
+        raise ValueError(
+            f"smp: the ranks use different devices: {dict(sorted(ranks.items()))}; set SMP_DEVICE "
+            "to the same value on every rank"
+        )
+    if devices[0] != "cuda":
+        return
+    for rank, host in enumerate(hosts):
+        check_device_count(host, hosts.count(host), nums_devices[rank], share_gpu)
+
+
+def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:
+    """Warnings about groups that cross hosts."""
+    for group in tp_groups:
+        names = sorted({hosts[rank] for rank in group})
+        if len(names) > 1:
+            return [
+                f"smp: tensor-parallel group {list(group)} spans the hosts {names}, which is slow; "
+                "use a placement_strategy that ends with T, or a tensor_parallel_degree that fits "
+                "in a host"
+            ]
+    return []

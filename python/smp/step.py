@@ -1,0 +1,186 @@
+"""``@smp.step``: runs a function once per microbatch, pipelined over the ranks of a replica."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from smp import microbatch, runtime
+from smp.model import DistributedModel
+from smp.pipeline import autocast
+
+# As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
+# because `smp/__init__.py` binds it last.
+
+
+class StepFunction:
+    """A function that runs once per microbatch. Callable, but not a descriptor: used in a class
+    body it stays a plain function and does not receive ``self``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        detach_outputs: bool,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._non_split = frozenset(non_split_inputs or ())
+        self._axes = dict(input_split_axes or {})
+        self._detach_outputs = detach_outputs
+        self._check_names()
+
+    def _check_names(self) -> None:
+        parameters = self._signature.parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return  # any name may come
+        for option, names in (
+            ("non_split_inputs", self._non_split),
+            ("input_split_axes", self._axes.keys()),
+        ):
+            unknown = sorted(set(names) - parameters.keys())
+            if unknown:
+                raise ValueError(
+                    f"{option} names {unknown}, but the step function '{self._name}' has the "
+                    f"arguments {list(parameters)}"
+                )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = runtime.current()
+        with current.exclusive_step(self._name), current.reporting(f"step '{self._name}'"):
+            return self._run(current, args, kwargs)
+
+    def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started_s = time.perf_counter()
+        model = current.model
+        if not isinstance(model, DistributedModel):
+            model = None
+        trains = torch.is_grad_enabled()
+        arguments = self._split_arguments(args, kwargs)
+        count = microbatch.num_microbatches(
+            arguments, self._axes, current.config.microbatches, uneven=not trains
+        )
+        if model is not None:
+            model.prepare()
+            count = model.begin_step(self._name, count, trains)
+        pieces = {
+            name: microbatch.split(value, count, self._axes.get(name, 0))
+            for name, value in arguments.items()
+        }
+        bodies = _Bodies(self._function, self._bind(args, kwargs), pieces, current.device)
+        if model is not None:
+            model.run_step(count, bodies)
+            model.end_step(trains)
+        else:
+            for mb in range(count):
+                bodies(mb)
+        result = microbatch.join([bodies.results[mb] for mb in range(count)], self._detach_outputs)
+        current.step_finished(time.perf_counter() - started_s)
+        return result
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        return self._signature.bind(*args, **kwargs)
+
+    def _split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments to cut, by name; ``*args`` and ``**kwargs`` are cut element by element."""
+        return {
+            name: value
+            for name, value in _named(self._bind(args, kwargs)).items()
+            if name not in self._non_split
+        }
+
+
+def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
+
+
+class _Bodies:
+    """Runs the function for one microbatch after the other, in whatever thread asks."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        bound: inspect.BoundArguments,
+        pieces: Mapping[str, list[Any]],
+        device: torch.device,
+    ) -> None:
+        self._function = function
+        self._bound = bound
+        self._pieces = pieces
+        self._device = device
+        self._autocast = autocast.capture(device)
+        self._context = contextvars.copy_context()
+        self.results: dict[int, Any] = {}
+
+    def __call__(self, mb: int) -> None:
+        bound = inspect.BoundArguments(self._bound.signature, self._bound.arguments.copy())
+        for name, value in self._bound.arguments.items():
+            kind = self._bound.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {k: self._piece(k, v, mb) for k, v in value.items()}
+            else:
+                bound.arguments[name] = self._piece(name, value, mb)
+
+        def run() -> Any:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # per thread
+            with autocast.apply(self._autocast):
+                return self._function(*bound.args, **bound.kwargs)
+
+        self.results[mb] = self._context.copy().run(run)
+
+    def _piece(self, name: str, value: Any, mb: int) -> Any:
+        return self._pieces[name][mb] if name in self._pieces else value
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Decorator for the function that runs forward and backward of one batch.
+
+    A call cuts every tensor argument along its batch dimension into ``microbatches`` equal pieces
+    and runs the function once per piece on every rank of the replica, pipelined. On return the
+    backward of all microbatches and the data-parallel reduction are done. Forward-only calls
+    (under ``torch.no_grad()``) may have batches that do not divide. Collective: every rank calls
+    the same step functions in one order.
+
+    Args:
+        function: the function, when used without parentheses.
+        non_split_inputs: names of arguments passed whole to every microbatch.
+        input_split_axes: batch dimension by argument name; 0 for all others.
+        detach_outputs: detach returned tensors; otherwise their graphs stay alive.
+
+    Returns:
+        a callable; its result has the structure of the function's, with a ``StepOutput`` for each
+        tensor, a list for each other leaf, and ``None`` where all microbatches returned ``None``.
+
+    Raises:
+        ValueError: when called with a batch that microbatches do not divide.
+        smp.PeerFailure: when another rank failed meanwhile.
+    """
+
+    def decorate(decorated: Callable[..., Any]) -> StepFunction:
+        return StepFunction(decorated, non_split_inputs, input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,21 @@
+"""Settings of every Python test: import paths, one thread per process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Before torch is imported: several processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+for path in (str(REPO / "python"), str(REPO)):
+    # `pip install .` may have put another copy in site-packages; the tree under
+    # test wins unless SMP_TEST_INSTALLED asks for the installed one.
+    if path.endswith("python") and os.environ.get("SMP_TEST_INSTALLED"):
+        continue
+    if path not in sys.path:
+        sys.path.insert(0, path)

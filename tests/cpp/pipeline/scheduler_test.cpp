@@ -1,0 +1,196 @@
+#include "csrc/pipeline/scheduler.h"
+
+#include <ATen/ops/rand.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "csrc/common/check.h"
+
+namespace smp::pipeline {
+namespace {
+
+using std::chrono::seconds;
+
+class SchedulerTest : public ::testing::Test {
+ protected:
+  void begin(const char* policy_name, int num_microbatches, int active) {
+    policy = make_policy(policy_name);
+    Scheduler::StepOptions options;
+    options.policy = policy.get();
+    options.num_microbatches = num_microbatches;
+    options.active_microbatches = active;
+    options.step = 0;
+    scheduler.begin_step(options);
+  }
+
+  void finish() {
+    ASSERT_TRUE(scheduler.wait_until_idle(seconds(20)))
+        << scheduler.describe();
+    scheduler.end_step();
+  }
+
+  ContextThreads threads;
+  Scheduler scheduler{&threads, c10::Device(c10::DeviceType::CPU)};
+  std::unique_ptr<Policy> policy;
+};
+
+TEST_F(SchedulerTest, one_context_runs_at_a_time) {
+  begin("interleaved", 8, 8);
+  std::atomic<int> running{0};
+  std::atomic<int> most{0};
+  std::vector<Slot> slots(8);
+  for (int mb = 0; mb < 8; ++mb) {
+    scheduler.add_body(mb, "body", 0, [&, mb] {
+      for (int part = 0; part < 2; ++part) {
+        most = std::max(most.load(), ++running);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        --running;
+        if (part == 0) scheduler.wait(slots[mb], "a test", -1);
+      }
+    });
+  }
+  for (Slot& slot : slots) scheduler.fill(slot, {});
+  finish();
+  EXPECT_EQ(most, 1);
+}
+
+TEST_F(SchedulerTest, active_microbatches_bounds_those_in_flight) {
+  begin("interleaved", 6, 2);
+  std::vector<Slot> slots(6);
+  std::mutex mutex;
+  int in_flight = 0;
+  int most = 0;
+  std::atomic<int> next_to_fill{0};
+  for (int mb = 0; mb < 6; ++mb) {
+    scheduler.add_body(mb, "body", 0, [&, mb] {
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        most = std::max(most, ++in_flight);
+      }
+      scheduler.wait(slots[mb], "a test", -1);
+      std::lock_guard<std::mutex> lock(mutex);
+      --in_flight;
+    });
+  }
+  for (Slot& slot : slots) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    scheduler.fill(slot, {});
+  }
+  finish();
+  EXPECT_EQ(most, 2);
+}
+
+TEST_F(SchedulerTest, simple_runs_all_forwards_before_any_backward) {
+  begin("simple", 4, 4);
+  std::vector<std::string> log;
+  for (int mb = 0; mb < 4; ++mb) {
+    scheduler.add_body(mb, "body", 0, [&, mb] {
+      log.push_back("F" + std::to_string(mb));
+      scheduler.enter_phase(Phase::kBackward);
+      log.push_back("B" + std::to_string(mb));
+    });
+  }
+  finish();
+  EXPECT_EQ(log, (std::vector<std::string>{"F0", "F1", "F2", "F3", "B0", "B1",
+                                           "B2", "B3"}));
+}
+
+TEST_F(SchedulerTest, random_numbers_do_not_depend_on_who_ran_between) {
+  auto draw = [&](bool interrupted) {
+    begin("interleaved", 2, 2);
+    std::vector<double> drawn;
+    Slot slot;
+    scheduler.add_body(0, "body", 11, [&] {
+      drawn.push_back(at::rand({}).item<double>());
+      if (interrupted) scheduler.wait(slot, "a test", -1);
+      drawn.push_back(at::rand({}).item<double>());
+    });
+    scheduler.add_body(1, "body", 12, [&] {
+      at::rand({100});
+      scheduler.fill(slot, {});
+    });
+    finish();
+    return drawn;
+  };
+  const auto alone = draw(false);
+  const auto interrupted = draw(true);
+  EXPECT_EQ(alone, interrupted);
+  EXPECT_NE(alone[0], alone[1]);
+}
+
+TEST_F(SchedulerTest, an_exception_ends_waiting_contexts_and_is_kept) {
+  begin("interleaved", 2, 2);
+  Slot never;
+  std::atomic<bool> was_told{false};
+  scheduler.add_body(0, "body", 0, [&] {
+    try {
+      scheduler.wait(never, "an answer that never comes", 1);
+    } catch (const PeerFailure&) {
+      was_told = true;
+      throw;
+    }
+  });
+  scheduler.add_body(1, "body", 0,
+                     [] { throw std::runtime_error("the reason"); });
+  finish();
+  EXPECT_TRUE(was_told);
+  try {
+    std::rethrow_exception(scheduler.cancel_reason());
+  } catch (const std::exception& e) {
+    EXPECT_STREQ(e.what(), "the reason");
+  }
+}
+
+TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
+  policy = make_policy("interleaved");
+  Scheduler::StepOptions options;
+  options.policy = policy.get();
+  options.num_microbatches = 1;
+  options.active_microbatches = 1;
+  options.order = OrderRole::kFollower;
+  options.step = 5;
+  scheduler.begin_step(options);
+  std::vector<int64_t> ran;
+  for (const int64_t module_id : {1, 2, 3}) {
+    scheduler.add_service(Phase::kForward, 0, module_id, "service", 0,
+                          [&ran, module_id] { ran.push_back(module_id); });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_TRUE(scheduler.baton_is_free());
+  for (const int64_t module_id : {3, 1, 2}) {
+    scheduler.add_agreed(5, {Phase::kForward, 0, module_id, 0, 0});
+  }
+  finish();
+  EXPECT_EQ(ran, (std::vector<int64_t>{3, 1, 2}));
+}
+
+TEST(ContextThreads, threads_are_reused_and_nested_jobs_get_their_own) {
+  ContextThreads threads;
+  std::atomic<int> done{0};
+  for (int round = 0; round < 50; ++round) {
+    const int before = done;
+    threads.run([&] { ++done; });
+    while (done == before) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  EXPECT_LE(threads.num_threads(), 10);
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool second_ran = false;
+  threads.run([&] {
+    threads.run([&] {
+      std::lock_guard<std::mutex> lock(mutex);
+      second_ran = true;
+      changed.notify_all();
+    });
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_for(lock, seconds(10), [&] { return second_ran; });
+    ++done;
+  });
+  threads.join();
+  EXPECT_TRUE(second_ran);
+}
+
+}  // namespace
+}  // namespace smp::pipeline

@@ -1,0 +1,116 @@
+"""Ranks as fresh processes that may be killed, and as children of real launchers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.dist.pool import Pool
+
+REPO = Path(__file__).resolve().parents[2]
+_RUN_IDS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended."""
+
+    rank: int
+    returncode: int  # negative: the signal
+    time: float  # monotonic; infinite when it had to be killed by the test
+    output: str
+
+    @property
+    def hung(self) -> bool:
+        return self.time == float("inf")
+
+
+def run_ranks(
+    pool: Pool,
+    script: Path,
+    world_size: int,
+    argv: Sequence[str] = (),
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[Ended]:
+    """Runs a script in `world_size` processes of its own, as a launcher would.
+
+    Processes that live longer than `timeout` seconds are killed and count as hung.
+    """
+    zygote = pool.zygote()
+    folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
+    pids = []
+    for rank in range(world_size):
+        settings = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
+        } | (env or {})
+        output = str(folder / f"rank{rank}.log")
+        pids += zygote.start("script", str(script), list(argv), settings, output)
+    deadline = time.monotonic() + timeout
+    hung = set()
+    while any(zygote.ended(pid) is None for pid in pids):
+        if time.monotonic() > deadline:
+            hung = {pid for pid in pids if zygote.ended(pid) is None}
+            for pid in hung:
+                zygote.kill(pid)
+            deadline = float("inf")
+        time.sleep(0.02)
+    results = []
+    for rank, pid in enumerate(pids):
+        ended = zygote.ended(pid)
+        assert ended is not None
+        output = (folder / f"rank{rank}.log").read_text()
+        when = float("inf") if pid in hung else ended[1]
+        results.append(Ended(rank, ended[0], when, output))
+    shutil.rmtree(folder)
+    return results
+
+
+def torchrun(num_processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone"] + [
+        f"--nproc-per-node={num_processes}"
+    ]
+
+
+def mpirun(num_processes: int) -> list[str] | None:
+    """The command, or None where there is no mpirun."""
+    beside = Path(sys.executable).parent / "mpirun"
+    program = shutil.which("mpirun") or (str(beside) if beside.exists() else None)
+    if program is None:
+        return None
+    return [program, "-np", str(num_processes), "--oversubscribe", "--bind-to", "none"] + (
+        ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    ) + [sys.executable]  # fmt: skip
+
+
+def launch(command: Sequence[str], timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Runs a launcher; stdout and stderr come back as one text."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SMP_RENDEZVOUS")
+    }
+    paths = [] if env.get("SMP_TEST_INSTALLED") else [str(REPO / "python")]
+    env["PYTHONPATH"] = os.pathsep.join([*paths, str(REPO), env.get("PYTHONPATH", "")]).rstrip(":")
+    env["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        list(command),
+        env=env,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )

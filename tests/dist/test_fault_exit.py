@@ -1,0 +1,170 @@
+"""No rank is left waiting: whoever fails is named everywhere, soon.
+
+Each test prints how long the survivors took to exit.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, Ended, launch, mpirun, run_ranks, torchrun
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "fault.py"
+LIMIT_S = 10.0
+_TIMES: dict[str, float] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report_times() -> Iterator[None]:
+    yield
+    for name, seconds in sorted(_TIMES.items(), key=lambda item: -item[1]):
+        print(f"time to exit: {seconds:6.2f} s  {name}")
+
+
+def run(
+    pool: Pool, action: str, place: str, victim: int, pp: int = 2, dp: int = 1, timeout: float = 40
+) -> list[Ended]:
+    argv = [action, place, str(victim), f"--pp={pp}", f"--dp={dp}"]
+    return run_ranks(pool, SCRIPT, pp * dp, argv, timeout)
+
+
+def fault_time(text: str) -> float:
+    match = re.search(r"^FAULT ([\d.]+)", text, re.MULTILINE)
+    assert match, f"the victim never came to the fault:\n{text}"
+    return float(match.group(1))
+
+
+def check_survivors(
+    results: list[Ended], victim: int, pp: int, name: str, *words: str, limit: float = LIMIT_S
+) -> None:
+    """Every other rank exits in time, not with 0, naming the culprit."""
+    begin = fault_time(results[victim].output)
+    worst = 0.0
+    for result in results:
+        if result.rank == victim:
+            continue
+        where = f"{name}, survivor {result.rank}:\n{result.output}"
+        assert not result.hung, f"hangs: {where}"
+        assert result.returncode not in (0, -signal.SIGKILL), f"{result.returncode}: {where}"
+        worst = max(worst, result.time - begin)
+        assert re.search(rf"\brank {victim}\b", result.output), f"culprit not named: {where}"
+        # DPT: neighbours are the parts of one pipeline.
+        assert re.search(rf"\bpp {victim % pp}\b", result.output), f"no coordinates: {where}"
+        for word in words:
+            assert re.search(word, result.output), f"no '{word}': {where}"
+    _TIMES[name] = worst
+    print(f"time to exit: {worst:.2f} s  {name}")
+    assert worst <= limit, f"{name}: survivors took {worst:.1f} s"
+
+
+WORLDS = [(2, 1, victim) for victim in range(2)] + [(2, 2, victim) for victim in range(4)]
+in_each_world = pytest.mark.parametrize(("pp", "dp", "victim"), WORLDS)
+
+
+@in_each_world
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_killed_rank_is_named_by_all_others(
+    pool: Pool, place: str, pp: int, dp: int, victim: int
+) -> None:
+    results = run(pool, "kill", place, victim, pp, dp)
+    assert results[victim].returncode == -signal.SIGKILL
+    check_survivors(results, victim, pp, f"kill -9 of rank {victim} of {pp * dp} in {place}")
+
+
+@in_each_world
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_exception_in_a_module_is_named_by_all_others(
+    pool: Pool, place: str, pp: int, dp: int, victim: int
+) -> None:
+    results = run(pool, "raise", place, victim, pp, dp)
+    assert results[victim].returncode not in (0, None)
+    assert "ZeroDivisionError" in results[victim].output
+    assert "fault.py" in results[victim].output, "the traceback leads to the user's line"
+    layer = victim % pp
+    # The root's own children are plain calls: the driver knows the microbatch
+    # only, an owner knows the module that it was asked to run.
+    words = ["the layer broke", r"microbatch 2\b"]
+    if layer:
+        words.append(rf"\b{layer}\b")
+    name = f"exception on rank {victim} of {pp * dp} in {place}"
+    check_survivors(results, victim, pp, name, *words)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", ["between", "forward"])
+def test_exiting_rank_is_named_by_all_others(pool: Pool, place: str, victim: int) -> None:
+    results = run(pool, "exit", place, victim)
+    assert results[victim].returncode != 0
+    check_survivors(results, victim, 2, f"sys.exit(3) of rank {victim} in {place}")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_with_fewer_steps_is_named(pool: Pool, victim: int) -> None:
+    results = run(pool, "none", "fewer", victim)
+    check_survivors(results, victim, 2, f"rank {victim} makes fewer steps")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_mismatching_config_ends_all_ranks(pool: Pool, victim: int) -> None:
+    results = run(pool, "none", "config", victim)
+    begin = fault_time(results[victim].output)
+    for result in results:
+        assert not result.hung and result.returncode != 0, result.output
+        assert "microbatches" in result.output, result.output
+        assert result.time - begin < LIMIT_S
+    _TIMES[f"config of rank {victim} differs"] = max(r.time for r in results) - begin
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_in_a_barrier_while_others_step_is_a_deadlock(pool: Pool, victim: int) -> None:
+    results = run(pool, "barrier", "between", victim)
+    begin = fault_time(results[victim].output)
+    for result in results:
+        assert not result.hung, f"rank {result.rank} hangs:\n{result.output}"
+        assert result.returncode != 0 and "barrier" in result.output, result.output
+        assert re.search("wait", result.output), result.output
+    worst = max(r.time for r in results) - begin
+    _TIMES[f"rank {victim} in a barrier, the other in a step"] = worst
+    assert worst <= LIMIT_S, f"the deadlock was found after {worst:.1f} s"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", ["forward", "backward", "between"])
+def test_slow_rank_is_not_reported(pool: Pool, place: str, victim: int) -> None:
+    for result in run(pool, "sleep", place, victim):
+        assert result.returncode == 0, f"rank {result.rank}:\n{result.output}"
+        assert "FINISHED" in result.output
+        assert not re.search("(?i)fault|died|deadlock", result.output.replace("FAULT ", "")), (
+            result.output
+        )
+
+
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_torchrun_shows_the_culprit(action: str) -> None:
+    begin = time.monotonic()
+    result = launch([*torchrun(2), str(SCRIPT), action, "forward", "1"])
+    assert result.returncode != 0, result.stdout
+    assert re.search(r"\brank 1\b", result.stdout) and "pp 1" in result.stdout, result.stdout
+    seconds = time.monotonic() - fault_time(result.stdout)
+    _TIMES[f"torchrun: {action} in forward"] = seconds
+    assert seconds <= LIMIT_S, f"{seconds:.1f} of {time.monotonic() - begin:.1f} s"
+
+
+def test_mpirun_shows_the_culprit() -> None:
+    command = mpirun(2)
+    if command is None:
+        pytest.skip("no mpirun on this machine")
+    result = launch([*command, str(SCRIPT), "raise", "forward", "1"])
+    assert result.returncode != 0, result.stdout
+    assert re.search(r"\brank 1\b", result.stdout) and "the layer broke" in result.stdout, (
+        result.stdout
+    )
+    seconds = time.monotonic() - fault_time(result.stdout)
+    _TIMES["mpirun: exception in forward"] = seconds
+    assert seconds <= LIMIT_S

@@ -1,0 +1,262 @@
+"""Mistakes in a training script are told on every rank, with what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.pool import Pool
+from tests.dist.training import Run, init, make_model
+
+CHAIN = Run("chain", 2, 1, microbatches=4, manual=True)
+
+
+def expect_everywhere(
+    pool: Pool, world_size: int, function: Any, *args: Any, error: str, text: str
+) -> None:
+    """All ranks raise `error` (or a subclass) with a matching text."""
+    outcomes = pool.outcomes(world_size, function, *args, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} raised nothing"
+        assert error in outcome.bases, outcome.traceback
+        assert re.search(text, outcome.message, re.DOTALL), outcome.traceback
+
+
+def indivisible_batch(rank: int, samples: list[int]) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+
+    @smp.step
+    def train(images: Tensor) -> Tensor:
+        loss = model(images).square().mean()
+        model.backward(loss)
+        return loss
+
+    train(torch.randn(samples[rank], 6, dtype=torch.float64))
+
+
+def test_batch_that_microbatches_do_not_divide_is_an_error_on_all_ranks(pool: Pool) -> None:
+    expect_everywhere(pool, 2, indivisible_batch, [6, 6], error="ValueError", text=r"images.*6.*4")
+
+
+def test_bad_batch_on_the_driver_alone_is_an_error_on_all_ranks(pool: Pool) -> None:
+    outcomes = pool.outcomes(2, indivisible_batch, [6, 8], timeout=30)
+    assert outcomes[0].error == "ValueError", outcomes[0].traceback
+    assert "PeerFailure" in outcomes[1].bases, outcomes[1].traceback
+    assert "rank 0" in outcomes[1].message and "images" in outcomes[1].message
+
+
+def bad_partition_context(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    with smp.partition(2):
+        torch.nn.Linear(2, 2)
+
+
+def bad_set_partition(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    smp.set_partition(torch.nn.Linear(2, 2), 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "index"), [(bad_partition_context, 2), (bad_set_partition, 5)]
+)
+def test_partition_beyond_the_pipeline_is_an_error(pool: Pool, function: Any, index: int) -> None:
+    expect_everywhere(pool, 2, function, error="ValueError", text=rf"{index}.*2")
+
+
+def trace_times_on_cpu(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    smp.DistributedModel(torch.nn.Linear(2, 2), trace_device="cpu", trace_execution_times=True)
+
+
+def test_tracing_times_on_cpu_is_an_error(pool: Pool) -> None:
+    expect_everywhere(
+        pool,
+        2,
+        trace_times_on_cpu,
+        error="ValueError",
+        text="trace_execution_times.*trace_device|trace_device.*trace_execution_times",
+    )
+
+
+def wrap_twice(rank: int, inner: bool) -> None:
+    import smp
+
+    init(CHAIN)
+    first = smp.DistributedModel(torch.nn.Linear(2, 2))
+    smp.DistributedModel(first if inner else torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_wrapping_twice_is_an_error(pool: Pool, inner: bool) -> None:
+    expect_everywhere(pool, 2, wrap_twice, inner, error="Exception", text="DistributedModel")
+
+
+def forward_outside(rank: int) -> None:
+    init(CHAIN)
+    make_model(CHAIN)(torch.randn(4, 6, dtype=torch.float64))
+
+
+def backward_outside(rank: int) -> None:
+    init(CHAIN)
+    make_model(CHAIN).backward(torch.randn((), requires_grad=True))
+
+
+@pytest.mark.parametrize("function", [forward_outside, backward_outside])
+def test_calls_outside_a_step_explain_themselves(pool: Pool, function: Any) -> None:
+    expect_everywhere(pool, 2, function, error="RuntimeError", text=r"smp\.step")
+
+
+def nested_steps(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+
+    @smp.step
+    def inner(x: Tensor) -> Tensor:
+        return model(x)
+
+    @smp.step
+    def outer(x: Tensor) -> Tensor:
+        return inner(x).concat()
+
+    with torch.no_grad():
+        outer(torch.randn(8, 6, dtype=torch.float64))
+
+
+def test_a_step_inside_a_step_is_an_error(pool: Pool) -> None:
+    outcomes = pool.outcomes(2, nested_steps, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} raised nothing"
+    assert any(re.search("nest|inside", o.message) for o in outcomes), outcomes[0].traceback
+
+
+def unimplemented_argument(rank: int, kwargs: dict[str, Any]) -> None:
+    import smp
+
+    init(Run("chain", 1, 1))
+    smp.DistributedModel(torch.nn.Linear(2, 2), **kwargs)
+
+
+def unknown_step_argument(rank: int, kwargs: dict[str, Any]) -> None:
+    import smp
+
+    init(Run("chain", 1, 1, microbatches=2))
+
+    @smp.step(**kwargs)
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    forward(torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("kwargs", [{"non_split_inputs": ["y"]}, {"input_split_axes": {"y": 1}}])
+def test_step_names_arguments_that_do_not_exist(pool: Pool, kwargs: dict[str, Any]) -> None:
+    expect_everywhere(pool, 1, unknown_step_argument, kwargs, error="ValueError", text="'?y'?")
+
+
+def bad_split_axis(rank: int) -> None:
+    import smp
+
+    init(Run("chain", 1, 1, microbatches=2))
+
+    @smp.step(input_split_axes={"x": 3})
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    forward(torch.randn(8, 6))
+
+
+def test_split_axis_beyond_the_tensor_is_an_error(pool: Pool) -> None:
+    expect_everywhere(pool, 1, bad_split_axis, error="ValueError", text="x.*3")
+
+
+def different_structures(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+    calls = []
+
+    @smp.step
+    def forward(x: Tensor) -> Any:
+        calls.append(0)
+        out = model(x)
+        return out if len(calls) % 2 else (out, out)
+
+    with torch.no_grad():
+        forward(torch.randn(8, 6, dtype=torch.float64))
+
+
+def test_results_that_differ_between_microbatches_are_an_error(pool: Pool) -> None:
+    expect_everywhere(pool, 2, different_structures, error="Exception", text="microbatch")
+
+
+def different_configs(rank: int) -> None:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2 + 2 * rank})
+
+
+def test_mismatching_config_is_told_on_all_ranks(pool: Pool) -> None:
+    expect_everywhere(pool, 2, different_configs, error="Exception", text="microbatches")
+
+
+def different_models(rank: int) -> None:
+    import smp
+
+    init(Run("chain", 2, 1, microbatches=2))
+    model = smp.DistributedModel(
+        torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 4))
+    )
+
+    @smp.step
+    def forward(x: Tensor) -> Tensor:
+        return model(x)
+
+    with torch.no_grad():
+        forward(torch.randn(8, 4))
+
+
+def test_different_models_are_told_on_all_ranks(pool: Pool) -> None:
+    expect_everywhere(pool, 2, different_models, error="Exception", text=r"rank|differ|agree")
+
+
+def different_step_functions(rank: int) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+
+    @smp.step
+    def training(x: Tensor) -> Tensor:
+        return model(x)
+
+    @smp.step
+    def evaluation(x: Tensor) -> Tensor:
+        return model(x)
+
+    x = torch.randn(8, 6, dtype=torch.float64)
+    with torch.no_grad():
+        training(x)
+        (evaluation if rank else training)(x)
+
+
+def test_different_step_functions_are_told_on_all_ranks(pool: Pool) -> None:
+    outcomes = pool.outcomes(2, different_step_functions, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} raised nothing"
+        assert "training" in outcome.message and "evaluation" in outcome.message, outcome.traceback

@@ -1,0 +1,87 @@
+"""The folder tree is the architecture: includes and imports go downwards only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lint import layers
+
+
+def _write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_cpp_includes_go_down_only() -> None:
+    assert layers.cpp_files(layers.REPO / "csrc"), "no sources found: the check would be empty"
+    assert layers.check_cpp(layers.REPO) == []
+
+
+def test_python_imports_go_down_only() -> None:
+    assert (layers.REPO / "python/smp/__init__.py").is_file()
+    assert layers.check_python(layers.REPO) == []
+
+
+def test_cmake_links_each_room_with_the_rooms_below_it_only() -> None:
+    declared = layers.cmake_dependencies(layers.REPO)
+    known = frozenset().union(*layers.CPP_LAYERS) - {"bindings"}
+    assert set(declared) == known
+    for room, below in declared.items():
+        assert below <= layers.allowed_rooms(room), room
+
+
+@pytest.mark.parametrize(
+    ("place", "include", "complaint"),
+    [
+        ("csrc/topology/a.h", "csrc/comm/b.h", "'topology' may not include 'comm'"),  # up
+        ("csrc/pipeline/a.cpp", "csrc/optim/b.h", "'pipeline' may not include 'optim'"),  # sideways
+        ("csrc/comm/a.cpp", "csrc/memory/b.h", "'comm' may not include 'memory'"),  # sideways
+        ("csrc/comm/a.cpp", "csrc/partition/b.h", "'comm' may not include"),  # narrowed
+        ("csrc/kernels/cpu/a.cpp", "csrc/common/b.h", "only itself"),
+        ("tests/cpp/comm/a.cpp", "csrc/pipeline/b.h", "'comm' may not include 'pipeline'"),
+        ("csrc/comm/a.cpp", "../common/b.h", "from the repository root"),
+        ("csrc/attic/a.cpp", "vector", "'attic' is in no layer"),
+    ],
+)
+def test_wrong_include_is_found(tmp_path: Path, place: str, include: str, complaint: str) -> None:
+    _write(tmp_path, place, f'#pragma once\n#include "{include}"\n')
+    found = layers.check_cpp(tmp_path)
+    assert len(found) == 1
+    assert complaint in found[0]
+    assert place in found[0]
+
+
+def test_right_includes_pass(tmp_path: Path) -> None:
+    _write(tmp_path, "csrc/pipeline/a.cpp", '#include "csrc/comm/b.h"\n#include <vector>\n')
+    _write(tmp_path, "csrc/bindings/a.cpp", '#include "csrc/pipeline/b.h"\n')
+    assert layers.check_cpp(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "complaint"),
+    [
+        ("config.py", "from smp import runtime", "'config' may not import 'runtime'"),
+        ("comm/groups.py", "from smp.step import step", "'comm' may not import 'step'"),
+        ("comm/groups.py", "from ..model import Model", "'comm' may not import 'model'"),
+        ("model.py", "import smp.optimizer", "'model' may not import 'optimizer'"),
+        ("model.py", "import smp", "not the package"),
+        ("model.py", "def f():\n    from smp.config import Config", "top of the file"),
+        ("attic.py", "import os", "'attic' is in no layer"),
+        ("model.py", "from smp.attic import x", "'attic' is in no layer"),
+    ],
+)
+def test_wrong_import_is_found(tmp_path: Path, place: str, line: str, complaint: str) -> None:
+    _write(tmp_path, f"python/smp/{place}", line + "\n")
+    found = layers.check_python(tmp_path)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+def test_right_imports_pass(tmp_path: Path) -> None:
+    _write(tmp_path, "python/smp/pipeline/calls.py", "from .wire import pack\nimport torch\n")
+    _write(tmp_path, "python/smp/step.py", "from smp import _C, comm\nimport smp.pipeline.calls\n")
+    _write(tmp_path, "python/smp/__init__.py", "from smp.step import step\n")
+    assert layers.check_python(tmp_path) == []

@@ -1,0 +1,1 @@
+"""One-process truth: tiny models, their data, the plain training loop, tolerances."""

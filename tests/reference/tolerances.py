@@ -1,0 +1,65 @@
+"""How equal is equal.
+
+The difference of two tensors is ``max|a - ref| / max(max|ref|, floor)``; the
+floor is a thousandth of the largest reference value of the same kind (all
+gradients of the step, or all parameters), so that a tensor which is zero up to
+rounding does not blow the quotient up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+FLOOR_FRACTION = 1e-3
+
+
+def relative_difference(a: torch.Tensor, ref: torch.Tensor, floor: float = 0.0) -> float:
+    """``max|a - ref| / max(max|ref|, floor)``; infinite when shapes, dtypes or NaNs differ."""
+    if a.shape != ref.shape or a.dtype != ref.dtype:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    a64, ref64 = a.detach().double().cpu(), ref.detach().double().cpu()
+    difference = (a64 - ref64).abs().max().item()
+    if difference != difference:  # NaN on one side at least
+        return float("inf")
+    return difference / max(ref64.abs().max().item(), floor, 1e-300)
+
+
+def largest(tensors: Mapping[str, torch.Tensor | None]) -> float:
+    """The largest magnitude in a dict of tensors."""
+    return max((t.abs().max().item() for t in tensors.values() if t is not None), default=0.0)
+
+
+def assert_close(
+    actual: Mapping[str, torch.Tensor | None],
+    expected: Mapping[str, torch.Tensor | None],
+    dtype: torch.dtype,
+    what: str,
+) -> float:
+    """Compares dicts by name and returns the largest difference found."""
+    assert set(actual) == set(expected), (
+        f"{what}: names differ: only here {sorted(set(actual) - set(expected))}, "
+        f"only in the reference {sorted(set(expected) - set(actual))}"
+    )
+    floor = FLOOR_FRACTION * largest(expected)
+    differences: dict[str, float] = {}
+    for name, ref in expected.items():
+        value = actual[name]
+        if ref is None or value is None:
+            assert ref is None and value is None, (
+                f"{what} {name}: {'None' if value is None else 'a tensor'} here, "
+                f"{'None' if ref is None else 'a tensor'} in the reference"
+            )
+            continue
+        differences[name] = relative_difference(value, ref, floor)
+    worst = sorted(differences, key=lambda name: -differences[name])[:5]
+    top = differences[worst[0]] if worst else 0.0
+    assert top <= TOLERANCE[dtype], (
+        f"{what} differ from one process (limit {TOLERANCE[dtype]}): "
+        + (", ".join(f"{name} {differences[name]:.2e}" for name in worst))
+    )
+    return top
