@@ -43,7 +43,7 @@ build: $(SETUP)  ## build the extension and the C++ tests
 
 .PHONY: demo
 demo: $(SETUP)  ## fine-tune a small GPT-J on two processes and check it
-	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target _C
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target smp_extension
 	$(RUN) OMP_NUM_THREADS=$(THREADS_OF_TWO) $(PY) -m torch.distributed.run \
 	  --standalone --nproc-per-node 2 examples/gptj/finetune.py --check
 
@@ -98,7 +98,7 @@ wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
 .PHONY: clean
 clean:  ## remove everything that was built; .venv stays
 	rm -rf build dist *.egg-info python/*.egg-info
-	rm -f python/smp/_C.so python/smp/_build_info.py
+	rm -f python/*.so python/smp/*.so python/smp/_build_info.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find python tests benchmarks examples -name __pycache__ -prune \
 	  -exec rm -rf {} +

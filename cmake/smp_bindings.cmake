@@ -34,6 +34,8 @@ function(smp_add_bindings)
   target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
   smp_link_rooms(_C ${rooms})
   target_link_libraries(_C PRIVATE smp_flags smp_torch_python)
+  # Under this name libsmp_mpi.so finds the copy that is loaded already.
+  target_link_options(_C PRIVATE -Wl,-soname,smp_C.so)
   set_target_properties(_C PROPERTIES
     PREFIX "" SUFFIX ".so"
     LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}

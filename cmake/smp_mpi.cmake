@@ -1,5 +1,6 @@
-# SMP_MPI=auto|on|off decides whether the Open MPI adapter of csrc/comm or its
-# stand-in no_mpi.cpp is compiled. MPI comes from the system's mpicc, from
+# SMP_MPI=auto|on|off decides whether the Open MPI adapter of csrc/comm is built
+# as a library that mpi_loader.cpp loads when it is asked for, or whether
+# no_mpi.cpp answers. MPI comes from the system's mpicc, from
 # pkg-config, or from the `openmpi` Python package in the prefix of the chosen
 # Python. Sets SMP_HAS_MPI, SMP_MPI_LIBRARY_DIR; defines smp_mpi.
 
@@ -55,3 +56,18 @@ if(NOT SMP_MPI STREQUAL "off")
   endif()
 endif()
 message(STATUS "MPI adapter: ${SMP_HAS_MPI} ${SMP_MPI_LIBRARY}")
+
+# The adapter as a library of its own, next to _C, whose symbols it uses.
+function(smp_add_mpi_plugin)
+  set(folder ${CMAKE_SOURCE_DIR}/csrc/comm)
+  add_library(smp_mpi_plugin MODULE ${folder}/mpi_communicator.cpp
+    ${folder}/mpi_plugin.cpp ${folder}/communicator_checks.cpp)
+  add_dependencies(smp_mpi_plugin _C)
+  target_link_libraries(smp_mpi_plugin PRIVATE smp_flags smp_torch smp_mpi
+    Threads::Threads $<TARGET_FILE:_C>)
+  set_target_properties(smp_mpi_plugin PROPERTIES
+    OUTPUT_NAME smp_mpi
+    LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
+    INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib;$ORIGIN/../../..")
+  install(TARGETS smp_mpi_plugin LIBRARY DESTINATION smp)
+endfunction()

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 python=$1
 fix=${2:-}
+failed=0
 code=(python tests benchmarks examples cmake setup.py)
 
 mapfile -t cpp < <(find csrc tests/cpp benchmarks \
@@ -20,7 +21,7 @@ if [[ $found != "$pinned" ]]; then
 elif [[ $fix == --fix ]]; then
   clang-format -i "${cpp[@]}"
 else
-  clang-format --dry-run --Werror "${cpp[@]}"
+  clang-format --dry-run --Werror "${cpp[@]}" || failed=1
 fi
 
 if [[ $fix == --fix ]]; then
@@ -28,6 +29,7 @@ if [[ $fix == --fix ]]; then
   "$python" -m ruff format --quiet "${code[@]}"
   exit 0
 fi
-"$python" -m ruff check "${code[@]}"
-"$python" -m ruff format --check "${code[@]}"
-"$python" -m mypy python/smp
+"$python" -m ruff check "${code[@]}" || failed=1
+"$python" -m ruff format --check "${code[@]}" || failed=1
+"$python" -m mypy python/smp || failed=1
+exit "$failed"

@@ -6,16 +6,27 @@
 #include "csrc/comm/c10d_communicator.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/mpi_communicator.h"
+#include "csrc/common/without_gil.h"
 
 namespace py = pybind11;
 
 namespace smp::bindings {
+namespace {
+
+void release_gil(const std::function<void()>& body) {
+  if (!Py_IsInitialized() || !PyGILState_Check()) return body();
+  py::gil_scoped_release released;
+  body();
+}
+
+}  // namespace
 
 using comm::Communicator;
 using comm::ReduceOp;
 using comm::Work;
 
 void bind_communicator(py::module_& m) {
+  set_gil_release(release_gil);
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::enum_<ReduceOp>(m, "ReduceOp", "How a collective combines values.")

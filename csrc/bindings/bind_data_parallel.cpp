@@ -17,15 +17,13 @@ using data_parallel::Reducer;
 using data_parallel::ReductionGroup;
 using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
 
-Patience make_patience(double timeout_s, FaultsPtr faults) {
+Patience make_patience(double timeout_s, FaultsPtr faults,
+                       std::vector<int> peers) {
   Patience patience;
   patience.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-  if (faults) {
-    patience.check = [faults = std::move(faults)] {
-      faults->raise_if_faulted();
-    };
-  }
+  patience.faults = std::move(faults);
+  patience.peers = std::move(peers);
   return patience;
 }
 
@@ -43,19 +41,18 @@ ParameterRecord make_record(int index, std::string name,
   return record;
 }
 
-std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params,
-                                      std::vector<ParameterRecord> records,
-                                      CommunicatorPtr dp, FaultsPtr faults,
-                                      double bucket_cap_mb, bool overlap,
-                                      bool average_over_microbatches,
-                                      int passes_per_reduction,
-                                      double timeout_s) {
+std::shared_ptr<Reducer> make_reducer(
+    std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
+    CommunicatorPtr dp, FaultsPtr faults, std::vector<int> dp_ranks,
+    int64_t bucket_cap_bytes, bool overlap, bool average_over_microbatches,
+    int passes_per_reduction, double timeout_s) {
   Reducer::Options options;
-  options.bucket_cap_mb = bucket_cap_mb;
+  options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
   options.average_over_microbatches = average_over_microbatches;
   options.passes_per_reduction = passes_per_reduction;
-  options.patience = make_patience(timeout_s, std::move(faults));
+  options.patience =
+      make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
   return std::make_shared<Reducer>(std::move(params), std::move(records),
                                    std::move(dp), std::move(options));
 }
@@ -98,7 +95,9 @@ void bind_reducer(py::module_& m) {
       "data-parallel ranks; see data_parallel/reducer.h.")
       .def(py::init(&make_reducer), release_gil(), py::arg("params"),
            py::arg("records"), py::arg("dp"), py::kw_only(),
-           py::arg("faults") = py::none(), py::arg("bucket_cap_mb") = 25.0,
+           py::arg("faults") = py::none(),
+           py::arg("dp_ranks") = std::vector<int>(),
+           py::arg("bucket_cap_bytes") = int64_t{25} << 20,
            py::arg("overlap") = true,
            py::arg("average_over_microbatches") = true,
            py::arg("passes_per_reduction") = 1, py::arg("timeout_s") = 1800.0,
@@ -131,13 +130,15 @@ void bind_data_parallel(py::module_& m) {
   m.def(
       "broadcast_coalesced",
       [](const std::vector<at::Tensor>& tensors, comm::Communicator& group,
-         int root, FaultsPtr faults, double timeout_s) {
+         int root, FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
         data_parallel::broadcast_coalesced(
-            tensors, group, root, make_patience(timeout_s, std::move(faults)));
+            tensors, group, root,
+            make_patience(timeout_s, std::move(faults), std::move(ranks)));
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("tensors"),
       py::arg("group"), py::arg("root"), py::kw_only(),
-      py::arg("faults") = py::none(), py::arg("timeout_s") = 1800.0,
+      py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
+      py::arg("timeout_s") = 1800.0,
       "Overwrites tensors with those of group rank `root`. Collective.");
 }
 

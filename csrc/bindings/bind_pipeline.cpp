@@ -189,14 +189,6 @@ void bind_pipeline(py::module_& m) {
                    (*kept)(mb);
                  });
            })
-      .def("watch_signals",
-           [](Server& server) {
-             server.set_interrupt_check([] {
-               py::gil_scoped_acquire gil;
-               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-             });
-           },
-           "Lets Ctrl-C end a step; call on the main thread.")
       .def_property_readonly("is_driver", &Server::is_driver)
       .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
            py::arg("num_microbatches"),

@@ -3,8 +3,12 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "csrc/comm/wait_registry.h"
 
 namespace smp::comm {
 
@@ -17,9 +21,10 @@ struct Fault {
     kDeadlock,  ///< every rank waits; `text` holds the table
   };
   Kind kind = Kind::kRaised;
-  int global_rank = -1;
-  std::string where;  ///< coordinates, module, microbatch as far as known
-  std::string text;
+  int global_rank = -1;    ///< the culprit; -1 when not known, or all of them
+  std::string where = {};  ///< module, microbatch as far as known
+  std::string text = {};
+  std::string coordinates = {};  ///< of `global_rank`; filled by the board
 
   /// One or more lines for people, naming rank, place and reason.
   std::string describe() const;
@@ -32,7 +37,16 @@ class FaultBoard {
  public:
   explicit FaultBoard(int global_rank);
 
-  /// Records a fault (first one wins) and wakes all subscribers.
+  int global_rank() const { return global_rank_; }
+
+  /// Words for each global rank, for instance "pp 1 tp 0 rdp 1"; later faults
+  /// name those of the culprit.
+  void set_coordinates(std::vector<std::string> per_global_rank);
+  std::string coordinates(int global_rank) const;
+
+  /// Records a fault (first one wins) and wakes all subscribers. One that
+  /// comes from another rank is printed at once, so that the culprit is on the
+  /// screen even when a launcher ends this process next.
   /// @return true when this one is the first.
   bool report(Fault fault);
 
@@ -45,19 +59,32 @@ class FaultBoard {
   /// @throws PeerFailure with `describe()` when there is a fault.
   void raise_if_faulted() const;
 
-  /// Calls `wake` (from any thread, without locks of ours held) at each change.
+  /// Calls `wake` (from any thread, without locks of ours held that the other
+  /// methods need) at each change. `wake` may not subscribe or unsubscribe.
   /// @return token for `unsubscribe`, which returns only when no call to
   ///         `wake` is running.
   int subscribe(std::function<void()> wake);
   void unsubscribe(int token);
 
+  /// `check` is called a few times per second by waits of the library, without
+  /// their locks, and may throw: for Ctrl-C. Set it before the first wait.
+  void set_interrupt_check(std::function<void()> check);
+  void check_interrupt() const;
+
+  /// What this process waits for at the moment.
+  WaitRegistry& waits() { return waits_; }
+
  private:
   void wake_all();
+  std::string coordinates_locked(int global_rank) const;
 
   const int global_rank_;
+  WaitRegistry waits_;
+  std::function<void()> interrupt_check_;
   mutable std::mutex mutex_;
   std::optional<Fault> fault_;
-  std::vector<int> left_;
+  std::set<int> left_;
+  std::vector<std::string> coordinates_;
   std::mutex subscribers_mutex_;  // held while waking: see unsubscribe
   std::vector<std::pair<int, std::function<void()>>> subscribers_;
   int next_token_ = 0;

@@ -30,7 +30,7 @@ struct MessageTensor {
   Ref ref;
 };
 
-/// What travels between ranks: twelve integers that belong to the channel
+/// What travels between ranks: ten integers that belong to the channel
 /// (kind, step, microbatch, call id ... as `pipeline/wire.h` defines), a byte
 /// string (pickled structure or object), and tensors.
 struct Message {

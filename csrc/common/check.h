@@ -4,6 +4,9 @@
 #include <stdexcept>
 #include <string>
 
+/// Seen by libraries of ours that are loaded later; all else is hidden.
+#define SMP_EXPORT __attribute__((visibility("default")))
+
 namespace smp {
 
 /// Something went wrong at run time; `RuntimeError` in Python.
@@ -39,7 +42,7 @@ std::string concat(const Parts&... parts) {
 
 /// `"[global_rank 5 | pp 1 tp 0 rdp 1] "` once the rank is known, else empty.
 /// Every error that users see begins with it.
-std::string rank_prefix();
+SMP_EXPORT std::string rank_prefix();
 
 /// Sets the text of `rank_prefix()`; called by init and shutdown.
 void set_rank_prefix(std::string text);

@@ -13,17 +13,11 @@ namespace smp::data_parallel {
 
 namespace {
 
-int64_t cap_bytes(double cap_mb) {
-  SMP_CHECK_VALUE(cap_mb > 0 && cap_mb < 1e9, "bucket_cap_mb must be > 0, got ",
-                  cap_mb);
-  return std::max(int64_t{1}, static_cast<int64_t>(cap_mb * 1024 * 1024));
-}
-
 // What the ranks must have in common, options first.
 std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
                                   const Reducer::Options& options) {
   std::vector<std::string> lines = {detail::concat(
-      "bucket_cap_mb ", options.bucket_cap_mb, ", backward_passes_per_step ",
+      "bucket size ", options.bucket_cap_bytes, ", backward_passes_per_step ",
       options.passes_per_reduction, ", average_grads_across_microbatches ",
       options.average_over_microbatches)};
   for (const ParameterRecord& record : records) {
@@ -41,7 +35,7 @@ Reducer::Reducer(std::vector<at::Tensor> params,
       records_(std::move(records)),
       dp_(std::move(dp)),
       options_(std::move(options)),
-      plan_(plan_buckets(records_, cap_bytes(options_.bucket_cap_mb))),
+      plan_(plan_buckets(records_, options_.bucket_cap_bytes)),
       order_([this](int param_idx, const at::Tensor& grad) {
         add(param_idx, grad);
       }),
@@ -150,7 +144,7 @@ void Reducer::keep_old_grads() {
     // New, or set to None by the user: begin from what is there now.
     used_[i] = false;
     bucket.drop_passes(slot_of(static_cast<int>(i)));
-    old_grads_[i] = {};
+    old_grads_[i] = at::Tensor();
     if (!grad.defined()) continue;
     const bool is_ours = grad.is_alias_of(bucket.flat());
     old_grads_[i] = is_ours ? grad.detach().clone() : grad.detach();

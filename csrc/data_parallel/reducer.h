@@ -40,7 +40,7 @@ namespace smp::data_parallel {
 class Reducer {
  public:
   struct Options {
-    double bucket_cap_mb = 25;
+    int64_t bucket_cap_bytes = int64_t{25} << 20;
     /// Reduce during backward, else at the end of the step.
     bool overlap = true;
     /// Divide by the number of microbatches.

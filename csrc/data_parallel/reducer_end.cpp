@@ -62,6 +62,7 @@ void Reducer::close(Lock& lock) {
   } else if (pass_idx_ == 0) {
     forget_old_grads();
   }
+  header_work_ = nullptr;
   phase_ = Phase::kIdle;
   order_.begin(0);
 }
@@ -78,7 +79,6 @@ bool Reducer::any_rank_active(Lock& lock) {
                   " disagree on the number of microbatches of this step: "
                   "between ",
                   -data[2], " and ", data[1], ", here ", num_microbatches_);
-  if (works_.empty()) header_work_ = nullptr;
   return data[0] != 0;
 }
 
@@ -118,7 +118,6 @@ std::vector<bool> Reducer::reduce_over_ranks(Lock& lock) {
     reduce_late(static_cast<int>(b), late);
   }
   lock.lock();
-  header_work_ = nullptr;
   works_.clear();
   late_.clear();
   return {flags.begin(), flags.begin() + num_params};

@@ -78,11 +78,39 @@ std::string join_collapsed(const std::vector<std::string>& names) {
           detail::concat(first->stem, "[", first->number, "-",
                          first->number + static_cast<long>(end - i) - 1, "]");
     } else {
-      text += names[i].empty() ? "(root)" : names[i];
+      text += names[i];
     }
     i = end;
   }
   return text.empty() ? "(no modules)" : text;
+}
+
+// Per partition: names of whole subtrees and of modules alone, in order.
+std::vector<std::vector<std::string>> names_by_partition(
+    const ModuleTree& tree, const Assignment& assignment) {
+  const std::vector<int>& partition_idxs = assignment.partition_idxs;
+  std::vector<bool> has_state(tree.num_nodes());  // in the subtree
+  std::vector<bool> whole(tree.num_nodes(), true);
+  for (int idx = tree.num_nodes() - 1; idx >= 0; --idx) {
+    has_state[idx] = has_state[idx] || tree.node(idx).has_state;
+    const int parent_idx = tree.node(idx).parent_idx;
+    if (parent_idx < 0 || !has_state[idx]) continue;
+    has_state[parent_idx] = true;
+    if (!whole[idx] || partition_idxs[idx] != partition_idxs[parent_idx]) {
+      whole[parent_idx] = false;
+    }
+  }
+  std::vector<std::vector<std::string>> names(assignment.num_partitions);
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    const ModuleTree::Node& node = tree.node(idx);
+    const bool is_root = node.parent_idx < 0;
+    // Below a whole subtree nothing is named; its nodes are whole as well.
+    if (!is_root && (!has_state[idx] || whole[node.parent_idx])) continue;
+    const std::string name = is_root ? "root" : node.name;
+    names[partition_idxs[idx]].push_back(
+        whole[idx] && !is_root ? name : "(" + name + ")");
+  }
+  return names;
 }
 
 }  // namespace
@@ -112,15 +140,8 @@ Assignment make_assignment(const ModuleTree& tree, int num_partitions,
 }
 
 std::string to_text(const ModuleTree& tree, const Assignment& assignment) {
-  std::vector<std::vector<std::string>> names(assignment.num_partitions);
-  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
-    const int partition_idx = assignment.partition_idxs[idx];
-    const int parent_idx = tree.node(idx).parent_idx;
-    if (parent_idx < 0 ||
-        assignment.partition_idxs[parent_idx] != partition_idx) {
-      names[partition_idx].push_back(tree.node(idx).name);
-    }
-  }
+  const std::vector<std::vector<std::string>> names =
+      names_by_partition(tree, assignment);
   const int64_t total = tree.total_param_bytes();
   std::string text = "Partition assignments:";
   for (int p = 0; p < assignment.num_partitions; ++p) {

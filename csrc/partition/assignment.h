@@ -23,12 +23,13 @@ Assignment make_assignment(const ModuleTree& tree, int num_partitions,
                            std::vector<int> partition_idxs);
 
 /// The lines of the log: per partition its parameter bytes, its share, and its
-/// modules. Only the top-most module of a subtree on one partition is named,
-/// and numbered siblings that follow one another are one name:
+/// modules. A name stands for a whole subtree, a name in parentheses for a
+/// module alone whose subtree is on several partitions. Numbered siblings that
+/// follow one another are one name, and what holds no state is left out:
 ///
 ///     Partition assignments:
-///     pp_rank 0: 1048576 bytes (50.0 %): (root), transformer.h.[0-5]
-///     pp_rank 1: 1048576 bytes (50.0 %): transformer.h.[6-11]
+///     pp_rank 0: 1048576 bytes (50.0 %): (root), embedding, (h), h.[0-5]
+///     pp_rank 1: 1048576 bytes (50.0 %): h.[6-11], head
 std::string to_text(const ModuleTree& tree, const Assignment& assignment);
 
 }  // namespace smp::partition

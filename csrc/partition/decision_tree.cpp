@@ -13,7 +13,8 @@ std::vector<int> find_atoms(const ModuleTree& tree) {
   for (int idx = 0; idx < tree.num_nodes(); ++idx) {
     const int parent_idx = tree.node(idx).parent_idx;
     atoms[idx] = idx;
-    if (parent_idx >= 0 && tree.node(atoms[parent_idx]).indivisible) {
+    if (parent_idx >= 0 &&
+        tree.node(atoms[parent_idx]).kind == NodeKind::kIndivisible) {
       atoms[idx] = atoms[parent_idx];
     }
   }
@@ -48,12 +49,15 @@ DecisionTree::DecisionTree(const ModuleTree& tree, double memory_weight)
       decides_(tree.num_nodes(), false),
       own_cost_(tree.num_nodes(), 0),
       subtree_cost_(tree.num_nodes(), 0),
-      children_(tree.num_nodes()) {
+      children_(tree.num_nodes()),
+      is_list_(tree.num_nodes(), false),
+      is_layer_(tree.num_nodes(), false) {
   find_homes(tree);
   sum_costs(tree, memory_weight);
   for (int idx = 1; idx < num_nodes(); ++idx) {
     if (decides_[idx]) children_[tree.node(idx).parent_idx].push_back(idx);
   }
+  find_layers(tree);
 }
 
 void DecisionTree::find_homes(const ModuleTree& tree) {
@@ -98,6 +102,14 @@ void DecisionTree::sum_costs(const ModuleTree& tree, double memory_weight) {
   for (int idx = num_nodes() - 1; idx >= 0; --idx) {
     subtree_cost_[idx] += own_cost_[idx];
     if (idx > 0) subtree_cost_[tree.node(idx).parent_idx] += subtree_cost_[idx];
+  }
+}
+
+void DecisionTree::find_layers(const ModuleTree& tree) {
+  for (int idx = 0; idx < num_nodes(); ++idx) {
+    is_list_[idx] = tree.node(idx).kind == NodeKind::kList;
+    if (!is_list_[idx] || children_[idx].size() < 2) continue;
+    for (int child : children_[idx]) is_layer_[child] = true;
   }
 }
 

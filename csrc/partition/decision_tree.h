@@ -25,6 +25,10 @@ class DecisionTree {
   double total_cost() const { return subtree_cost_[0]; }
   /// Children below which there is something to decide, in order.
   const std::vector<int>& children(int idx) const { return children_[idx]; }
+  /// A list of layers. Cutting between its children costs nothing extra.
+  bool is_list(int idx) const { return is_list_[idx]; }
+  /// One of several layers of a list, which is better not cut.
+  bool is_layer(int idx) const { return is_layer_[idx]; }
   /// Nodes without such children: the most partitions that can be filled.
   int num_leaves() const;
 
@@ -39,6 +43,7 @@ class DecisionTree {
 
  private:
   void find_homes(const ModuleTree& tree);
+  void find_layers(const ModuleTree& tree);
   void sum_costs(const ModuleTree& tree, double memory_weight);
 
   std::vector<int> home_;
@@ -47,6 +52,8 @@ class DecisionTree {
   std::vector<double> own_cost_;
   std::vector<double> subtree_cost_;
   std::vector<std::vector<int>> children_;
+  std::vector<bool> is_list_;
+  std::vector<bool> is_layer_;
 };
 
 }  // namespace smp::partition

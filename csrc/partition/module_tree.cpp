@@ -13,7 +13,7 @@ void ModuleTree::check_idx(int idx) const {
 }
 
 int ModuleTree::add_node(std::string name, int parent_idx, int64_t param_bytes,
-                         bool has_state, double compute_ms, bool indivisible) {
+                         bool has_state, double compute_ms, NodeKind kind) {
   const int idx = num_nodes();
   if (idx == 0) {
     SMP_CHECK_VALUE(parent_idx == -1,
@@ -35,7 +35,7 @@ int ModuleTree::add_node(std::string name, int parent_idx, int64_t param_bytes,
                         param_bytes,
                         compute_ms,
                         has_state,
-                        indivisible,
+                        kind,
                         {}});
   tie_parent_.push_back(idx);
   if (idx > 0) nodes_[parent_idx].child_idxs.push_back(idx);
@@ -48,6 +48,11 @@ void ModuleTree::tie(int idx_a, int idx_b) {
   const int first_a = first_of_tie(idx_a);
   const int first_b = first_of_tie(idx_b);
   tie_parent_[std::max(first_a, first_b)] = std::min(first_a, first_b);
+}
+
+const ModuleTree::Node& ModuleTree::checked_node(int idx) const {
+  check_idx(idx);
+  return nodes_[idx];
 }
 
 int64_t ModuleTree::total_param_bytes() const {

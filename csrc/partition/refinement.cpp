@@ -10,6 +10,7 @@ namespace smp::partition {
 namespace {
 
 constexpr double kMinimumGain = 0.02;
+constexpr double kMinimumGainOfOpening = 0.1;
 constexpr double kRounding = 1e-9;
 
 class Refiner {
@@ -17,13 +18,21 @@ class Refiner {
   Refiner(const DecisionTree& tree, const TreeSplit& split, int num_partitions)
       : tree_(tree), num_partitions_(num_partitions), opened_(split.divided) {
     opened_[0] = true;
-    consider(split.partition_idxs);
+    in_layer_.assign(tree.num_nodes(), false);
+    for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+      in_layer_[idx] = in_layer_[idx] || tree.is_layer(idx);
+      for (int child : tree.children(idx)) in_layer_[child] = in_layer_[idx];
+    }
+    consider(split.partition_idxs, 0);
   }
 
   std::vector<int> run() {
-    for (;;) {
+    for (double minimum_gain = kMinimumGain;;
+         minimum_gain = kMinimumGainOfOpening) {
       collect_units();
-      if (static_cast<int>(units_.size()) >= num_partitions_) cut_units();
+      if (static_cast<int>(units_.size()) >= num_partitions_) {
+        cut_units(minimum_gain);
+      }
       if (!open_units()) return best_;
     }
   }
@@ -39,7 +48,8 @@ class Refiner {
       const int idx = stack.back();
       stack.pop_back();
       const std::vector<int>& children = tree_.children(idx);
-      if (opened_[idx] && !children.empty()) {
+      const bool is_free = tree_.is_list(idx) && !tree_.is_layer(idx);
+      if ((opened_[idx] || is_free) && !children.empty()) {
         ancestors_cost += tree_.own_cost(idx);
         stack.insert(stack.end(), children.rbegin(), children.rend());
       } else {
@@ -50,7 +60,7 @@ class Refiner {
     }
   }
 
-  void cut_units() {
+  void cut_units(double minimum_gain) {
     const std::vector<int> ends = split_segments(unit_costs_, num_partitions_);
     std::vector<int> partition_idxs(tree_.num_nodes(), -1);
     for (int k = 0, i = 0; k < num_partitions_; ++k) {
@@ -69,31 +79,33 @@ class Refiner {
       partition_idxs[idx] =
           children.empty() ? 0 : partition_idxs[children.front()];
     }
-    consider(partition_idxs);
+    consider(partition_idxs, minimum_gain);
   }
 
-  void consider(const std::vector<int>& partition_idxs) {
+  void consider(const std::vector<int>& partition_idxs, double minimum_gain) {
     std::vector<int> candidate = tree_.complete(partition_idxs);
     const std::vector<double> loads = tree_.loads(candidate, num_partitions_);
     const double largest = *std::max_element(loads.begin(), loads.end());
     const bool idle = tree_.leaves_idle(candidate, num_partitions_);
     const bool accept =
         best_.empty() || (best_idle_ && !idle) ||
-        (best_idle_ == idle && largest < best_largest_ * (1 - kMinimumGain));
+        (best_idle_ == idle && largest < best_largest_ * (1 - minimum_gain));
     if (!accept) return;
     best_ = std::move(candidate);
     best_largest_ = largest;
     best_idle_ = idle;
   }
 
-  // Opens what alone is heavier than the mean, or everything if a partition
-  // has nothing yet. Returns false when there is nothing to open.
+  // Opens one level: what is no layer, layers that alone are heavier than the
+  // mean, and everything if a partition has nothing yet. Returns false when
+  // there is nothing to open.
   bool open_units() {
     const double mean = tree_.total_cost() / num_partitions_;
     bool any = false;
     for (int idx : units_) {
+      if (tree_.children(idx).empty()) continue;
       const bool heavy = tree_.subtree_cost(idx) > mean * (1 + kRounding);
-      if ((heavy || best_idle_) && !tree_.children(idx).empty()) {
+      if (heavy || best_idle_ || !in_layer_[idx]) {
         opened_[idx] = true;
         any = true;
       }
@@ -104,6 +116,7 @@ class Refiner {
   const DecisionTree& tree_;
   const int num_partitions_;
   std::vector<bool> opened_;
+  std::vector<bool> in_layer_;  // a layer, or something below one
   std::vector<int> units_;
   std::vector<double> unit_costs_;
   std::vector<int> best_;

@@ -1,9 +1,8 @@
 #include "csrc/pipeline/context_threads.h"
 
-#include <pthread.h>
-
 #include <utility>
 
+#include "csrc/comm/thread_name.h"
 #include "csrc/common/check.h"
 
 namespace smp::pipeline {
@@ -20,7 +19,7 @@ void ContextThreads::run(std::function<void()> job) {
   // needs a thread of its own.
   if (static_cast<int>(jobs_.size()) > num_idle_) {
     threads_.emplace_back([this] {
-      pthread_setname_np(pthread_self(), "smp-context");
+      comm::name_this_thread("smp-context");
       if (enter_) {
         enter_([this] { thread_main(); });
       } else {

@@ -93,10 +93,6 @@ void Server::set_error_reporter(ErrorReporter reporter) {
   error_reporter_ = std::move(reporter);
 }
 
-void Server::set_interrupt_check(std::function<void()> check) {
-  interrupt_check_ = std::move(check);
-}
-
 void Server::set_microbatch_done(MicrobatchDone done) {
   microbatch_done_ = std::move(done);
 }
@@ -122,6 +118,15 @@ void Server::post_to_others(const Header& header) {
 }
 
 void Server::on_message(comm::Message&& message) {
+  try {
+    take_message(std::move(message));
+  } catch (...) {
+    scheduler_.cancel(std::current_exception());
+    throw;  // the mailbox tells the others
+  }
+}
+
+void Server::take_message(comm::Message&& message) {
   const Header header = Header::read_from(message);
   // In the order of arrival, so that an id never precedes its bytes.
   message.bytes = structures_.on_receive(
@@ -308,12 +313,17 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
   auto last_progress = Clock::now();
   int64_t progress = -1;
   std::optional<Clock::time_point> left_since;
+  comm::BlockedScope blocked(faults_->waits());
   while (!done()) {
     changed_.wait_for(lock, kPoll);
     if (done()) return;
     lock.unlock();
-    if (interrupt_check_) interrupt_check_();
-    faults_->raise_if_faulted();
+    faults_->check_interrupt();
+    // This rank's own failure arrives with its context, as the real exception.
+    if (const auto fault = faults_->fault();
+        fault && fault->global_rank != options_.global_rank) {
+      faults_->raise_if_faulted();
+    }
     const auto now = Clock::now();
     const int64_t seen =
         mailbox_->progress() + scheduler_.stats().num_switches;
@@ -321,7 +331,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     if (seen != progress || !waits) last_progress = now;
     progress = seen;
     const std::string what = describe_wait();
-    blocked_.update(waits && now - last_progress >= kPoll, what);
+    blocked.update(waits && now - last_progress >= kPoll, what);
     for (const int rank : options_.pp_ranks) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
@@ -345,7 +355,7 @@ std::string Server::describe_wait() const {
 
 void Server::on_fault() {
   const auto fault = faults_->fault();
-  if (!fault) return;
+  if (!fault || fault->global_rank == options_.global_rank) return;
   scheduler_.cancel(std::make_exception_ptr(
       PeerFailure(rank_prefix() + fault->describe())));
   std::lock_guard<std::mutex> lock(mutex_);

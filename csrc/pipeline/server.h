@@ -79,9 +79,6 @@ class Server {
   void set_error_reporter(ErrorReporter reporter);
   /// Called (from any thread) when all backward work of a microbatch is over.
   void set_microbatch_done(MicrobatchDone done);
-  /// Called every fraction of a second by the thread that waits for the end of
-  /// a step; may throw (Ctrl-C).
-  void set_interrupt_check(std::function<void()> check);
 
   bool is_driver() const { return pp_rank_ == 0; }
 
@@ -131,6 +128,7 @@ class Server {
   using SlotKey = std::tuple<Kind, int64_t, int64_t>;  // kind, mb, index
 
   void on_message(comm::Message&& message);
+  void take_message(comm::Message&& message);
   void handle_locked(const Header& header, comm::Message&& message,
                      std::vector<std::function<void()>>& after);
   void serve_forward(const Header& header, comm::Message& message);
@@ -174,7 +172,6 @@ class Server {
   ForwardHandler forward_handler_;
   ErrorReporter error_reporter_;
   MicrobatchDone microbatch_done_;
-  std::function<void()> interrupt_check_;
   int fault_subscription_ = -1;
 
   mutable std::mutex mutex_;

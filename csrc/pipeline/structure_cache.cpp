@@ -6,7 +6,7 @@ namespace smp::pipeline {
 
 std::pair<int64_t, bool> StructureCache::on_send(int peer,
                                                  const std::string& bytes) {
-  if (bytes.size() > kMaxBytes) return {0, true};
+  if (bytes.empty() || bytes.size() > kMaxBytes) return {0, true};
   std::lock_guard<std::mutex> lock(mutex_);
   auto& known = sent_[peer];
   const auto found = known.find(bytes);

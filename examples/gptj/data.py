@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 4096
 MAX_DEFAULT_BYTES = 3_000_000
 VALIDATION_EVERY = 20  # one document in twenty is kept for evaluation
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -79,7 +80,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def prepare(
-    path: str | None, model: str | None, seq_len: int, vocab_size: int
+    path: str | None, model: str | None, seq_len: int, vocab_size: int = VOCAB_SIZE
 ) -> tuple[PreTrainedTokenizerBase, TokenBlocks, TokenBlocks]:
     """Tokenizer (of `model`, or trained on the text), training and validation blocks."""
     documents = read_documents(path)

@@ -38,4 +38,5 @@ def _rebuild_hint() -> str:
     root = Path(__file__).resolve().parents[2]
     if (root / "CMakeLists.txt").is_file():
         return f"build it with `make build` in {root}"
-    return "rebuild it with `pip install --no-build-isolation --force-reinstall --no-deps <smp sources>`"
+    options = "--no-build-isolation --no-deps --force-reinstall"
+    return f"rebuild it with `pip install {options} <folder of smp's sources>`"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smp import comm, runtime
+from smp import _C, comm, runtime
 from smp.model_parts import PARTIAL_MARK
 
 
@@ -34,7 +34,7 @@ def save(
             which is collective, and its first rank writes.
         v3: one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
     """
-    current = runtime.current()
+    runtime.current()
     path = Path(f)
     if partial:
         path = path.with_name(path.name + (_v3_suffix() if v3 else f"_{comm.mp_rank()}"))
@@ -44,7 +44,7 @@ def save(
             return
         obj = _merge(parts)
     if not path.parent.is_dir():
-        raise ValueError(f"{current.prefix}cannot save {path}: folder {path.parent} does not exist")
+        raise ValueError(f"{_C.rank_prefix()}cannot save {path}: folder {path.parent} does not exist")
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -106,7 +106,7 @@ def _existing(path: Path, partial: bool) -> Path:
             return candidate
     there = sorted(Path(p).name for p in glob.glob(glob.escape(str(path)) + "*"))
     raise FileNotFoundError(
-        f"{runtime.current().prefix}none of {[c.name for c in candidates]} exists in "
+        f"{_C.rank_prefix()}none of {[c.name for c in candidates]} exists in "
         f"{path.parent}; files with this beginning: {there or 'none'}. Files of another layout "
         "need as many ranks as they were saved by; load a full file with partial=False"
     )

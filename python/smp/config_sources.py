@@ -10,14 +10,17 @@ import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from smp.config import Given, normalize
+from smp.config import Config, Given, advice, check_available, check_world, normalize
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
 
+UserConfig = Mapping[str, object] | str | os.PathLike[str] | None
 
-def read_user_config(config: Mapping[str, object] | str | os.PathLike[str] | None) -> Given:
+
+def read_user_config(config: UserConfig) -> Given:
     """Values of the argument of `smp.init`.
 
     Args:
@@ -65,6 +68,41 @@ def merge_sources(launcher: Given, user: Given) -> Given:
         if key in launcher.values and launcher.values[key] != value
     ]
     return Given({**user.values, **launcher.values}, [*launcher.notes, *user.notes, *replaced])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank would start with, before it has asked the others."""
+
+    given: dict[str, Any]
+    notes: list[str]
+    config: Config | None
+    error: str | None
+
+    def config_dict(self) -> dict[str, Any] | None:
+        return None if self.config is None else self.config.to_dict()
+
+
+def make_plan(
+    config: UserConfig, base: Mapping[str, Any], env: Mapping[str, str], world_size: int
+) -> Plan:
+    """Effective configuration, or the error that it has.
+
+    Args:
+        config: argument of `init`.
+        base: values of an earlier init, which `config` adds to.
+        env: environment variables; the launcher's values win.
+        world_size: number of processes.
+    """
+    try:
+        given = merge_sources(read_launcher_config(env), read_user_config(config))
+        values = {**base, **given.values}
+        effective = Config.from_dict(values)
+        check_world(effective, world_size)
+        check_available(effective)
+    except ValueError as error:
+        return Plan({}, [], None, str(error))
+    return Plan(values, given.notes + advice(effective), effective, None)
 
 
 def _parse_file(text: str, path: str) -> dict[str, object]:

@@ -67,14 +67,14 @@ class Engine:
     def partition(self) -> None:
         """Decides the partition, moves the parts to their ranks and opens the server. Collective."""
         current = self._current
-        decision = partition.decide(self._root, current.config, current.pp_size)
+        decision = partition.decide(self._root, current.config, current.sizes["pp"])
         partition.agree(decision)
-        if current.global_rank == 0 and current.pp_size > 1:
+        if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
-        self.parts = ModelParts(self._root, decision.partition_of, current.pp_rank)
+        self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         self.parts.place(current.device)
         local = list(self.parts.named_parameters())
-        communicator = current.dp_communicator
+        communicator = current.comms.dp
         if communicator is not None:
             data_parallel.broadcast_initial(
                 communicator, [p for _, p in local] + [b for b in self._root.buffers()]
@@ -87,31 +87,30 @@ class Engine:
             average=self._average,
             passes_per_reduction=self._passes_per_reduction,
         )
-        if current.pp_size > 1:
+        if current.sizes["pp"] > 1:
             self._open_server(decision)
 
     def _open_server(self, decision: partition.Decision) -> None:
         current = self._current
-        assert self._reducer is not None
+        assert self._reducer is not None and current.links is not None
         config = current.config
         self.server = _C.Server(
-            current.mailbox,
-            current.faults,
+            current.links.mailbox,
+            current.links.board,
             global_rank=current.global_rank,
-            pp_ranks=current.pp_ranks,
-            order_ranks=current.dp_ranks,
+            pp_ranks=list(current.groups["pp"]),
+            order_ranks=list(current.groups["dp"]),
             policy=config.pipeline,
             active_microbatches=config.active_microbatches or 0,
             deterministic=config.deterministic_server,
             device=str(current.device),
-            timeout_s=current.timeout_s,
+            timeout_s=current.settings.timeout_s,
             module_names=decision.names,
         )
-        self.server.set_error_reporter(current.report_raised)
+        self.server.set_error_reporter(current.links.report_raised)
         self.server.set_microbatch_done(self._reducer.finish_microbatch)
-        self.server.watch_signals()
         owners = [
-            None if idx is None else current.pp_ranks[idx] for idx in decision.owner_partitions
+            None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions
         ]
         self.link = PipelineLink(
             self._root, decision.modules, owners, current.global_rank, current.device
@@ -134,7 +133,7 @@ class Engine:
         """
         if self.server is not None:
             num_microbatches = self.server.begin_step(name, num_microbatches)
-        communicator = self._current.dp_communicator
+        communicator = self._current.comms.dp
         if trains and communicator is not None and self._broadcast_buffers and self._root.training:
             buffers = [b for b in self._root.buffers()]
             if buffers:
@@ -150,7 +149,7 @@ class Engine:
         device = str(self._current.device)
         outside = _C.RandomState.capture(device)
         seed = torch.initial_seed() & (2**64 - 1)
-        for part in (self._current.dp_rank, self._num_steps):
+        for part in (self._current.ranks["dp"], self._num_steps):
             seed = _C.mix_seed(seed, part)
         try:
             if self.server is not None:
@@ -191,12 +190,12 @@ class Engine:
 
     def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
         current = self._current
-        if self.parts is None or current.pp_size == 1:
+        if self.parts is None or current.sizes["pp"] == 1:
             state = dict(self._root.state_dict())
             return {} if gather_to_rank0 and current.global_rank != 0 else state
         if not gather_to_rank0:
             return self.parts.merged(comm.allgather(self.parts.local_state(), comm.PP_GROUP))
-        if 0 not in current.pp_ranks:
+        if 0 not in current.groups["pp"]:
             return {}
         if current.global_rank != 0:
             comm.send(self.parts.local_state(), 0, comm.RankType.WORLD_RANK)
@@ -205,7 +204,7 @@ class Engine:
             self.parts.local_state()
             if rank == 0
             else comm.recv_from(rank, comm.RankType.WORLD_RANK)
-            for rank in current.pp_ranks
+            for rank in current.groups["pp"]
         ]
         return self.parts.merged(states)
 
@@ -217,7 +216,7 @@ class Engine:
             # All ranks still hold the whole model, so the values can go in at once; the
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
-        if state.get(PARTIAL_MARK) and self._current.pp_size > 1 and not same_partition_load:
+        if state.get(PARTIAL_MARK) and self._current.sizes["pp"] > 1 and not same_partition_load:
             merged: dict[str, Any] = {}
             for part in comm.allgather(dict(state), comm.PP_GROUP):
                 merged.update(part)
@@ -228,7 +227,7 @@ class Engine:
                 missing = [key for key in expected if key not in state]
                 if strict and missing:
                     raise RuntimeError(
-                        f"{self._current.prefix}the partial state lacks {missing}; it was saved "
+                        f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
                         "under another partition: load it with same_partition_load=False"
                     )
                 full = dict(self._root.state_dict())

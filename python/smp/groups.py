@@ -31,6 +31,12 @@ class Groups:
     dp_control: _C.Communicator | None
     mp_control: _C.Communicator | None
 
+    def abort(self) -> None:
+        """Ends what is in flight, for a run that has failed."""
+        for communicator in (self.dp, self.dp_control, self.mp_control):
+            if communicator is not None:
+                communicator.abort()
+
 
 def make_world(
     store: dist.Store, global_rank: int, world_size: int, *, loopback: bool, timeout_s: float

@@ -88,8 +88,9 @@ def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
         launch = _read(env, "slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
         launch = replace(launch, local_size=_slurm_local_size(env, launch.world_size))
     else:
-        return Launch("single", 0, 1, 0, 1, hostname)
-    launch = replace(launch, hostname=hostname)
+        return Launch("single", 0, 1, 0, 1, hostname, hosts=(hostname,))
+    hosts = (hostname,) if launch.world_size == 1 else ()
+    launch = replace(launch, hostname=hostname, hosts=hosts)
     if not 0 <= launch.global_rank < launch.world_size:
         raise ValueError(
             f"smp launch: {launch.launcher} gives rank {launch.global_rank} of "

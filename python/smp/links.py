@@ -12,6 +12,7 @@ from smp import _C
 from smp.groups import make_world
 
 _POLL_S = 0.002
+_LINGER_S = 10.0  # for goodbyes that are on their way
 
 
 class Links:
@@ -20,25 +21,11 @@ class Links:
     Liveness comes first, so that whatever happens afterwards is already reported.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        global_rank: int,
-        coordinates: Sequence[str],
-        *,
-        hub_host: str,
-        loopback: bool,
-        transport: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, global_rank: int, coordinates: Sequence[str], timeout_s: float) -> None:
         """
         Args:
-            store: keys of this init.
             global_rank: of this process.
             coordinates: words for each rank, index = global rank.
-            hub_host: address of rank 0 as seen by the others.
-            loopback: all ranks are on one machine.
-            transport: "gloo" or "mpi".
             timeout_s: bound of every wait.
         """
         self._global_rank = global_rank
@@ -46,25 +33,51 @@ class Links:
         self._timeout_s = timeout_s
         self.board = _C.FaultBoard(global_rank)
         self.board.set_coordinates(list(coordinates))
+        self.has_failed = False  # this rank raised; nobody may wait for its goodbye
+        self.mailbox: _C.Mailbox | None = None
+        self.exchange: _C.ObjectExchange | None = None
         self._hub: _C.LivenessHub | None = None
-        if global_rank == 0:
+        self._client: _C.LivenessClient | None = None
+        self._world: _C.Communicator | None = None
+
+    def connect(self, store: dist.Store, *, own_host: str, loopback: bool, transport: str) -> None:
+        """Connects to all other ranks. Collective.
+
+        Args:
+            store: keys of this init.
+            own_host: address of this machine as others see it; that of rank 0 is used.
+            loopback: all ranks are on one machine.
+            transport: "gloo" or "mpi".
+        """
+        rank, size = self._global_rank, self._world_size
+        if rank == 0:
             token = secrets.token_hex(16)
-            self._hub = _C.LivenessHub(self._world_size, loopback, token)
-            store.set("liveness", f"{self._hub.port} {token}")
-        port, token = store.get("liveness").decode().split()
-        self._client = _C.LivenessClient(hub_host, int(port), global_rank, token, self.board)
+            self._hub = _C.LivenessHub(size, loopback_only=loopback, token=token)
+            host = "127.0.0.1" if loopback else own_host
+            store.set("liveness", f"{host} {self._hub.port} {token}")
+        host, port, token = store.get("liveness").decode().split()
+        self._client = _C.LivenessClient(
+            host, int(port), token=token, global_rank=rank, board=self.board
+        )
         if transport == "mpi":
             self._world = _C.make_mpi_world()
         else:
             self._world = make_world(
-                store, global_rank, self._world_size, loopback=loopback, timeout_s=timeout_s
+                store, rank, size, loopback=loopback, timeout_s=self._timeout_s
             )
         self.mailbox = _C.Mailbox(self._world, self.board)
-        self.exchange = _C.ObjectExchange(self.mailbox, self.board, timeout_s)
+        self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
+
+    @property
+    def is_healthy(self) -> bool:
+        """No rank has failed as far as is known."""
+        return not self.has_failed and self.board.fault_text() is None
 
     def report_raised(self, where: str, text: str) -> None:
         """Tells all other ranks that this one cannot go on."""
-        self._client.report_raised(where, text)
+        self.has_failed = True
+        if self._client is not None:
+            self._client.report_raised(where, text)
 
     def leave(self) -> None:
         """Says goodbye and waits until all have, or one has failed.
@@ -72,18 +85,25 @@ class Links:
         A rank that still needs this one raises as soon as it hears of the goodbye, so this does
         not wait for something that cannot happen.
         """
+        if self._client is None or self.has_failed:
+            return
         self._client.leave()
+        others = [rank for rank in range(self._world_size) if rank != self._global_rank]
         deadline = time.monotonic() + self._timeout_s
-        while not self.board.fault_text() and time.monotonic() < deadline:
-            if all(self.board.has_left(rank) for rank in range(self._world_size)):
+        while self.board.fault_text() is None and time.monotonic() < deadline:
+            if all(self.board.has_left(rank) for rank in others):
                 return
             time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Ends threads and connections."""
-        self.exchange.close()
-        self.mailbox.close()
-        self._world.abort()
-        self._client.close()
+        is_healthy = self.is_healthy
+        if self.mailbox is not None:
+            self.mailbox.close()
+        if self._world is not None and not is_healthy:
+            self._world.abort()
+        self.exchange = self.mailbox = self._world = None
+        if self._client is not None:
+            self._client.close()
         if self._hub is not None:
-            self._hub.close()
+            self._hub.close(_LINGER_S if is_healthy else 0.0)

@@ -1,7 +1,8 @@
 """What a training step costs: time, tokens, model FLOPs, memory, idle time and traffic.
 
-`StepMeter` turns measurements into one stable ``key=value`` line and JSON lines. It talks to no
-other rank: each rank that wants figures has a meter of its own.
+`server_stats` counts what this rank has done. `StepMeter` turns measurements into one stable
+``key=value`` line and JSON lines. Nothing here talks to other ranks: each rank that wants figures
+asks for its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,53 @@ from pathlib import Path
 
 import torch
 
+from smp import runtime
+
 Counters = Mapping[str, float]
-"""Counters of one step: ``idle_s``, ``bytes_sent``, ``messages_sent``; others are ignored."""
+"""Counters by name, as `server_stats` gives them."""
+
+_SERVER_COUNTERS = ("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records")
+
+
+def server_stats() -> dict[str, float]:
+    """Running totals of this rank; two calls and `difference` give those of a step.
+
+    Returns:
+        - ``idle_s``: within steps, while this rank could run nothing.
+        - ``contexts``, ``switches``: executions started, and changes from one to another.
+        - ``remote_calls``, ``served_calls``: modules run elsewhere for this rank, and here for
+          others.
+        - ``records``: calls kept now for their backward; 0 between steps.
+        - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
+          this rank and all others, without the data-parallel reduction.
+
+        All are 0 with one pipeline rank or before the partition; traffic with one process.
+
+    Raises:
+        RuntimeError: before ``smp.init``.
+    """
+    current = runtime.current()
+    stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
+    engine = getattr(current.model, "_engine", None)
+    stats.update({} if engine is None else engine.stats())
+    traffic = None if current.mailbox is None else current.mailbox.stats()
+    for name in ("messages_sent", "bytes_sent", "messages_received", "bytes_received"):
+        stats[name] = 0 if traffic is None else traffic[name]
+    return stats
+
+
+def difference(after: Counters, before: Counters) -> dict[str, float]:
+    """``after - before`` by name."""
+    return {name: value - before[name] for name, value in after.items()}
+
+
+def executed_order() -> list[str]:
+    """Tasks of the last step in the order in which they began on this rank.
+
+    Empty with one pipeline rank or before the partition.
+    """
+    engine = getattr(runtime.current().model, "_engine", None)
+    return [] if engine is None else list(engine.executed_order())
 
 
 def transformer_flops_per_token(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import runtime
+from smp import _C, runtime
 from smp.engine import Engine
 from smp.model_parts import PARTIAL_MARK, ModelParts
 
@@ -98,7 +98,7 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: dict[int, Hook] = {}
         self._post_step_hooks: dict[int, Hook] = {}
         current.model = self
-        if current.pp_size == 1:
+        if current.sizes["pp"] == 1:
             self.prepare()
 
     # ---- running
@@ -110,7 +110,7 @@ class DistributedModel(nn.Module):
         """
         link = self._engine.link
         if link is None:
-            if self._runtime.pp_size > 1:
+            if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
             return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
         if not self._engine.in_step():
@@ -133,7 +133,7 @@ class DistributedModel(nn.Module):
             grad_tensors: their gradients, as in ``torch.autograd.backward``.
         """
         server = self._engine.server
-        if server is None and self._runtime.pp_size > 1:
+        if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if server is None:
             torch.autograd.backward(tensors, grad_tensors)
@@ -149,8 +149,8 @@ class DistributedModel(nn.Module):
 
     def _raise_outside_step(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{self._runtime.prefix}the model is {what} outside of a step function; with "
-            f"pipeline_parallel_degree {self._runtime.pp_size} forward and backward belong into a "
+            f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
+            f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong into a "
             "function decorated with @smp.step"
         )
 
@@ -207,7 +207,7 @@ class DistributedModel(nn.Module):
     def _parts(self) -> ModelParts:
         if self._engine.parts is None:
             raise RuntimeError(
-                f"{self._runtime.prefix}the model is not partitioned yet; call a step function "
+                f"{_C.rank_prefix()}the model is not partitioned yet; call a step function "
                 "first, or use register_post_partition_hook"
             )
         return self._engine.parts
@@ -290,15 +290,15 @@ class DistributedModel(nn.Module):
                 accelerator: parts of the model are on other ranks (use :meth:`cpu`).
         """
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if self.partitioned and self._runtime.pp_size > 1:
+        if self.partitioned and self._runtime.sizes["pp"] > 1:
             if dtype is not None and any(p.dtype != dtype for p in self.local_parameters()):
                 raise RuntimeError(
-                    f"{self._runtime.prefix}the dtype of a partitioned model cannot change; "
+                    f"{_C.rank_prefix()}the dtype of a partitioned model cannot change; "
                     "convert it before the first step"
                 )
             if device is not None and device.type != self._runtime.device.type:
                 raise RuntimeError(
-                    f"{self._runtime.prefix}a partitioned model cannot move to {device}: parts of "
+                    f"{_C.rank_prefix()}a partitioned model cannot move to {device}: parts of "
                     "it are on other ranks; DistributedModel.cpu() gathers them"
                 )
         elif dtype is not None:
@@ -344,7 +344,7 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
         raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
     if current.model is not None:
         raise RuntimeError(
-            f"{current.prefix}a model is wrapped already; one DistributedModel per smp.init is "
+            f"{_C.rank_prefix()}a model is wrapped already; one DistributedModel per smp.init is "
             "supported: call smp.shutdown() and smp.init() to begin anew"
         )
     for name, child in module.named_modules():

@@ -82,10 +82,6 @@ class MeetingPoint:
         prefix = f"smp/{plan.attempt}/{self._num_inits[identity]}"
         return dist.PrefixStore(prefix, self._store)
 
-    def forget(self) -> None:
-        """Drops the store, for a forked child, which must not use its parent's."""
-        self.__init__()  # type: ignore[misc]
-
 
 def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
     if plan.kind == "hash":
@@ -151,13 +147,15 @@ def exchange_hellos(
     return hellos
 
 
-def raise_first_error(hellos: Sequence[Hello]) -> None:
+def raise_first_error(errors: Sequence[str | None]) -> None:
     """Raises the error of the lowest rank that has one, with the same text on every rank.
+
+    Args:
+        errors: of each rank, index = global rank.
 
     Raises:
         ValueError: text of the error; names the rank unless all ranks have the same one.
     """
-    errors = [hello.error for hello in hellos]
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return

@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -18,19 +19,8 @@ import torch
 import torch.distributed as dist
 
 from smp import _C, process_hooks
-from smp.config import (
-    Config,
-    advice,
-    check_available,
-    check_same_topology,
-    check_world,
-)
-from smp.config_sources import (
-    compare_configs,
-    merge_sources,
-    read_launcher_config,
-    read_user_config,
-)
+from smp.config import Config, check_same_topology
+from smp.config_sources import Plan, UserConfig, compare_configs, make_plan
 from smp.groups import GROUP_KINDS, Groups, TorchGroups, build_groups
 from smp.launch import Launch, read_launch, with_hosts
 from smp.links import Links
@@ -55,4 +45,425 @@ logger = logging.getLogger("smp")
 
 PeerFailure = _C.PeerFailure
 
-UserConfig = Mapping[str, object] | str | os.PathLike[str] | None
+
+@dataclass
+class ModuleManager:
+    """Place where supported model families leave their state-dict translators."""
+
+    translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = field(
+        default_factory=list
+    )
+
+
+class State:
+    """Global state that user code reads as `smp.state`."""
+
+    def __init__(self) -> None:
+        self.module_manager = ModuleManager()
+
+    @property
+    def cfg(self) -> Config | None:
+        """Effective configuration, one attribute per key; None before `init`."""
+        return None if _current is None else _current.config
+
+
+class Runtime:
+    """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.
+
+    Attributes:
+        config: effective configuration.
+        launch: who started this process, its host and the hosts of all ranks.
+        settings: values of the `SMP_*` variables.
+        grid: places of all ranks.
+        global_rank, world_size, local_rank, local_size: as the names say.
+        ranks: position of this process in its group, by kind (`groups.GROUP_KINDS`).
+        sizes: size of that group, by kind.
+        groups: global ranks of that group, ascending, by kind.
+        device: where the tensors of this rank live.
+        links: liveness, mailbox and object exchange; None in a world of one.
+        comms: tensor communicators of the groups; its members are None for groups of one.
+        model, optimizer: the wrapped ones, once there are any.
+        num_steps: finished calls of step functions.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        launch: Launch,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        assert plan.config is not None
+        self.config = plan.config
+        self.given = plan.given
+        self.notes = plan.notes
+        self.launch = launch
+        self.settings = settings
+        self.device = device
+        self.global_rank, self.world_size = launch.global_rank, launch.world_size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_size
+        self.grid = _C.ProcessGrid(
+            launch.world_size,
+            self.config.pipeline_parallel_degree,
+            self.config.tensor_parallel_degree,
+            self.config.placement_strategy,
+        )
+        rank = self.global_rank
+        self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
+        self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
+        self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
+        self.model: object | None = None
+        self.optimizer: object | None = None
+        self.num_steps = 0
+        self.pid = os.getpid()
+        self.links: Links | None = None
+        self.comms = Groups(None, None, None)
+        self._torch_groups: TorchGroups | None = None
+        self._store: dist.Store | None = None
+        self._loopback = True
+        self._running_step: str | None = None
+        self._closed = False
+        self._on_step: list[Callable[[float], None]] = []
+        self._on_shutdown: list[Callable[[], None]] = []
+        _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")
+
+    def connect(self, store: dist.Store, *, loopback: bool, own_host: str) -> None:
+        """Connects to the other ranks of a world of more than one. Collective.
+
+        Args:
+            store: keys of this init.
+            loopback: all ranks are on one machine; nothing listens elsewhere.
+            own_host: address of this machine as others see it.
+        """
+        self._store, self._loopback = store, loopback
+        self.links = Links(
+            self.global_rank,
+            [self.grid.describe(rank) for rank in range(self.world_size)],
+            self.settings.timeout_s,
+        )
+        self.links.connect(
+            store, own_host=own_host, loopback=loopback, transport=self.settings.transport
+        )
+        self.comms = build_groups(
+            self.grid,
+            self.global_rank,
+            store,
+            device=self.device,
+            loopback=self._loopback,
+            timeout_s=self.settings.timeout_s,
+        )
+        if self.config.ddp:
+            self._torch_groups = self._make_torch_groups(store)
+
+    def _make_torch_groups(self, store: dist.Store) -> TorchGroups:
+        return TorchGroups(
+            self.grid,
+            self.global_rank,
+            store,
+            device=self.device,
+            loopback=self._loopback,
+            timeout_s=self.settings.timeout_s,
+        )
+
+    # ---- health ----------------------------------------------------------------
+
+    @property
+    def board(self) -> _C.FaultBoard | None:
+        """Health of the other ranks; None in a world of one."""
+        return None if self.links is None else self.links.board
+
+    @property
+    def mailbox(self) -> _C.Mailbox | None:
+        """Messages between ranks; None in a world of one."""
+        return None if self.links is None else self.links.mailbox
+
+    @property
+    def exchange(self) -> _C.ObjectExchange | None:
+        """Byte strings between ranks; None in a world of one."""
+        return None if self.links is None else self.links.exchange
+
+    @property
+    def prefix(self) -> str:
+        """Words in front of every error of this rank."""
+        return _C.rank_prefix()
+
+    def check_process(self, what: str) -> None:
+        """Refuses communication in a forked child, which has none of our threads.
+
+        Raises:
+            RuntimeError: names `what` and says what to do.
+        """
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"{self.prefix}{what} was called in a process forked from process {self.pid}, "
+                "which is the one that called smp.init; communicate there (ranks and sizes may be "
+                "read here)"
+            )
+
+    def report_raised(self, where: str, error: BaseException) -> None:
+        """Tells all other ranks that this one raised, unless it raised because of them."""
+        if self.links is None or os.getpid() != self.pid:
+            return
+        if isinstance(error, PeerFailure):
+            self.links.has_failed = True
+        elif not self.links.has_failed:
+            self.links.report_raised(where, process_hooks.describe_exception(error))
+
+    @contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """An exception that leaves the block is told to all other ranks."""
+        try:
+            yield
+        except Exception as error:
+            self.report_raised(where, error)
+            raise
+
+    # ---- steps -----------------------------------------------------------------
+
+    @contextmanager
+    def exclusive_step(self, name: str) -> Iterator[None]:
+        """Marks a step function as running.
+
+        Raises:
+            RuntimeError: one is running already.
+        """
+        if self._running_step is not None:
+            raise RuntimeError(
+                f"{self.prefix}step '{name}' was called inside step '{self._running_step}'; "
+                "call step functions one after the other, and plain functions inside of them"
+            )
+        self._running_step = name
+        try:
+            yield
+        finally:
+            self._running_step = None
+
+    def on_step(self, callback: Callable[[float], None]) -> None:
+        """Calls back with the duration in seconds of each finished step."""
+        self._on_step.append(callback)
+
+    def step_finished(self, duration_s: float) -> None:
+        """A step function returned after `duration_s`."""
+        self.num_steps += 1
+        for callback in self._on_step:
+            callback(duration_s)
+
+    # ---- torch groups ----------------------------------------------------------
+
+    def process_group(self, kind: str) -> dist.ProcessGroup:
+        """The `torch.distributed` group of a kind that this rank belongs to.
+
+        Raises:
+            RuntimeError: `ddp` is off.
+        """
+        self.check_process(f"get_{kind}_process_group")
+        if not self.config.ddp:
+            raise RuntimeError(
+                f"{self.prefix}get_{kind}_process_group needs the configuration key ddp, "
+                "which is False; pass ddp=True to smp.init"
+            )
+        if self._torch_groups is None:  # a world of one makes them when asked
+            self._torch_groups = self._make_torch_groups(dist.HashStore())
+        return self._torch_groups[kind]
+
+    # ---- change and end --------------------------------------------------------
+
+    def merge_config(self, plan: Plan) -> None:
+        """Takes over the configuration of a later `init` with the same topology. Collective."""
+        assert plan.config is not None
+        self.config = plan.config
+        self.given = plan.given
+        if self.config.ddp and self._torch_groups is None and self._store is not None:
+            self._torch_groups = self._make_torch_groups(self._store)
+
+    def on_shutdown(self, callback: Callable[[], None]) -> None:
+        """Calls back, last registered first, when nobody needs this rank any more."""
+        self._on_shutdown.append(callback)
+
+    def close(self) -> None:
+        """Says goodbye to the other ranks and ends everything. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.links is not None:
+            self.links.leave()
+        for callback in reversed(self._on_shutdown):
+            callback()
+        if self.links is not None and not self.links.is_healthy:
+            self.comms.abort()
+        self.comms = Groups(None, None, None)
+        if self._torch_groups is not None:
+            self._torch_groups.destroy()
+        if self.links is not None:
+            self.links.close()
+        self.model = self.optimizer = None
+        _C.set_rank_prefix("")
+
+
+# ---- the process-wide object -------------------------------------------------------
+
+_current: Runtime | None = None
+_hooks: process_hooks.ProcessHooks | None = None
+_meeting_point = MeetingPoint()
+_watches_forks = False
+
+state = State()
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        RuntimeError: `smp.init` has not been called.
+    """
+    if _current is None:
+        raise RuntimeError("smp is not initialized; call smp.init() first, once in each process")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called in this process and `shutdown` was not."""
+    return _current is not None
+
+
+def init(config: UserConfig = None) -> None:
+    """Reads the configuration, finds the other ranks, and sets up groups. Collective.
+
+    A second call adds keys to the configuration; it may not change the layout of the ranks.
+
+    Args:
+        config: dict of configuration keys, or path of a JSON or YAML file. Values from the
+            launcher (`SM_HP_MP_PARAMETERS`) win.
+    Raises:
+        ValueError: the configuration of some rank is wrong, or the ranks disagree; raised on all
+            ranks with the same text.
+        RuntimeError: ranks did not come.
+    """
+    env = os.environ
+    if _current is not None:
+        _init_again(_current, config, env)
+        return
+    settings = read_settings(env)
+    hostname = socket.gethostname()
+    launch = read_launch(env, hostname)
+    plan = make_plan(config, {}, env, launch.world_size)
+    device_type, num_devices = _look_at_devices(settings)
+    if launch.world_size == 1:
+        if plan.error is not None:
+            raise ValueError(plan.error)
+        _start(Runtime(plan, launch, settings, device_of(device_type, 0, num_devices)))
+        return
+    store = _meeting_point.open(launch, env, settings.timeout_s)
+    hello = Hello(
+        launch.world_size,
+        launch.hostname,
+        machine_id(hostname),
+        device_type,
+        num_devices,
+        plan.config_dict(),
+        plan.error,
+    )
+    hellos = _meet(store, launch, hello, settings)
+    launch = with_hosts(launch, [other.host for other in hellos])
+    device = device_of(device_type, launch.local_rank, num_devices)
+    runtime = Runtime(plan, launch, settings, device)
+    _start(runtime)
+    try:
+        runtime.connect(
+            store,
+            loopback=len({other.machine for other in hellos}) == 1,
+            own_host=env.get("MASTER_ADDR") or hostname,
+        )
+    except BaseException as error:
+        runtime.report_raised("smp.init", error)
+        shutdown()
+        raise
+
+
+def _look_at_devices(settings: Settings) -> tuple[str, int]:
+    """ "cpu" or "cuda", and the number of visible GPUs."""
+    wants_cuda = settings.device != "cpu"
+    device_type = choose_device_type(
+        settings, cuda_available=wants_cuda and torch.cuda.is_available()
+    )
+    return device_type, torch.cuda.device_count() if device_type == "cuda" else 0
+
+
+def _meet(store: dist.Store, launch: Launch, hello: Hello, settings: Settings) -> list[Hello]:
+    """The hellos of all ranks, once they agree."""
+    hellos = exchange_hellos(store, launch, hello, settings.timeout_s)
+    try:
+        raise_first_error([other.error for other in hellos])
+        compare_configs([other.config or {} for other in hellos])
+        check_devices(
+            [other.host for other in hellos],
+            [other.device for other in hellos],
+            [other.num_devices for other in hellos],
+            settings.share_gpu,
+        )
+    except ValueError:
+        say_farewell(store, launch)
+        raise
+    return hellos
+
+
+def _start(runtime: Runtime) -> None:
+    global _current, _hooks, _watches_forks
+    _current = runtime
+    _hooks = process_hooks.ProcessHooks(
+        lambda error: runtime.report_raised("the script (uncaught exception)", error), shutdown
+    )
+    if not _watches_forks:
+        _watches_forks = True
+        process_hooks.call_after_fork(_after_fork_in_child)
+    hosts = runtime.launch.hosts
+    _log_at_rank0(runtime, runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
+
+
+def _after_fork_in_child() -> None:
+    for owner in (_current, _meeting_point):
+        process_hooks.keep_forever(owner)
+
+
+def _log_at_rank0(runtime: Runtime, notes: list[str]) -> None:
+    if runtime.global_rank == 0:
+        for note in notes:
+            logger.warning(note)
+
+
+def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) -> None:
+    """Adds keys to the configuration of a running rank; the ranks must agree again."""
+    runtime.check_process("smp.init")
+    plan = make_plan(config, runtime.given, env, runtime.world_size)
+    if plan.config is not None:
+        try:
+            check_same_topology(runtime.config, plan.config)
+        except ValueError as error:
+            plan = Plan({}, [], None, str(error))
+    plans: list[dict[str, Any]] = [{"config": plan.config_dict(), "error": plan.error}]
+    if runtime.exchange is not None:
+        own = json.dumps(plans[0]).encode()
+        plans = [json.loads(p) for p in runtime.exchange.all_gather(runtime.groups["world"], own)]
+    raise_first_error([other["error"] for other in plans])
+    compare_configs([other["config"] for other in plans])
+    before, after = runtime.config.to_dict(), plans[0]["config"]
+    runtime.merge_config(plan)
+    changes = [f"{key}={after[key]!r}" for key in after if after[key] != before[key]]
+    if changes:
+        plan.notes.append("smp config: changed by a later smp.init: " + ", ".join(changes))
+    _log_at_rank0(runtime, plan.notes)
+
+
+def shutdown() -> None:
+    """Says goodbye to the other ranks and ends everything that `init` started.
+
+    Waits until the other ranks call it too (or fail). May be called at any time, and twice;
+    `init` may follow, with another layout. Runs by itself at the end of the process.
+    """
+    global _current, _hooks
+    runtime, _current = _current, None
+    if _hooks is not None:
+        _hooks.remove()
+        _hooks = None
+    if runtime is not None and os.getpid() == runtime.pid:
+        runtime.close()

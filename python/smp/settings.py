@@ -61,7 +61,9 @@ def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
     if settings.device == "auto":
         return "cuda" if cuda_available else "cpu"
     if settings.device == "cuda" and not cuda_available:
-        raise RuntimeError("smp: SMP_DEVICE=cuda, but torch sees no CUDA device; use SMP_DEVICE=cpu")
+        raise RuntimeError(
+            "smp: SMP_DEVICE=cuda, but torch sees no CUDA device; use SMP_DEVICE=cpu"
+        )
     return settings.device
 
 

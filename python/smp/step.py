@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from smp import microbatch, runtime
+from smp.microbatch import StepOutput as StepOutput
 from smp.model import DistributedModel
 from smp.pipeline import autocast
 

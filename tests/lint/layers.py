@@ -28,14 +28,22 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "comm": frozenset({"common", "topology"}),
 }
 
-# Python modules and packages directly below `smp`, lower layers first.
+# Python modules and packages directly below `smp`, lower layers first. The large layers of
+# ARCHITECTURE.md are `config`, `runtime`, `comm`, the features, and what the user calls; modules
+# that serve one of them stand just below it.
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
+    frozenset({"config_sources", "settings"}),
+    frozenset({"groups", "launch", "process_hooks"}),
+    frozenset({"links", "rendezvous"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
-    frozenset({"partition", "pipeline", "nn", "data_parallel", "memory", "metrics"}),
-    frozenset({"step", "model", "optimizer", "amp", "checkpoint"}),
+    frozenset({"data_parallel", "memory", "metrics", "microbatch", "nn", "partition", "pipeline"}),
+    frozenset({"model_parts"}),
+    frozenset({"engine", "grad_norm"}),
+    frozenset({"model"}),
+    frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

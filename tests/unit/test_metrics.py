@@ -14,6 +14,7 @@ import torch
 from smp.metrics import (
     StepMeter,
     StepRecord,
+    difference,
     format_line,
     resident_bytes,
     transformer_flops_per_token,
@@ -142,3 +143,9 @@ def test_step_without_duration_is_refused() -> None:
 def test_extra_may_not_hide_a_figure() -> None:
     with pytest.raises(ValueError, match="step_ms"):
         make_meter().record(step_s=1.0, extra={"step_ms": 3.0})
+
+
+def test_difference_of_running_totals_gives_those_of_a_step() -> None:
+    before = {"idle_s": 1.0, "bytes_sent": 100}
+    after = {"idle_s": 1.5, "bytes_sent": 300}
+    assert difference(after, before) == {"idle_s": 0.5, "bytes_sent": 200}

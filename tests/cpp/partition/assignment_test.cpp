@@ -46,7 +46,9 @@ TEST(Assignment, TextNamesTopMostModulesBytesAndShares) {
   for (int idx = middle; idx < last; ++idx) partition_idxs[idx] = 1;
   EXPECT_EQ(to_text(tree, make_assignment(tree, 3, partition_idxs)),
             "Partition assignments:\n"
-            "pp_rank 0: 2412 bytes (40.1 %): (root)\n"
+            "pp_rank 0: 2412 bytes (40.1 %): (root), (transformer), "
+            "transformer.wte, transformer.wpe, (transformer.h), "
+            "transformer.h.0, transformer.ln_f, lm_head\n"
             "pp_rank 1: 3600 bytes (59.9 %): transformer.h.[1-3]\n"
             "pp_rank 2: 0 bytes (0.0 %): (no modules)");
 }

@@ -171,11 +171,37 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Solve, GoldenText) {
   EXPECT_EQ(to_text(gpt_tree({}), solve_bytes(gpt_tree({}), 4)),
             "Partition assignments:\n"
-            "pp_rank 0: 4810 bytes (30.8 %): (root)\n"
+            "pp_rank 0: 4810 bytes (30.8 %): (root), (transformer), "
+            "transformer.wte, transformer.wpe, (transformer.h), "
+            "transformer.h.[0-2], lm_head\n"
             "pp_rank 1: 3600 bytes (23.1 %): transformer.h.[3-5]\n"
             "pp_rank 2: 3600 bytes (23.1 %): transformer.h.[6-8]\n"
             "pp_rank 3: 3602 bytes (23.1 %): transformer.h.[9-11], "
             "transformer.ln_f");
+}
+
+// Two stacks beside each other and a list between heavy neighbours: the split
+// gives each of them a partition of its own, which is far from balanced.
+TEST(Solve, ListsAreCutWhereverThatBalances) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  tree.add_node("embedding", 0, 650, true);
+  const int stack = tree.add_node("stack", 0, 0, false);
+  const int list = tree.add_node("layers", stack, 0, false, 0, NodeKind::kList);
+  for (int i = 0; i < 8; ++i) tree.add_node("x", list, 105, true);
+  tree.add_node("head", 0, 650, true);
+  EXPECT_EQ(solve_bytes(tree, 2).load_bytes,
+            (std::vector<int64_t>{1070, 1070}));
+
+  ModuleTree two;
+  two.add_node("", -1, 0, false);
+  two.add_node("shared", 0, 300, true);
+  for (const char* name : {"encoder", "decoder"}) {
+    const int part = two.add_node(name, 0, 0, false);
+    const int layers = two.add_node("list", part, 0, false, 0, NodeKind::kList);
+    for (int i = 0; i < 6; ++i) two.add_node("x", layers, 50, true);
+  }
+  EXPECT_EQ(solve_bytes(two, 2).load_bytes, (std::vector<int64_t>{450, 450}));
 }
 
 TEST(Solve, BlocksAreCutWhenThereAreMorePartitionsThanBlocks) {
@@ -200,7 +226,8 @@ TEST(Solve, BytesOfATiedNodeCountAtTheFirstOwner) {
 TEST(Solve, NothingBelowAnIndivisibleNodeIsCut) {
   ModuleTree tree;
   tree.add_node("", -1, 0, false);
-  const int list = tree.add_node("list", 0, 0, false, 0, true);
+  const int list =
+      tree.add_node("list", 0, 0, false, 0, NodeKind::kIndivisible);
   for (int i = 0; i < 4; ++i) tree.add_node("x", list, 100, true);
   tree.add_node("head", 0, 1, true);
   EXPECT_EQ(solve_bytes(tree, 2).partition_idxs,
@@ -213,7 +240,8 @@ TEST(Solve, TieIntoAnIndivisibleSubtreeMovesAllOfIt) {
   tree.add_node("", -1, 0, false);
   tree.add_node("a", 0, 100, true);
   tree.add_node("b", 0, 300, true);
-  const int whole = tree.add_node("whole", 0, 0, false, 0, true);
+  const int whole =
+      tree.add_node("whole", 0, 0, false, 0, NodeKind::kIndivisible);
   tree.add_node("whole.x", whole, 50, true);
   const int inner = tree.add_node("whole.y", whole, 50, true);
   tree.tie(1, inner);

@@ -18,8 +18,10 @@ inline ModuleTree random_tree(std::mt19937& random, int num_nodes) {
     const int parent_idx = static_cast<int>(random() % idx);
     const bool has_state = random() % 3 != 0;
     const int64_t bytes = has_state ? static_cast<int64_t>(random() % 1000) : 0;
-    tree.add_node("m" + std::to_string(idx), parent_idx, bytes, has_state,
-                  has_state ? static_cast<double>(random() % 7) : 0);
+    tree.add_node(
+        "m" + std::to_string(idx), parent_idx, bytes, has_state,
+        has_state ? static_cast<double>(random() % 7) : 0,
+        static_cast<NodeKind>(random() % 9 < 2 ? 1 + random() % 2 : 0));
   }
   for (int i = 0; i < num_nodes / 8; ++i) {
     const int a = static_cast<int>(random() % num_nodes);
@@ -47,7 +49,8 @@ inline ModuleTree gpt_tree(const GptShape& shape) {
   const int wte = tree.add_node("transformer.wte", body, embedding, true);
   tree.add_node("transformer.wpe", body, 10, true);
   tree.add_node("transformer.drop", body, 0, false);
-  const int list = tree.add_node("transformer.h", body, 0, false);
+  const int list =
+      tree.add_node("transformer.h", body, 0, false, 0, NodeKind::kList);
   for (int i = 0; i < shape.num_layers; ++i) {
     const std::string name = "transformer.h." + std::to_string(i);
     const int block = tree.add_node(name, list, 0, false);

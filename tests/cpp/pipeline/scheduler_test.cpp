@@ -188,6 +188,9 @@ TEST(ContextThreads, threads_are_reused_and_nested_jobs_get_their_own) {
     changed.wait_for(lock, seconds(10), [&] { return second_ran; });
     ++done;
   });
+  for (int i = 0; i < 10000 && done < 51; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   threads.join();
   EXPECT_TRUE(second_ran);
 }

@@ -1,0 +1,111 @@
+"""Runs all benchmarks: ``python benchmarks/run.py [--only NAME] [--out FILE]``.
+
+Each benchmark is a script of its own that this one starts on one or two processes, one thread each,
+on the CPU. Every result is one JSON line, in the file and in short on the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from environment import REPO, describe
+from workers import MARK
+
+FOLDER = Path(__file__).resolve().parent
+MODEL = {"num_layers": 8, "hidden": 256, "num_heads": 4, "vocab_size": 4096, "seq_len": 128}
+TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Job:
+    script: str
+    num_processes: int
+    config: dict[str, Any] = field(default_factory=dict)
+    repeats: int = 20
+
+
+def pipeline_job(grouping: str, microbatches: int, pipeline: str = "interleaved") -> Job:
+    config = {"shape": MODEL, "batch_size": 16, "microbatches": microbatches}
+    return Job("pipeline_step", 2, config | {"grouping": grouping, "pipeline": pipeline}, 15)
+
+
+JOBS = (
+    Job("remote_call", 2, {"payload_bytes": [4, 65536, 1048576]}),
+    pipeline_job("halves", 4),
+    pipeline_job("halves", 8),
+    pipeline_job("halves", 4, "simple"),
+    pipeline_job("blocks", 4),
+    Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 1}, 15),
+    Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
+    Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
+    Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
+)
+
+
+def run_job(job: Job) -> list[dict[str, Any]]:
+    """Results of one benchmark; raises RuntimeError with its output if it failed."""
+    launcher = []
+    if job.num_processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={job.num_processes}"]
+    arguments = [f"--config={json.dumps(job.config)}", f"--repeats={job.repeats}"]
+    command = [sys.executable, *launcher, str(FOLDER / f"{job.script}.py"), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{job.script} {job.config} failed:\n{done.stdout}\n{done.stderr}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        raise RuntimeError(f"{job.script} {job.config} printed no result:\n{done.stdout}")
+    return [json.loads(line.removeprefix(MARK)) for line in lines]
+
+
+def headline(result: dict[str, Any]) -> str:
+    config = {k: v for k, v in result["config"].items() if k not in ("shape", "payload_bytes")}
+    if "shape" in result["config"]:
+        config["hidden"] = result["config"]["shape"]["hidden"]
+    skipped = {"benchmark", "contender", "config", "environment", "repeats", "warmup"}
+    values = {k: v for k, v in result.items() if k not in skipped}
+    words = [f"{k}={v}" for k, v in config.items()] + [f"{k}={v:.5g}" for k, v in values.items()]
+    return f"{result['benchmark']} {result['contender']}: " + " ".join(words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPO / "build" / "bench" / "results.jsonl")
+    parser.add_argument("--only", help="run the benchmarks whose name contains this")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    jobs = [job for job in JOBS if args.only is None or args.only in job.script]
+    if not jobs:
+        parser.error(f"no benchmark is called {args.only!r}: {sorted({j.script for j in JOBS})}")
+    environment = describe()
+    num_failed = 0
+    with args.out.open("a", encoding="utf-8") as file:
+        for job in jobs:
+            try:
+                results = run_job(job)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                num_failed += 1
+                print(f"FAILED {error}", file=sys.stderr, flush=True)
+                continue
+            for result in results:
+                file.write(json.dumps(result | {"environment": environment}) + "\n")
+                file.flush()
+                print(headline(result), flush=True)
+    print(f"results are in {args.out}")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

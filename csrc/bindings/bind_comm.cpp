@@ -1,0 +1,240 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/fault_board.h"
+#include "csrc/comm/liveness.h"
+#include "csrc/comm/mailbox.h"
+#include "csrc/comm/object_exchange.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+
+using comm::FaultBoard;
+using comm::LivenessClient;
+using comm::LivenessHub;
+using comm::Mailbox;
+using comm::ObjectExchange;
+
+namespace {
+
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+std::chrono::milliseconds to_ms(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
+}
+
+// Dropping the last reference joins threads, which may need the GIL to end.
+// The one who drops it may be Python or another object of ours.
+template <typename T>
+std::shared_ptr<T> without_gil_at_end(T* object) {
+  return {object, [](T* ended) {
+            std::optional<py::gil_scoped_release> release;
+            if (PyGILState_Check() != 0) release.emplace();
+            delete ended;
+          }};
+}
+
+std::shared_ptr<FaultBoard> make_fault_board(int global_rank) {
+  auto board = std::make_shared<FaultBoard>(global_rank);
+  board->set_interrupt_check([] {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+  return board;
+}
+
+std::optional<std::string> fault_text(const FaultBoard& board) {
+  const auto fault = board.fault();
+  if (!fault) return std::nullopt;
+  return fault->describe();
+}
+
+std::optional<int> fault_rank(const FaultBoard& board) {
+  const auto fault = board.fault();
+  if (!fault || fault->global_rank < 0) return std::nullopt;
+  return fault->global_rank;
+}
+
+void report_raised(FaultBoard& board, std::string where, std::string text) {
+  board.report({.kind = comm::Fault::Kind::kRaised,
+                .global_rank = board.global_rank(),
+                .where = std::move(where),
+                .text = std::move(text)});
+}
+
+py::dict activity(FaultBoard& board) {
+  const auto snapshot = board.waits().snapshot();
+  py::dict result;
+  result["blocked"] = snapshot.is_blocked;
+  result["what"] = snapshot.what;
+  result["progress"] = snapshot.progress;
+  result["unsent"] = snapshot.num_unsent;
+  return result;
+}
+
+std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
+                                      std::string token,
+                                      double deadlock_after_s) {
+  LivenessHub::Options options;
+  options.deadlock_after = to_ms(deadlock_after_s);
+  return without_gil_at_end(
+      new LivenessHub(world_size, loopback_only, std::move(token), options));
+}
+
+std::shared_ptr<LivenessClient> make_client(const std::string& host, int port,
+                                            std::string token, int global_rank,
+                                            std::shared_ptr<FaultBoard> board,
+                                            double connect_timeout_s) {
+  LivenessClient::Options options;
+  options.connect_timeout = to_ms(connect_timeout_s);
+  py::gil_scoped_release release;
+  return without_gil_at_end(new LivenessClient(
+      host, port, std::move(token), global_rank, std::move(board), options));
+}
+
+std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
+                                      std::shared_ptr<FaultBoard> board) {
+  return without_gil_at_end(new Mailbox(std::move(world), std::move(board)));
+}
+
+py::dict mailbox_stats(const Mailbox& mailbox) {
+  const Mailbox::Stats stats = mailbox.stats();
+  py::dict result;
+  result["messages_sent"] = stats.messages_sent;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["messages_received"] = stats.messages_received;
+  result["bytes_received"] = stats.bytes_received;
+  return result;
+}
+
+std::shared_ptr<ObjectExchange> make_exchange(std::shared_ptr<Mailbox> mailbox,
+                                              std::shared_ptr<FaultBoard> board,
+                                              double timeout_s) {
+  return without_gil_at_end(new ObjectExchange(
+      std::move(mailbox), std::move(board), to_ms(timeout_s)));
+}
+
+py::bytes recv(ObjectExchange& exchange, int src) {
+  std::string bytes;
+  {
+    py::gil_scoped_release release;
+    bytes = exchange.recv(src);
+  }
+  return bytes;
+}
+
+py::list all_gather(ObjectExchange& exchange, const std::vector<int>& ranks,
+                    std::string bytes, const std::string& what) {
+  std::vector<std::string> gathered;
+  {
+    py::gil_scoped_release release;
+    gathered = exchange.all_gather(ranks, std::move(bytes), what);
+  }
+  py::list result;
+  for (const std::string& one : gathered) result.append(py::bytes(one));
+  return result;
+}
+
+void bind_fault_board(py::module_& m) {
+  py::class_<FaultBoard, std::shared_ptr<FaultBoard>>(
+      m, "FaultBoard", "What this process knows about failures of all ranks.")
+      .def(py::init(&make_fault_board), py::arg("global_rank"))
+      .def_property_readonly("global_rank", &FaultBoard::global_rank)
+      .def("set_coordinates", &FaultBoard::set_coordinates, release_gil(),
+           py::arg("per_global_rank"),
+           "Words for each rank, such as \"pp 1 tp 0 rdp 1\".")
+      .def("report_raised", &report_raised, release_gil(), py::arg("where"),
+           py::arg("text"),
+           "Records an exception of this rank; the liveness client tells it "
+           "to the others.")
+      .def("raise_if_faulted", &FaultBoard::raise_if_faulted, release_gil())
+      .def("fault_text", &fault_text, release_gil(),
+           "The first fault in words, or None.")
+      .def("fault_rank", &fault_rank, release_gil(),
+           "Its global rank, or None.")
+      .def("has_left", &FaultBoard::has_left, release_gil(),
+           py::arg("global_rank"))
+      .def("activity", &activity,
+           "What this process waits for: blocked, what, progress, unsent.");
+}
+
+void bind_liveness(py::module_& m) {
+  py::class_<LivenessHub, std::shared_ptr<LivenessHub>>(
+      m, "LivenessHub", "Hosted by rank 0: tells all ranks who has died.")
+      .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
+           py::arg("loopback_only"), py::arg("token"),
+           py::arg("deadlock_after_s") = 5.0)
+      .def_property_readonly("port", &LivenessHub::port)
+      .def(
+          "close",
+          [](LivenessHub& hub, double linger_s) { hub.close(to_ms(linger_s)); },
+          py::arg("linger_s") = 0.0, release_gil(),
+          "Waits up to linger_s for all ranks to leave, then ends.");
+
+  py::class_<LivenessClient, std::shared_ptr<LivenessClient>>(
+      m, "LivenessClient", "Connection of one rank to the hub.")
+      .def(py::init(&make_client), py::arg("host"), py::arg("port"),
+           py::kw_only(), py::arg("token"), py::arg("global_rank"),
+           py::arg("board"), py::arg("connect_timeout_s") = 60.0)
+      .def("report_raised", &LivenessClient::report_raised, release_gil(),
+           py::arg("where"), py::arg("text"),
+           "Tells all ranks of an exception of this rank.")
+      .def("leave", &LivenessClient::leave, release_gil(),
+           "Says goodbye; the end of this process is no fault any more.")
+      .def("close", &LivenessClient::close, release_gil());
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  bind_fault_board(m);
+  bind_liveness(m);
+
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(
+      m, "Mailbox", "Messages of all channels between all ranks.")
+      .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"))
+      .def("stats", &mailbox_stats)
+      .def("num_unsent", &Mailbox::num_unsent, release_gil())
+      .def("progress", &Mailbox::progress)
+      .def(
+          "close",
+          [](Mailbox& mailbox, double timeout_s) {
+            mailbox.close(to_ms(timeout_s));
+          },
+          py::arg("timeout_s") = 5.0, release_gil(),
+          "Sends what is posted, then ends all threads.");
+
+  py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
+      m, "ObjectExchange", "Byte strings between ranks; every call blocks.")
+      .def(py::init(&make_exchange), py::arg("mailbox"), py::arg("board"),
+           py::arg("timeout_s") = 1800.0)
+      .def(
+          "set_timeout",
+          [](ObjectExchange& exchange, double timeout_s) {
+            exchange.set_timeout(to_ms(timeout_s));
+          },
+          py::arg("timeout_s"), release_gil())
+      .def("send", &ObjectExchange::send, release_gil(), py::arg("dst"),
+           py::arg("data"), "Returns when dst has called recv.")
+      .def("recv", &recv, py::arg("src"),
+           "The next object that src sent or broadcast.")
+      .def("broadcast", &ObjectExchange::broadcast, release_gil(),
+           py::arg("ranks"), py::arg("data"),
+           "By the sender only; returns when all others have called recv.")
+      .def("all_gather", &all_gather, py::arg("ranks"), py::arg("data"),
+           py::arg("what") = "all_gather",
+           "Collective: the bytes of all, in the order of ranks.")
+      .def("barrier", &ObjectExchange::barrier, release_gil(), py::arg("ranks"),
+           py::arg("what") = "barrier", "Collective.");
+}
+
+}  // namespace smp::bindings

@@ -1,0 +1,318 @@
+#include "csrc/comm/c10d_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "csrc/common/check.h"
+#include "csrc/common/without_gil.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = WaitWatch::Clock;
+
+// Stands for "no time-out" where the library would overflow with more.
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
+  return Clock::now() + std::min(timeout, kForever);
+}
+
+}  // namespace
+
+std::string reason_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "exception of unknown type";
+  }
+}
+
+C10dShared::C10dShared(C10dBackendPtr backend)
+    : backend(std::move(backend)),
+      is_gloo(this->backend->getBackendName() == "gloo") {}
+
+C10dShared::~C10dShared() {
+  // Gloo's destructor joins threads that may be dropping tensors.
+  without_gil([this] {
+    end_collectives();
+    messages.clear();
+    collectives.clear();
+    backend.reset();
+  });
+}
+
+void C10dShared::end_collectives() {
+  const bool some_run =
+      std::any_of(collectives.begin(), collectives.end(),
+                  [](const C10dWorkPtr& work) { return !work->isCompleted(); });
+  if (!some_run) return;
+  constexpr int kUnusedTag = 0x7ffffffe;
+  for (int peer = 0; peer < backend->getSize(); ++peer) {
+    if (peer == backend->getRank()) continue;
+    try {
+      std::vector<at::Tensor> nothing{at::empty({1})};
+      backend->recv(nothing, peer, kUnusedTag)
+          ->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+      // Expected: timed out, or closed by the one before.
+    }
+  }
+}
+
+namespace {
+
+class C10dWork : public Work {
+ public:
+  C10dWork(C10dSharedPtr shared, CallName call, C10dWorkPtr inner)
+      : shared_(std::move(shared)),
+        call_(std::move(call)),
+        inner_(std::move(inner)) {}
+
+ protected:
+  [[noreturn]] void raise_failed(const std::string& why) const {
+    throw Error(rank_prefix() + call_.text() + ": " + why);
+  }
+
+  [[noreturn]] void raise_unfinished(bool aborted,
+                                     std::chrono::milliseconds timeout) const {
+    if (aborted || shared_->watch.aborted()) raise_failed("aborted");
+    raise_failed(detail::concat("timed out after ", timeout.count(), " ms"));
+  }
+
+  const C10dSharedPtr shared_;
+  const CallName call_;
+  const C10dWorkPtr inner_;
+};
+
+// A send or receive of Gloo. Only a blocking wait tells when it is finished;
+// `abort` of the inner work makes that wait return and does nothing else.
+class MessageWork final : public C10dWork {
+ public:
+  using C10dWork::C10dWork;
+
+  ~MessageWork() override {
+    if (poller_.joinable()) {
+      abort();
+      poller_.join();
+    }
+    if (state_ != State::kRunning) return;
+    std::lock_guard lock(shared_->mutex);
+    shared_->messages.push_back(inner_);
+  }
+
+  bool done() override {
+    std::lock_guard lock(mutex_);
+    if (state_ != State::kRunning || aborted_ || shared_->watch.aborted()) {
+      return true;
+    }
+    if (!poller_.joinable()) {
+      poller_ = std::thread([this] { run_until(Clock::now() + kForever); });
+    }
+    return false;
+  }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    switch (run_until(deadline_after(timeout))) {
+      case State::kSucceeded:
+        return;
+      case State::kFailed:
+        raise_failed(error_);
+      case State::kRunning:
+        raise_unfinished(aborted_, timeout);
+    }
+  }
+
+  int source_rank() const override { return source_; }
+
+  void abort() override {
+    aborted_ = true;
+    wake();
+  }
+
+ private:
+  enum class State { kRunning, kSucceeded, kFailed };
+
+  void wake() {
+    std::lock_guard lock(mutex_);
+    if (somebody_inside_) inner_->abort();
+    changed_.notify_all();
+  }
+
+  bool go_on(Clock::time_point deadline) const {
+    return state_ == State::kRunning && !aborted_ &&
+           !shared_->watch.aborted() && Clock::now() < deadline;
+  }
+
+  // Waits until finished, aborted or `deadline`. One thread at a time waits
+  // inside Gloo, which counts completions; the others wait for that one.
+  State run_until(Clock::time_point deadline) {
+    WaitWatch::Scope scope(shared_->watch, deadline, [this] { wake(); });
+    std::unique_lock lock(mutex_);
+    while (go_on(deadline)) {
+      if (somebody_inside_) {
+        changed_.wait_until(lock, deadline);
+        continue;
+      }
+      somebody_inside_ = true;
+      lock.unlock();
+      bool finished = false;
+      std::string error;
+      try {
+        finished = inner_->wait(kForever);
+      } catch (const std::exception&) {
+        error = reason_of(std::current_exception());
+      }
+      lock.lock();
+      somebody_inside_ = false;
+      if (finished) {
+        const bool from_any = call_.peer_word == nullptr;
+        source_ = from_any ? inner_->sourceRank() : call_.peer;
+        state_ = State::kSucceeded;
+      } else if (!error.empty()) {
+        error_ = std::move(error);
+        state_ = State::kFailed;
+      }
+      changed_.notify_all();
+    }
+    return state_;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> aborted_ = false;
+  State state_ = State::kRunning;
+  bool somebody_inside_ = false;
+  std::string error_;
+  int source_ = -1;
+  std::thread poller_;  // finds out for `done`; joined by the destructor
+};
+
+// A collective of Gloo; its future tells when it is finished.
+class CollectiveWork final : public C10dWork {
+ public:
+  /// @param finish  run by the first `wait` that succeeds; may be empty
+  CollectiveWork(C10dSharedPtr shared, CallName call, C10dWorkPtr inner,
+                 std::function<void()> finish)
+      : C10dWork(std::move(shared), std::move(call), std::move(inner)),
+        finish_(std::move(finish)) {
+    inner_->getFuture()->addCallback([signal = signal_](auto& future) {
+      std::lock_guard lock(signal->mutex);
+      signal->done = true;
+      if (future.hasError()) signal->failure = future.exception_ptr();
+      signal->changed.notify_all();
+    });
+  }
+
+  ~CollectiveWork() override {
+    if (signal_->done) return;
+    std::lock_guard lock(shared_->mutex);
+    shared_->collectives.push_back(inner_);
+  }
+
+  bool done() override {
+    std::lock_guard lock(signal_->mutex);
+    return signal_->done || signal_->aborted;
+  }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    const Clock::time_point deadline = deadline_after(timeout);
+    // Only for abort: this wait keeps its deadline itself.
+    WaitWatch::Scope scope(shared_->watch, Clock::time_point::max(),
+                           [this] { abort(); });
+    Signal& signal = *signal_;
+    std::unique_lock lock(signal.mutex);
+    signal.changed.wait_until(lock, deadline,
+                              [&] { return signal.done || signal.aborted; });
+    if (!signal.done) raise_unfinished(signal.aborted, timeout);
+    if (signal.failure) raise_failed(reason_of(signal.failure));
+    if (finish_) std::exchange(finish_, nullptr)();
+  }
+
+  void abort() override {
+    std::lock_guard lock(signal_->mutex);
+    signal_->aborted = true;
+    signal_->changed.notify_all();
+  }
+
+ private:
+  // Outlives the work, because the future may be completed after it.
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::atomic<bool> done = false;
+    bool aborted = false;
+    std::exception_ptr failure;
+  };
+
+  const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
+  std::function<void()> finish_;
+};
+
+// Any operation of a backend whose works can be polled, such as NCCL.
+class PolledWork final : public C10dWork {
+ public:
+  using C10dWork::C10dWork;
+
+  bool done() override { return aborted_ || inner_->isCompleted(); }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    const Clock::time_point deadline = deadline_after(timeout);
+    auto pause = std::chrono::microseconds(1);
+    while (!inner_->isCompleted()) {
+      if (aborted_ || shared_->watch.aborted() || Clock::now() >= deadline) {
+        raise_unfinished(aborted_, timeout);
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+    try {
+      inner_->wait();  // finished: only orders the current stream
+    } catch (const std::exception&) {
+      raise_failed(reason_of(std::current_exception()));
+    }
+  }
+
+  int source_rank() const override { return call_.peer; }
+  void abort() override { aborted_ = true; }
+
+ private:
+  static constexpr std::chrono::microseconds kLongestPause{100};
+  std::atomic<bool> aborted_ = false;
+};
+
+}  // namespace
+
+WorkPtr make_message_work(C10dSharedPtr shared, CallName call,
+                          C10dWorkPtr inner) {
+  return std::make_shared<MessageWork>(std::move(shared), std::move(call),
+                                       std::move(inner));
+}
+
+WorkPtr make_collective_work(C10dSharedPtr shared, CallName call,
+                             C10dWorkPtr inner, std::function<void()> finish) {
+  return std::make_shared<CollectiveWork>(std::move(shared), std::move(call),
+                                          std::move(inner), std::move(finish));
+}
+
+WorkPtr make_polled_work(C10dSharedPtr shared, CallName call,
+                         C10dWorkPtr inner) {
+  return std::make_shared<PolledWork>(std::move(shared), std::move(call),
+                                      std::move(inner));
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/wait_watch.h"
+
+namespace c10d {
+class Backend;
+class Work;
+}  // namespace c10d
+
+namespace smp::comm {
+
+using C10dBackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using C10dWorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// What a communicator over a torch.distributed backend shares with its works;
+/// lives as long as any of them.
+struct C10dShared {
+  explicit C10dShared(C10dBackendPtr backend);
+  ~C10dShared();
+
+  C10dBackendPtr backend;
+  const bool is_gloo;
+  WaitWatch watch;
+  std::mutex issue_mutex;  ///< c10d counts operations without a lock
+
+  /// Works that were given up while in flight: the backend still uses their
+  /// tensors, and a message for a buffer that is gone would break it.
+  std::mutex mutex;
+  std::vector<C10dWorkPtr> messages;
+  std::vector<C10dWorkPtr> collectives;
+
+ private:
+  // Ends collectives that still run in Gloo's threads, because the backend's
+  // destructor waits for these. A receive that times out inside Gloo closes all
+  // connections of the group, which is what we want here, and only here.
+  void end_collectives();
+};
+
+using C10dSharedPtr = std::shared_ptr<C10dShared>;
+
+/// A send or receive of Gloo.
+WorkPtr make_message_work(C10dSharedPtr shared, CallName call,
+                          C10dWorkPtr inner);
+
+/// A collective of Gloo.
+/// @param finish  run by the first `wait` that succeeds; may be empty
+WorkPtr make_collective_work(C10dSharedPtr shared, CallName call,
+                             C10dWorkPtr inner, std::function<void()> finish);
+
+/// Any operation of a backend whose works can be polled, such as NCCL.
+WorkPtr make_polled_work(C10dSharedPtr shared, CallName call,
+                         C10dWorkPtr inner);
+
+/// The text of an exception, without a stack trace.
+std::string reason_of(const std::exception_ptr& failure);
+
+}  // namespace smp::comm

@@ -1,0 +1,300 @@
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "csrc/comm/fork_guard.h"
+#include "csrc/comm/liveness.h"
+#include "csrc/comm/liveness_frame.h"
+#include "csrc/comm/socket.h"
+#include "csrc/comm/thread_name.h"
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Type = LivenessFrame::Type;
+using std::chrono::milliseconds;
+
+constexpr int kHubRank = 0;
+constexpr milliseconds kFlushTimeout{2000};
+constexpr milliseconds kPollSlice{200};
+
+}  // namespace
+
+struct LivenessClient::Impl {
+  Impl(std::shared_ptr<FaultBoard> faults, int global_rank, Options options)
+      : faults(std::move(faults)), global_rank(global_rank), options(options) {}
+
+  void connect(const std::string& host, int port, const std::string& token);
+  void await_welcome(const std::string& address);
+  void start();
+  void run();
+  void serve();
+  void send_status();
+  void handle(LivenessFrame frame);
+  void on_board_change();
+  void report_raised(const std::string& where, const std::string& text);
+  void leave();
+  void close();
+
+  // Queues a frame; with the lock held.
+  void queue(const LivenessFrame& frame) {
+    out += encode_frame(frame);
+    wake.wake();
+  }
+
+  const std::shared_ptr<FaultBoard> faults;
+  const int global_rank;
+  const Options options;
+  const ForkGuard fork_guard;
+  const WakeFd wake;
+  OwnedFd fd;
+  std::string in;  // of the thread only
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::string out;
+  bool raised_sent = false;
+  bool raised_seen = false;
+  bool leaving = false;
+  bool stopping = false;
+  bool is_over = false;  // the thread does no more
+  int subscription = -1;
+  std::mutex close_mutex;
+  std::thread thread;
+};
+
+void LivenessClient::Impl::connect(const std::string& host, int port,
+                                   const std::string& token) {
+  fd = connect_tcp(host, port, options.connect_timeout,
+                   [this] { faults->check_interrupt(); });
+  LivenessFrame hello;
+  hello.type = Type::kHello;
+  hello.global_rank = global_rank;
+  hello.text = token;
+  out = encode_frame(hello);
+  const std::string address = host + ":" + std::to_string(port);
+  await_welcome(address);
+}
+
+void LivenessClient::Impl::await_welcome(const std::string& address) {
+  const Clock::time_point deadline = Clock::now() + options.connect_timeout;
+  while (true) {
+    const bool is_open = write_available(fd, out) == IoResult::kOk &&
+                         read_available(fd, in) == IoResult::kOk;
+    if (const auto frame = take_frame(in)) {
+      SMP_CHECK(frame->type == Type::kWelcome, "the liveness hub at ", address,
+                " refuses global_rank ", global_rank, ": ", frame->text);
+      return;
+    }
+    SMP_CHECK(is_open, "the liveness hub at ", address,
+              " closed the connection of global_rank ", global_rank,
+              "; has rank 0 ended?");
+    SMP_CHECK(Clock::now() < deadline, "the liveness hub at ", address,
+              " does not answer global_rank ", global_rank);
+    pollfd entry{fd.get(), POLLIN, 0};
+    ::poll(&entry, 1, static_cast<int>(kPollSlice.count()));
+    faults->check_interrupt();
+  }
+}
+
+void LivenessClient::Impl::start() {
+  subscription = faults->subscribe([this] { on_board_change(); });
+  on_board_change();  // a fault may be older than the connection
+  thread = std::thread([this] { run(); });
+}
+
+void LivenessClient::Impl::run() {
+  name_this_thread("smp-liveness");
+  std::string error;
+  try {
+    serve();
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  bool is_expected = false;
+  {
+    std::lock_guard lock(mutex);
+    is_over = true;
+    is_expected = stopping || leaving;
+  }
+  changed.notify_all();
+  // The hub ends with rank 0; rank 0 itself just closed it.
+  if (is_expected || global_rank == kHubRank || faults->has_left(kHubRank)) {
+    return;
+  }
+  faults->report(
+      {.kind = Fault::Kind::kDied, .global_rank = kHubRank, .text = error});
+}
+
+// Returns when the connection ends or on close().
+void LivenessClient::Impl::serve() {
+  Clock::time_point next_status = Clock::now();
+  while (true) {
+    if (Clock::now() >= next_status) {
+      send_status();
+      next_status = Clock::now() + options.status_every;
+    }
+    bool wants_to_write = false;
+    {
+      std::lock_guard lock(mutex);
+      if (write_available(fd, out) == IoResult::kClosed) return;
+      wants_to_write = !out.empty();
+      if (!wants_to_write) changed.notify_all();
+      if (stopping) return;
+    }
+    std::array<pollfd, 2> entries = {
+        pollfd{fd.get(),
+               static_cast<short>(POLLIN | (wants_to_write ? POLLOUT : 0)), 0},
+        pollfd{wake.get(), POLLIN, 0}};
+    const auto pause = std::chrono::duration_cast<milliseconds>(
+        next_status - Clock::now() + milliseconds(1));
+    ::poll(entries.data(), entries.size(),
+           static_cast<int>(std::max(pause, milliseconds(0)).count()));
+    if (entries[1].revents != 0) wake.clear();
+    const IoResult result = read_available(fd, in);
+    while (auto frame = take_frame(in)) handle(std::move(*frame));
+    if (result == IoResult::kClosed) return;
+  }
+}
+
+void LivenessClient::Impl::send_status() {
+  const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
+  LivenessFrame status;
+  status.type = Type::kStatus;
+  status.global_rank = global_rank;
+  status.is_blocked = snapshot.is_blocked;
+  status.blocked_ms = snapshot.blocked_for.count();
+  status.progress = snapshot.progress;
+  status.num_unsent = snapshot.num_unsent;
+  status.where = faults->coordinates(global_rank);
+  status.text = snapshot.what;
+  std::lock_guard lock(mutex);
+  if (!leaving) queue(status);
+}
+
+void LivenessClient::Impl::handle(LivenessFrame frame) {
+  switch (frame.type) {
+    case Type::kRaised:
+      faults->report({.kind = Fault::Kind::kRaised,
+                      .global_rank = frame.global_rank,
+                      .where = std::move(frame.where),
+                      .text = std::move(frame.text)});
+      break;
+    case Type::kDied:
+      faults->report(
+          {.kind = Fault::Kind::kDied, .global_rank = frame.global_rank});
+      break;
+    case Type::kDeadlock:
+      faults->report(
+          {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
+      break;
+    case Type::kLeft:
+      faults->mark_left(frame.global_rank);
+      break;
+    case Type::kRaisedSeen: {
+      std::lock_guard lock(mutex);
+      raised_seen = true;
+      changed.notify_all();
+      break;
+    }
+    default:
+      SMP_CHECK(false, "unexpected liveness frame of type ",
+                static_cast<int>(frame.type));
+  }
+}
+
+void LivenessClient::Impl::on_board_change() {
+  const std::optional<Fault> fault = faults->fault();
+  if (!fault || fault->kind != Fault::Kind::kRaised ||
+      fault->global_rank != global_rank) {
+    return;
+  }
+  LivenessFrame raised;
+  raised.type = Type::kRaised;
+  raised.global_rank = global_rank;
+  raised.where = fault->where;
+  raised.text = fault->text;
+  std::lock_guard lock(mutex);
+  if (std::exchange(raised_sent, true)) return;
+  queue(raised);
+}
+
+void LivenessClient::Impl::report_raised(const std::string& where,
+                                         const std::string& text) {
+  faults->report({.kind = Fault::Kind::kRaised,
+                  .global_rank = global_rank,
+                  .where = where,
+                  .text = text});
+  std::unique_lock lock(mutex);
+  if (!raised_sent) return;
+  changed.wait_for(lock, kFlushTimeout,
+                   [this] { return raised_seen || is_over; });
+}
+
+void LivenessClient::Impl::leave() {
+  std::unique_lock lock(mutex);
+  if (leaving || stopping) return;
+  leaving = true;
+  LivenessFrame left;
+  left.type = Type::kLeft;
+  left.global_rank = global_rank;
+  queue(left);
+  changed.wait_for(lock, kFlushTimeout,
+                   [this] { return out.empty() || is_over; });
+}
+
+void LivenessClient::Impl::close() {
+  std::lock_guard close_lock(close_mutex);
+  if (!thread.joinable()) return;
+  faults->unsubscribe(subscription);
+  {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, kFlushTimeout,
+                     [this] { return out.empty() || is_over; });
+    stopping = true;
+    wake.wake();
+  }
+  thread.join();
+  fd.reset();
+}
+
+LivenessClient::LivenessClient(const std::string& host, int port,
+                               std::string token, int global_rank,
+                               std::shared_ptr<FaultBoard> faults,
+                               Options options)
+    : impl_(std::make_unique<Impl>(std::move(faults), global_rank, options)) {
+  impl_->connect(host, port, token);
+  impl_->start();
+}
+
+LivenessClient::~LivenessClient() {
+  if (impl_->fork_guard.in_child()) {
+    (void)impl_.release();  // its thread is the parent's
+    return;
+  }
+  impl_->close();
+}
+
+void LivenessClient::report_raised(const std::string& where,
+                                   const std::string& text) {
+  impl_->fork_guard.check("the liveness client");
+  impl_->report_raised(where, text);
+}
+
+void LivenessClient::leave() {
+  impl_->fork_guard.check("the liveness client");
+  impl_->leave();
+}
+
+void LivenessClient::close() {
+  if (!impl_->fork_guard.in_child()) impl_->close();
+}
+
+}  // namespace smp::comm

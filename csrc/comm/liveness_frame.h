@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace smp::comm {
+
+/// What the hub and its clients say to each other.
+struct LivenessFrame {
+  enum class Type : uint8_t {
+    kHello = 1,   ///< client: global_rank, text = token
+    kWelcome,     ///< hub: the hello was right
+    kRefused,     ///< hub: it was not; text = why
+    kStatus,      ///< client, regularly: whether it waits, and where
+    kRaised,      ///< client, then hub to the others: where, text
+    kRaisedSeen,  ///< hub: told the others
+    kLeft,        ///< client, then hub to the others: end of the script
+    kDied,        ///< hub: connection lost without kLeft
+    kDeadlock,    ///< hub: everybody waits; text = table
+    kCount,
+  };
+
+  Type type = Type::kStatus;
+  int32_t global_rank = -1;
+  bool is_blocked = false;
+  int64_t blocked_ms = 0;
+  int64_t progress = 0;
+  int64_t num_unsent = 0;
+  std::string where;  ///< cut to kMaxTextBytes, as `text`
+  std::string text;
+};
+
+inline constexpr size_t kMaxTextBytes = 64 * 1024;
+
+/// The bytes of a frame; begins with their number.
+std::string encode_frame(const LivenessFrame& frame);
+
+/// Removes the first frame from `buffer`; empty when it is not complete yet.
+/// @throws Error when the bytes make no sense
+std::optional<LivenessFrame> take_frame(std::string& buffer);
+
+}  // namespace smp::comm

@@ -1,0 +1,10 @@
+"""`import smdistributed.modelparallel.torch as smp`: a re-export of `smp` and nothing else."""
+
+import sys
+
+from smp import *  # noqa: F403
+from smp import __all__ as __all__
+
+# `import smdistributed.modelparallel.torch.model` finds the module of smp itself.
+for _name in ("model", "step"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[f"smp.{_name}"]

@@ -1,0 +1,146 @@
+"""smp: model-parallel training of unmodified PyTorch modules.
+
+Wrap a module in :class:`DistributedModel`, its optimizer in :class:`DistributedOptimizer`, move
+forward and backward into a function decorated with :func:`step`, and launch with torchrun, mpirun
+or Slurm. Importing this package does not communicate and starts nothing.
+"""
+
+from smp import _extension
+
+_extension.load()
+
+from smp import checkpoint as _checkpoint  # noqa: E402
+from smp import grad_norm as _grad_norm  # noqa: E402
+from smp import metrics, model  # noqa: E402
+from smp import optimizer as _optimizer  # noqa: E402
+from smp import partition as _partition  # noqa: E402
+from smp import runtime as _runtime  # noqa: E402
+from smp import step as _step  # noqa: E402
+from smp._C import PeerFailure  # noqa: E402
+from smp._version import __version__  # noqa: E402
+from smp.comm import (  # noqa: E402
+    DP_GROUP,
+    MP_GROUP,
+    PP_GROUP,
+    RDP_GROUP,
+    TP_GROUP,
+    WORLD,
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_group,
+    get_world_process_group,
+    local_rank,
+    local_size,
+    mp_barrier,
+    mp_rank,
+    mp_size,
+    pp_barrier,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_barrier,
+    rdp_rank,
+    rdp_size,
+    recv_from,
+    send,
+    size,
+    tp_barrier,
+    tp_rank,
+    tp_size,
+)
+from smp.microbatch import StepOutput  # noqa: E402
+
+init = _runtime.init
+shutdown = _runtime.shutdown
+is_initialized = _runtime.is_initialized
+state = _runtime.state
+save = _checkpoint.save
+load = _checkpoint.load
+clip_grad_norm_ = _grad_norm.clip_grad_norm_
+DistributedModel = model.DistributedModel
+DistributedOptimizer = _optimizer.DistributedOptimizer
+set_partition = _partition.set_partition
+# These two are submodules and public functions at once; as in the documented interface the
+# attribute is the function.
+step = _step.step
+partition = _partition.partition
+
+__all__ = [
+    "DP_GROUP",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "TP_GROUP",
+    "WORLD",
+    "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "PeerFailure",
+    "RankType",
+    "StepOutput",
+    "__version__",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "clip_grad_norm_",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "load",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "model",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "save",
+    "send",
+    "set_partition",
+    "shutdown",
+    "size",
+    "state",
+    "step",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
+]

@@ -1,0 +1,5 @@
+"""Averaging gradients over data-parallel ranks, and giving these the same values to begin with."""
+
+from smp.data_parallel.reduction import broadcast_initial as broadcast_initial
+from smp.data_parallel.reduction import make_records as make_records
+from smp.data_parallel.reduction import make_reducer as make_reducer

@@ -1,0 +1,256 @@
+"""``smp.DistributedOptimizer``: an optimizer whose parameters are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C, comm, grad_norm, runtime
+from smp.model import DistributedModel
+from smp.model_parts import PARTIAL_MARK
+
+_LOSS_SCALE_ARGUMENTS = (
+    "init_scale",
+    "scale_factor",
+    "scale_window",
+    "min_scale",
+    "delayed_shift",
+    "consecutive_hysteresis",
+)
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
+
+    Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
+    updates the parameters that it holds; all others have no gradient and are left alone.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
+            optimizer inside of it.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16 training, without
+            effect otherwise. The entries of ``dynamic_loss_args`` may also be given as keywords.
+    """
+
+    # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
+    _is_accelerate_prepared = True
+    step_was_skipped = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **loose_loss_args: Any,
+    ) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
+        current = runtime.current()
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"{_C.rank_prefix()}DistributedOptimizer wraps a torch.optim.Optimizer, got a "
+                f"{type(optimizer).__name__}"
+            )
+        unknown = sorted(
+            (dict(dynamic_loss_args or {}) | loose_loss_args).keys() - set(_LOSS_SCALE_ARGUMENTS)
+        )
+        if unknown:
+            raise ValueError(
+                f"{_C.rank_prefix()}unknown loss scale arguments {unknown}; the known ones are "
+                f"{', '.join(_LOSS_SCALE_ARGUMENTS)}"
+            )
+        self.optimizer = optimizer
+        self._pending_load: dict[str, Any] | None = None
+        current.optimizer = self
+
+    # ---- as the wrapped optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the wrapped optimizer, which schedulers and users may change."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the wrapped optimizer, by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Defaults of the wrapped optimizer's groups."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer; the same one on every rank."""
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters of this rank. Call it outside of the step function.
+
+        Args:
+            closure: recomputes the loss, for optimizers that want it.
+
+        Returns:
+            what the wrapped optimizer returns.
+        """
+        if self._pending_load is not None:
+            self._load_pending()
+        if any(self._is_local(p) for group in self.param_groups for p in group["params"]):
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        # Some optimizers cannot work on nothing.
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clips the gradients of all groups to a norm over the whole model.
+
+        Collective; see :func:`smp.clip_grad_norm_`.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return grad_norm.clip_grad_norm_(parameters, max_norm)
+
+    # ---- state
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """State of the parameters of this rank, marked as partial. Not collective.
+
+        Args:
+            gather_if_shard: without effect unless the optimizer state is sharded.
+        """
+        return {**self._local_state(), PARTIAL_MARK: True}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all parameters of the model, as the wrapped optimizer would have it alone.
+
+        Collective over the ranks of a replica (the MP group) once the model is partitioned; before
+        that it is this rank's.
+        """
+        result = self._local_state()
+        if comm.mp_size() == 1 or not self._is_partitioned():
+            return result
+        parts = comm.allgather(_to_cpu(result["state"]), comm.MP_GROUP)
+        merged = {index: entry for part in parts for index, entry in part.items()}
+        merged.update(result["state"])  # on this rank's device
+        order = [index for index in range(len(self._parameters())) if index in merged]
+        rest = [key for key in merged if not isinstance(key, int)]
+        return {**result, "state": {key: merged[key] for key in order + rest}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a full state dict, or the partial one that this rank saved.
+
+        Before the model is partitioned the dict is kept and loaded right after. Collective over
+        the MP group for partial dicts.
+        """
+        self._pending_load = dict(state_dict)
+        model = self._model()
+        if model is None:
+            return  # the first step is early enough
+        # Runs at once if the model is partitioned.
+        model.register_post_partition_hook(lambda *_: self._load_pending())
+
+    def _load_pending(self) -> None:
+        given, self._pending_load = self._pending_load, None
+        if given is None:
+            return
+        is_partial = bool(given.pop(PARTIAL_MARK, False))
+        entries: dict[Any, Any] = given["state"]
+        parameters = self._parameters()
+        local = {index for index, p in enumerate(parameters) if self._is_local(p)}
+        if is_partial and comm.mp_size() > 1:
+            entries = _complete(entries, local)
+        given["state"] = {
+            index: entry
+            for index, entry in entries.items()
+            if not isinstance(index, int) or index in local
+        }
+        self.optimizer.load_state_dict(given)
+
+    def _local_state(self) -> dict[str, Any]:
+        result = self.optimizer.state_dict()
+        parameters = self._parameters()
+        entries = {
+            index: entry
+            for index, entry in result["state"].items()
+            if not isinstance(index, int) or self._is_local(parameters[index])
+        }
+        return {**result, "state": entries}
+
+    def _parameters(self) -> list[Tensor]:
+        """Parameters by the index that they have in state dicts."""
+        unique = {id(p): p for group in self.param_groups for p in group["params"]}
+        return list(unique.values())
+
+    def _model(self) -> DistributedModel | None:
+        model = runtime.current().model
+        return model if isinstance(model, DistributedModel) else None
+
+    def _is_partitioned(self) -> bool:
+        model = self._model()
+        return model is not None and model.partitioned
+
+    def _is_local(self, parameter: Tensor) -> bool:
+        """Is the parameter updated here? All are until the model is partitioned."""
+        model = self._model()
+        return model is None or not model.partitioned or model.is_local_parameter(parameter)
+
+
+def _complete(entries: dict[Any, Any], local: set[int]) -> dict[Any, Any]:
+    """Adds entries of local parameters that other ranks of the replica have. Collective.
+
+    After the same partition every rank has all of its own, and nothing big is sent.
+    """
+    holdings = comm.allgather((set(entries), local), comm.MP_GROUP)
+    held_by_some = {index for held, _ in holdings for index in held}
+    if not any((wanted & held_by_some) - held for held, wanted in holdings):
+        return entries
+    complete: dict[Any, Any] = {}
+    for part in comm.allgather(_to_cpu(entries), comm.MP_GROUP):
+        complete.update(part)
+    return {**complete, **entries}
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,15 @@
+"""Which pipeline rank owns which module: by hand, or by balancing the module tree."""
+
+from smp.partition.contexts import partition, set_partition
+from smp.partition.decide import Decision, agree, decide
+from smp.partition.tree import ModuleIndex, build_tree
+
+__all__ = [
+    "Decision",
+    "ModuleIndex",
+    "agree",
+    "build_tree",
+    "decide",
+    "partition",
+    "set_partition",
+]

@@ -1,0 +1,166 @@
+"""Manual partition: `smp.partition` marks modules while they are made, `set_partition` later."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from smp import _C, runtime
+from smp.config import config_error
+
+# Wishes of the user. Modules that are gone take theirs along.
+_marks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def mark_of(module: nn.Module) -> int | None:
+    """The partition that the user wants for a module, if any."""
+    return _marks.get(module)
+
+
+def check_index(source: str, index: object, pp_size: int | None) -> int:
+    """A usable partition index.
+
+    Args:
+        source: what the user called or the module that is meant.
+        index: what the user gave.
+        pp_size: number of partitions; None when it is not known yet.
+    Raises:
+        ValueError: `index` is not an integer in ``[0, pp_size)``.
+    """
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise config_error(source, index, "is not an integer >= 0", "pass the index of a partition")
+    if pp_size is not None and index >= pp_size:
+        raise config_error(
+            source,
+            index,
+            f"is outside [0, {pp_size}), the partitions of pipeline_parallel_degree={pp_size}",
+            f"use 0 to {pp_size - 1} or raise pipeline_parallel_degree",
+        )
+    return index
+
+
+def _known_pp_size() -> int | None:
+    return runtime.current().sizes["pp"] if runtime.is_initialized() else None
+
+
+class _Open(threading.local):
+    """Indices of the contexts that are open in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+
+class _Recorder:
+    """Notices modules being made, by wrapping two methods of `nn.Module` while a context is open.
+
+    `__init__` runs for new modules, `__setstate__` for copies and unpickled ones (`deepcopy` is how
+    `nn.TransformerEncoder` makes its layers).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._wrapped: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def open(self) -> None:
+        with self._lock:
+            self._num_open += 1
+            if self._num_open > 1:
+                return
+            for name in ("__init__", "__setstate__"):
+                original = getattr(nn.Module, name)
+                wrapper = _recording(original)
+                self._wrapped[name] = (original, wrapper)
+                setattr(nn.Module, name, wrapper)
+
+    def close(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open > 0:
+                return
+            for name, (original, wrapper) in self._wrapped.items():
+                # Somebody may have wrapped ours in between; with no context open it does nothing.
+                if getattr(nn.Module, name) is wrapper:
+                    setattr(nn.Module, name, original)
+            self._wrapped.clear()
+
+
+_open = _Open()
+_recorder = _Recorder()
+
+
+def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        if _open.indices:
+            _marks[self] = _open.indices[-1]
+
+    return wrapper
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Places modules that are created inside the context; used with ``auto_partition: False``.
+
+    The innermost context wins. Modules created outside of all contexts go to
+    ``default_partition``; modules without parameters follow their parent; the root module is on
+    partition 0. With ``auto_partition: True`` contexts are ignored.
+
+    Args:
+        index: partition, in ``[0, pp_size())``. Before `smp.init` the upper bound is not known and
+            is checked when the model is partitioned.
+    Raises:
+        ValueError: ``index`` is out of range.
+    """
+    _open.indices.append(check_index("partition", index, _known_pp_size()))
+    _recorder.open()
+    try:
+        yield
+    finally:
+        _recorder.close()
+        _open.indices.pop()
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Places an existing module and everything below it; a later call overrides an earlier one.
+
+    Used with ``auto_partition: False``, before the first step.
+
+    Args:
+        module: part of the model, before or after it is wrapped.
+        index: partition, in ``[0, pp_size())``.
+    Raises:
+        ValueError: ``index`` is out of range, or ``module`` is not a module.
+        RuntimeError: the model that holds ``module`` is partitioned already.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{_C.rank_prefix()}set_partition: expected an nn.Module, got "
+            f"{type(module).__name__}; call it once for each module of a list"
+        )
+    index = check_index("set_partition", index, _known_pp_size())
+    if _is_partitioned(module):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}set_partition: the model is partitioned already; call it before "
+            "the first step"
+        )
+    for part in module.modules():
+        _marks[part] = index
+
+
+def _is_partitioned(module: nn.Module) -> bool:
+    if not runtime.is_initialized() or runtime.current().sizes["pp"] == 1:
+        return False
+    model = runtime.current().model
+    return (
+        isinstance(model, nn.Module)
+        and bool(getattr(model, "partitioned", False))
+        and any(part is module for part in model.modules())
+    )

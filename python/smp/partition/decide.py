@@ -1,0 +1,206 @@
+"""Turns a model, the configuration and the user's marks into one decision for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import nn
+
+from smp import _C, comm, runtime
+from smp.partition.contexts import check_index, mark_of
+from smp.partition.tree import ModuleIndex, build_tree
+
+_log = logging.getLogger("smp")
+
+
+class PartitionConfig(Protocol):
+    """The configuration keys that matter here."""
+
+    @property
+    def auto_partition(self) -> bool: ...
+    @property
+    def default_partition(self) -> int: ...
+    @property
+    def memory_weight(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Owner of every module. Equal on all ranks, see `agree`.
+
+    Attributes:
+        index: modules, names and ties; entries of the other sequences belong to its nodes.
+        num_partitions: number of pipeline ranks.
+        partition_idxs: partition per module.
+        load_bytes: parameter bytes per partition.
+        text: lines for the log, beginning with ``Partition assignments:``.
+        hash: 64 bits of names and partitions.
+    """
+
+    index: ModuleIndex
+    num_partitions: int
+    partition_idxs: tuple[int, ...]
+    load_bytes: tuple[int, ...]
+    text: str
+    hash: int
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Distinct modules, parents first; the root is at 0."""
+        return self.index.modules
+
+    @cached_property
+    def names(self) -> list[str]:
+        """First qualified name of each module; "" is the root."""
+        return [names[0] for names in self.index.names]
+
+    @cached_property
+    def partition_of(self) -> dict[nn.Module, int]:
+        """Partition by module."""
+        return dict(zip(self.index.modules, self.partition_idxs, strict=True))
+
+    @cached_property
+    def partition_of_name(self) -> dict[str, int]:
+        """Partition by qualified name; all names of a module are there."""
+        return {
+            name: partition_idx
+            for names, partition_idx in zip(self.index.names, self.partition_idxs, strict=True)
+            for name in names
+        }
+
+    @cached_property
+    def owner_partitions(self) -> list[int | None]:
+        """Partition that must run each module; None without state: it runs where it is called."""
+        return [
+            None if stateless else partition_idx
+            for stateless, partition_idx in zip(
+                self.index.is_stateless, self.partition_idxs, strict=True
+            )
+        ]
+
+
+def decide(
+    root: nn.Module,
+    config: PartitionConfig,
+    pp_size: int,
+    mark: Callable[[nn.Module], int | None] = mark_of,
+) -> Decision:
+    """Assigns every module to a pipeline rank. Deterministic; not collective.
+
+    Args:
+        root: the user's model.
+        config: with ``auto_partition`` the module tree is balanced by ``memory_weight``; without,
+            marks count and the rest goes to ``default_partition``.
+        pp_size: number of partitions.
+        mark: the user's wish for a module, from `smp.partition` and `set_partition`.
+    Raises:
+        ValueError: a mark is out of range; modules that must stay together are marked for
+            different partitions; the model has too few modules for ``pp_size``.
+    """
+    index = build_tree(root)
+    marks = [mark(module) for module in index.modules]
+    for idx, wish in enumerate(marks):
+        if wish is not None:
+            check_index(f"partition of module {_label(index, idx)}", wish, pp_size)
+    if config.auto_partition:
+        if pp_size > 1 and any(wish is not None for wish in marks):
+            _warn_at_rank0(
+                "smp: partitions set by smp.partition or set_partition are ignored, because "
+                "auto_partition is True; set it to False to use them"
+            )
+        weight = 0.8 if config.memory_weight is None else config.memory_weight
+        assignment = _C.solve_partition(index.tree, pp_size, weight)
+    else:
+        idxs = _place_by_marks(index, marks, config.default_partition)
+        assignment = _C.make_assignment(index.tree, pp_size, idxs)
+    return Decision(
+        index=index,
+        num_partitions=pp_size,
+        partition_idxs=tuple(assignment.partition_idxs),
+        load_bytes=tuple(assignment.load_bytes),
+        text=assignment.to_text(index.tree),
+        hash=assignment.hash,
+    )
+
+
+def _place_by_marks(index: ModuleIndex, marks: list[int | None], default: int) -> list[int]:
+    """Partition per node: marks, else the default; parents for what has no parameters."""
+    idxs = [0]  # the root is the driver's
+    for idx in range(1, len(index.modules)):
+        anchor = index.anchors[idx]
+        wish = marks[idx]
+        if not index.has_parameters[idx]:
+            idxs.append(idxs[index.parents[idx]])
+        elif anchor != idx:
+            if wish is not None and wish != idxs[anchor]:
+                raise ValueError(
+                    f"{_C.rank_prefix()}partition: module {_label(index, idx)} is set to partition "
+                    f"{wish}, but must stay with {_label(index, anchor)} "
+                    f"({type(index.modules[anchor]).__name__}) on partition {idxs[anchor]}; set "
+                    "both to the same partition"
+                )
+            idxs.append(idxs[anchor])
+        else:
+            idxs.append(default if wish is None else wish)
+    _check_shared(index, idxs)
+    return idxs
+
+
+def _check_shared(index: ModuleIndex, idxs: list[int]) -> None:
+    for tie in index.shared:
+        owner, alias = idxs[tie.owner_idx], idxs[tie.alias_idx]
+        if owner != alias:
+            raise ValueError(
+                f"{_C.rank_prefix()}partition: modules {_label(index, tie.owner_idx)} (partition "
+                f"{owner}) and {_label(index, tie.alias_idx)} (partition {alias}) share the "
+                f"parameter '{_join(index.names[tie.owner_idx][0], tie.owner_name)}' and must be "
+                "on one partition; use the same index for both, or auto_partition=True"
+            )
+
+
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+def _label(index: ModuleIndex, idx: int) -> str:
+    return repr(index.names[idx][0]) if idx > 0 else "(root)"
+
+
+def _warn_at_rank0(text: str) -> None:
+    if not runtime.is_initialized() or runtime.current().global_rank == 0:
+        _log.warning(text)
+
+
+def agree(decision: Decision) -> None:
+    """Makes sure that all ranks decided the same. Collective over all ranks.
+
+    Raises:
+        ValueError: on every rank with the same text, when decisions differ.
+    """
+    if runtime.current().world_size == 1:
+        return
+    hashes = comm.allgather(decision.hash, comm.WORLD)
+    others = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+    if not others:
+        return
+    lines = comm.allgather(
+        [f"{name or '(root)'} on {p}" for name, p in decision.partition_of_name.items()],
+        comm.WORLD,
+    )
+    raise ValueError(
+        f"smp: ranks {others} partition the model differently from rank 0; "
+        f"{first_difference(lines[0], lines[others[0]], others[0])}. Build the same modules on "
+        "every rank, and use the same smp.partition indices"
+    )
+
+
+def first_difference(expected: list[str], got: list[str], other_rank: int) -> str:
+    """Where the modules of rank 0 and of another rank first differ, in words."""
+    for ours, theirs in zip(expected, got, strict=False):
+        if ours != theirs:
+            return f"rank 0 has {ours}, rank {other_rank} has {theirs}"
+    return f"rank 0 has {len(expected)} modules, rank {other_rank} has {len(got)}"

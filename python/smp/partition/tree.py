@@ -1,0 +1,153 @@
+"""The module tree of a model, in the form that the C++ partitioner reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from smp import _C
+
+# These read the parameters of their children instead of calling them, so a child elsewhere would
+# never be asked.
+_READS_CHILDREN = nn.MultiheadAttention | nn.TransformerEncoderLayer
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several modules hold.
+
+    Attributes:
+        owner_idx: the first module that holds it; its bytes count there.
+        owner_name: the parameter's name in that module.
+        alias_idx: another module.
+        alias_name: the parameter's name there.
+    """
+
+    owner_idx: int
+    owner_name: str
+    alias_idx: int
+    alias_name: str
+
+
+@dataclass(frozen=True)
+class ModuleIndex:
+    """The distinct modules of a model, parents first, in registration order; 0 is the root.
+
+    A module that is registered twice is one node, at its first place.
+
+    Attributes:
+        tree: the same nodes for the partitioner.
+        modules: module per node.
+        parents: parent's index per node; -1 for the root.
+        names: all qualified names per node, the first place first; "" is the root.
+        shared: parameters that tie nodes to each other.
+        has_parameters: whether there is a parameter in the subtree of a node.
+        is_stateless: whether there is neither parameter nor buffer in it.
+        anchors: the top-most node above which keeps its whole subtree, or the node itself.
+    """
+
+    tree: _C.ModuleTree
+    modules: tuple[nn.Module, ...]
+    parents: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    shared: tuple[SharedParameter, ...]
+    has_parameters: tuple[bool, ...]
+    is_stateless: tuple[bool, ...]
+    anchors: tuple[int, ...]
+
+
+def build_tree(root: nn.Module) -> ModuleIndex:
+    """Lists the modules of a model with their parameter bytes and ties.
+
+    Each parameter counts once, at the first module that holds it. Modules that hold one parameter
+    are tied. What has no parameters has no say in the partition and follows its parent.
+
+    Args:
+        root: any module; parameters may be on the meta device.
+    """
+    modules, parents, first_names = _walk(root)
+    index_of = {module: idx for idx, module in enumerate(modules)}
+    all_names: list[list[str]] = [[] for _ in modules]
+    for name, module in root.named_modules(remove_duplicate=False):
+        all_names[index_of[module]].append(name)
+
+    tree = _C.ModuleTree()
+    owners: dict[nn.Parameter, tuple[int, str]] = {}
+    shared: list[SharedParameter] = []
+    has_parameters = [False] * len(modules)
+    has_buffers = [False] * len(modules)
+    anchors: list[int] = []
+    whole: list[bool] = []
+    for idx, module in enumerate(modules):
+        param_bytes = 0
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            has_parameters[idx] = True
+            owner_idx, owner_name = owners.setdefault(parameter, (idx, name))
+            if owner_idx != idx:
+                shared.append(SharedParameter(owner_idx, owner_name, idx, name))
+            elif owner_name == name:
+                param_bytes += parameter.numel() * parameter.element_size()
+        has_buffers[idx] = any(True for _ in module.buffers(recurse=False))
+        kind = _kind(module)
+        whole.append(kind == _C.NodeKind.INDIVISIBLE)
+        tree.add_node(
+            first_names[idx],
+            parents[idx],
+            param_bytes,
+            has_parameters[idx],
+            kind=kind,
+        )
+        above = anchors[parents[idx]] if idx > 0 else 0
+        anchors.append(above if idx > 0 and whole[above] else idx)
+    for tie in shared:
+        tree.tie(tie.owner_idx, tie.alias_idx)
+
+    for idx in range(len(modules) - 1, 0, -1):
+        has_parameters[parents[idx]] |= has_parameters[idx]
+        has_buffers[parents[idx]] |= has_buffers[idx]
+    return ModuleIndex(
+        tree=tree,
+        modules=tuple(modules),
+        parents=tuple(parents),
+        names=tuple(map(tuple, all_names)),
+        shared=tuple(shared),
+        has_parameters=tuple(has_parameters),
+        is_stateless=tuple(not (p or b) for p, b in zip(has_parameters, has_buffers, strict=True)),
+        anchors=tuple(anchors),
+    )
+
+
+def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
+    """Distinct modules in depth-first order, with parent index and first name."""
+    modules: list[nn.Module] = []
+    parents: list[int] = []
+    names: list[str] = []
+    seen: set[nn.Module] = set()
+    stack: list[tuple[nn.Module, int, str]] = [(root, -1, "")]
+    while stack:
+        module, parent_idx, name = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        idx = len(modules)
+        modules.append(module)
+        parents.append(parent_idx)
+        names.append(name)
+        prefix = f"{name}." if name else ""
+        children = [(child, idx, prefix + key) for key, child in module.named_children()]
+        stack.extend(reversed(children))
+    return modules, parents, names
+
+
+def _kind(module: nn.Module) -> _C.NodeKind:
+    """How the partitioner may cut a module."""
+    if isinstance(module, torch.jit.ScriptModule | _READS_CHILDREN):
+        return _C.NodeKind.INDIVISIBLE
+    if parametrize.is_parametrized(module):
+        return _C.NodeKind.INDIVISIBLE
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return _C.NodeKind.LIST
+    return _C.NodeKind.PLAIN

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/comm/local_world.h"
+#include "csrc/common/task_scope.h"
+#include "csrc/data_parallel/reducer.h"
+
+namespace smp::data_parallel {
+
+/// Parameters p0, p1, ... of `shapes`, all zero, with a reducer over them.
+struct Rank {
+  Rank(const std::vector<std::vector<int64_t>>& shapes,
+       comm::CommunicatorPtr dp, Reducer::Options options,
+       c10::ScalarType dtype = c10::ScalarType::Float) {
+    const int dp_size = dp ? dp->size() : 1;
+    std::vector<ParameterRecord> records;
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      params.push_back(at::full(shapes[i], 0, at::TensorOptions().dtype(dtype))
+                           .requires_grad_());
+      records.push_back(whole_record(static_cast<int>(i),
+                                     "p" + std::to_string(i), shapes[i], dtype,
+                                     dp_size));
+    }
+    reducer = std::make_unique<Reducer>(params, records, std::move(dp),
+                                        std::move(options));
+  }
+
+  /// A backward of microbatch `mb` that gives `grad` to parameter `i`.
+  void contribute(int i, int mb, const at::Tensor& grad) {
+    const TaskScope task({0, mb});
+    torch::autograd::backward({params[i].mul(1)}, {grad});
+  }
+  void contribute(int i, int mb, double value) {
+    contribute(i, mb, at::full_like(params[i].detach(), value));
+  }
+
+  /// First element of the gradient; all are equal in tests with numbers.
+  double grad(int i) const {
+    return params[i].grad().flatten()[0].item<double>();
+  }
+  bool has_grad(int i) const { return params[i].grad().defined(); }
+  void zero_grad() {
+    for (const at::Tensor& param : params) param.mutable_grad().reset();
+  }
+
+  std::vector<at::Tensor> params;
+  std::unique_ptr<Reducer> reducer;
+};
+
+/// Small buckets, so that there are several.
+inline Reducer::Options small_buckets() {
+  Reducer::Options options;
+  options.bucket_cap_bytes = 512;
+  options.patience.timeout = std::chrono::seconds(20);
+  return options;
+}
+
+/// Runs `body(group_rank, communicator)` on one thread per rank; the first
+/// exception is thrown again after all have ended.
+inline void on_ranks(
+    int size, const std::function<void(int, comm::CommunicatorPtr)>& body) {
+  const auto world = comm::make_local_world(size);
+  std::mutex mutex;
+  std::exception_ptr failure;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank, world[rank]);
+      } catch (...) {
+        {
+          const std::lock_guard lock(mutex);
+          if (!failure) failure = std::current_exception();
+        }
+        for (const auto& communicator : world) communicator->abort();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace smp::data_parallel

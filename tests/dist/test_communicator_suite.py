@@ -1,0 +1,69 @@
+"""The checks of tests/cpp/comm/communicator_suite.h on Gloo processes and on MPI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from smp import _C
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, launch, mpirun, run_ranks
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "communicator_suite.py"
+NUM_CHECKS = 22
+
+
+def run_gloo(pool: Pool, checks: str, size: int, folder: Path) -> list[str]:
+    """Output of each rank, after all have ended well."""
+    ended = run_ranks(pool, SCRIPT, size, ["gloo", checks, str(folder)], timeout=120)
+    for process in ended:
+        assert process.returncode == 0 and not process.hung, f"{process.rank}: {process.output}"
+    return [process.output for process in ended]
+
+
+def mpirun_or_skip(size: int) -> list[str]:
+    if not _C.mpi_available():
+        pytest.skip("smp was built without MPI")
+    command = mpirun(size)
+    if command is None:
+        pytest.skip("no mpirun on PATH")
+    return command
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gloo_keeps_every_promise_of_a_communicator(pool: Pool, size: int, tmp_path: Path) -> None:
+    for output in run_gloo(pool, "all", size, tmp_path):
+        assert output.count(" ok ") == NUM_CHECKS, output
+        assert "finished" in output
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gloo_abort_ends_waits_and_the_process_can_leave(
+    pool: Pool, size: int, tmp_path: Path
+) -> None:
+    for output in run_gloo(pool, "abort", size, tmp_path):
+        assert "aborted" in output
+
+
+def test_gloo_round_trips_do_not_wait_for_any_polling(pool: Pool, tmp_path: Path) -> None:
+    output = run_gloo(pool, "round_trip", 2, tmp_path)[0]
+    match = re.search(r"round_trip_us=([\d.]+) all_reduce_4mb_us=([\d.]+)", output)
+    assert match, output
+    # Far above what is measured (70 to 120 us; 3 ms), below what a sleep would cost.
+    assert float(match[1]) < 5_000, output
+    assert float(match[2]) < 500_000, output
+
+
+def test_mpi_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
+    ended = launch([*mpirun_or_skip(2), str(SCRIPT), "mpi", "all", str(tmp_path)])
+    assert ended.returncode == 0, ended.stdout
+    # Both ranks run them on the world and on a group in another order.
+    assert ended.stdout.count(" ok ") == 4 * NUM_CHECKS, ended.stdout
+
+
+def test_mpi_abort_ends_waits_and_fails_the_job(tmp_path: Path) -> None:
+    ended = launch([*mpirun_or_skip(2), str(SCRIPT), "mpi", "abort", str(tmp_path)])
+    assert ended.stdout.count(": aborted") == 2, ended.stdout
+    assert ended.returncode != 0, ended.stdout

@@ -1,0 +1,324 @@
+"""Keys, rules and refusals of the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smp import config
+from smp.config import Config
+
+# Every refusal: smp config: <key>=<value>: <reason>; <how to fix>
+FORM = re.compile(r"^smp config: \w+=.+: .+; .+$", re.DOTALL)
+
+
+def refusal(values: dict[str, Any], world_size: int = 1) -> str:
+    """The text of the error that `values` cause at init, which must have the common form."""
+    with pytest.raises(ValueError) as error:
+        config.check_world(Config.from_dict(values), world_size)
+    text = str(error.value)
+    assert FORM.match(text), text
+    return text
+
+
+# ---- defaults and conversions ------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    cfg = Config.from_dict({})
+    assert cfg.to_dict() == {
+        "pipeline_parallel_degree": 1,
+        "microbatches": 1,
+        "pipeline": "interleaved",
+        "optimize": "memory",
+        "placement_strategy": "cluster",
+        "auto_partition": True,
+        "default_partition": 0,
+        "memory_weight": 0.8,
+        "ddp": False,
+        "active_microbatches": 1,  # 3, but not more than microbatches
+        "deterministic_server": False,
+        "offload_activations": False,
+        "activation_loading_horizon": 4,
+        "tensor_parallel_degree": 1,
+        "fp16": False,
+        "fp16_params": False,
+        "bf16": False,
+        "shard_optimizer_state": False,
+        "prescaled_batch": False,
+        "skip_tracing": False,
+        "delayed_parameter_initialization": False,
+        "sharded_data_parallel_degree": 1,
+        "sdp_reduce_bucket_size": 500_000_000,
+        "sdp_param_persistence_threshold": 1_000_000,
+        "sdp_max_live_parameters": 1_000_000_000,
+        "sdp_hierarchical_allgather": True,
+        "sdp_gradient_clipping": 1.0,
+        "ddp_dist_backend": "auto",
+        "static_mode": False,
+        "fast_mode": False,
+        "_match_weights": True,
+        "overlapping_allreduce": True,
+        "use_times": False,
+    }
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.from_dict({}).microbatches = 2  # type: ignore[misc]
+
+
+def test_partitions_is_an_alias_in_both_directions() -> None:
+    assert Config.from_dict({"partitions": 4}).pipeline_parallel_degree == 4
+    assert Config.from_dict({"pipeline_parallel_degree": 4}).partitions == 4
+    both = {"partitions": 4, "pipeline_parallel_degree": 4}
+    assert Config.from_dict(both).partitions == 4
+
+
+def test_memory_weight_follows_optimize_unless_given() -> None:
+    assert Config.from_dict({"optimize": "speed"}).memory_weight == 0.2
+    assert Config.from_dict({"optimize": "memory"}).memory_weight == 0.8
+    assert Config.from_dict({"optimize": "speed", "memory_weight": 1}).memory_weight == 1.0
+    assert Config.from_dict({"optimize": "speed", "memory_weight": None}).memory_weight == 0.2
+
+
+@pytest.mark.parametrize(
+    ("values", "active"),
+    [
+        ({"microbatches": 16, "partitions": 2}, 4),
+        ({"microbatches": 16, "partitions": 2, "active_microbatches": None}, 4),
+        ({"microbatches": 3, "partitions": 2}, 3),
+        ({"microbatches": 16, "partitions": 2, "active_microbatches": 7}, 7),
+        ({"microbatches": 4, "partitions": 2, "active_microbatches": 7}, 4),
+        ({"microbatches": 16, "partitions": 2, "pipeline": "simple"}, 16),
+    ],
+)
+def test_active_microbatches_default_and_clamp(values: dict[str, Any], active: int) -> None:
+    assert Config.from_dict(values).active_microbatches == active
+
+
+def test_integral_floats_are_integers() -> None:
+    assert Config.from_dict({"sdp_reduce_bucket_size": 5e8}).sdp_reduce_bucket_size == 500_000_000
+
+
+@pytest.mark.parametrize("value", [0, 1, True, False])
+def test_zero_and_one_are_booleans(value: int) -> None:
+    assert Config.from_dict({"prescaled_batch": value}).prescaled_batch is bool(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("4", 4),
+        ("5e8", 5e8),
+        ("0.2", 0.2),
+        ("interleaved", "interleaved"),
+    ],
+)
+def test_words_are_converted(text: str, value: object) -> None:
+    assert config.convert_text(text) == value
+
+
+def test_words_are_refused_where_values_are_expected() -> None:
+    assert "microbatches='4'" in refusal({"microbatches": "4"})
+    assert config.normalize({"microbatches": "4"}, from_text=True).values == {"microbatches": 4}
+
+
+def test_hints_of_public_scripts_are_accepted() -> None:
+    hints = {
+        "static_mode": True,
+        "fast_mode": True,
+        "_match_weights": True,
+        "overlapping_allreduce": True,
+        "use_times": True,
+        "ddp_dist_backend": "nccl",
+        "prescaled_batch": 1,
+        "skip_tracing": True,
+        "sharded_data_parallel_degree": 1,
+        "sdp_gradient_clipping": 1.0,
+        "sdp_hierarchical_allgather": False,
+    }
+    cfg = Config.from_dict(hints)
+    config.check_available(cfg)
+    assert {key: getattr(cfg, key) for key in hints} == hints
+
+
+# ---- one test per row of the table of errors ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("microbatches", True),
+        ("microbatches", 2.5),
+        ("microbatches", float("inf")),
+        ("microbatches", None),
+        ("pipeline_parallel_degree", 0),
+        ("pipeline", "gpipe"),
+        ("optimize", 3),
+        ("ddp", "yes"),
+        ("ddp", 2),
+        ("auto_partition", None),
+        ("default_partition", -1),
+        ("sdp_gradient_clipping", -1.0),
+        ("memory_weight", "heavy"),
+    ],
+)
+def test_row_1_wrong_type_or_range_is_refused(key: str, value: object) -> None:
+    text = refusal({key: value})
+    assert text.startswith(f"smp config: {key}={value!r}: ")
+
+
+def test_row_2_unknown_key_is_refused_with_the_nearest_one() -> None:
+    assert "did you mean 'microbatches'?" in refusal({"microbatch": 4})
+    assert "did you mean 'pipeline_parallel_degree'?" in refusal({"pipeline_degree": 4})
+    assert "did you mean 'partitions'?" in refusal({"partition": 4})
+
+
+def test_row_2_keys_of_tensorflow_are_refused_with_the_reason() -> None:
+    for key in ("horovod", "contiguous"):
+        assert "TensorFlow" in refusal({key: True})
+
+
+def test_private_unknown_keys_are_noted_and_ignored() -> None:
+    normal = config.normalize({"_secret": 1, "microbatches": 2})
+    assert normal.values == {"microbatches": 2}
+    assert len(normal.notes) == 1
+    assert "_secret=1" in normal.notes[0]
+
+
+def test_row_3_two_names_with_different_values_are_refused() -> None:
+    text = refusal({"partitions": 2, "pipeline_parallel_degree": 4})
+    assert "partitions=2" in text
+    assert "pipeline_parallel_degree=4" in text
+
+
+def test_row_4_world_must_be_a_multiple_of_the_degrees() -> None:
+    assert "pipeline_parallel_degree=3" in refusal({"partitions": 3, "ddp": True}, world_size=8)
+    values = {"partitions": 2, "tensor_parallel_degree": 3, "ddp": True}
+    text = refusal(values, world_size=8)
+    assert "tensor_parallel_degree=3" in text
+    assert "2 * 3 = 6" in text
+
+
+def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
+    assert "ddp=False" in refusal({"partitions": 2}, world_size=4)
+    assert "tensor_parallel_degree=2" in refusal({"tensor_parallel_degree": 2}, world_size=2)
+    text = refusal({"sharded_data_parallel_degree": 2}, world_size=2)
+    assert "sharded_data_parallel_degree=2" in text
+    config.check_world(Config.from_dict({"partitions": 2}), 2)
+    config.check_world(Config.from_dict({"partitions": 2, "ddp": True}), 4)
+
+
+def test_row_6_placement_is_a_name_or_a_permutation() -> None:
+    for bad in ("DPP", "dpt", "clusters", "DP", ""):
+        assert "placement_strategy" in refusal({"placement_strategy": bad})
+    for good in ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"):
+        assert Config.from_dict({"placement_strategy": good}).placement_strategy == good
+
+
+def test_row_7_default_partition_must_exist_without_auto_partition() -> None:
+    values = {"partitions": 2, "auto_partition": False, "default_partition": 2}
+    assert "default_partition=2" in refusal(values, world_size=2)
+    Config.from_dict({**values, "default_partition": 1})
+    Config.from_dict({**values, "auto_partition": True})  # not used
+
+
+def test_row_8_one_half_precision_only() -> None:
+    assert "fp16=True" in refusal({"fp16": True, "bf16": True})
+
+
+def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:
+    assert Config.from_dict({"bf16": True}).bf16
+
+
+def test_row_10_sharding_degree_must_divide_and_shards_states_already() -> None:
+    values = {"sharded_data_parallel_degree": 3, "ddp": True}
+    assert "does not divide" in refusal(values, world_size=4)
+    tp = {"sharded_data_parallel_degree": 4, "ddp": True, "tensor_parallel_degree": 2}
+    assert "does not divide" in refusal(tp, world_size=4)
+    config.check_world(Config.from_dict(tp), 8)
+    both = {**values, "shard_optimizer_state": True}
+    assert "shard_optimizer_state=False" in refusal(both, world_size=3)
+    with_pp = {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}
+    config.check_world(Config.from_dict(with_pp), 4)
+
+
+@pytest.mark.parametrize(
+    "key", ["activation_loading_horizon", "microbatches", "active_microbatches"]
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_row_11_counts_are_positive(key: str, value: int) -> None:
+    assert f"{key}={value}" in refusal({key: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_row_12_memory_weight_is_a_fraction(value: float) -> None:
+    assert "memory_weight" in refusal({"memory_weight": value})
+
+
+def test_row_13_backend_is_auto_or_nccl() -> None:
+    assert "ddp_dist_backend='gloo'" in refusal({"ddp_dist_backend": "gloo"})
+
+
+def test_row_18_later_init_keeps_the_topology() -> None:
+    current = Config.from_dict({"partitions": 2})
+    config.check_same_topology(current, Config.from_dict({"partitions": 2, "microbatches": 4}))
+    for change in ({"partitions": 1}, {"partitions": 2, "placement_strategy": "spread"}):
+        with pytest.raises(ValueError, match="already initialized") as error:
+            config.check_same_topology(current, Config.from_dict(change))
+        assert FORM.match(str(error.value))
+
+
+@pytest.mark.parametrize("key", sorted(config.NOT_YET))
+def test_features_of_later_versions_are_refused_not_ignored(key: str) -> None:
+    value = 2 if key.endswith("_degree") else True
+    cfg = Config.from_dict({key: value, "ddp": True})
+    with pytest.raises(ValueError, match="not available yet in this version") as error:
+        config.check_available(cfg)
+    assert FORM.match(str(error.value))
+    assert key in str(error.value)
+
+
+def test_advice_is_given_for_odd_settings() -> None:
+    odd = Config.from_dict({"tensor_parallel_degree": 6, "ddp": True})
+    assert "power of two" in config.advice(odd)[0]
+    assert "microbatches=1" in config.advice(Config.from_dict({"offload_activations": True}))[0]
+    assert config.advice(Config.from_dict({})) == []
+
+
+# ---- properties --------------------------------------------------------------------
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 12),
+    st.floats(),
+    st.sampled_from(["", "True", "simple", "speed", "spread", "nccl", "4"]),
+    st.lists(st.none()),
+)
+_KEYS = st.sampled_from([f.name for f in dataclasses.fields(Config)] + ["partitions"])
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(_KEYS, _VALUES, max_size=6), st.integers(1, 16))
+def test_any_values_are_accepted_or_refused_in_the_common_form(
+    values: dict[str, Any], world_size: int
+) -> None:
+    try:
+        cfg = Config.from_dict(values)
+        config.check_world(cfg, world_size)
+    except ValueError as error:
+        assert FORM.match(str(error)), error
+    else:
+        assert Config.from_dict(cfg.to_dict()) == cfg
+        assert world_size % (cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree) == 0
+        assert 1 <= cfg.active_microbatches <= cfg.microbatches

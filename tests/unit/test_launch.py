@@ -1,0 +1,198 @@
+"""Rank, size and meeting point from the variables of each launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp import launch
+from smp.launch import Launch, Rendezvous
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-8982@1",
+    "PMIX_SERVER_TMPDIR": "/tmp/ompi.8982",
+    "PMIX_SERVER_URI4": "prterun-host-8982@0.0;tcp4://127.0.0.1:42155",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1874919425",
+    "OMPI_MCA_ess_base_jobid": "1874919425",
+    "OMPI_MCA_orte_hnp_uri": "1874919424.0;tcp://10.0.0.2:40217",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NODELIST": "node[03-04]",
+}
+
+
+def rendezvous(env: dict[str, str]) -> Rendezvous:
+    return launch.plan_rendezvous(launch.read_launch(env, "here"), env, "/scratch", 1000)
+
+
+# ---- ranks -------------------------------------------------------------------------
+
+
+def test_torchrun_variables_are_read() -> None:
+    assert launch.read_launch(TORCHRUN, "here") == Launch("torchrun", 3, 4, 1, 2, "here")
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI_5, OPEN_MPI_4])
+def test_open_mpi_variables_are_read(env: dict[str, str]) -> None:
+    rank = int(env["OMPI_COMM_WORLD_RANK"])
+    assert launch.read_launch(env, "here") == Launch("mpi", rank, 2, rank, 2, "here")
+
+
+def test_slurm_variables_are_read() -> None:
+    assert launch.read_launch(SLURM, "here") == Launch("slurm", 5, 8, 1, 4, "here")
+
+
+def test_slurm_step_is_smaller_than_its_job() -> None:
+    step = launch.read_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, "here")
+    assert step.world_size == 6
+
+
+def test_slurm_tasks_per_node_are_expanded() -> None:
+    env = {k: v for k, v in SLURM.items() if k != "SLURM_NTASKS_PER_NODE"}
+    env |= {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}
+    assert launch.read_launch(env, "here").local_size == 2
+    assert launch.read_launch({**env, "SLURM_NODEID": "1"}, "here").local_size == 3
+
+
+def test_no_launcher_is_a_single_process() -> None:
+    assert launch.read_launch({}, "here") == Launch("single", 0, 1, 0, 1, "here", ("here",))
+    assert rendezvous({}).kind == "hash"
+
+
+def test_torchrun_inside_another_launcher_counts_as_torchrun() -> None:
+    assert launch.read_launch({**SLURM, **OPEN_MPI_5, **TORCHRUN}, "here").launcher == "torchrun"
+    assert launch.read_launch({**SLURM, **OPEN_MPI_5}, "here").launcher == "mpi"
+
+
+def test_host_name_can_be_replaced() -> None:
+    assert launch.read_launch({**TORCHRUN, "SMP_HOSTNAME": "b"}, "here").hostname == "b"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"RANK": "x"}, "RANK='x' is not an integer"),
+        ({"RANK": "4"}, "rank 4 of 4"),
+        ({"RANK": "-1"}, "rank -1 of 4"),
+    ],
+)
+def test_broken_variables_are_refused_by_name(
+    change: dict[str, str | None], complaint: str
+) -> None:
+    env = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
+    with pytest.raises(ValueError, match=complaint):
+        launch.read_launch(env, "here")
+
+
+def test_local_ranks_are_counted_from_simulated_hosts() -> None:
+    hosts = ["a", "b", "a", "b", "b"]
+    seen = []
+    for rank, host in enumerate(hosts):
+        own = launch.with_hosts(Launch("torchrun", rank, 5, rank, 5, host), hosts)
+        seen.append((own.local_rank, own.local_size))
+        assert not own.is_one_host
+    assert seen == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert launch.with_hosts(Launch("torchrun", 1, 2, 0, 0, "a"), ["a", "a"]).is_one_host
+
+
+# ---- meeting points ----------------------------------------------------------------
+
+
+def test_torchrun_reuses_the_store_of_its_agent() -> None:
+    plan = rendezvous(TORCHRUN)
+    expected = Rendezvous("tcp", host="node0", port=29500, use_agent_store=True, attempt="2")
+    assert plan == expected
+
+
+def test_restarted_ranks_meet_under_another_identity() -> None:
+    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert rendezvous(TORCHRUN).identity != rendezvous(again).identity
+
+
+def test_given_file_wins_over_all_else() -> None:
+    plan = rendezvous({**TORCHRUN, "SMP_RENDEZVOUS": "file:///tmp/x"})
+    assert (plan.kind, plan.path, plan.private_folder) == ("file", "/tmp/x", False)
+    with pytest.raises(ValueError, match="SMP_RENDEZVOUS"):
+        rendezvous({**TORCHRUN, "SMP_RENDEZVOUS": "/tmp/x"})
+
+
+def test_mpirun_on_one_host_meets_in_a_private_file_of_the_job() -> None:
+    plan = rendezvous(OPEN_MPI_5)
+    assert (plan.kind, plan.private_folder) == ("file", True)
+    assert plan.path.startswith("/scratch/smp-1000/")
+    assert rendezvous({**OPEN_MPI_5, "OMPI_COMM_WORLD_RANK": "0"}) == plan
+    other_job = {**OPEN_MPI_5, "PMIX_NAMESPACE": "prterun-host-9000@1"}
+    assert rendezvous(other_job).path != plan.path
+    same_process_id = {**OPEN_MPI_5, "PMIX_SERVER_URI4": "prterun-host-8982@0.0;tcp4://:1"}
+    assert rendezvous(same_process_id).path != plan.path
+    assert rendezvous(OPEN_MPI_4).kind == "file"
+
+
+def test_mpirun_over_hosts_without_an_address_is_refused() -> None:
+    env = {**OPEN_MPI_5, "OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR"):
+        rendezvous(env)
+    plan = rendezvous({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
+    assert (plan.kind, plan.host, plan.port, plan.use_agent_store) == ("tcp", "node0", 1234, False)
+
+
+def test_mpirun_without_a_job_id_is_refused() -> None:
+    env = {k: v for k, v in OPEN_MPI_5.items() if not k.startswith("PMIX")}
+    with pytest.raises(ValueError, match="PMIX_NAMESPACE"):
+        rendezvous(env)
+
+
+def test_slurm_meets_on_the_first_node_at_a_port_of_the_step() -> None:
+    plan = rendezvous(SLURM)
+    assert (plan.kind, plan.host) == ("tcp", "node03")
+    assert 20000 <= plan.port < 40000
+    assert rendezvous({**SLURM, "SLURM_PROCID": "0"}) == plan
+    assert rendezvous({**SLURM, "SLURM_STEP_ID": "1"}).port != plan.port
+    given = rendezvous({**SLURM, "MASTER_ADDR": "node9", "MASTER_PORT": "77"})
+    assert (given.host, given.port) == ("node9", 77)
+
+
+def test_ranks_without_any_address_are_refused() -> None:
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
+        rendezvous({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+        rendezvous({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node7,node8", "node7"),
+        ("node[01-04,07],gpu3", "node01"),
+        ("rack[3,5]-n", "rack3-n"),
+        ("a-b[9]", "a-b9"),
+    ],
+)
+def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+    assert launch.first_slurm_host(nodes) == first

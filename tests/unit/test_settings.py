@@ -1,0 +1,90 @@
+"""Environment settings and the choice of devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smp import settings
+
+
+def test_defaults() -> None:
+    assert settings.read_settings({}) == settings.Settings(1800.0, "auto", False, "gloo")
+
+
+def test_values_are_read() -> None:
+    env = {
+        "SMP_TIMEOUT_S": "2.5",
+        "SMP_DEVICE": "cpu",
+        "SMP_SHARE_GPU": "1",
+        "SMP_TRANSPORT": "mpi",
+    }
+    assert settings.read_settings(env) == settings.Settings(2.5, "cpu", True, "mpi")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SMP_TIMEOUT_S", "soon"),
+        ("SMP_TIMEOUT_S", "0"),
+        ("SMP_TIMEOUT_S", "inf"),
+        ("SMP_DEVICE", "tpu"),
+        ("SMP_SHARE_GPU", "yes"),
+        ("SMP_TRANSPORT", "pigeon"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        settings.read_settings({name: value})
+
+
+def test_device_follows_what_there_is_unless_told() -> None:
+    def choose(word: str, cuda: bool) -> str:
+        return settings.choose_device_type(settings.Settings(device=word), cuda_available=cuda)
+
+    assert choose("auto", True) == "cuda"
+    assert choose("auto", False) == "cpu"
+    assert choose("cpu", True) == "cpu"
+    assert choose("cuda", True) == "cuda"
+    with pytest.raises(RuntimeError, match="SMP_DEVICE"):
+        choose("cuda", False)
+
+
+def test_each_local_rank_has_its_gpu() -> None:
+    assert settings.device_of("cuda", 1, 4) == torch.device("cuda:1")
+    assert settings.device_of("cuda", 5, 4) == torch.device("cuda:1")  # shared
+    assert settings.device_of("cpu", 5, 0) == torch.device("cpu")
+
+
+def test_row_14_more_processes_than_gpus_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        settings.check_device_count("node7", 4, 2, share_gpu=False)
+    text = str(error.value)
+    assert text.startswith("smp config: ")
+    assert "node7" in text
+    assert "SMP_SHARE_GPU" in text
+    settings.check_device_count("node7", 2, 2, share_gpu=False)
+    settings.check_device_count("node7", 4, 2, share_gpu=True)
+
+
+def test_row_14_counts_each_host_for_itself() -> None:
+    hosts = ["a", "a", "b", "b"]
+    settings.check_devices(hosts, ["cuda"] * 4, [2, 2, 2, 2], share_gpu=False)
+    with pytest.raises(ValueError, match="host 'b' has 1 visible"):
+        settings.check_devices(hosts, ["cuda"] * 4, [2, 2, 1, 1], share_gpu=False)
+    settings.check_devices(hosts, ["cuda"] * 4, [2, 2, 1, 1], share_gpu=True)
+
+
+def test_row_14_does_not_apply_to_cpu() -> None:
+    settings.check_devices(["a"] * 4, ["cpu"] * 4, [0] * 4, share_gpu=False)
+
+
+def test_different_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'cpu': \[0\], 'cuda': \[1\]"):
+        settings.check_devices(["a", "a"], ["cpu", "cuda"], [0, 2], share_gpu=False)
+
+
+def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
+    groups = [[0, 1], [2, 3]]
+    assert settings.host_advice(groups, ["a", "a", "b", "b"]) == []
+    assert "['a', 'b']" in settings.host_advice(groups, ["a", "b", "a", "b"])[0]
