@@ -188,6 +188,8 @@ void LivenessHub::Impl::handle(Connection& connection,
     case Type::kLeft:
       left.insert(rank);
       gone.insert(rank);
+      // The last thing it did may free others, whose reports are older.
+      for (const auto& one : connections) one->stuck_since = Clock::now();
       return tell_others(rank, frame);
     default:
       SMP_CHECK(false, "unexpected liveness frame of type ",

@@ -24,6 +24,7 @@ WaitWatch::Scope::Scope(WaitWatch& watch, Clock::time_point deadline,
     wake_();
     return;
   }
+  if (deadline == Clock::time_point::max()) return;  // only abort ends it
   if (!watch_.thread_.joinable()) {
     watch_.thread_ = std::thread([&watch] { watch.run(); });
   } else if (deadline < watch_.next_look_) {

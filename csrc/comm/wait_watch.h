@@ -59,7 +59,7 @@ class WaitWatch {
   std::multimap<Clock::time_point, Scope*> scopes_;
   Clock::time_point served_until_ = Clock::time_point::min();
   Clock::time_point next_look_ = Clock::time_point::max();
-  std::thread thread_;  // started by the first wait, joined by the destructor
+  std::thread thread_;  // for deadlines; joined by the destructor
 };
 
 }  // namespace smp::comm

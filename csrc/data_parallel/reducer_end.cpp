@@ -118,6 +118,7 @@ std::vector<bool> Reducer::reduce_over_ranks(Lock& lock) {
     reduce_late(static_cast<int>(b), late);
   }
   lock.lock();
+  stats_.num_late_parameters += static_cast<int64_t>(late_.size());
   works_.clear();
   late_.clear();
   return {flags.begin(), flags.begin() + num_params};
@@ -143,7 +144,6 @@ void Reducer::reduce_late(int bucket_idx, const std::vector<bool>& late) {
   for (const BucketSlot& slot : slots) {
     const auto grads = late_.find(slot.record_idx);
     if (grads == late_.end()) continue;
-    ++stats_.num_late_parameters;
     for (const at::Tensor& grad : grads->second) part(slot).add_(grad);
   }
   bucket.scale_late(sum, pass_divisor());

@@ -83,6 +83,10 @@ void Server::close() {
   faults_->unsubscribe(fault_subscription_);
   threads_.join();
   records_.clear();
+  // They refer to the model, which refers to this server.
+  forward_handler_ = {};
+  error_reporter_ = {};
+  microbatch_done_ = {};
 }
 
 void Server::set_forward_handler(ForwardHandler handler) {

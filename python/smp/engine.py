@@ -89,6 +89,7 @@ class Engine:
         )
         if current.sizes["pp"] > 1:
             self._open_server(decision)
+        current.on_shutdown(self.close)
 
     def _open_server(self, decision: partition.Decision) -> None:
         current = self._current
@@ -116,12 +117,14 @@ class Engine:
             self._root, decision.modules, owners, current.global_rank, current.device
         )
         self.link.connect(self.server)
-        current.on_shutdown(self.close)
 
     def close(self) -> None:
-        """Ends the server's threads. May be called twice."""
+        """Ends the server's threads and lets go of the model. May be called twice."""
         if self.server is not None:
             self.server.close()
+        if self.link is not None:
+            self.link.disconnect()
+        self._reducer = None
 
     # ---- steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class TorchGroups:
     ) -> None:
         timeout = timedelta(seconds=timeout_s)
         self._owns_default = not dist.is_initialized()
+        self._excepthooks = [sys.excepthook]
         with _gloo_on_loopback(loopback):
             if self._owns_default:
                 dist.init_process_group(
@@ -143,6 +145,7 @@ class TorchGroups:
                     world_size=grid.world_size,
                     timeout=timeout,
                 )
+                self._excepthooks.append(sys.excepthook)  # torch puts one on top
             elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
                 raise RuntimeError(
                     f"torch.distributed is already initialized as rank {dist.get_rank()} of "
@@ -180,6 +183,8 @@ class TorchGroups:
             return  # the user did it
         if self._owns_default:
             dist.destroy_process_group()
+            if sys.excepthook is self._excepthooks[-1]:
+                sys.excepthook = self._excepthooks[0]
             return
         for group in self._made:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -39,6 +39,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _is_accelerate_prepared = True
     step_was_skipped = False
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

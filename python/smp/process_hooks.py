@@ -19,31 +19,27 @@ def describe_exception(error: BaseException) -> str:
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
 
 
-class ProcessHooks:
-    """Calls back on an uncaught exception and at exit, from install to remove."""
+def install(
+    on_uncaught: Callable[[BaseException], None],
+    on_exit: Callable[[], None],
+    after_fork: Callable[[], None],
+) -> None:
+    """Calls back on an uncaught exception, at exit, and in forked children. Once per process.
 
-    def __init__(
-        self, on_uncaught: Callable[[BaseException], None], on_exit: Callable[[], None]
-    ) -> None:
-        self._on_uncaught = on_uncaught
-        self._on_exit = on_exit
-        self._previous = sys.excepthook
-        sys.excepthook = self._hook
-        atexit.register(self._on_exit)
+    The callbacks stay for the life of the process, because others may put hooks on top that
+    cannot be taken away again; so they should be plain functions that look up what they need.
+    """
+    previous = sys.excepthook
 
-    def remove(self) -> None:
-        """Restores what was there, unless somebody has put a hook on top of ours."""
-        atexit.unregister(self._on_exit)
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._previous
-
-    def _hook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            self._on_uncaught(error)
+            on_uncaught(error)
         finally:
-            self._previous(kind, error, trace)
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(on_exit)
+    os.register_at_fork(after_in_child=after_fork)
 
 
 def keep_forever(owner: object) -> None:
@@ -53,8 +49,3 @@ def keep_forever(owner: object) -> None:
     would join.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
-
-
-def call_after_fork(callback: Callable[[], None]) -> None:
-    """Calls back in every child that is forked from now on."""
-    os.register_at_fork(after_in_child=callback)

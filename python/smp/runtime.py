@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,27 +285,33 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        if self.links is not None:
-            self.links.leave()
-        for callback in reversed(self._on_shutdown):
-            callback()
+        links, torch_groups = self.links, self._torch_groups
+        with ExitStack() as last_first:  # every part is ended, whatever others raise
+            last_first.callback(_C.set_rank_prefix, "")
+            if links is not None:
+                last_first.callback(links.close)
+            if torch_groups is not None:
+                last_first.callback(torch_groups.destroy)
+            last_first.callback(self._drop_references)
+            for callback in self._on_shutdown:
+                last_first.callback(callback)
+            if links is not None:
+                links.leave()
+
+    def _drop_references(self) -> None:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        if self._torch_groups is not None:
-            self._torch_groups.destroy()
-        if self.links is not None:
-            self.links.close()
-        self.model = self.optimizer = None
-        _C.set_rank_prefix("")
+        self.model = self.optimizer = self._torch_groups = self._store = None
+        self._on_shutdown.clear()
+        self._on_step.clear()
 
 
 # ---- the process-wide object -------------------------------------------------------
 
 _current: Runtime | None = None
-_hooks: process_hooks.ProcessHooks | None = None
 _meeting_point = MeetingPoint()
-_watches_forks = False
+_has_hooks = False
 
 state = State()
 
@@ -408,16 +414,26 @@ def _meet(store: dist.Store, launch: Launch, hello: Hello, settings: Settings) -
 
 
 def _start(runtime: Runtime) -> None:
-    global _current, _hooks, _watches_forks
+    global _current, _has_hooks
     _current = runtime
-    _hooks = process_hooks.ProcessHooks(
-        lambda error: runtime.report_raised("the script (uncaught exception)", error), shutdown
-    )
-    if not _watches_forks:
-        _watches_forks = True
-        process_hooks.call_after_fork(_after_fork_in_child)
+    if runtime.world_size > 1 and not _has_hooks:
+        _has_hooks = True
+        process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     hosts = runtime.launch.hosts
     _log_at_rank0(runtime, runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
+
+
+def _on_uncaught(error: BaseException) -> None:
+    if _current is not None:
+        _current.report_raised("the script (uncaught exception)", error)
+
+
+def _at_exit() -> None:
+    """Says goodbye; the runtime of a finished script is nobody's any more."""
+    transport = "" if _current is None else _current.settings.transport
+    shutdown()
+    if transport == "mpi":
+        _C.mpi_finalize()
 
 
 def _after_fork_in_child() -> None:
@@ -460,10 +476,7 @@ def shutdown() -> None:
     Waits until the other ranks call it too (or fail). May be called at any time, and twice;
     `init` may follow, with another layout. Runs by itself at the end of the process.
     """
-    global _current, _hooks
+    global _current
     runtime, _current = _current, None
-    if _hooks is not None:
-        _hooks.remove()
-        _hooks = None
     if runtime is not None and os.getpid() == runtime.pid:
         runtime.close()

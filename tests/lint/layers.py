@@ -35,7 +35,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
     frozenset({"config_sources", "settings"}),
-    frozenset({"groups", "launch", "process_hooks"}),
+    frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),

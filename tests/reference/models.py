@@ -84,11 +84,12 @@ class Reuse(nn.Module):
         super().__init__()
         with place(1):
             self.shared = Affine()
+        with place(2):
+            self.between = Affine()
+        with place(3):
             self.other = nn.Linear(WIDTH, WIDTH)
             self.tied = nn.Linear(WIDTH, WIDTH)
             self.tied.weight = self.other.weight
-        with place(2):
-            self.between = Affine()
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,7 +279,8 @@ class Unused(nn.Module):
             self.frozen = Affine()
             self.frozen.requires_grad_(False)
         self.lonely = nn.Parameter(torch.empty(3))
-        self.head = nn.Linear(WIDTH, 1)
+        with place(3):
+            self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         used, _, index, _ = self.several(torch.sin(x), x * 2)

@@ -215,6 +215,20 @@ TEST(Liveness, ProgressAndUnsentMessagesAreNoDeadlock) {
   EXPECT_EQ(fault->kind, Kind::kDeadlock);
 }
 
+TEST(Liveness, LeavingOfTheRankThatOthersWaitedForIsNoDeadlock) {
+  World world(2);
+  {
+    BlockedScope waits(world.boards[0]->waits(), "barrier");
+    std::this_thread::sleep_for(milliseconds(800));
+    world.clients[1]->leave();
+    EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
+    std::this_thread::sleep_for(milliseconds(100));  // its message arrives
+  }
+  std::this_thread::sleep_for(milliseconds(300));
+  EXPECT_FALSE(world.boards[0]->fault());
+  world.leave_all();
+}
+
 TEST(Liveness, MissingRankIsNoDeadlock) {
   World world(2, false);
   world.connect(0);

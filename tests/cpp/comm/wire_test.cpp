@@ -179,6 +179,9 @@ TEST(Wire, EveryTruncationIsAnErrorThatNamesTheSource) {
   for (size_t size = 0; size < blob.size(); ++size) {
     const std::vector<uint8_t> part(blob.begin(), blob.begin() + size);
     EXPECT_THROW(decode(packet, part, {}), CorruptMessage) << size;
+    Header header = decode_packet(packet, kSource);
+    header.blob_bytes = static_cast<int64_t>(size);  // a header that agrees
+    EXPECT_THROW(decode_blob(part, header), CorruptMessage) << size;
   }
   const std::vector<uint8_t> part(packet.begin(), packet.begin() + 40);
   try {

@@ -1,0 +1,242 @@
+"""Ranks, groups and process groups in real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smp
+from smp import _C, groups, runtime
+from smp.launch import read_launch
+from smp.rendezvous import MeetingPoint
+from tests.dist.pool import Pool
+
+KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
+
+
+def thread_names() -> Counter[str]:
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read().strip())
+    return Counter(names)
+
+
+# ---- ranks and lists ---------------------------------------------------------------
+
+
+def read_everything(rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    smp.init(config)
+    assert smp.rank() == rank
+    assert smp.local_rank() == rank
+    return {
+        "ranks": {k: getattr(smp, f"{k}_rank")() for k in KINDS[1:]},
+        "sizes": {k: getattr(smp, f"{k}_size")() for k in KINDS[1:]},
+        "groups": {k: getattr(smp, f"get_{k}_group")() for k in KINDS},
+        "size": (smp.size(), smp.local_size()),
+    }
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread"])
+def test_public_functions_agree_with_the_grid(pool: Pool, placement: str) -> None:
+    config = {"partitions": 2, "ddp": True, "placement_strategy": placement}
+    grid = _C.ProcessGrid(4, 2, 1, placement)
+    for rank, seen in enumerate(pool.run(4, read_everything, config)):
+        assert seen["size"] == (4, 4)
+        for kind in KINDS:
+            assert seen["groups"][kind] == grid.group(kind, rank)
+        for kind in KINDS[1:]:
+            assert seen["ranks"][kind] == grid.group_rank(kind, rank)
+            assert seen["sizes"][kind] == grid.group_size(kind)
+
+
+def read_local(rank: int) -> tuple[int, int, tuple[str, ...]]:
+    os.environ["SMP_HOSTNAME"] = "ab"[rank % 2]
+    smp.init({"partitions": 4})
+    return smp.local_rank(), smp.local_size(), runtime.current().launch.hosts
+
+
+def test_local_ranks_follow_simulated_hosts(pool: Pool) -> None:
+    hosts = ("a", "b", "a", "b")
+    expected = [(0, 2, hosts), (0, 2, hosts), (1, 2, hosts), (1, 2, hosts)]
+    assert pool.run(4, read_local) == expected
+
+
+# ---- torch process groups ----------------------------------------------------------
+
+
+def sum_ranks(rank: int, config: dict[str, Any]) -> dict[str, tuple[float, list[int]]]:
+    smp.init(config)
+    result = {}
+    for kind in KINDS:
+        group = getattr(smp, f"get_{kind}_process_group")()
+        value = torch.tensor(float(2**rank))
+        dist.all_reduce(value, group=group)
+        result[kind] = (float(value), dist.get_process_group_ranks(group))
+    return result
+
+
+@pytest.mark.parametrize("config", [{"partitions": 2, "ddp": True}, {"ddp": True}])
+def test_process_groups_reduce_over_the_listed_ranks(pool: Pool, config: dict[str, Any]) -> None:
+    grid = _C.ProcessGrid(4, config.get("partitions", 1), 1, "cluster")
+    for rank, sums in enumerate(pool.run(4, sum_ranks, config)):
+        for kind in KINDS:
+            members = grid.group(kind, rank)
+            assert sums[kind] == (float(sum(2**r for r in members)), members)
+
+
+def groups_of_one(rank: int) -> float:
+    smp.init({"ddp": True})
+    threads = threading.active_count()
+    assert not dist.is_initialized()  # not before somebody asks
+    value = torch.tensor(3.0)
+    dist.all_reduce(value, group=smp.get_dp_process_group())
+    smp.shutdown()
+    assert not dist.is_initialized()
+    assert threading.active_count() == threads
+    return float(value)
+
+
+def test_world_of_one_makes_process_groups_on_demand(pool: Pool) -> None:
+    assert pool.run(1, groups_of_one) == [3.0]
+
+
+def ask_without_ddp(rank: int) -> str:
+    smp.init({"partitions": 2})
+    with pytest.raises(RuntimeError, match="needs the configuration key ddp") as error:
+        smp.get_dp_process_group()
+    return str(error.value)
+
+
+def test_process_groups_need_ddp(pool: Pool) -> None:
+    texts = pool.run(2, ask_without_ddp)
+    assert texts[1].startswith("[global_rank 1 | pp 1 tp 0 rdp 0] ")
+
+
+def keep_own_torch_groups(rank: int) -> bool:
+    store = dist.FileStore(os.environ["SMP_RENDEZVOUS"].removeprefix("file://") + "own", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    smp.init({"ddp": True})
+    value = torch.ones(1)
+    dist.all_reduce(value, group=smp.get_dp_process_group())
+    smp.shutdown()
+    alive = dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+    return alive and float(value) == 2.0
+
+
+def test_process_group_of_the_user_is_used_and_left_alone(pool: Pool) -> None:
+    assert pool.run(2, keep_own_torch_groups) == [True, True]
+
+
+# ---- communicators, with tensor parallelism ----------------------------------------
+
+
+def build_with_tp(rank: int, placement: str) -> dict[str, float]:
+    """Groups of a grid with tp 2, which init does not offer yet."""
+    grid = _C.ProcessGrid(4, 1, 2, placement)
+    launch = read_launch(os.environ, "here")
+    store = MeetingPoint().open(launch, os.environ, 30.0)
+    made = groups.build_groups(
+        grid, rank, store, device=torch.device("cpu"), loopback=True, timeout_s=30.0
+    )
+    torch_groups = groups.TorchGroups(
+        grid, rank, store, device=torch.device("cpu"), loopback=True, timeout_s=30.0
+    )
+    sums = {}
+    for name, comm in (("dp", made.dp), ("dp_control", made.dp_control), ("mp", made.mp_control)):
+        assert comm is not None
+        value = torch.tensor([float(2**rank)])
+        comm.all_reduce(value).wait(30.0)
+        sums[name] = float(value)
+    for kind in ("tp", "rdp"):
+        value = torch.tensor(float(2**rank))
+        dist.all_reduce(value, group=torch_groups[kind])
+        sums[kind] = float(value)
+    dist.barrier()
+    torch_groups.destroy()
+    assert not dist.is_initialized()
+    return sums
+
+
+@pytest.mark.parametrize("placement", ["DPT", "TPD"])
+def test_groups_with_tensor_parallelism_reduce_over_the_grid(pool: Pool, placement: str) -> None:
+    grid = _C.ProcessGrid(4, 1, 2, placement)
+    for rank, sums in enumerate(pool.run(4, build_with_tp, placement)):
+        for name, total in sums.items():
+            members = grid.group(name.removesuffix("_control"), rank)
+            assert total == sum(2**r for r in members), name
+
+
+# ---- start and end -----------------------------------------------------------------
+
+
+def change_layouts(rank: int) -> list[tuple[int, int]]:
+    before = thread_names()
+    seen = []
+    for config in ({"partitions": 2}, {"ddp": True}, {"partitions": 2, "ddp": True}):
+        smp.init(config)
+        smp.barrier()
+        seen.append((smp.pp_rank(), smp.dp_rank()))
+        smp.shutdown()
+        smp.shutdown()
+        assert not smp.is_initialized()
+        assert smp.state.cfg is None
+        assert thread_names() == before
+        assert _C.rank_prefix() == ""
+    return seen
+
+
+def test_another_layout_may_follow_and_nothing_keeps_running(pool: Pool) -> None:
+    assert pool.run(2, change_layouts) == [[(0, 0), (0, 0), (0, 0)], [(1, 0), (0, 1), (1, 0)]]
+
+
+def add_keys(rank: int) -> tuple[int, bool, float]:
+    smp.init({"partitions": 2, "microbatches": 2})
+    smp.init()
+    smp.init({"microbatches": 8, "ddp": True})
+    value = torch.ones(1)
+    dist.all_reduce(value, group=smp.get_mp_process_group())
+    cfg = smp.state.cfg
+    assert cfg is not None
+    assert cfg.active_microbatches == 4
+    return cfg.microbatches, cfg.ddp, float(value)
+
+
+def test_later_init_adds_keys_and_groups(pool: Pool) -> None:
+    assert pool.run(2, add_keys) == [(8, True, 2.0)] * 2
+
+
+def listen_addresses(rank: int) -> set[str]:
+    """Local addresses of all listening TCP sockets of this process."""
+    smp.init({"partitions": 2, "ddp": True})
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as file:
+            for line in file.readlines()[1:]:
+                columns = line.split()
+                if columns[3] == "0A" and columns[9] in inodes:
+                    addresses.add(columns[1].split(":")[0])
+    smp.barrier()
+    return addresses
+
+
+def test_ranks_of_one_host_listen_on_loopback_only(pool: Pool) -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for addresses in pool.run(4, listen_addresses):
+        assert addresses
+        assert addresses <= loopback
