@@ -2,7 +2,7 @@
 
 Both contenders train the same blocks with AdamW on the same data. torch.distributed.pipelining gets
 two hand-made stages. smp gets one model whose blocks are either two `nn.Sequential`s ("halves": one
-remote call per microbatch, as in the stages) or separate modules ("blocks": one remote call each,
+remote call for the second, one for the head) or separate modules ("blocks": one remote call each,
 which is what an unmodified Hugging Face model looks like).
 """
 

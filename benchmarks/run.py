@@ -50,13 +50,13 @@ JOBS = (
 )
 
 
-def run_job(job: Job) -> list[dict[str, Any]]:
+def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
     """Results of one benchmark; raises RuntimeError with its output if it failed."""
     launcher = []
     if job.num_processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += [f"--nproc-per-node={job.num_processes}"]
-    arguments = [f"--config={json.dumps(job.config)}", f"--repeats={job.repeats}"]
+    arguments = [f"--config={json.dumps(job.config)}", f"--repeats={repeats}"]
     command = [sys.executable, *launcher, str(FOLDER / f"{job.script}.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -84,6 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPO / "build" / "bench" / "results.jsonl")
     parser.add_argument("--only", help="run the benchmarks whose name contains this")
+    parser.add_argument("--repeats", type=int, help="for all; default: as listed in JOBS")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     jobs = [job for job in JOBS if args.only is None or args.only in job.script]
@@ -94,7 +95,7 @@ def main() -> int:
     with args.out.open("a", encoding="utf-8") as file:
         for job in jobs:
             try:
-                results = run_job(job)
+                results = run_job(job, args.repeats or job.repeats)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 num_failed += 1
                 print(f"FAILED {error}", file=sys.stderr, flush=True)

@@ -133,7 +133,7 @@ py::tuple await_output(Server& server) {
     output = server.await_output();
   }
   for (MessageTensor& tensor : output.tensors) {
-    if (tensor.requires_grad) tensor.data.set_requires_grad(true);
+    if (tensor.requires_grad) pipeline::require_unused_grad(tensor.data);
   }
   return py::make_tuple(py::bytes(output.structure), data_of(output.tensors));
 }

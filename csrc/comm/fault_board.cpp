@@ -16,10 +16,10 @@ std::string Fault::describe() const {
   }
   switch (kind) {
     case Kind::kDied:
-      return who + " died: " +
-             (text.empty() ? "its connection closed without a goodbye "
-                             "(killed or crashed)"
-                           : text);
+      if (!text.empty()) return who + " died or its connection broke: " + text;
+      return who +
+             " died: its connection closed without a goodbye (killed or "
+             "crashed)";
     case Kind::kLeft:
       return who + " has left (its script has finished)" +
              (text.empty() ? "" : " " + text);

@@ -235,7 +235,7 @@ void Mailbox::Impl::collect_sends() {
 // Takes the oldest message to `dst` out when it is finished.
 bool Mailbox::Impl::collect_from(std::unique_lock<std::mutex>& lock, int dst) {
   if (stopping || sends[dst].empty()) return false;
-  const std::vector<WorkPtr> works = sends[dst].front().works;
+  std::vector<WorkPtr> works = sends[dst].front().works;
   const Clock::time_point posted = sends[dst].front().posted;
   lock.unlock();
   bool is_over = true;
@@ -259,6 +259,7 @@ bool Mailbox::Impl::collect_from(std::unique_lock<std::mutex>& lock, int dst) {
   lock.unlock();
   faults->waits().add_unsent(-1);
   finished.clear();
+  works.clear();
   lock.lock();
   return true;
 }
@@ -422,9 +423,8 @@ void Mailbox::Impl::report_lost(int peer, const std::string& text) {
     }
     if (is_explained()) return;
   }
-  faults->report({.kind = Fault::Kind::kDied,
-                  .global_rank = peer,
-                  .text = "or its connection broke: " + text});
+  faults->report(
+      {.kind = Fault::Kind::kDied, .global_rank = peer, .text = text});
 }
 
 void Mailbox::Impl::close(milliseconds timeout) {

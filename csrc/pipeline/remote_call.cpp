@@ -49,7 +49,19 @@ class RemoteCallNode : public torch::autograd::Node {
   const std::vector<bool> output_has_grad_;
 };
 
+// The driver runs the real backward; here it ends.
+class UnusedGradNode : public torch::autograd::Node {
+ public:
+  std::string name() const override { return "SmpModelOutputBackward"; }
+  variable_list apply(variable_list&&) override { return {}; }
+};
+
 }  // namespace
+
+void require_unused_grad(at::Tensor& output) {
+  torch::autograd::create_gradient_edge(output,
+                                        std::make_shared<UnusedGradNode>());
+}
 
 Call remote_call(Server& server, int owner_global_rank, int64_t module_id,
                  bool training, std::string structure,

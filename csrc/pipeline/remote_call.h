@@ -20,4 +20,8 @@ Call remote_call(Server& server, int owner_global_rank, int64_t module_id,
                  bool training, std::string structure,
                  const std::vector<at::Tensor>& inputs);
 
+/// Makes a received output of the model require a gradient that goes nowhere,
+/// on ranks other than the driver. Unlike a leaf it may be changed in place.
+void require_unused_grad(at::Tensor& output);
+
 }  // namespace smp::pipeline

@@ -374,6 +374,18 @@ bool Scheduler::baton_is_free() const {
   return running_ == nullptr;
 }
 
+std::vector<int> Scheduler::awaited_ranks() const {
+  Lock lock(mutex_);
+  std::vector<int> ranks;
+  for (const auto& [context, owned] : contexts_) {
+    if (context->state == Context::State::kSuspended &&
+        context->waits_for_rank >= 0) {
+      ranks.push_back(context->waits_for_rank);
+    }
+  }
+  return ranks;
+}
+
 std::string Scheduler::describe() const {
   Lock lock(mutex_);
   std::string text;

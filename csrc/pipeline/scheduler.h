@@ -101,6 +101,8 @@ class Scheduler {
   std::exception_ptr cancel_reason() const;
 
   bool baton_is_free() const;
+  /// Global ranks whose answers suspended contexts wait for.
+  std::vector<int> awaited_ranks() const;
   /// One line per context that has not ended, for timeouts.
   std::string describe() const;
   Stats stats() const;

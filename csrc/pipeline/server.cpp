@@ -336,7 +336,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     progress = seen;
     const std::string what = describe_wait();
     blocked.update(waits && now - last_progress >= kPoll, what);
-    for (const int rank : options_.pp_ranks) {
+    for (const int rank : ranks_needed()) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
       SMP_THROW_IF_NOT(PeerFailure, now - *left_since < kLeftGrace,
@@ -351,6 +351,13 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
               " s in ", what);
     lock.lock();
   }
+}
+
+// Without whom the wait cannot end. Others may have left: they are done.
+std::vector<int> Server::ranks_needed() const {
+  std::vector<int> ranks = scheduler_.awaited_ranks();
+  if (!is_driver() && !step_end_seen_) ranks.push_back(driver_rank());
+  return ranks;
 }
 
 std::string Server::describe_wait() const {

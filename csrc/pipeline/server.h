@@ -152,6 +152,7 @@ class Server {
   [[noreturn]] void abandon_step(std::exception_ptr failure);
   void wait_until(std::unique_lock<std::mutex>& lock,
                   const std::function<bool()>& done);
+  std::vector<int> ranks_needed() const;
   std::string describe_wait() const;
   void on_fault();
   void on_context_error(const Context& context, const std::exception_ptr&);
@@ -183,7 +184,7 @@ class Server {
   std::map<int64_t, comm::Message> step_begins_;
   std::unordered_map<int64_t, Slot*> requests_;  // by request id
   std::map<SlotKey, Slot> notices_;
-  bool step_end_seen_ = false;
+  std::atomic<bool> step_end_seen_{false};
   int64_t next_request_id_ = 1;
   std::atomic<int64_t> next_ref_id_{1};
   std::atomic<int64_t> num_remote_calls_{0};

@@ -140,7 +140,7 @@ def train(model, loader, args, check):
 
 def finish(model, optimizer, tokenizer, args):
     """Checkpoints, and a sample from the whole model on rank 0."""
-    if args.out:
+    if args.out and smp.rdp_rank() == 0:
         state = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
         smp.save(state, str(args.out / "checkpoint.pt"), partial=True)
     whole = model.state_dict(gather_to_rank0=True)

@@ -9,15 +9,10 @@ from smp import _extension
 
 _extension.load()
 
-from smp import checkpoint as _checkpoint  # noqa: E402
-from smp import grad_norm as _grad_norm  # noqa: E402
 from smp import metrics, model  # noqa: E402
-from smp import optimizer as _optimizer  # noqa: E402
-from smp import partition as _partition  # noqa: E402
-from smp import runtime as _runtime  # noqa: E402
-from smp import step as _step  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
+from smp.checkpoint import load, save  # noqa: E402
 from smp.comm import (  # noqa: E402
     DP_GROUP,
     MP_GROUP,
@@ -64,22 +59,16 @@ from smp.comm import (  # noqa: E402
     tp_rank,
     tp_size,
 )
+from smp.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
+from smp.model import DistributedModel  # noqa: E402
+from smp.optimizer import DistributedOptimizer  # noqa: E402
+from smp.partition import partition, set_partition  # noqa: E402
+from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 
-init = _runtime.init
-shutdown = _runtime.shutdown
-is_initialized = _runtime.is_initialized
-state = _runtime.state
-save = _checkpoint.save
-load = _checkpoint.load
-clip_grad_norm_ = _grad_norm.clip_grad_norm_
-DistributedModel = model.DistributedModel
-DistributedOptimizer = _optimizer.DistributedOptimizer
-set_partition = _partition.set_partition
-# These two are submodules and public functions at once; as in the documented interface the
-# attribute is the function.
-step = _step.step
-partition = _partition.partition
+# `step` and `partition` are submodules and public functions at once; as in the documented
+# interface the attribute is the function.
+from smp.step import step  # noqa: E402
 
 __all__ = [
     "DP_GROUP",

@@ -44,7 +44,9 @@ def save(
             return
         obj = _merge(parts)
     if not path.parent.is_dir():
-        raise ValueError(f"{_C.rank_prefix()}cannot save {path}: folder {path.parent} does not exist")
+        raise ValueError(
+            f"{_C.rank_prefix()}cannot save {path}: folder {path.parent} does not exist"
+        )
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

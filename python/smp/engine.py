@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp import _C, comm, data_parallel, memory, partition, runtime
+from smp import _C, comm, data_parallel, memory, runtime
 from smp.model_parts import PARTIAL_MARK, ModelParts
+from smp.partition.decide import Decision, agree, decide
 from smp.pipeline import PipelineLink
 
 _log = logging.getLogger("smp")
@@ -65,10 +66,10 @@ class Engine:
     # ---- partition
 
     def partition(self) -> None:
-        """Decides the partition, moves the parts to their ranks and opens the server. Collective."""
+        """Decides the partition, moves parts to their ranks, opens the server. Collective."""
         current = self._current
-        decision = partition.decide(self._root, current.config, current.sizes["pp"])
-        partition.agree(decision)
+        decision = decide(self._root, current.config, current.sizes["pp"])
+        agree(decision)
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
@@ -91,13 +92,15 @@ class Engine:
             self._open_server(decision)
         current.on_shutdown(self.close)
 
-    def _open_server(self, decision: partition.Decision) -> None:
+    def _open_server(self, decision: Decision) -> None:
         current = self._current
         assert self._reducer is not None and current.links is not None
+        links = current.links
+        assert links.mailbox is not None and links.board is not None
         config = current.config
         self.server = _C.Server(
-            current.links.mailbox,
-            current.links.board,
+            links.mailbox,
+            links.board,
             global_rank=current.global_rank,
             pp_ranks=list(current.groups["pp"]),
             order_ranks=list(current.groups["dp"]),
@@ -108,8 +111,8 @@ class Engine:
             timeout_s=current.settings.timeout_s,
             module_names=decision.names,
         )
-        self.server.set_error_reporter(current.links.report_raised)
-        self.server.set_microbatch_done(self._reducer.finish_microbatch)
+        self.server.set_error_reporter(links.report_raised)
+        self.server.set_microbatch_done(self._microbatch_done)
         owners = [
             None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions
         ]
@@ -163,7 +166,6 @@ class Engine:
             outside.restore()
 
     def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
-        assert self._reducer is not None
         device = str(self._current.device)
         self._inside_step = True
         try:
@@ -171,15 +173,24 @@ class Engine:
                 _C.seed_generators(_C.mix_seed(seed, mb), device)
                 with _C.TaskScope(self._num_steps, mb):
                     body(mb)
-                self._reducer.finish_microbatch(mb)
+                self._microbatch_done(mb)
         finally:
             self._inside_step = False
+
+    def _microbatch_done(self, mb: int) -> None:
+        if self._reducer is not None and self._reducer.in_step:
+            self._reducer.finish_microbatch(mb)
 
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
         if trains:
             assert self._reducer is not None
             self._reducer.end_step()
+
+    def abandon_step(self) -> None:
+        """Closes a step that failed; its gradients are lost. Not collective."""
+        if self._reducer is not None and self._reducer.in_step:
+            self._reducer.cancel_step()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the server since the partition; empty with one pipeline rank."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,16 +88,17 @@ def _make_gloo(
     loopback: bool,
     timeout_s: float,
 ) -> _C.Communicator:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
+    options = gloo._Options()
     if loopback:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
     elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])]
+        options._devices = [gloo.create_device(interface=interface.split(",")[0])]
     else:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._devices = [gloo.create_default_device()]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
-    backend = dist.ProcessGroupGloo(
+    backend = gloo(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
         ranks.index(global_rank),
         len(ranks),
@@ -109,9 +111,10 @@ def _make_gloo(
 def _make_nccl(
     store: dist.Store, name: str, ranks: Sequence[int], global_rank: int, timeout_s: float
 ) -> _C.Communicator:
-    options = dist.ProcessGroupNCCL.Options()
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    backend = dist.ProcessGroupNCCL(
+    backend = nccl(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
         ranks.index(global_rank),
         len(ranks),
@@ -161,18 +164,26 @@ class TorchGroups:
         }
 
     def _make_all(self, grid: _C.ProcessGrid, global_rank: int, timeout: timedelta) -> None:
-        self._by_ranks[tuple(range(grid.world_size))] = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        self._by_ranks[tuple(range(grid.world_size))] = world
         alone = (global_rank,)
         if alone not in self._by_ranks:
-            self._add(alone, dist.new_group(alone, timeout, use_local_synchronization=True))
+            self._add(
+                alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
+            )
+        seen = set(self._by_ranks)
         for kind in GROUP_KINDS:
-            for ranks in map(tuple, grid.groups(kind)):  # every rank, in one order
-                if len(ranks) > 1 and ranks not in self._by_ranks:
-                    self._add(ranks, dist.new_group(ranks, timeout))
+            for members in grid.groups(kind):  # every rank makes all, in one order
+                ranks = tuple(members)
+                if len(ranks) > 1 and ranks not in seen:
+                    seen.add(ranks)
+                    self._add(ranks, dist.new_group(ranks, timeout), global_rank)
 
-    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self._by_ranks[ranks] = group
-        self._made.append(group)
+    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup, global_rank: int) -> None:
+        if global_rank in ranks:
+            self._by_ranks[ranks] = group
+            self._made.append(group)
 
     def __getitem__(self, kind: str) -> dist.ProcessGroup:
         return self._by_kind[kind]
@@ -187,8 +198,7 @@ class TorchGroups:
                 sys.excepthook = self._excepthooks[0]
             return
         for group in self._made:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -95,8 +96,8 @@ class DistributedModel(nn.Module):
             broadcast_buffers=broadcast_buffers,
         )
         self._runtime = current
-        self._post_partition_hooks: dict[int, Hook] = {}
-        self._post_step_hooks: dict[int, Hook] = {}
+        self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         current.model = self
         if current.sizes["pp"] == 1:
             self.prepare()
@@ -150,8 +151,8 @@ class DistributedModel(nn.Module):
     def _raise_outside_step(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
-            f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong into a "
-            "function decorated with @smp.step"
+            f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong "
+            "into a function decorated with @smp.step"
         )
 
     def _on_device(self, arguments: Any) -> Any:
@@ -179,9 +180,14 @@ class DistributedModel(nn.Module):
     def end_step(self, trains: bool) -> None:
         """Finishes the reduction of gradients and runs the hooks that wait for it."""
         self._engine.end_step(trains)
-        hooks, self._post_step_hooks = self._post_step_hooks, {}
-        for hook in hooks.values():
+        hooks = list(self._post_step_hooks.values())
+        self._post_step_hooks.clear()  # handles refer to this very dictionary
+        for hook in hooks:
             hook(self, self._runtime.optimizer)
+
+    def abandon_step(self) -> None:
+        """Closes a step that raised."""
+        self._engine.abandon_step()
 
     # ---- access
 

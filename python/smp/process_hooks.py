@@ -10,11 +10,15 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from smp import _C
+
 _MAX_TRACEBACK_LINES = 30
 
 
 def describe_exception(error: BaseException) -> str:
     """The last lines of the traceback, for the screens of other ranks."""
+    if isinstance(error, _C.PeerFailure):
+        return str(error)  # says it all
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
 

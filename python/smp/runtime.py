@@ -35,6 +35,7 @@ from smp.rendezvous import (
 from smp.settings import (
     Settings,
     check_devices,
+    check_gpu_sharing,
     choose_device_type,
     device_of,
     host_advice,
@@ -52,6 +53,17 @@ class ModuleManager:
 
     translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = field(
         default_factory=list
+    )
+
+
+def _make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
+    config = plan.config
+    assert config is not None
+    return _C.ProcessGrid(
+        world_size,
+        config.pipeline_parallel_degree,
+        config.tensor_parallel_degree,
+        config.placement_strategy,
     )
 
 
@@ -102,12 +114,7 @@ class Runtime:
         self.device = device
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.grid = _C.ProcessGrid(
-            launch.world_size,
-            self.config.pipeline_parallel_degree,
-            self.config.tensor_parallel_degree,
-            self.config.placement_strategy,
-        )
+        self.grid = _make_grid(plan, launch.world_size)
         rank = self.global_rank
         self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
         self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
@@ -204,8 +211,8 @@ class Runtime:
         """Tells all other ranks that this one raised, unless it raised because of them."""
         if self.links is None or os.getpid() != self.pid:
             return
-        if isinstance(error, PeerFailure):
-            self.links.has_failed = True
+        if isinstance(error, PeerFailure) and self.links.board.fault_text() is not None:
+            self.links.has_failed = True  # they know what we know
         elif not self.links.has_failed:
             self.links.report_raised(where, process_hooks.describe_exception(error))
 
@@ -369,7 +376,7 @@ def init(config: UserConfig = None) -> None:
         plan.config_dict(),
         plan.error,
     )
-    hellos = _meet(store, launch, hello, settings)
+    hellos = _meet(store, launch, hello, plan, settings)
     launch = with_hosts(launch, [other.host for other in hellos])
     device = device_of(device_type, launch.local_rank, num_devices)
     runtime = Runtime(plan, launch, settings, device)
@@ -395,18 +402,20 @@ def _look_at_devices(settings: Settings) -> tuple[str, int]:
     return device_type, torch.cuda.device_count() if device_type == "cuda" else 0
 
 
-def _meet(store: dist.Store, launch: Launch, hello: Hello, settings: Settings) -> list[Hello]:
+def _meet(
+    store: dist.Store, launch: Launch, hello: Hello, plan: Plan, settings: Settings
+) -> list[Hello]:
     """The hellos of all ranks, once they agree."""
     hellos = exchange_hellos(store, launch, hello, settings.timeout_s)
     try:
         raise_first_error([other.error for other in hellos])
         compare_configs([other.config or {} for other in hellos])
-        check_devices(
-            [other.host for other in hellos],
-            [other.device for other in hellos],
-            [other.num_devices for other in hellos],
-            settings.share_gpu,
-        )
+        hosts = [other.host for other in hellos]
+        nums_devices = [other.num_devices for other in hellos]
+        check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
+        if hello.device == "cuda":
+            grid = _make_grid(plan, launch.world_size)
+            check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
     except ValueError:
         say_farewell(store, launch)
         raise

@@ -113,6 +113,33 @@ def check_devices(
         check_device_count(host, hosts.count(host), nums_devices[rank], share_gpu)
 
 
+def check_gpu_sharing(
+    dp_groups: Sequence[Sequence[int]], hosts: Sequence[str], nums_devices: Sequence[int]
+) -> None:
+    """Refuses data parallelism between processes that share a GPU: NCCL cannot do it.
+
+    Args:
+        dp_groups: global ranks of each data-parallel group.
+        hosts: host name of each rank.
+        nums_devices: GPUs that each rank sees.
+    Raises:
+        ValueError: names the ranks and the GPU.
+    """
+    gpus = [
+        (host, hosts[:rank].count(host) % max(1, nums_devices[rank]))
+        for rank, host in enumerate(hosts)
+    ]
+    for group in dp_groups:
+        for gpu in {gpus[rank] for rank in group}:
+            sharers = [rank for rank in group if gpus[rank] == gpu]
+            if len(sharers) > 1:
+                raise ValueError(
+                    f"smp: the data-parallel ranks {sharers} share GPU {gpu[1]} of host "
+                    f"{gpu[0]!r}, and NCCL needs one GPU for each; start fewer processes, or use "
+                    "them for pipeline parallelism only"
+                )
+
+
 def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:
     """Warnings about groups that cross hosts."""
     for group in tp_groups:

@@ -79,12 +79,16 @@ class StepFunction:
             for name, value in arguments.items()
         }
         bodies = _Bodies(self._function, self._bind(args, kwargs), pieces, current.device)
-        if model is not None:
-            model.run_step(count, bodies)
-            model.end_step(trains)
-        else:
+        if model is None:
             for mb in range(count):
                 bodies(mb)
+        else:
+            try:
+                model.run_step(count, bodies)
+                model.end_step(trains)
+            except BaseException:
+                model.abandon_step()
+                raise
         result = microbatch.join([bodies.results[mb] for mb in range(count)], self._detach_outputs)
         current.step_finished(time.perf_counter() - started_s)
         return result

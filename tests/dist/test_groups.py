@@ -240,3 +240,18 @@ def test_ranks_of_one_host_listen_on_loopback_only(pool: Pool) -> None:
     for addresses in pool.run(4, listen_addresses):
         assert addresses
         assert addresses <= loopback
+
+
+def connect_as_machines(rank: int) -> tuple[list[int], float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "machine_id", lambda hostname: f"machine {rank}")
+        smp.init({"partitions": 2, "ddp": True})
+    value = torch.ones(1)
+    dist.all_reduce(value, group=smp.get_world_process_group())
+    return smp.allgather(rank, smp.WORLD), float(value)
+
+
+def test_ranks_of_several_machines_meet_at_the_address_of_rank_0(pool: Pool) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    results = pool.run(4, connect_as_machines, env=env)
+    assert results == [([0, 1, 2, 3], 4.0)] * 4

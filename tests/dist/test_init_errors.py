@@ -127,26 +127,33 @@ def test_row_9_bf16_without_sharding_is_no_error_of_the_configuration(pool: Pool
     assert pool.run(2, accept, {"partitions": 2, "bf16": True}) == [True, True]
 
 
-def init_with_faked_gpus(rank: int, share: str) -> str:
+def init_with_faked_gpus(rank: int, share: str, config: dict[str, Any]) -> str:
     """Init on a machine that seems to have one GPU: the device, or the text of the error."""
     os.environ["SMP_SHARE_GPU"] = share
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "_look_at_devices", lambda settings: ("cuda", 1))
         try:
-            smp.init({"partitions": 2})
+            smp.init(config)
         except ValueError as error:
             return str(error)
     return str(runtime.current().device)
 
 
 def test_row_14_more_processes_than_gpus_is_refused_on_all_ranks(pool: Pool) -> None:
-    texts = pool.run(2, init_with_faked_gpus, "0")
+    texts = pool.run(2, init_with_faked_gpus, "0", {"partitions": 2})
     assert texts[0] == texts[1]
     assert "has 1 visible GPUs" in texts[0]
 
 
 def test_row_14_does_not_apply_to_shared_gpus(pool: Pool) -> None:
-    assert pool.run(2, init_with_faked_gpus, "1") == ["cuda:0", "cuda:0"]
+    devices = pool.run(2, init_with_faked_gpus, "1", {"partitions": 2})
+    assert devices == ["cuda:0", "cuda:0"]
+
+
+def test_data_parallel_ranks_on_one_gpu_are_refused_on_all_ranks(pool: Pool) -> None:
+    texts = pool.run(2, init_with_faked_gpus, "1", {"ddp": True})
+    assert texts[0] == texts[1]
+    assert "ranks [0, 1] share GPU 0" in texts[0]
 
 
 def init_on_cpu(rank: int) -> str:

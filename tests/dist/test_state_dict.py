@@ -54,7 +54,7 @@ def full_dicts(rank: int, run: Run) -> dict[str, Any]:
     import smp
 
     model, optimizer, train_step = start(run)
-    early = model.state_dict()
+    early = {name: value.clone() for name, value in model.state_dict().items()}
     train(run, optimizer, train_step, range(1))
     full = model.state_dict()
     only_first = model.state_dict(gather_to_rank0=True)

@@ -225,5 +225,5 @@ def test_different_decisions_name_rank_and_module(monkeypatch: pytest.MonkeyPatc
     FakeRanks(monkeypatch, decide(model, MANUAL, 2))
     with pytest.raises(ValueError) as caught:
         agree(decide(TiedModel(), MANUAL, 2))
-    assert "ranks [1] partition the model differently" in str(caught.value)
+    assert "ranks [1] have another model or partition" in str(caught.value)
     assert "rank 0 has layers.1 on 0, rank 1 has layers.1 on 1" in str(caught.value)

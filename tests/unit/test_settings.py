@@ -84,6 +84,14 @@ def test_different_devices_are_refused() -> None:
         settings.check_devices(["a", "a"], ["cpu", "cuda"], [0, 2], share_gpu=False)
 
 
+def test_data_parallel_ranks_may_not_share_a_gpu() -> None:
+    hosts = ["a", "a", "b", "b"]
+    settings.check_gpu_sharing([[0, 1], [2, 3]], hosts, [2, 2, 2, 2])
+    settings.check_gpu_sharing([[0, 2], [1, 3]], hosts, [1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] share GPU 0 of host 'b'"):
+        settings.check_gpu_sharing([[0, 1], [2, 3]], hosts, [2, 2, 1, 1])
+
+
 def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
     groups = [[0, 1], [2, 3]]
     assert settings.host_advice(groups, ["a", "a", "b", "b"]) == []

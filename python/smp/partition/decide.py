@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,16 +184,17 @@ def agree(decision: Decision) -> None:
     """
     if runtime.current().world_size == 1:
         return
-    hashes = comm.allgather(decision.hash, comm.WORLD)
-    others = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+    own_lines = [f"{name or '(root)'} on {p}" for name, p in decision.partition_of_name.items()]
+    for name, parameter in decision.modules[0].named_parameters():
+        own_lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+    digest = hashlib.sha256("\n".join(own_lines).encode()).digest()
+    digests = comm.allgather(digest, comm.WORLD)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not others:
         return
-    lines = comm.allgather(
-        [f"{name or '(root)'} on {p}" for name, p in decision.partition_of_name.items()],
-        comm.WORLD,
-    )
+    lines = comm.allgather(own_lines, comm.WORLD)
     raise ValueError(
-        f"smp: ranks {others} partition the model differently from rank 0; "
+        f"smp: ranks {others} have another model or partition than rank 0; "
         f"{first_difference(lines[0], lines[others[0]], others[0])}. Build the same modules on "
         "every rank, and use the same smp.partition indices"
     )

@@ -86,7 +86,9 @@ TEST(FaultBoard, DescribesEachKind) {
   const Fault deadlock{.kind = Kind::kDeadlock, .text = "table"};
   EXPECT_EQ(deadlock.describe(), "deadlock: table");
   const Fault unknown{.kind = Kind::kDied, .text = "gone"};
-  EXPECT_EQ(unknown.describe(), "a rank (which one is not known) died: gone");
+  EXPECT_EQ(
+      unknown.describe(),
+      "a rank (which one is not known) died or its connection broke: gone");
 }
 
 TEST(FaultBoard, PrintsFaultsOfOtherRanksOnce) {
