@@ -61,7 +61,7 @@ from smp.comm import (  # noqa: E402
 )
 from smp.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
-from smp.model import DistributedModel  # noqa: E402
+from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
@@ -105,6 +105,7 @@ __all__ = [
     "get_world_process_group",
     "init",
     "is_initialized",
+    "is_tracing",
     "load",
     "local_rank",
     "local_size",

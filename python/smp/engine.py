@@ -84,7 +84,7 @@ class Engine:
             [(name, p) for name, p in local if p.requires_grad],
             communicator,
             bucket_cap_bytes=self._bucket_cap_bytes,
-            overlap=self._overlap and current.config.ddp,
+            overlap=self._overlap and current.config.overlapping_allreduce,
             average=self._average,
             passes_per_reduction=self._passes_per_reduction,
         )

@@ -345,6 +345,11 @@ class DistributedModel(nn.Module):
         )
 
 
+def is_tracing() -> bool:
+    """Is the model being traced? Never in this version: its partition needs no trace."""
+    return False
+
+
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")

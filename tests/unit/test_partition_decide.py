@@ -204,8 +204,7 @@ class FakeRanks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, other: Decision) -> None:
         module = importlib.import_module("smp.partition.decide")
-        names = other.partition_of_name.items()
-        self._answers = [other.hash, [f"{name or '(root)'} on {p}" for name, p in names]]
+        self._answers: list[object] = [other.digest, other.lines]
         monkeypatch.setattr(module.comm, "allgather", self._allgather)
         monkeypatch.setattr(module.runtime, "current", lambda: self)
         self.world_size = 2

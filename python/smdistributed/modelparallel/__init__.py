@@ -1,5 +1,5 @@
-"""The import path of the public interface; everything is in `smp`."""
+"""The import path of the public v1 interface; everything is in `smp`."""
 
-from smp._version import __version__
-
-__all__ = ["__version__"]
+# Clients compare it to learn which parts of the interface there are: it counts the versions of
+# the interface, not those of smp (`smp.__version__`).
+__version__ = "1.15.0"

@@ -74,6 +74,19 @@ class Decision:
         }
 
     @cached_property
+    def lines(self) -> list[str]:
+        """All that ranks must agree on: modules with their partition, parameters with shapes."""
+        lines = [f"{name or '(root)'} on {p}" for name, p in self.partition_of_name.items()]
+        for name, parameter in self.modules[0].named_parameters():
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+        return lines
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of `lines`."""
+        return hashlib.sha256("\n".join(self.lines).encode()).digest()
+
+    @cached_property
     def owner_partitions(self) -> list[int | None]:
         """Partition that must run each module; None without state: it runs where it is called."""
         return [
@@ -184,15 +197,11 @@ def agree(decision: Decision) -> None:
     """
     if runtime.current().world_size == 1:
         return
-    own_lines = [f"{name or '(root)'} on {p}" for name, p in decision.partition_of_name.items()]
-    for name, parameter in decision.modules[0].named_parameters():
-        own_lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
-    digest = hashlib.sha256("\n".join(own_lines).encode()).digest()
-    digests = comm.allgather(digest, comm.WORLD)
+    digests = comm.allgather(decision.digest, comm.WORLD)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not others:
         return
-    lines = comm.allgather(own_lines, comm.WORLD)
+    lines = comm.allgather(decision.lines, comm.WORLD)
     raise ValueError(
         f"smp: ranks {others} have another model or partition than rank 0; "
         f"{first_difference(lines[0], lines[others[0]], others[0])}. Build the same modules on "
