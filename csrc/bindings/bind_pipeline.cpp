@@ -178,7 +178,14 @@ void bind_pipeline(py::module_& m) {
                  [kept = keep(std::move(reporter))](const std::string& where,
                                                     const std::string& what) {
                    py::gil_scoped_acquire gil;
-                   (*kept)(where, what);
+                   // autograd leaves a Python exception set in this thread,
+                   // besides the C++ one that carries it.
+                   PyErr_Clear();
+                   try {
+                     (*kept)(where, what);
+                   } catch (py::error_already_set& e) {
+                     e.discard_as_unraisable("the error reporter of smp");
+                   }
                  });
            })
       .def("set_microbatch_done",

@@ -19,7 +19,7 @@ enum Kind : int64_t {
 };
 
 // Longer byte strings travel as a tensor, which the mailbox does not copy.
-constexpr size_t kMaxInlineBytes = 1024;
+constexpr size_t kMaxInlineBytes = 8 * 1024;
 
 // The payload of a message; several messages may share it.
 class Payload {

@@ -340,8 +340,8 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
       SMP_THROW_IF_NOT(PeerFailure, now - *left_since < kLeftGrace,
-                       "global_rank ", rank,
-                       " has left (its script ended) while this rank is in ",
+                       "global_rank ", rank, " (", faults_->coordinates(rank),
+                       ") has left (its script ended) while this rank is in ",
                        what);
     }
     SMP_CHECK(now - last_progress < options_.timeout, "no progress for ",
@@ -361,7 +361,10 @@ std::vector<int> Server::ranks_needed() const {
 }
 
 std::string Server::describe_wait() const {
-  return "step call " + std::to_string(step_) + ": " + scheduler_.describe();
+  std::string text = "step call " + std::to_string(step_) + ": ";
+  if (!scheduler_.is_idle()) return text + scheduler_.describe();
+  return text + "waiting for global_rank " + std::to_string(driver_rank()) +
+         (in_step_ ? " to end it" : " to begin it");
 }
 
 void Server::on_fault() {

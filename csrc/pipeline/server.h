@@ -178,7 +178,7 @@ class Server {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   int64_t step_ = -1;      // of the step that is open or was open last
-  bool in_step_ = false;   // between run_step's begin and end
+  std::atomic<bool> in_step_{false};  // between run_step's begin and end
   bool closed_ = false;
   std::deque<comm::Message> early_;  // of steps that have not begun here
   std::map<int64_t, comm::Message> step_begins_;

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -155,5 +156,6 @@ def test_import_has_no_side_effects() -> None:
         "after = len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd'))\n"
         "assert after == before, f'threads and files {before} became {after}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

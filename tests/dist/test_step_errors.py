@@ -194,8 +194,9 @@ def different_structures(rank: int) -> None:
     @smp.step
     def forward(x: Tensor) -> Any:
         calls.append(0)
-        out = model(x)
-        return out if len(calls) % 2 else (out, out)
+        odd = len(calls) % 2
+        out = model(x)  # other microbatches begin while this one waits
+        return out if odd else (out, out)
 
     with torch.no_grad():
         forward(torch.randn(8, 6, dtype=torch.float64))

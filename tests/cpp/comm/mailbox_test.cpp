@@ -83,7 +83,7 @@ TEST(Mailbox, MessagesOfOneSenderArriveInOrderWhateverTheirSize) {
     for (int i = 0; i < kNumMessages; ++i) {
       for (int dst = 0; dst < 3; ++dst) {
         Message message = numbered(i);
-        message.bytes.assign(i % 3 == 0 ? 10'000 : 10, 'a');
+        message.bytes.assign(i % 3 == 0 ? 30'000 : 10, 'a');
         const int64_t size = i % 2 == 0 ? 20'000 : 2;
         message.tensors.push_back({at::full({size}, i + self), false, {}});
         rank.mailbox.post(dst, std::move(message));

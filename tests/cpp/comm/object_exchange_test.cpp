@@ -82,9 +82,9 @@ TEST(ObjectExchange, LargeAndEmptyObjectsArrive) {
 TEST(ObjectExchange, SelfSendReturnsAtOnce) {
   run(2, [](int self, Rank& rank) {
     rank.exchange.send(self, "a");
-    rank.exchange.send(self, std::string(5000, 'b'));
+    rank.exchange.send(self, std::string(50'000, 'b'));
     EXPECT_EQ(rank.exchange.recv(self), "a");
-    EXPECT_EQ(rank.exchange.recv(self), std::string(5000, 'b'));
+    EXPECT_EQ(rank.exchange.recv(self), std::string(50'000, 'b'));
   });
 }
 
