@@ -40,4 +40,8 @@ echo "setting up $venv (the first time takes some minutes)"
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet)
 "${pip[@]}" "${packages[@]}"
+# In this environment `import smp` means the checkout, from any folder.
+"$venv/bin/python" -c 'import pathlib, sysconfig
+packages = pathlib.Path(sysconfig.get_path("purelib"))
+(packages / "smp_checkout.pth").write_text(str(pathlib.Path("python").resolve()) + "\n")'
 echo "$wanted" > "$stamp"

@@ -43,7 +43,7 @@ void FaultAwareWait::check(std::unique_lock<std::mutex>& lock) {
   std::vector<int> missing;
   if (spec_.missing) missing = spec_.missing();
   const Clock::time_point now = Clock::now();
-  check_left(missing, now);
+  check_left(lock, missing, now);
   if (now >= deadline_) {
     const double timeout_s = static_cast<double>(spec_.timeout.count()) / 1e3;
     throw Error(detail::concat(rank_prefix(), "timed out after ", timeout_s,
@@ -53,7 +53,8 @@ void FaultAwareWait::check(std::unique_lock<std::mutex>& lock) {
   blocked_.update(true, describe(missing));
 }
 
-void FaultAwareWait::check_left(const std::vector<int>& missing,
+void FaultAwareWait::check_left(std::unique_lock<std::mutex>& lock,
+                                const std::vector<int>& missing,
                                 Clock::time_point now) {
   const auto left =
       std::find_if(missing.begin(), missing.end(),
@@ -68,7 +69,15 @@ void FaultAwareWait::check_left(const std::vector<int>& missing,
                     .global_rank = *left,
                     .text = "while this rank waits for it in " + spec_.what,
                     .coordinates = board_.coordinates(*left)};
-  throw PeerFailure(rank_prefix() + fault.describe());
+  const std::string text = fault.describe();
+  // Told to all, or the others would take our end for the beginning.
+  lock.unlock();
+  board_.report({.kind = Fault::Kind::kRaised,
+                 .global_rank = board_.global_rank(),
+                 .where = spec_.what,
+                 .text = text});
+  lock.lock();
+  throw PeerFailure(rank_prefix() + text);
 }
 
 FaultAwareWait::Clock::time_point FaultAwareWait::next_look() const {

@@ -56,7 +56,8 @@ class FaultAwareWait {
   using Clock = std::chrono::steady_clock;
 
   void check(std::unique_lock<std::mutex>& lock);
-  void check_left(const std::vector<int>& missing, Clock::time_point now);
+  void check_left(std::unique_lock<std::mutex>& lock,
+                  const std::vector<int>& missing, Clock::time_point now);
   Clock::time_point next_look() const;
   std::string describe(const std::vector<int>& missing) const;
 

@@ -39,7 +39,7 @@ struct Connection {
 
   // The newest status, and since when it is the same while waiting.
   LivenessFrame status;
-  Clock::time_point status_at = Clock::time_point::min();
+  std::optional<Clock::time_point> status_at;
   Clock::time_point stuck_since;
 };
 
@@ -263,7 +263,8 @@ void LivenessHub::Impl::find_deadlock() {
   std::vector<const Connection*> ranks;
   for (const auto& one : connections) {
     if (one->global_rank < 0 || left.contains(one->global_rank)) continue;
-    const bool is_fresh = now - one->status_at < options.status_valid;
+    const bool is_fresh =
+        one->status_at && now - *one->status_at < options.status_valid;
     const bool is_stuck = one->status.is_blocked &&
                           one->status.num_unsent == 0 &&
                           now - one->stuck_since >= options.deadlock_after;
@@ -298,7 +299,7 @@ std::string LivenessHub::Impl::deadlock_table(
     if (!status.where.empty()) table += " (" + status.where + ")";
     table += ": in " + status.text + " since " +
              seconds_text(milliseconds(status.blocked_ms) +
-                          (Clock::now() - one->status_at));
+                          (Clock::now() - *one->status_at));
   }
   for (const int rank : left) {
     table += "\n  global_rank " + std::to_string(rank) + ": has left";

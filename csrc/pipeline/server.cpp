@@ -194,6 +194,7 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   std::unique_lock<std::mutex> lock(mutex_);
   SMP_ASSERT(!in_step_ && !closed_, "begin_step inside a step");
   ++step_;
+  step_end_seen_ = false;
   if (is_driver()) {
     Header header;
     header.kind = Kind::kStepBegin;

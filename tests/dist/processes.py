@@ -33,19 +33,24 @@ class Ended:
         return self.time == float("inf")
 
 
-def run_ranks(
+@dataclass(frozen=True)
+class Started:
+    """Ranks of one job that are running."""
+
+    pids: list[int]
+    folder: Path
+    deadline: float
+
+
+def start_ranks(
     pool: Pool,
     script: Path,
     world_size: int,
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
-) -> list[Ended]:
-    """Runs a script in `world_size` processes of its own, as a launcher would.
-
-    Processes that live longer than `timeout` seconds are killed and count as hung.
-    """
-    zygote = pool.zygote()
+) -> Started:
+    """Starts a script in `world_size` processes of its own, as a launcher would."""
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
     for rank in range(world_size):
@@ -57,25 +62,42 @@ def run_ranks(
             "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
         } | (env or {})
         output = str(folder / f"rank{rank}.log")
-        pids += zygote.start("script", str(script), list(argv), settings, output)
-    deadline = time.monotonic() + timeout
+        pids += pool.zygote().start("script", str(script), list(argv), settings, output)
+    return Started(pids, folder, time.monotonic() + timeout)
+
+
+def wait_for_ranks(pool: Pool, started: Started) -> list[Ended]:
+    """Waits for the end; processes that live past their deadline are killed and count as hung."""
+    zygote, deadline = pool.zygote(), started.deadline
     hung = set()
-    while any(zygote.ended(pid) is None for pid in pids):
+    while any(zygote.ended(pid) is None for pid in started.pids):
         if time.monotonic() > deadline:
-            hung = {pid for pid in pids if zygote.ended(pid) is None}
+            hung = {pid for pid in started.pids if zygote.ended(pid) is None}
             for pid in hung:
                 zygote.kill(pid)
             deadline = float("inf")
         time.sleep(0.02)
     results = []
-    for rank, pid in enumerate(pids):
+    for rank, pid in enumerate(started.pids):
         ended = zygote.ended(pid)
         assert ended is not None
-        output = (folder / f"rank{rank}.log").read_text()
+        output = (started.folder / f"rank{rank}.log").read_text()
         when = float("inf") if pid in hung else ended[1]
         results.append(Ended(rank, ended[0], when, output))
-    shutil.rmtree(folder)
+    shutil.rmtree(started.folder)
     return results
+
+
+def run_ranks(
+    pool: Pool,
+    script: Path,
+    world_size: int,
+    argv: Sequence[str] = (),
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[Ended]:
+    """`start_ranks` and `wait_for_ranks`."""
+    return wait_for_ranks(pool, start_ranks(pool, script, world_size, argv, timeout, env))
 
 
 def torchrun(num_processes: int) -> list[str]:

@@ -248,6 +248,8 @@ TEST(FaultAwareWait, EndsAWhileAfterANeededRankHasLeft) {
             "global_rank 1 (pp 1) has left (its script has finished) while "
             "this rank waits for it in gate");
   EXPECT_GE(Clock::now() - begin, FaultAwareWait::kLeftGrace);
+  ASSERT_TRUE(board.fault());  // for the other ranks
+  EXPECT_EQ(board.fault()->global_rank, 0);
 }
 
 TEST(FaultAwareWait, RunsTheInterruptCheckWithoutTheLock) {
