@@ -63,11 +63,14 @@ function(smp_add_mpi_plugin)
   add_library(smp_mpi_plugin MODULE ${folder}/mpi_communicator.cpp
     ${folder}/mpi_plugin.cpp ${folder}/communicator_checks.cpp)
   add_dependencies(smp_mpi_plugin _C)
+  # As a flag, because CMake turns the path of a file that is not there yet
+  # into -l<name>, which does not fit a module's name.
   target_link_libraries(smp_mpi_plugin PRIVATE smp_flags smp_torch smp_mpi
-    Threads::Threads $<TARGET_FILE:_C>)
+    Threads::Threads -Wl,$<TARGET_FILE:_C>)
   set_target_properties(smp_mpi_plugin PROPERTIES
     OUTPUT_NAME smp_mpi
     LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
+    BUILD_RPATH "$ORIGIN"
     INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib;$ORIGIN/../../..")
   install(TARGETS smp_mpi_plugin LIBRARY DESTINATION smp)
 endfunction()

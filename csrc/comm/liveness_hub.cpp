@@ -90,6 +90,7 @@ struct LivenessHub::Impl {
 
   std::mutex mutex;
   bool stopping = false;
+  bool has_looked_again = false;  // of the thread only
   Clock::time_point linger_until;
   std::mutex close_mutex;
   std::thread thread;
@@ -110,6 +111,9 @@ void LivenessHub::Impl::run() {
 bool LivenessHub::Impl::should_end() {
   std::lock_guard lock(mutex);
   if (!stopping) return false;
+  // What was sent before `close` is in our sockets by now: read it, since it
+  // may be the goodbye that keeps the end of the hub from being a death.
+  if (!std::exchange(has_looked_again, true)) return false;
   const Clock::time_point now = Clock::now();
   const bool all_gone = static_cast<int>(gone.size()) == world_size;
   if (!all_gone && now < linger_until) return false;

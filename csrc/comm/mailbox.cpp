@@ -108,6 +108,7 @@ struct Mailbox::Impl {
   WorkPtr begin_receive(const at::Tensor& to, int peer, int tag);
   void end_receive(const WorkPtr& work);
   void deliver(Message&& message);
+  void handle(Inbox& inbox, Message&& message);
   void set_handler(Channel channel, Handler handler);
 
   void report_lost(int peer, const std::string& text);
@@ -384,6 +385,12 @@ void Mailbox::Impl::deliver(Message&& message) {
     inbox.waiting.push_back(std::move(message));
     return;
   }
+  handle(inbox, std::move(message));
+}
+
+// With the inbox locked. An exception in a handler is a fault of this rank,
+// whether the message comes now or had to wait for its handler.
+void Mailbox::Impl::handle(Inbox& inbox, Message&& message) {
   const int source = message.source_rank;
   try {
     inbox.handler(std::move(message));
@@ -403,7 +410,7 @@ void Mailbox::Impl::set_handler(Channel channel, Handler handler) {
   while (inbox.handler && !inbox.waiting.empty()) {
     Message message = std::move(inbox.waiting.front());
     inbox.waiting.pop_front();
-    inbox.handler(std::move(message));
+    handle(inbox, std::move(message));
   }
 }
 

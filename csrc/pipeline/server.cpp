@@ -279,7 +279,6 @@ void Server::replay_early_messages() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     in_step_ = true;
-    step_end_seen_ = false;
     std::deque<comm::Message> early;
     early.swap(early_);
     for (comm::Message& message : early) {

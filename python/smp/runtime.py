@@ -429,6 +429,7 @@ def _start(runtime: Runtime) -> None:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     hosts = runtime.launch.hosts
+    _make_log_visible()
     _log_at_rank0(runtime, runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
 
 
@@ -448,6 +449,15 @@ def _at_exit() -> None:
 def _after_fork_in_child() -> None:
     for owner in (_current, _meeting_point):
         process_hooks.keep_forever(owner)
+
+
+def _make_log_visible() -> None:
+    """Shows what the library logs unless the program has set up logging itself."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def _log_at_rank0(runtime: Runtime, notes: list[str]) -> None:

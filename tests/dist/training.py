@@ -190,6 +190,7 @@ def check_against_reference(records: list[RankRecord], run: Run) -> None:
     """Losses, gradients and parameters equal the one-process run."""
     reference = train_reference(run.case, run.dtype, run.dp, run.microbatches, run.steps)
     check_was_distributed(records, run)
+    worst = 0.0
     for step in range(run.steps):
         for record in records:
             where = f"{run}: step {step}, pp_rank {record.pp_rank}, dp_rank {record.dp_rank}"
@@ -200,9 +201,12 @@ def check_against_reference(records: list[RankRecord], run: Run) -> None:
             )
         grads = join_parts(records, run, str(step))
         assert largest(grads) > 1e-3, f"{run}: gradients are zero, the test shows nothing"
-        assert_close(grads, reference.grads[step], run.dtype, f"{run}: gradients of step {step}")
+        what = f"{run}: gradients of step {step}"
+        worst = max(worst, assert_close(grads, reference.grads[step], run.dtype, what))
     params = join_parts(records, run, "params")
-    assert_close(params, reference.params, run.dtype, f"{run}: parameters after {run.steps} steps")
+    what = f"{run}: parameters after {run.steps} steps"
+    change = assert_close(params, reference.params, run.dtype, what)
+    print(f"largest difference: gradients {worst:.1e}, parameters {change:.1e}: {run}")
 
 
 def loss_tolerance(run: Run) -> float:
