@@ -50,13 +50,14 @@ std::vector<MessageTensor> with_data(std::vector<at::Tensor> data) {
   return tensors;
 }
 
-std::shared_ptr<Server> make_server(
-    std::shared_ptr<comm::Mailbox> mailbox,
-    std::shared_ptr<comm::FaultBoard> faults, int global_rank,
-    std::vector<int> pp_ranks, std::vector<int> order_ranks,
-    std::string policy, int active_microbatches, bool deterministic,
-    const std::string& device, double timeout_s,
-    std::vector<std::string> module_names) {
+std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
+                                    std::shared_ptr<comm::FaultBoard> faults,
+                                    int global_rank, std::vector<int> pp_ranks,
+                                    std::vector<int> order_ranks,
+                                    std::string policy, int active_microbatches,
+                                    bool deterministic,
+                                    const std::string& device, double timeout_s,
+                                    std::vector<std::string> module_names) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -99,8 +100,8 @@ void run_step(Server& server, int num_microbatches, uint64_t seed,
   });
 }
 
-py::tuple remote_call(Server& server, int owner_global_rank,
-                      int64_t module_id, bool training, py::bytes structure,
+py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
+                      bool training, py::bytes structure,
                       const std::vector<at::Tensor>& tensors) {
   Call result;
   {
@@ -190,11 +191,10 @@ void bind_pipeline(py::module_& m) {
            })
       .def("set_microbatch_done",
            [](Server& server, py::function done) {
-             server.set_microbatch_done(
-                 [kept = keep(std::move(done))](int mb) {
-                   py::gil_scoped_acquire gil;
-                   (*kept)(mb);
-                 });
+             server.set_microbatch_done([kept = keep(std::move(done))](int mb) {
+               py::gil_scoped_acquire gil;
+               (*kept)(mb);
+             });
            })
       .def_property_readonly("is_driver", &Server::is_driver)
       .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
@@ -216,8 +216,9 @@ void bind_pipeline(py::module_& m) {
       .def("executed_order", &executed_order,
            "Tasks of the last step in the order in which they began.")
       .def("close", &Server::close, release_gil());
-  m.def("in_context", [] { return pipeline::current_context() != nullptr; },
-        "True inside a step body or the service of a request.");
+  m.def(
+      "in_context", [] { return pipeline::current_context() != nullptr; },
+      "True inside a step body or the service of a request.");
 }
 
 }  // namespace smp::bindings

@@ -28,8 +28,7 @@ class SimplePolicy final : public Policy {
     return best;
   }
 
-  int default_active_microbatches(int,
-                                  int num_microbatches) const override {
+  int default_active_microbatches(int, int num_microbatches) const override {
     return num_microbatches;
   }
 

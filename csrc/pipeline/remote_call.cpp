@@ -33,7 +33,8 @@ class RemoteCallNode : public torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     SMP_CHECK_VALUE(!at::GradMode::is_enabled(),
                     "create_graph=True is not supported through a module on "
-                    "another rank (global_rank ", id_.owner_rank, ")");
+                    "another rank (global_rank ",
+                    id_.owner_rank, ")");
     // Only results with gradients are inputs of this node, in order.
     std::vector<at::Tensor> all(output_has_grad_.size());
     size_t next = 0;
@@ -69,7 +70,8 @@ Call remote_call(Server& server, int owner_global_rank, int64_t module_id,
   const bool grad = at::GradMode::is_enabled();
   Call call;
   call.module_id = module_id;
-  call.flags = (grad ? kGradEnabled : 0) | (training ? kTraining : 0);
+  if (grad) call.flags |= kGradEnabled;
+  if (training) call.flags |= kTraining;
   call.structure = std::move(structure);
   call.tensors.resize(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {

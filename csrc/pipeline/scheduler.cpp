@@ -56,8 +56,8 @@ void Scheduler::begin_step(const StepOptions& options) {
 
 void Scheduler::end_step() {
   Lock lock(mutex_);
-  SMP_ASSERT(contexts_.empty() && !running_, "a step ended with work left: ",
-             contexts_.size(), " contexts");
+  SMP_ASSERT(contexts_.empty() && !running_,
+             "a step ended with work left: ", contexts_.size(), " contexts");
   if (in_step_) stats_.idle_ns += (Clock::now() - idle_since_).count();
   in_step_ = false;
 }

@@ -44,9 +44,9 @@ class Scheduler {
   };
 
   struct Stats {
-    int64_t idle_ns = 0;         ///< within steps, while no context could run
-    int64_t num_contexts = 0;    ///< started
-    int64_t num_switches = 0;    ///< baton passed to another context
+    int64_t idle_ns = 0;       ///< within steps, while no context could run
+    int64_t num_contexts = 0;  ///< started
+    int64_t num_switches = 0;  ///< baton passed to another context
   };
 
   /// Called under the scheduler's mutex: must not block nor call back.

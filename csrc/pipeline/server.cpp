@@ -51,9 +51,9 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
         if (peer == options_.global_rank) continue;
         comm::Message message;
         message.channel = comm::Channel::kOrder;
-        message.fields = {step,          static_cast<int64_t>(key.phase),
-                          key.mb,        key.module_id,
-                          key.visit,     key.resume};
+        message.fields = {step,      static_cast<int64_t>(key.phase),
+                          key.mb,    key.module_id,
+                          key.visit, key.resume};
         mailbox_->post(peer, std::move(message));
       }
     });
@@ -62,12 +62,11 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
   mailbox_->set_handler(
       comm::Channel::kPipeline,
       [this](comm::Message&& message) { on_message(std::move(message)); });
-  mailbox_->set_handler(
-      comm::Channel::kOrder, [this](comm::Message&& message) {
-        const auto& f = message.fields;
-        scheduler_.add_agreed(
-            f[0], {static_cast<Phase>(f[1]), f[2], f[3], f[4], f[5]});
-      });
+  mailbox_->set_handler(comm::Channel::kOrder, [this](comm::Message&& message) {
+    const auto& f = message.fields;
+    scheduler_.add_agreed(f[0],
+                          {static_cast<Phase>(f[1]), f[2], f[3], f[4], f[5]});
+  });
 }
 
 Server::~Server() { close(); }
@@ -174,9 +173,8 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
                       std::move(message));
       break;
     case Kind::kMicrobatchEnd:
-      after.push_back([this, mb = static_cast<int>(header.mb)] {
-        finish_microbatch(mb);
-      });
+      after.push_back(
+          [this, mb = static_cast<int>(header.mb)] { finish_microbatch(mb); });
       break;
     case Kind::kStepEnd:
       step_end_seen_ = true;
@@ -222,15 +220,14 @@ void Server::run_step(int num_microbatches, uint64_t seed,
       std::make_shared<std::function<void(int)>>(std::move(body));
   scheduler_.begin_step(step_options(num_microbatches));
   for (int mb = 0; mb < num_microbatches; ++mb) {
-    scheduler_.add_body(
-        mb, "step body, microbatch " + std::to_string(mb),
-        memory::mix_seed(seed, static_cast<uint64_t>(mb)),
-        [this, mb, state, shared_body] {
-          at::ThreadLocalStateGuard guard(*state);
-          keep_backward_on_this_thread();
-          (*shared_body)(mb);
-          finish_body(mb);
-        });
+    scheduler_.add_body(mb, "step body, microbatch " + std::to_string(mb),
+                        memory::mix_seed(seed, static_cast<uint64_t>(mb)),
+                        [this, mb, state, shared_body] {
+                          at::ThreadLocalStateGuard guard(*state);
+                          keep_backward_on_this_thread();
+                          (*shared_body)(mb);
+                          finish_body(mb);
+                        });
   }
   replay_early_messages();
   std::exception_ptr failure;
@@ -329,8 +326,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
       faults_->raise_if_faulted();
     }
     const auto now = Clock::now();
-    const int64_t seen =
-        mailbox_->progress() + scheduler_.stats().num_switches;
+    const int64_t seen = mailbox_->progress() + scheduler_.stats().num_switches;
     const bool waits = scheduler_.baton_is_free();
     if (seen != progress || !waits) last_progress = now;
     progress = seen;
@@ -344,11 +340,11 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
                        ") has left (its script ended) while this rank is in ",
                        what);
     }
-    SMP_CHECK(now - last_progress < options_.timeout, "no progress for ",
-              std::chrono::duration_cast<std::chrono::seconds>(
-                  now - last_progress)
-                  .count(),
-              " s in ", what);
+    SMP_CHECK(
+        now - last_progress < options_.timeout, "no progress for ",
+        std::chrono::duration_cast<std::chrono::seconds>(now - last_progress)
+            .count(),
+        " s in ", what);
     lock.lock();
   }
 }
@@ -370,8 +366,8 @@ std::string Server::describe_wait() const {
 void Server::on_fault() {
   const auto fault = faults_->fault();
   if (!fault || fault->global_rank == options_.global_rank) return;
-  scheduler_.cancel(std::make_exception_ptr(
-      PeerFailure(rank_prefix() + fault->describe())));
+  scheduler_.cancel(
+      std::make_exception_ptr(PeerFailure(rank_prefix() + fault->describe())));
   std::lock_guard<std::mutex> lock(mutex_);
   changed_.notify_all();
 }
@@ -421,8 +417,7 @@ Header Server::header_of(Kind kind, int64_t mb) const {
   return header;
 }
 
-std::pair<Call, CallId> Server::call_forward(int owner_global_rank,
-                                             Call call) {
+std::pair<Call, CallId> Server::call_forward(int owner_global_rank, Call call) {
   Context* context = current_context();
   SMP_CHECK(context, "module '", module_name(call.module_id),
             "' lives on global_rank ", owner_global_rank,
@@ -454,8 +449,7 @@ std::pair<Call, CallId> Server::call_forward(int owner_global_rank,
 std::vector<at::Tensor> Server::call_backward(
     const CallId& id, const std::vector<at::Tensor>& grads) {
   Context* context = current_context();
-  SMP_CHECK(context,
-            "the backward of a module on global_rank ", id.owner_rank,
+  SMP_CHECK(context, "the backward of a module on global_rank ", id.owner_rank,
             " was started outside of a function decorated with @smp.step; "
             "call model.backward inside of it");
   Header header = header_of(Kind::kBackwardRequest, context->key.mb);

@@ -50,10 +50,10 @@ class Server {
  public:
   struct Options {
     int global_rank = 0;
-    std::vector<int> pp_ranks;        ///< global ranks of this replica
-    std::vector<int> order_ranks;     ///< dp peers of this rank, leader first
+    std::vector<int> pp_ranks;     ///< global ranks of this replica
+    std::vector<int> order_ranks;  ///< dp peers of this rank, leader first
     std::string policy = "interleaved";
-    int active_microbatches = 0;      ///< 0: the policy's default
+    int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
@@ -177,7 +177,7 @@ class Server {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  int64_t step_ = -1;      // of the step that is open or was open last
+  int64_t step_ = -1;  // of the step that is open or was open last
   std::atomic<bool> in_step_{false};  // between run_step's begin and end
   bool closed_ = false;
   std::deque<comm::Message> early_;  // of steps that have not begun here

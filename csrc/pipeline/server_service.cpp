@@ -47,15 +47,15 @@ void Server::run_forward(const Header& header, int caller, Call& call) {
     SMP_CHECK(record.inputs[i]._version() == versions[i], "module '",
               module_name(header.module_id),
               "' changed one of its arguments in place; its caller on "
-              "global_rank ", caller,
+              "global_rank ",
+              caller,
               " cannot see that. Use the out-of-place form (inplace=False), "
               "or put both on one partition");
   }
   for (comm::MessageTensor& tensor : result.tensors) {
     tensor.requires_grad = grad && tensor.data.requires_grad();
     tensor.ref = {options_.global_rank, next_ref_id_++};
-    record.outputs.push_back(tensor.requires_grad ? tensor.data
-                                                  : at::Tensor());
+    record.outputs.push_back(tensor.requires_grad ? tensor.data : at::Tensor());
     tensor.data = tensor.data.detach();
   }
   if (grad) records_.put({caller, header.request_id}, std::move(record));
@@ -68,8 +68,7 @@ void Server::serve_backward(const Header& header, comm::Message& message) {
   auto grads = std::make_shared<std::vector<comm::MessageTensor>>(
       std::move(message.tensors));
   const int caller = message.source_rank;
-  const int64_t module_id =
-      records_.module_of({caller, header.forward_id});
+  const int64_t module_id = records_.module_of({caller, header.forward_id});
   scheduler_.add_service(
       Phase::kBackward, static_cast<int>(header.mb), module_id,
       describe_task(Phase::kBackward, header.mb, module_id),

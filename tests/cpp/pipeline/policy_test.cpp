@@ -29,17 +29,16 @@ TEST(Policy, unknown_name_is_refused_with_the_valid_ones) {
 
 TEST(Policy, interleaved_prefers_backward_then_old_microbatch_then_arrival) {
   const auto policy = make_policy("interleaved");
-  EXPECT_EQ(policy->pick({task(Phase::kForward, 0, 0),
-                          task(Phase::kBackward, 3, 1)},
-                         {}),
-            1u);
-  EXPECT_EQ(policy->pick({task(Phase::kBackward, 2, 0),
-                          task(Phase::kBackward, 1, 1)},
-                         {}),
-            1u);
-  EXPECT_EQ(policy->pick({task(Phase::kForward, 1, 7),
-                          task(Phase::kForward, 1, 4)},
-                         {}),
+  EXPECT_EQ(
+      policy->pick({task(Phase::kForward, 0, 0), task(Phase::kBackward, 3, 1)},
+                   {}),
+      1u);
+  EXPECT_EQ(
+      policy->pick({task(Phase::kBackward, 2, 0), task(Phase::kBackward, 1, 1)},
+                   {}),
+      1u);
+  EXPECT_EQ(policy->pick(
+                {task(Phase::kForward, 1, 7), task(Phase::kForward, 1, 4)}, {}),
             1u);
   EXPECT_FALSE(policy->pick({}, {}).has_value());
 }
@@ -49,17 +48,16 @@ TEST(Policy, simple_holds_backward_until_all_forwards_are_done) {
   StepProgress busy;
   busy.num_microbatches = 4;
   busy.num_forwards_pending = 2;
-  EXPECT_FALSE(
-      policy->pick({task(Phase::kBackward, 0, 0)}, busy).has_value());
-  EXPECT_EQ(policy->pick({task(Phase::kBackward, 0, 0),
-                          task(Phase::kForward, 3, 1)},
-                         busy),
-            1u);
+  EXPECT_FALSE(policy->pick({task(Phase::kBackward, 0, 0)}, busy).has_value());
+  EXPECT_EQ(
+      policy->pick({task(Phase::kBackward, 0, 0), task(Phase::kForward, 3, 1)},
+                   busy),
+      1u);
   StepProgress done;
-  EXPECT_EQ(policy->pick({task(Phase::kBackward, 1, 0),
-                          task(Phase::kBackward, 0, 1)},
-                         done),
-            1u);
+  EXPECT_EQ(
+      policy->pick({task(Phase::kBackward, 1, 0), task(Phase::kBackward, 0, 1)},
+                   done),
+      1u);
 }
 
 TEST(Policy, choice_does_not_depend_on_the_order_of_the_list) {

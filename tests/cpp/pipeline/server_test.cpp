@@ -141,11 +141,11 @@ TEST_P(ServerTest, chain_over_ranks_matches_one_process) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Layouts, ServerTest,
-    ::testing::Combine(::testing::Values(2, 3, 4),
-                       ::testing::Values("interleaved", "simple"),
-                       ::testing::Values(1, 2, 8)));
+INSTANTIATE_TEST_SUITE_P(Layouts, ServerTest,
+                         ::testing::Combine(::testing::Values(2, 3, 4),
+                                            ::testing::Values("interleaved",
+                                                              "simple"),
+                                            ::testing::Values(1, 2, 8)));
 
 TEST(Server, exception_in_a_module_reaches_the_rank_it_happened_on) {
   comm::run_ranks(2, [](int rank, comm::CommunicatorPtr world) {
