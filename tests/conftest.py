@@ -11,6 +11,8 @@ REPO = Path(__file__).resolve().parent.parent
 # Before torch is imported: several processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Also on a machine with GPUs; tests/gpu asks for them itself.
+os.environ.setdefault("SMP_DEVICE", "cpu")
 
 for path in (str(REPO / "python"), str(REPO)):
     # `pip install .` may have put another copy in site-packages; the tree under

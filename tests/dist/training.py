@@ -134,13 +134,13 @@ def train(rank: int, run: Run) -> RankRecord:
         record.losses.append([loss.item() for loss in output.outputs])
         record.grads.append(
             {
-                name: None if p.grad is None else p.grad.detach().clone()
+                name: None if p.grad is None else p.grad.detach().clone().cpu()
                 for name, p in local_parameters(model).items()
             }
         )
         optimizer.step()
         optimizer.zero_grad()
-    record.params = {name: p.detach().clone() for name, p in local_parameters(model).items()}
+    record.params = {name: p.detach().clone().cpu() for name, p in local_parameters(model).items()}
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     record.executed = list(smp.metrics.executed_order())
     return record
