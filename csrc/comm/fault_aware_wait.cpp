@@ -65,18 +65,27 @@ void FaultAwareWait::check_left(std::unique_lock<std::mutex>& lock,
   }
   if (!left_since_) left_since_ = now;
   if (now - *left_since_ < kLeftGrace) return;
+  lock.unlock();
+  try {
+    fail_because_left(board_, *left, spec_.what);
+  } catch (...) {
+    lock.lock();
+    throw;
+  }
+}
+
+void fail_because_left(FaultBoard& board, int global_rank,
+                       const std::string& what) {
   const Fault fault{.kind = Fault::Kind::kLeft,
-                    .global_rank = *left,
-                    .text = "while this rank waits for it in " + spec_.what,
-                    .coordinates = board_.coordinates(*left)};
+                    .global_rank = global_rank,
+                    .text = "while this rank waits for it in " + what,
+                    .coordinates = board.coordinates(global_rank)};
   const std::string text = fault.describe();
   // Told to all, or the others would take our end for the beginning.
-  lock.unlock();
-  board_.report({.kind = Fault::Kind::kRaised,
-                 .global_rank = board_.global_rank(),
-                 .where = spec_.what,
-                 .text = text});
-  lock.lock();
+  board.report({.kind = Fault::Kind::kRaised,
+                .global_rank = board.global_rank(),
+                .where = what,
+                .text = text});
   throw PeerFailure(rank_prefix() + text);
 }
 

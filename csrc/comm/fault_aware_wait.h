@@ -69,6 +69,12 @@ class FaultAwareWait {
   BlockedScope blocked_;
 };
 
+/// Tells all ranks that `global_rank`, which has left, is needed here, and
+/// raises. Without locks that subscribers of the board need.
+/// @throws PeerFailure
+[[noreturn]] void fail_because_left(FaultBoard& board, int global_rank,
+                                    const std::string& what);
+
 /// " 0 2 5" of {0, 2, 5}.
 std::string list_ranks(const std::vector<int>& ranks);
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "csrc/comm/fault_aware_wait.h"
 #include "csrc/common/check.h"
 #include "csrc/memory/random_state.h"
 
@@ -15,9 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank that leaves may be faster on the liveness channel than its last
-// messages are in the mailbox, so its absence counts only after a while.
-constexpr std::chrono::seconds kLeftGrace{2};
 constexpr std::chrono::milliseconds kPoll{200};
 
 }  // namespace
@@ -335,10 +333,9 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     for (const int rank : ranks_needed()) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
-      SMP_THROW_IF_NOT(PeerFailure, now - *left_since < kLeftGrace,
-                       "global_rank ", rank, " (", faults_->coordinates(rank),
-                       ") has left (its script ended) while this rank is in ",
-                       what);
+      if (now - *left_since >= comm::FaultAwareWait::kLeftGrace) {
+        comm::fail_because_left(*faults_, rank, what);
+      }
     }
     SMP_CHECK(
         now - last_progress < options_.timeout, "no progress for ",
