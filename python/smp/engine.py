@@ -120,6 +120,7 @@ class Engine:
             self._root, decision.modules, owners, current.global_rank, current.device
         )
         self.link.connect(self.server)
+        current.server = self.server
 
     def close(self) -> None:
         """Ends the server's threads and lets go of the model. May be called twice."""
@@ -191,14 +192,6 @@ class Engine:
         """Closes a step that failed; its gradients are lost. Not collective."""
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.cancel_step()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of the server since the partition; empty with one pipeline rank."""
-        return {} if self.server is None else self.server.stats()
-
-    def executed_order(self) -> list[str]:
-        """Tasks of the last step in the order in which they began on this rank."""
-        return [] if self.server is None else self.server.executed_order()
 
     # ---- state
 

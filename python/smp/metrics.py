@@ -44,8 +44,8 @@ def server_stats() -> dict[str, float]:
     """
     current = runtime.current()
     stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
-    engine = getattr(current.model, "_engine", None)
-    stats.update({} if engine is None else engine.stats())
+    if current.server is not None:
+        stats.update(current.server.stats())
     traffic = None if current.mailbox is None else current.mailbox.stats()
     for name in ("messages_sent", "bytes_sent", "messages_received", "bytes_received"):
         stats[name] = 0 if traffic is None else traffic[name]
@@ -62,8 +62,8 @@ def executed_order() -> list[str]:
 
     Empty with one pipeline rank or before the partition.
     """
-    engine = getattr(runtime.current().model, "_engine", None)
-    return [] if engine is None else list(engine.executed_order())
+    server = runtime.current().server
+    return [] if server is None else server.executed_order()
 
 
 def transformer_flops_per_token(

@@ -95,6 +95,7 @@ class Runtime:
         links: liveness, mailbox and object exchange; None in a world of one.
         comms: tensor communicators of the groups; its members are None for groups of one.
         model, optimizer: the wrapped ones, once there are any.
+        server: module server of a partitioned model with several pipeline ranks.
         num_steps: finished calls of step functions.
     """
 
@@ -121,6 +122,7 @@ class Runtime:
         self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
         self.model: object | None = None
         self.optimizer: object | None = None
+        self.server: _C.Server | None = None
         self.num_steps = 0
         self.pid = os.getpid()
         self.links: Links | None = None
@@ -309,7 +311,8 @@ class Runtime:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        self.model = self.optimizer = self._torch_groups = self._store = None
+        self.model = self.optimizer = self.server = None
+        self._torch_groups = self._store = None
         self._on_shutdown.clear()
         self._on_step.clear()
 
