@@ -124,6 +124,9 @@ class ZygoteProcess:
             ) from None
         if answer[0] == "ended":
             self._ended[answer[1]] = (answer[2], answer[3])
+        elif answer[0] == "started":
+            for pid in answer[1]:  # pids come round again
+                self._ended.pop(pid, None)
         return answer
 
     def _expect(self, kind: str, timeout: float) -> tuple[Any, ...]:

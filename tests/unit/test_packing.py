@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from smp.pipeline.packing import Codec
 from torch import Tensor, nn
+
+from smp.pipeline.packing import Codec
 
 CPU = torch.device("cpu")
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
