@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.training import LAYOUTS, Run, check_runs
+from tests.dist.training import LAYOUTS, MICROBATCHES, SCHEDULES, Run, check_runs
 
 CASES = ("gptj", "gpt2", "bert")
-# Both schedules with few and with many microbatches; 2 and 8 take turns.
-VARIANTS = (
-    ("interleaved", 1),
-    ("interleaved", 4),
-    ("simple", 1),
-    ("simple", 4),
-    ("interleaved", 8),
-    ("simple", 2),
-)
+VARIANTS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
