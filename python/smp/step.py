@@ -71,19 +71,15 @@ class StepFunction:
         count = microbatch.num_microbatches(
             arguments, self._axes, current.config.microbatches, uneven=not trains
         )
-        if model is not None:
-            model.prepare()
-            count = model.begin_step(self._name, count, trains)
-        pieces = {
-            name: microbatch.split(value, count, self._axes.get(name, 0))
-            for name, value in arguments.items()
-        }
-        bodies = _Bodies(self._function, self._bind(args, kwargs), pieces, current.device)
         if model is None:
+            bodies = self._bodies(args, kwargs, arguments, count, current.device)
             for mb in range(count):
                 bodies(mb)
         else:
+            model.prepare()
+            count = model.begin_step(self._name, count, trains)
             try:
+                bodies = self._bodies(args, kwargs, arguments, count, current.device)
                 model.run_step(count, bodies)
                 model.end_step(trains)
             except BaseException:
@@ -92,6 +88,20 @@ class StepFunction:
         result = microbatch.join([bodies.results[mb] for mb in range(count)], self._detach_outputs)
         current.step_finished(time.perf_counter() - started_s)
         return result
+
+    def _bodies(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: dict[str, Any],
+        count: int,
+        device: torch.device,
+    ) -> _Bodies:
+        pieces = {
+            name: microbatch.split(value, count, self._axes.get(name, 0))
+            for name, value in arguments.items()
+        }
+        return _Bodies(self._function, self._bind(args, kwargs), pieces, device)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)
