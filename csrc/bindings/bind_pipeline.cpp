@@ -153,8 +153,8 @@ py::dict stats(const Server& server) {
 
 std::vector<std::string> executed_order(const Server& server) {
   std::vector<std::string> order;
-  for (const pipeline::TaskKey& key : server.executed_order()) {
-    order.push_back(pipeline::to_string(key));
+  for (const schedule::TaskKey& key : server.executed_order()) {
+    order.push_back(schedule::to_string(key));
   }
   return order;
 }

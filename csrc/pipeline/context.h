@@ -9,9 +9,12 @@
 
 #include "csrc/comm/message.h"
 #include "csrc/memory/random_state.h"
-#include "csrc/pipeline/task.h"
+#include "csrc/schedule/task.h"
 
 namespace smp::pipeline {
+
+using schedule::Phase;
+using schedule::TaskKey;
 
 /// One execution that may have to wait in the middle: the step body of a
 /// microbatch, or the service of one request. It owns an OS thread while it

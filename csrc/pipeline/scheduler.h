@@ -18,9 +18,13 @@
 
 #include "csrc/pipeline/context.h"
 #include "csrc/pipeline/context_threads.h"
-#include "csrc/pipeline/policy.h"
+#include "csrc/schedule/policy.h"
 
 namespace smp::pipeline {
+
+using schedule::Policy;
+using schedule::ReadyTask;
+using schedule::StepProgress;
 
 /// Who decides the order of tasks among the data-parallel peers of a rank.
 enum class OrderRole {

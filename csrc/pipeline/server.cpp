@@ -26,7 +26,7 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
     : options_(std::move(options)),
       mailbox_(std::move(mailbox)),
       faults_(std::move(faults)),
-      policy_(make_policy(options_.policy)),
+      policy_(schedule::make_policy(options_.policy)),
       threads_(std::move(thread_enter)),
       scheduler_(&threads_, options_.device) {
   const auto& ranks = options_.pp_ranks;

@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parents[2]
 # C++ rooms, lower layers first; a room may include rooms of lower layers only.
 CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
-    frozenset({"topology", "partition"}),
+    frozenset({"topology", "partition", "schedule"}),
     frozenset({"comm", "memory"}),
     frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
@@ -25,6 +25,7 @@ CPP_LAYERS: tuple[frozenset[str], ...] = (
 CPP_NARROW: dict[str, frozenset[str]] = {
     "topology": frozenset({"common"}),
     "partition": frozenset({"common"}),
+    "schedule": frozenset({"common"}),
     "comm": frozenset({"common", "topology"}),
 }
 

@@ -15,7 +15,7 @@ using std::chrono::seconds;
 class SchedulerTest : public ::testing::Test {
  protected:
   void begin(const char* policy_name, int num_microbatches, int active) {
-    policy = make_policy(policy_name);
+    policy = schedule::make_policy(policy_name);
     Scheduler::StepOptions options;
     options.policy = policy.get();
     options.num_microbatches = num_microbatches;
@@ -142,7 +142,7 @@ TEST_F(SchedulerTest, an_exception_ends_waiting_contexts_and_is_kept) {
 }
 
 TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
-  policy = make_policy("interleaved");
+  policy = schedule::make_policy("interleaved");
   Scheduler::StepOptions options;
   options.policy = policy.get();
   options.num_microbatches = 1;

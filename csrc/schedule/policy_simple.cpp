@@ -1,8 +1,8 @@
 #include <tuple>
 
-#include "csrc/pipeline/policy.h"
+#include "csrc/schedule/policy.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 namespace {
 
 // All forwards, then all backwards. A backward waits while the driver still
@@ -44,4 +44,4 @@ std::unique_ptr<Policy> make_simple_policy() {
   return std::make_unique<SimplePolicy>();
 }
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/pipeline/task.h"
+#include "csrc/schedule/task.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 
 /// Decides which ready task runs next. Pure: no clock, no state, no torch.
 class Policy {
@@ -34,4 +34,4 @@ std::unique_ptr<Policy> make_policy(const std::string& name);
 std::unique_ptr<Policy> make_interleaved_policy();
 std::unique_ptr<Policy> make_simple_policy();
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

@@ -1,8 +1,8 @@
 #include <tuple>
 
-#include "csrc/pipeline/policy.h"
+#include "csrc/schedule/policy.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 namespace {
 
 // Backward first, so that activations are freed early; then the oldest
@@ -39,4 +39,4 @@ std::unique_ptr<Policy> make_interleaved_policy() {
   return std::make_unique<InterleavedPolicy>();
 }
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

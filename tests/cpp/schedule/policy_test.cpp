@@ -1,4 +1,4 @@
-#include "csrc/pipeline/policy.h"
+#include "csrc/schedule/policy.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 
 #include "csrc/common/check.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 namespace {
 
 ReadyTask task(Phase phase, int64_t mb, int64_t arrival) {
@@ -90,4 +90,4 @@ TEST(Task, text_form_names_phase_microbatch_module_visit_and_resumption) {
 }
 
 }  // namespace
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

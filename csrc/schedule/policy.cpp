@@ -1,8 +1,8 @@
-#include "csrc/pipeline/policy.h"
+#include "csrc/schedule/policy.h"
 
 #include "csrc/common/check.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 
 std::unique_ptr<Policy> make_policy(const std::string& name) {
   if (name == "interleaved") return make_interleaved_policy();
@@ -12,4 +12,4 @@ std::unique_ptr<Policy> make_policy(const std::string& name) {
   return nullptr;
 }
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

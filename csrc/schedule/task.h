@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace smp::pipeline {
+namespace smp::schedule {
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 
@@ -41,4 +41,4 @@ struct StepProgress {
   int num_forwards_pending = 0;
 };
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule

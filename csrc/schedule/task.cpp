@@ -1,6 +1,6 @@
-#include "csrc/pipeline/task.h"
+#include "csrc/schedule/task.h"
 
-namespace smp::pipeline {
+namespace smp::schedule {
 
 std::string to_string(const TaskKey& key) {
   std::string text = key.phase == Phase::kForward ? "F" : "B";
@@ -13,4 +13,4 @@ std::string to_string(const TaskKey& key) {
   return text;
 }
 
-}  // namespace smp::pipeline
+}  // namespace smp::schedule
