@@ -1,3 +1,4 @@
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -35,21 +36,6 @@ void enter_python_thread(const std::function<void()>& body) {
   PyGILState_Release(state);
 }
 
-std::vector<at::Tensor> data_of(const std::vector<MessageTensor>& tensors) {
-  std::vector<at::Tensor> data;
-  data.reserve(tensors.size());
-  for (const MessageTensor& tensor : tensors) data.push_back(tensor.data);
-  return data;
-}
-
-std::vector<MessageTensor> with_data(std::vector<at::Tensor> data) {
-  std::vector<MessageTensor> tensors(data.size());
-  for (size_t i = 0; i < data.size(); ++i) {
-    tensors[i].data = std::move(data[i]);
-  }
-  return tensors;
-}
-
 std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
                                     std::shared_ptr<comm::FaultBoard> faults,
                                     int global_rank, std::vector<int> pp_ranks,
@@ -80,14 +66,34 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
 void set_forward_handler(Server& server, py::function handler) {
   server.set_forward_handler([kept = keep(std::move(handler))](Call call) {
     py::gil_scoped_acquire gil;
+    py::list tensors(call.tensors.size());
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      tensors[i] = py::cast(std::move(call.tensors[i].data));
+    }
     const py::tuple result = (*kept)(
         call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
-        py::bytes(call.structure), data_of(call.tensors));
+        py::bytes(call.structure), std::move(tensors));
     Call answer;
     answer.structure = result[0].cast<std::string>();
-    answer.tensors = with_data(result[1].cast<std::vector<at::Tensor>>());
+    for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
+      answer.tensors.emplace_back();
+      answer.tensors.back().data = std::move(tensor);
+    }
+    answer.has_values = result[2].cast<bool>();
     return answer;
   });
+}
+
+void set_handle_factory(Server& server, py::function factory) {
+  server.set_handle_factory(
+      [kept = keep(std::move(factory))](const pipeline::TensorMeta& meta) {
+        py::gil_scoped_acquire gil;
+        return (*kept)(py::tuple(py::cast(meta.sizes)),
+                       py::reinterpret_borrow<py::object>(
+                           reinterpret_cast<PyObject*>(
+                               torch::getTHPDtype(meta.dtype))))
+            .cast<at::Tensor>();
+      });
 }
 
 void run_step(Server& server, int num_microbatches, uint64_t seed,
@@ -101,42 +107,59 @@ void run_step(Server& server, int num_microbatches, uint64_t seed,
 }
 
 py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
-                      bool training, py::bytes structure,
+                      bool training, const std::string& structure,
+                      const std::string& mode,
                       const std::vector<at::Tensor>& tensors) {
-  Call result;
+  pipeline::RemoteResult result;
   {
-    std::string bytes = structure;
     py::gil_scoped_release release;
     result = pipeline::remote_call(server, owner_global_rank, module_id,
-                                   training, std::move(bytes), tensors);
+                                   training, structure, mode, tensors);
   }
-  return py::make_tuple(py::bytes(result.structure), data_of(result.tensors));
-}
-
-void publish_output(Server& server, py::bytes structure,
-                    const std::vector<at::Tensor>& tensors) {
-  Call output;
-  output.structure = structure;
-  output.tensors.resize(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    output.tensors[i].requires_grad = tensors[i].requires_grad();
-    // The user's code may change outputs in place while they are on their way.
-    output.tensors[i].data = tensors[i].detach().clone();
-  }
-  py::gil_scoped_release release;
-  server.publish_output(output);
+  return py::make_tuple(py::bytes(result.structure), std::move(result.tensors));
 }
 
 py::tuple await_output(Server& server) {
-  Call output;
+  pipeline::ModelOutput output;
+  std::vector<at::Tensor> tensors;
   {
     py::gil_scoped_release release;
     output = server.await_output();
+    for (auto& tensor : output.tensors) {
+      tensors.push_back(tensor.ref ? server.make_handle(tensor.ref)
+                                   : tensor.data);
+      if (tensor.requires_grad) {
+        pipeline::require_unused_grad(tensors.back());
+      }
+    }
   }
-  for (MessageTensor& tensor : output.tensors) {
-    if (tensor.requires_grad) pipeline::require_unused_grad(tensor.data);
+  return py::make_tuple(py::bytes(output.structure), std::move(tensors));
+}
+
+at::Tensor fetch(Server& server, const at::Tensor& handle) {
+  const auto ref = pipeline::remote_ref_of(handle);
+  py::gil_scoped_release release;
+  return server.fetch(ref);
+}
+
+// Arithmetic of two handles, or of one and a number, at their home.
+at::Tensor compute(Server& server, const std::string& name,
+                   const std::vector<at::Tensor>& handles, bool with_scalar,
+                   double scalar) {
+  py::gil_scoped_release release;
+  std::vector<pipeline::RemoteRefPtr> refs;
+  for (const auto& handle : handles) {
+    refs.push_back(pipeline::remote_ref_of(handle));
   }
-  return py::make_tuple(py::bytes(output.structure), data_of(output.tensors));
+  return server.make_handle(server.call_operation(
+      pipeline::Operation::named(name, with_scalar, scalar), refs));
+}
+
+// What is known of a handle: None for an ordinary tensor.
+py::object ref_state(const at::Tensor& tensor) {
+  const auto ref = pipeline::remote_ref_of(tensor);
+  if (!ref) return py::none();
+  return py::make_tuple(ref->home_rank, ref->kept.defined());
 }
 
 py::dict stats(const Server& server) {
@@ -145,7 +168,13 @@ py::dict stats(const Server& server) {
   result["idle_s"] = static_cast<double>(scheduler.idle_ns) * 1e-9;
   result["contexts"] = scheduler.num_contexts;
   result["switches"] = scheduler.num_switches;
-  result["remote_calls"] = server.num_remote_calls();
+  const Server::Stats sent = server.stats();
+  result["remote_calls"] = sent.requests;
+  result["headers"] = sent.headers;
+  result["pushes"] = sent.pushes;
+  result["fetches"] = sent.fetches;
+  result["data_bytes"] = sent.data_bytes;
+  result["stored"] = server.num_stored();
   result["served_calls"] = server.num_served_calls();
   result["records"] = server.num_records();
   return result;
@@ -204,10 +233,30 @@ void bind_pipeline(py::module_& m) {
            py::arg("body"), "Runs body(mb) for each microbatch and serves.")
       .def("remote_call", &remote_call, py::arg("owner_global_rank"),
            py::arg("module_id"), py::arg("training"), py::arg("structure"),
-           py::arg("tensors"),
-           "Runs a module on its owner: (structure, tensors) of the result.")
-      .def("publish_output", &publish_output, py::arg("structure"),
-           py::arg("tensors"), "Driver: the model's output for the others.")
+           py::arg("mode"), py::arg("tensors"),
+           "Has a module run on its owner: (structure, handles) of the result.")
+      .def("set_handle_factory", &set_handle_factory,
+           "factory(sizes, dtype) -> tensor without data")
+      .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")
+      .def(
+          "materialize",
+          [](Server& server, const at::Tensor& handle) {
+            py::gil_scoped_release release;
+            return pipeline::materialize(server, handle);
+          },
+          py::arg("handle"), "The data as a tensor behind the handle's graph.")
+      .def("compute", &compute, py::arg("name"), py::arg("handles"),
+           py::arg("with_scalar"), py::arg("scalar"),
+           "Arithmetic at the home of the handles.")
+      .def(
+          "publish_output",
+          [](Server& server, const std::string& structure,
+             const std::vector<at::Tensor>& tensors) {
+            py::gil_scoped_release release;
+            server.publish_output(structure, tensors);
+          },
+          py::arg("structure"), py::arg("tensors"),
+          "Driver: the model's output for the others.")
       .def("await_output", &await_output, "Others: the model's output.")
       .def("begin_backward", &Server::begin_backward, release_gil())
       .def("end_backward", &Server::end_backward, release_gil())
@@ -219,6 +268,21 @@ void bind_pipeline(py::module_& m) {
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },
       "True inside a step body or the service of a request.");
+  m.def("ref_state", &ref_state, py::arg("tensor"),
+        "(home rank, kept) of a handle; None for an ordinary tensor.");
+  m.def(
+      "share_ref",
+      [](const at::Tensor& handle, const at::Tensor& source) {
+        pipeline::attach_remote_ref(handle, pipeline::remote_ref_of(source));
+      },
+      py::arg("handle"), py::arg("source"),
+      "Makes a tensor without data stand for what another handle stands for.");
+  m.def(
+      "kept_data",
+      [](const at::Tensor& handle) -> at::Tensor {
+        return pipeline::remote_ref_of(handle)->kept;
+      },
+      py::arg("handle"), "The data of a handle that outlived its microbatch.");
 }
 
 }  // namespace smp::bindings

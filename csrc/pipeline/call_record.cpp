@@ -22,12 +22,6 @@ CallRecord CallRecords::take(Key key) {
   return record;
 }
 
-int64_t CallRecords::module_of(Key key) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = records_.find(key);
-  return found == records_.end() ? -1 : found->second.module_id;
-}
-
 void CallRecords::drop_microbatch(int64_t mb) {
   std::map<Key, CallRecord> dropped;  // graphs are freed without the lock
   std::lock_guard<std::mutex> lock(mutex_);

@@ -27,8 +27,6 @@ class CallRecords {
   void put(Key key, CallRecord record);
   /// Takes a record out. @throws Error when there is none: backward ran twice
   CallRecord take(Key key);
-  /// Module of a record, -1 when there is none.
-  int64_t module_of(Key key) const;
   /// Drops what a finished microbatch left: outputs nobody asked gradients of.
   void drop_microbatch(int64_t mb);
   void clear();

@@ -9,6 +9,7 @@
 
 #include "csrc/comm/message.h"
 #include "csrc/memory/random_state.h"
+#include "csrc/pipeline/caller_state.h"
 #include "csrc/schedule/task.h"
 
 namespace smp::pipeline {
@@ -38,8 +39,8 @@ struct Context {
 
   /// Generators while another context runs.
   std::optional<memory::RandomState> random_state;
-  /// Number of remote calls made so far; part of the call path. Own thread.
-  int64_t num_calls = 0;
+  /// The calls that it made. Own thread.
+  CallerState caller;
   /// Step bodies: how often the model, and backward, were called. Own thread.
   int64_t num_model_calls = 0;
   int64_t num_backward_calls = 0;

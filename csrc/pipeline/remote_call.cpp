@@ -19,35 +19,46 @@ using torch::autograd::variable_list;
 // plain Node with edges to the arguments instead of an autograd::Function.
 class RemoteCallNode : public torch::autograd::Node {
  public:
-  RemoteCallNode(Server* server, CallId id, std::vector<bool> output_has_grad,
+  RemoteCallNode(Server* server, IssuedCall call,
+                 std::vector<bool> output_has_grad,
+                 std::vector<TensorMeta> inputs,
                  torch::autograd::edge_list&& edges)
       : Node(std::move(edges)),
         server_(server),
-        id_(id),
-        output_has_grad_(std::move(output_has_grad)) {}
+        call_(std::move(call)),
+        output_has_grad_(std::move(output_has_grad)),
+        inputs_(std::move(inputs)) {}
 
   std::string name() const override { return "SmpRemoteCallBackward"; }
 
-  // Blocks inside the engine. That is safe because each context runs its
+  // May wait inside the engine. That is safe because each context runs its
   // backward on a thread of its own (multithreaded backward is off for it).
   variable_list apply(variable_list&& grads) override {
     SMP_CHECK_VALUE(!at::GradMode::is_enabled(),
                     "create_graph=True is not supported through a module on "
                     "another rank (global_rank ",
-                    id_.owner_rank, ")");
+                    call_.owner_rank, ")");
     // Only results with gradients are inputs of this node, in order.
     std::vector<at::Tensor> all(output_has_grad_.size());
     size_t next = 0;
     for (size_t i = 0; i < all.size(); ++i) {
-      if (output_has_grad_[i]) all[i] = grads[next++];
+      if (output_has_grad_[i]) all[i] = std::move(grads[next++]);
     }
-    return server_->call_backward(id_, all);
+    const auto refs = server_->call_backward(call_, inputs_, all);
+    variable_list result(refs.size());
+    for (size_t i = 0; i < refs.size(); ++i) {
+      if (refs[i] && task_should_compute_output(i)) {
+        result[i] = server_->make_handle(refs[i]);
+      }
+    }
+    return result;
   }
 
  private:
   Server* const server_;
-  const CallId id_;
+  const IssuedCall call_;
   const std::vector<bool> output_has_grad_;
+  const std::vector<TensorMeta> inputs_;
 };
 
 // The driver runs the real backward; here it ends.
@@ -57,6 +68,16 @@ class UnusedGradNode : public torch::autograd::Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
+// Between a handle and its data.
+class FetchNode : public torch::autograd::Node {
+ public:
+  using Node::Node;
+  std::string name() const override { return "SmpFetchBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    return std::move(grads);
+  }
+};
+
 }  // namespace
 
 void require_unused_grad(at::Tensor& output) {
@@ -64,39 +85,48 @@ void require_unused_grad(at::Tensor& output) {
                                         std::make_shared<UnusedGradNode>());
 }
 
-Call remote_call(Server& server, int owner_global_rank, int64_t module_id,
-                 bool training, std::string structure,
-                 const std::vector<at::Tensor>& inputs) {
-  const bool grad = at::GradMode::is_enabled();
-  Call call;
-  call.module_id = module_id;
-  if (grad) call.flags |= kGradEnabled;
-  if (training) call.flags |= kTraining;
-  call.structure = std::move(structure);
-  call.tensors.resize(inputs.size());
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    call.tensors[i].data = inputs[i].detach();
-    call.tensors[i].requires_grad = grad && inputs[i].requires_grad();
+at::Tensor materialize(Server& server, const at::Tensor& handle) {
+  at::Tensor data = server.fetch_to_own(remote_ref_of(handle));
+  if (handle.requires_grad()) {
+    auto edges = torch::autograd::collect_next_edges(handle);
+    torch::autograd::create_gradient_edge(
+        data, std::make_shared<FetchNode>(std::move(edges)));
   }
-  auto [result, id] = server.call_forward(owner_global_rank, std::move(call));
-  if (!grad) return std::move(result);
+  return data;
+}
 
+RemoteResult remote_call(Server& server, int owner_global_rank,
+                         int64_t module_id, bool training,
+                         const std::string& structure, const std::string& mode,
+                         const std::vector<at::Tensor>& inputs) {
+  const bool grad = at::GradMode::is_enabled();
+  int64_t flags = 0;
+  if (grad) flags |= kGradEnabled;
+  if (training) flags |= kTraining;
+  IssuedCall call = server.call_forward(owner_global_rank, module_id, flags,
+                                        structure, mode, inputs);
+  RemoteResult result;
+  result.structure = call.expected->result.structure;
   std::vector<bool> output_has_grad;
   bool any = false;
-  for (const comm::MessageTensor& tensor : result.tensors) {
-    output_has_grad.push_back(tensor.requires_grad);
-    any = any || tensor.requires_grad;
+  for (const RemoteRefPtr& ref : call.results) {
+    result.tensors.push_back(server.make_handle(ref));
+    output_has_grad.push_back(grad && ref->meta.requires_grad);
+    any = any || output_has_grad.back();
   }
-  if (!any) return std::move(result);
+  call.results.clear();  // the handles hold them
+  if (!any) return result;
+  std::vector<TensorMeta> metas;
+  for (const at::Tensor& input : inputs) metas.push_back(TensorMeta::of(input));
   auto node = std::make_shared<RemoteCallNode>(
-      &server, id, std::move(output_has_grad),
+      &server, std::move(call), output_has_grad, std::move(metas),
       torch::autograd::collect_next_edges(inputs));
-  for (comm::MessageTensor& tensor : result.tensors) {
-    if (tensor.requires_grad) {
-      torch::autograd::create_gradient_edge(tensor.data, node);
+  for (size_t i = 0; i < result.tensors.size(); ++i) {
+    if (output_has_grad[i]) {
+      torch::autograd::create_gradient_edge(result.tensors[i], node);
     }
   }
-  return std::move(result);
+  return result;
 }
 
 }  // namespace smp::pipeline

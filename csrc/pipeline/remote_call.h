@@ -7,21 +7,32 @@
 
 namespace smp::pipeline {
 
-/// Calls a module that lives on another rank as one differentiable operation:
-/// forward runs there and its results come back, backward sends their
-/// gradients there and gets those of the arguments. Grad mode decides whether
-/// a graph is kept. Blocks only the calling context.
-///
-/// @param inputs  tensors of `structure`, each once; may require gradients
-/// @return the pickled structure of the results and their tensors; floating
-///         results require gradients exactly if they did at the owner
-/// Source: algorithms of the public smp v1 guide; the node is ours.
-Call remote_call(Server& server, int owner_global_rank, int64_t module_id,
-                 bool training, std::string structure,
-                 const std::vector<at::Tensor>& inputs);
+/// What a remote call looks like to its caller.
+struct RemoteResult {
+  std::string structure;  ///< pickled results without tensors
+  /// Handles: true shape, dtype and graph, data elsewhere.
+  std::vector<at::Tensor> tensors;
+};
 
-/// Makes a received output of the model require a gradient that goes nowhere,
-/// on ranks other than the driver. Unlike a leaf it may be changed in place.
+/// Calls a module that lives on another rank as one differentiable operation:
+/// forward runs there, backward sends the gradients of the results there and
+/// gets handles of those of the arguments. Grad mode decides whether a graph is
+/// kept. Returns at once when calls like this one were seen before.
+///
+/// @param mode    what else the result depends on, see Server::call_forward
+/// @param inputs  tensors of `structure`, each once; handles or ordinary ones
+/// Source: algorithms of the public smp v1 guide; the node is ours.
+RemoteResult remote_call(Server& server, int owner_global_rank,
+                         int64_t module_id, bool training,
+                         const std::string& structure, const std::string& mode,
+                         const std::vector<at::Tensor>& inputs);
+
+/// The data behind a handle as an ordinary tensor that hangs on the handle in
+/// the graph: views of it and in-place changes are PyTorch's own affair.
+at::Tensor materialize(Server& server, const at::Tensor& handle);
+
+/// A tensor of the driver's output on another rank: requires a gradient that
+/// goes nowhere. Unlike a leaf it may be changed in place.
 void require_unused_grad(at::Tensor& output);
 
 }  // namespace smp::pipeline

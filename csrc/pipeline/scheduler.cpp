@@ -47,7 +47,6 @@ void Scheduler::begin_step(const StepOptions& options) {
   SMP_ASSERT(!in_step_ && contexts_.empty(), "begin_step inside a step");
   options_ = options;
   in_step_ = true;
-  visits_.clear();
   executed_.clear();
   cancel_reason_ = nullptr;
   num_bodies_in_flight_ = 0;
@@ -75,19 +74,15 @@ void Scheduler::add_body(int mb, std::string where, uint64_t seed,
   add_locked(std::move(context));
 }
 
-void Scheduler::add_service(Phase phase, int mb, int64_t module_id,
-                            std::string where, uint64_t seed,
-                            std::function<void()> work) {
+void Scheduler::add_service(const TaskKey& key, std::string where,
+                            uint64_t seed, std::function<void()> work) {
   auto context = std::make_unique<Context>();
+  context->key = key;
   context->where = std::move(where);
   context->seed = seed;
   context->work = std::move(work);
   Lock lock(mutex_);
   if (cancel_reason_) return;
-  // Calls of one module in one microbatch come one after the other, so the
-  // visit number does not depend on what else is going on.
-  const int64_t visit = visits_[{phase, mb, module_id}]++;
-  context->key = {phase, mb, module_id, visit, 0};
   ready_.push_back(context.get());
   add_locked(std::move(context));
 }

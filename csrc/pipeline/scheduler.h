@@ -78,8 +78,8 @@ class Scheduler {
   void add_body(int mb, std::string where, uint64_t seed,
                 std::function<void()> work);
   /// Adds a service context, ready at once.
-  void add_service(Phase phase, int mb, int64_t module_id, std::string where,
-                   uint64_t seed, std::function<void()> work);
+  void add_service(const TaskKey& key, std::string where, uint64_t seed,
+                   std::function<void()> work);
 
   /// Called by a running context: gives the baton back until `slot` is filled.
   /// @throws PeerFailure when the step is cancelled meanwhile
@@ -144,7 +144,6 @@ class Scheduler {
   std::vector<Context*> ready_;
   std::deque<Context*> bodies_to_start_;
   int num_bodies_in_flight_ = 0;
-  std::map<std::tuple<Phase, int64_t, int64_t>, int64_t> visits_;
   std::deque<std::pair<int64_t, TaskKey>> agreed_;
   Context* running_ = nullptr;
   Context* generators_owner_ = nullptr;

@@ -7,18 +7,10 @@
 #include <optional>
 #include <utility>
 
-#include "csrc/comm/fault_aware_wait.h"
 #include "csrc/common/check.h"
 #include "csrc/memory/random_state.h"
 
 namespace smp::pipeline {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::milliseconds kPoll{200};
-
-}  // namespace
 
 Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
                std::shared_ptr<comm::FaultBoard> faults,
@@ -28,7 +20,8 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
       faults_(std::move(faults)),
       policy_(schedule::make_policy(options_.policy)),
       threads_(std::move(thread_enter)),
-      scheduler_(&threads_, options_.device) {
+      scheduler_(&threads_, options_.device),
+      releases_(std::make_shared<ReleaseList>()) {
   const auto& ranks = options_.pp_ranks;
   const auto found =
       std::find(ranks.begin(), ranks.end(), options_.global_rank);
@@ -45,15 +38,7 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
   if (options_.deterministic && options_.order_ranks.size() > 1 &&
       options_.order_ranks.front() == options_.global_rank) {
     scheduler_.set_order_sink([this](int64_t step, const TaskKey& key) {
-      for (const int peer : options_.order_ranks) {
-        if (peer == options_.global_rank) continue;
-        comm::Message message;
-        message.channel = comm::Channel::kOrder;
-        message.fields = {step,      static_cast<int64_t>(key.phase),
-                          key.mb,    key.module_id,
-                          key.visit, key.resume};
-        mailbox_->post(peer, std::move(message));
-      }
+      publish_order(step, key);
     });
   }
   fault_subscription_ = faults_->subscribe([this] { on_fault(); });
@@ -69,6 +54,18 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
 
 Server::~Server() { close(); }
 
+void Server::publish_order(int64_t step, const TaskKey& key) {
+  for (const int peer : options_.order_ranks) {
+    if (peer == options_.global_rank) continue;
+    comm::Message message;
+    message.channel = comm::Channel::kOrder;
+    message.fields = {step,      static_cast<int64_t>(key.phase),
+                      key.mb,    key.module_id,
+                      key.visit, key.resume};
+    mailbox_->post(peer, std::move(message));
+  }
+}
+
 void Server::close() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -80,10 +77,13 @@ void Server::close() {
   faults_->unsubscribe(fault_subscription_);
   threads_.join();
   records_.clear();
+  store_.clear();
+  queues_.clear();
   // They refer to the model, which refers to this server.
   forward_handler_ = {};
   error_reporter_ = {};
   microbatch_done_ = {};
+  handle_factory_ = {};
 }
 
 void Server::set_forward_handler(ForwardHandler handler) {
@@ -98,17 +98,42 @@ void Server::set_microbatch_done(MicrobatchDone done) {
   microbatch_done_ = std::move(done);
 }
 
+void Server::set_handle_factory(HandleFactory factory) {
+  handle_factory_ = std::move(factory);
+}
+
+Server::Stats Server::stats() const {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  return stats_;
+}
+
 // ---------------------------------------------------------------- messages
 
-void Server::post(int dst, const Header& header, const std::string& structure,
+Header Server::header_of(Kind kind, int64_t mb) const {
+  Header header;
+  header.kind = kind;
+  header.step = step_;
+  header.mb = mb;
+  return header;
+}
+
+void Server::post(int dst, Header header, const std::string& structure,
                   std::vector<comm::MessageTensor> tensors) {
   comm::Message message;
-  Header sent = header;
   const auto [id, with_bytes] = structures_.on_send(dst, structure);
-  sent.structure_id = id;
-  sent.write_to(message);
+  header.structure_id = id;
+  header.write_to(message);
   if (with_bytes) message.bytes = structure;
   message.tensors = std::move(tensors);
+  if (dst != options_.global_rank) {
+    int64_t data_bytes = 0;
+    for (const comm::MessageTensor& tensor : message.tensors) {
+      if (tensor.data.defined()) data_bytes += tensor.data.nbytes();
+    }
+    std::lock_guard<std::mutex> lock(stats_mutex_);
+    ++stats_.headers;
+    if (data_bytes > 0) stats_.data_bytes[dst] += data_bytes;
+  }
   mailbox_->post(dst, std::move(message));
 }
 
@@ -132,7 +157,7 @@ void Server::take_message(comm::Message&& message) {
   // In the order of arrival, so that an id never precedes its bytes.
   message.bytes = structures_.on_receive(
       message.source_rank, header.structure_id, std::move(message.bytes));
-  std::vector<std::function<void()>> after;
+  Actions after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (header.kind == Kind::kStepBegin) {
@@ -149,26 +174,48 @@ void Server::take_message(comm::Message&& message) {
 }
 
 void Server::handle_locked(const Header& header, comm::Message&& message,
-                           std::vector<std::function<void()>>& after) {
+                           Actions& after) {
   switch (header.kind) {
     case Kind::kForwardRequest:
-      serve_forward(header, message);
-      break;
     case Kind::kBackwardRequest:
-      serve_backward(header, message);
+    case Kind::kOperation:
+      after.push_back([this, header,
+                       shared = std::make_shared<comm::Message>(
+                           std::move(message))] {
+        serve(header, std::move(*shared));
+      });
       break;
-    case Kind::kForwardResponse:
-    case Kind::kBackwardResponse: {
+    case Kind::kForwardMeta:
+    case Kind::kBackwardMeta: {
       const auto found = requests_.find(header.request_id);
       if (found != requests_.end()) {  // else its context was cancelled
         scheduler_.fill(*found->second, std::move(message));
       }
       break;
     }
+    case Kind::kPush:
+      after.push_back([this, header, ref = message.tensors.at(0).ref] {
+        push(ref, header.mb, static_cast<int>(header.index));
+      });
+      break;
+    case Kind::kData:
+      after.push_back(
+          [this, header, tensors = std::move(message.tensors)] {
+            for (const comm::MessageTensor& tensor : tensors) {
+              store_.put(tensor.ref, header.mb, tensor.data);
+            }
+          });
+      break;
+    case Kind::kRequestsDone:
+      handle_done_locked(header, message.source_rank);
+      break;
     case Kind::kModelOutput:
     case Kind::kBackwardDone:
       scheduler_.fill(notices_[{header.kind, header.mb, header.index}],
                       std::move(message));
+      break;
+    case Kind::kBodyDone:
+      end_microbatch_locked(static_cast<int>(header.mb), after);
       break;
     case Kind::kMicrobatchEnd:
       after.push_back(
@@ -179,8 +226,19 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       changed_.notify_all();
       break;
     case Kind::kStepBegin:
-      break;  // taken by on_message
+      break;  // taken by take_message
   }
+}
+
+void Server::handle_done_locked(const Header& header, int owner) {
+  auto& acks = acks_[header.index];
+  acks[owner] = header.request_id;
+  const auto waiting = ack_waits_.find(header.index);
+  if (waiting == ack_waits_.end()) return;
+  for (const auto& [rank, last] : waiting->second.issued) {
+    if (acks[rank] < last) return;
+  }
+  scheduler_.fill(*waiting->second.slot, {});
 }
 
 // ------------------------------------------------------------------- steps
@@ -191,6 +249,9 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   SMP_ASSERT(!in_step_ && !closed_, "begin_step inside a step");
   ++step_;
   step_end_seen_ = false;
+  num_microbatches_ended_ = 0;
+  bodies_done_.clear();
+  visits_.clear();
   if (is_driver()) {
     Header header;
     header.kind = Kind::kStepBegin;
@@ -224,6 +285,8 @@ void Server::run_step(int num_microbatches, uint64_t seed,
                           at::ThreadLocalStateGuard guard(*state);
                           keep_backward_on_this_thread();
                           (*shared_body)(mb);
+                          settle(*current_context());
+                          await_requests(*current_context());
                           finish_body(mb);
                         });
   }
@@ -232,9 +295,11 @@ void Server::run_step(int num_microbatches, uint64_t seed,
   {
     std::unique_lock<std::mutex> lock(mutex_);
     try {
-      wait_until(lock, [this] {
-        return scheduler_.is_idle() &&
-               (is_driver() || step_end_seen_ || scheduler_.cancel_reason());
+      wait_until(lock, [this, num_microbatches] {
+        if (!scheduler_.is_idle()) return false;
+        if (scheduler_.cancel_reason()) return true;
+        return is_driver() ? num_microbatches_ended_ == num_microbatches
+                           : step_end_seen_.load();
       });
       failure = scheduler_.cancel_reason();
     } catch (...) {  // a fault, a time-out, Ctrl-C
@@ -267,25 +332,30 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
   return step;
 }
 
-// Opens the gate for messages of this step and handles those that were faster
-// than this rank's script.
+// Handles messages that were faster than this rank's script, in their order,
+// and then opens the gate: newer ones must not overtake them.
 void Server::replay_early_messages() {
-  std::vector<std::function<void()>> after;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    in_step_ = true;
-    std::deque<comm::Message> early;
-    early.swap(early_);
-    for (comm::Message& message : early) {
+  std::deque<comm::Message> later;
+  while (true) {
+    Actions after;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (early_.empty()) {
+        early_.swap(later);
+        in_step_ = true;
+        return;
+      }
+      comm::Message message = std::move(early_.front());
+      early_.pop_front();
       const Header header = Header::read_from(message);
       if (header.step == step_) {
         handle_locked(header, std::move(message), after);
       } else if (header.step > step_) {
-        early_.push_back(std::move(message));
+        later.push_back(std::move(message));
       }
     }
+    for (const auto& action : after) action();
   }
-  for (const auto& action : after) action();
 }
 
 // Ends all contexts after a failure and raises it. The first reason counts:
@@ -299,262 +369,56 @@ void Server::abandon_step(std::exception_ptr failure) {
     in_step_ = false;
     notices_.clear();
     requests_.clear();
+    acks_.clear();
+    ack_waits_.clear();
+    published_.clear();
   }
   records_.clear();
+  queues_.clear();
+  store_.clear();
+  releases_->clear();
   if (scheduler_.is_idle()) scheduler_.end_step();
   std::rethrow_exception(failure);
 }
 
-// Waits on `changed_` until `done`, a fault, the departure of a rank of this
-// replica, Ctrl-C, or `timeout` without any progress.
-void Server::wait_until(std::unique_lock<std::mutex>& lock,
-                        const std::function<bool()>& done) {
-  auto last_progress = Clock::now();
-  int64_t progress = -1;
-  std::optional<Clock::time_point> left_since;
-  comm::BlockedScope blocked(faults_->waits());
-  while (!done()) {
-    changed_.wait_for(lock, kPoll);
-    if (done()) return;
-    lock.unlock();
-    faults_->check_interrupt();
-    // This rank's own failure arrives with its context, as the real exception.
-    if (const auto fault = faults_->fault();
-        fault && fault->global_rank != options_.global_rank) {
-      faults_->raise_if_faulted();
-    }
-    const auto now = Clock::now();
-    const int64_t seen = mailbox_->progress() + scheduler_.stats().num_switches;
-    const bool waits = scheduler_.baton_is_free();
-    if (seen != progress || !waits) last_progress = now;
-    progress = seen;
-    const std::string what = describe_wait();
-    blocked.update(waits && now - last_progress >= kPoll, what);
-    for (const int rank : ranks_needed()) {
-      if (!faults_->has_left(rank)) continue;
-      if (!left_since || !waits) left_since = now;
-      if (now - *left_since >= comm::FaultAwareWait::kLeftGrace) {
-        comm::fail_because_left(*faults_, rank, what);
-      }
-    }
-    SMP_CHECK(
-        now - last_progress < options_.timeout, "no progress for ",
-        std::chrono::duration_cast<std::chrono::seconds>(now - last_progress)
-            .count(),
-        " s in ", what);
-    lock.lock();
-  }
-}
-
-// Without whom the wait cannot end. Others may have left: they are done.
-std::vector<int> Server::ranks_needed() const {
-  std::vector<int> ranks = scheduler_.awaited_ranks();
-  if (!is_driver() && !step_end_seen_) ranks.push_back(driver_rank());
-  return ranks;
-}
-
-std::string Server::describe_wait() const {
-  std::string text = "step call " + std::to_string(step_) + ": ";
-  if (!scheduler_.is_idle()) return text + scheduler_.describe();
-  return text + "waiting for global_rank " + std::to_string(driver_rank()) +
-         (in_step_ ? " to end it" : " to begin it");
-}
-
-void Server::on_fault() {
-  const auto fault = faults_->fault();
-  if (!fault || fault->global_rank == options_.global_rank) return;
-  scheduler_.cancel(
-      std::make_exception_ptr(PeerFailure(rank_prefix() + fault->describe())));
-  std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
-}
-
-void Server::on_context_error(const Context& context,
-                              const std::exception_ptr& error) {
-  if (!error_reporter_) return;
-  try {
-    std::rethrow_exception(error);
-  } catch (const PeerFailure&) {
-    // Somebody else's failure; it has been told already.
-  } catch (const std::exception& e) {
-    error_reporter_(context.where, e.what());
-  }
-}
-
-// ------------------------------------------------- calls made by this rank
-
-comm::Message Server::request(int owner, Header header,
-                              const std::string& structure,
-                              std::vector<comm::MessageTensor> tensors,
-                              const char* waits_for) {
-  Slot slot;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    header.request_id = next_request_id_++;
-    requests_[header.request_id] = &slot;
-  }
-  struct Forget {
-    Server* server;
-    int64_t id;
-    ~Forget() {
-      std::lock_guard<std::mutex> lock(server->mutex_);
-      server->requests_.erase(id);
-    }
-  } forget{this, header.request_id};
-  post(owner, header, structure, std::move(tensors));
-  comm::Message response = scheduler_.wait(slot, waits_for, owner);
-  return response;
-}
-
-Header Server::header_of(Kind kind, int64_t mb) const {
-  Header header;
-  header.kind = kind;
-  header.step = step_;
-  header.mb = mb;
-  return header;
-}
-
-std::pair<Call, CallId> Server::call_forward(int owner_global_rank, Call call) {
-  Context* context = current_context();
-  SMP_CHECK(context, "module '", module_name(call.module_id),
-            "' lives on global_rank ", owner_global_rank,
-            " and can be called inside a function decorated with @smp.step "
-            "only");
-  Header header = header_of(Kind::kForwardRequest, context->key.mb);
-  header.module_id = call.module_id;
-  header.flags = call.flags;
-  const uint64_t call_seed = memory::mix_seed(
-      context->seed, static_cast<uint64_t>(++context->num_calls));
-  header.path = static_cast<int64_t>(
-      memory::mix_seed(call_seed, static_cast<uint64_t>(call.module_id)));
-  ++num_remote_calls_;
-  comm::Message response =
-      request(owner_global_rank, header, call.structure,
-              std::move(call.tensors), "the result of a module");
-  const Header answer = Header::read_from(response);
-  Call result;
-  result.module_id = call.module_id;
-  result.mb = header.mb;
-  result.structure = std::move(response.bytes);
-  result.tensors = std::move(response.tensors);
-  for (comm::MessageTensor& tensor : result.tensors) {
-    tensor.data = to_device(std::move(tensor.data));
-  }
-  return {std::move(result), {owner_global_rank, answer.request_id}};
-}
-
-std::vector<at::Tensor> Server::call_backward(
-    const CallId& id, const std::vector<at::Tensor>& grads) {
-  Context* context = current_context();
-  SMP_CHECK(context, "the backward of a module on global_rank ", id.owner_rank,
-            " was started outside of a function decorated with @smp.step; "
-            "call model.backward inside of it");
-  Header header = header_of(Kind::kBackwardRequest, context->key.mb);
-  header.forward_id = id.request_id;
-  std::vector<comm::MessageTensor> tensors(grads.size());
-  for (size_t i = 0; i < grads.size(); ++i) tensors[i].data = grads[i];
-  comm::Message response =
-      request(id.owner_rank, header, {}, std::move(tensors), "gradients");
-  std::vector<at::Tensor> input_grads;
-  input_grads.reserve(response.tensors.size());
-  for (comm::MessageTensor& tensor : response.tensors) {
-    input_grads.push_back(to_device(std::move(tensor.data)));
-  }
-  return input_grads;
-}
-
-at::Tensor Server::to_device(at::Tensor tensor) const {
-  if (!tensor.defined() || tensor.device() == options_.device) return tensor;
-  return tensor.to(options_.device);
-}
-
-// ----------------------------------------------- what bodies do as a group
-
-void Server::publish_output(const Call& output) {
-  Context* context = current_context();
-  SMP_ASSERT(context, "publish_output outside a context");
-  Header header = header_of(Kind::kModelOutput, context->key.mb);
-  header.index = context->num_model_calls++;
-  header.flags = output.flags;
-  for (const int rank : options_.pp_ranks) {
-    if (rank == options_.global_rank) continue;
-    post(rank, header, output.structure, output.tensors);
-  }
-}
-
-comm::Message Server::await_notice(Kind kind, int64_t index,
-                                   const char* waits_for) {
-  Context* context = current_context();
-  SMP_ASSERT(context, "await_notice outside a context");
-  const SlotKey key{kind, context->key.mb, index};
-  Slot* slot = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    slot = &notices_[key];
-  }
-  comm::Message message = scheduler_.wait(*slot, waits_for, driver_rank());
-  std::lock_guard<std::mutex> lock(mutex_);
-  notices_.erase(key);
-  return message;
-}
-
-Call Server::await_output() {
-  Context* context = current_context();
-  SMP_ASSERT(context, "await_output outside a context");
-  comm::Message message = await_notice(
-      Kind::kModelOutput, context->num_model_calls++, "the model's output");
-  Call output;
-  output.mb = context->key.mb;
-  output.flags = Header::read_from(message).flags;
-  output.structure = std::move(message.bytes);
-  output.tensors = std::move(message.tensors);
-  for (comm::MessageTensor& tensor : output.tensors) {
-    tensor.data = to_device(std::move(tensor.data));
-  }
-  return output;
-}
-
-void Server::begin_backward() { scheduler_.enter_phase(Phase::kBackward); }
-
-void Server::end_backward() {
-  Context* context = current_context();
-  SMP_ASSERT(context, "end_backward outside a context");
-  Header header = header_of(Kind::kBackwardDone, context->key.mb);
-  header.index = context->num_backward_calls++;
-  post_to_others(header);
-}
-
-void Server::await_backward() {
-  Context* context = current_context();
-  SMP_ASSERT(context, "await_backward outside a context");
-  await_notice(Kind::kBackwardDone, context->num_backward_calls++,
-               "the driver's backward");
-}
-
+// The body of a microbatch is over here. The driver ends the microbatch when it
+// is over on all ranks: until then they may ask for what was published.
 void Server::finish_body(int mb) {
-  if (!is_driver()) return;  // the driver's notice does it, see handle_locked
-  post_to_others(header_of(Kind::kMicrobatchEnd, mb));
-  finish_microbatch(mb);
+  Actions after;
+  if (is_driver()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    end_microbatch_locked(mb, after);
+  } else {
+    post(driver_rank(), header_of(Kind::kBodyDone, mb), {}, {});
+  }
+  for (const auto& action : after) action();
+}
+
+void Server::end_microbatch_locked(int mb, Actions& after) {
+  if (++bodies_done_[mb] < static_cast<int>(options_.pp_ranks.size())) return;
+  after.push_back([this, mb] {
+    post_to_others(header_of(Kind::kMicrobatchEnd, mb));
+    finish_microbatch(mb);
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++num_microbatches_ended_;
+    changed_.notify_all();
+  });
 }
 
 void Server::finish_microbatch(int mb) {
+  std::vector<RemoteRefPtr> unpublished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = published_.find(mb);
+    if (found != published_.end()) {
+      unpublished = std::move(found->second);
+      published_.erase(found);
+    }
+  }
+  unpublished.clear();
   records_.drop_microbatch(mb);
+  store_.drop_microbatch(mb);
   if (microbatch_done_) microbatch_done_(mb);
-}
-
-// ------------------------------------------------------------------- words
-
-std::string Server::module_name(int64_t module_id) const {
-  const auto i = static_cast<size_t>(module_id);
-  if (i >= options_.module_names.size()) return std::to_string(module_id);
-  return options_.module_names[i].empty() ? "(root)" : options_.module_names[i];
-}
-
-std::string Server::describe_task(Phase phase, int64_t mb,
-                                  int64_t module_id) const {
-  return "module '" + module_name(module_id) + "', microbatch " +
-         std::to_string(mb) +
-         (phase == Phase::kForward ? ", forward" : ", backward");
 }
 
 }  // namespace smp::pipeline

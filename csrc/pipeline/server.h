@@ -21,31 +21,54 @@
 #include "csrc/comm/fault_board.h"
 #include "csrc/comm/mailbox.h"
 #include "csrc/pipeline/call_record.h"
+#include "csrc/pipeline/operation.h"
+#include "csrc/pipeline/remote_ref.h"
+#include "csrc/pipeline/request_queues.h"
+#include "csrc/pipeline/result_cache.h"
 #include "csrc/pipeline/scheduler.h"
 #include "csrc/pipeline/structure_cache.h"
+#include "csrc/pipeline/tensor_store.h"
 #include "csrc/pipeline/wire.h"
 
 namespace smp::pipeline {
 
-/// A module call as its owner sees it, or its result as the caller sees it.
+/// A module call as its owner sees it, or its result.
 struct Call {
   int64_t module_id = 0;
   int64_t mb = 0;
   int64_t flags = 0;      ///< of wire.h
   std::string structure;  ///< pickled arguments or results without tensors
   std::vector<comm::MessageTensor> tensors;
+  bool has_values = false;  ///< results: see ResultMeta
 };
 
-/// Identifies a forward request for its backward.
-struct CallId {
-  int owner_rank = -1;  ///< global rank that ran the module
+/// A call as its caller issued it.
+struct IssuedCall {
+  int owner_rank = -1;  ///< global rank that runs the module
+  int64_t module_id = 0;
   int64_t request_id = 0;
+  int64_t visit = 0;
+  std::shared_ptr<ResultCache::Forward> expected;
+  std::vector<RemoteRefPtr> results;
+};
+
+/// What the driver's model returned, as the other ranks get it.
+struct ModelOutput {
+  struct Tensor {
+    at::Tensor data;   ///< undefined when `ref` is set
+    RemoteRefPtr ref;  ///< large ones come only when they are used
+    bool requires_grad = false;
+  };
+  std::string structure;
+  std::vector<Tensor> tensors;
 };
 
 /// One rank's part in the pipeline: runs step bodies and serves the requests
-/// of other ranks, both as contexts that take turns (see Scheduler).
+/// of other ranks, both as contexts that take turns (see Scheduler). Calls of
+/// modules elsewhere return at once; their results are refs until somebody
+/// needs the data (docs/design/pipeline.md).
 /// Source: the module server of the public smp v1 guide ("core features");
-/// contexts, messages and order are our design (docs/design/foundations.md).
+/// contexts, messages, refs and order are our design.
 class Server {
  public:
   struct Options {
@@ -62,6 +85,15 @@ class Server {
     std::vector<std::string> module_names;  ///< by module id, for errors
   };
 
+  /// What was sent since the beginning, without what was sent to oneself.
+  struct Stats {
+    int64_t headers = 0;  ///< messages of this server
+    int64_t requests = 0;
+    int64_t pushes = 0;   ///< orders to send data on
+    int64_t fetches = 0;  ///< waits of this rank for data of another one
+    std::map<int, int64_t> data_bytes;  ///< tensors, by destination
+  };
+
   /// Runs a module on its owner; called in a context with the call's tensors
   /// as autograd leaves on the device, grad mode set.
   using ForwardHandler = std::function<Call(Call)>;
@@ -69,6 +101,8 @@ class Server {
   using ErrorReporter =
       std::function<void(const std::string& where, const std::string& what)>;
   using MicrobatchDone = std::function<void(int mb)>;
+  /// Makes a tensor without data that stands for one elsewhere.
+  using HandleFactory = std::function<at::Tensor(const TensorMeta&)>;
 
   Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
          std::shared_ptr<comm::FaultBoard> faults,
@@ -79,8 +113,11 @@ class Server {
   void set_error_reporter(ErrorReporter reporter);
   /// Called (from any thread) when all backward work of a microbatch is over.
   void set_microbatch_done(MicrobatchDone done);
+  /// Without one, results of remote calls are fetched at once.
+  void set_handle_factory(HandleFactory factory);
 
   bool is_driver() const { return pp_rank_ == 0; }
+  int global_rank() const { return options_.global_rank; }
 
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
@@ -97,15 +134,33 @@ class Server {
 
   // In a context of this rank:
 
-  /// Runs a module on the rank that owns it and returns its results.
-  std::pair<Call, CallId> call_forward(int owner_global_rank, Call call);
-  /// Sends the gradients of a call's results, returns those of its tensors.
-  std::vector<at::Tensor> call_backward(const CallId& id,
-                                        const std::vector<at::Tensor>& grads);
+  /// Asks the owner of a module to run it. Returns as soon as it is known what
+  /// will come: at once, unless nothing like this call was seen before.
+  /// @param mode  what the result depends on besides module, structure and
+  ///     tensors (autocast, frozen parameters ...)
+  IssuedCall call_forward(int owner_rank, int64_t module_id, int64_t flags,
+                          const std::string& structure, const std::string& mode,
+                          const std::vector<at::Tensor>& inputs);
+  /// Sends the gradients of a call's results; undefined where there is none.
+  /// @return refs of the gradients of its tensors; null where there is none
+  std::vector<RemoteRefPtr> call_backward(const IssuedCall& call,
+                                          const std::vector<TensorMeta>& inputs,
+                                          const std::vector<at::Tensor>& grads);
+  /// Computes where the tensors are; all are refs of one shape and dtype.
+  RemoteRefPtr call_operation(const Operation& operation,
+                              const std::vector<RemoteRefPtr>& inputs);
+  /// The data of a ref, on the device; waits for them.
+  at::Tensor fetch(const RemoteRefPtr& ref);
+  /// The same, and the caller may write to the result.
+  at::Tensor fetch_to_own(const RemoteRefPtr& ref);
+  /// A tensor for Python that stands for the ref (without a factory: its data).
+  at::Tensor make_handle(const RemoteRefPtr& ref);
+
   /// Driver: hands the root module's result to the other ranks.
-  void publish_output(const Call& output);
+  void publish_output(const std::string& structure,
+                      const std::vector<at::Tensor>& tensors);
   /// Others: waits for it.
-  Call await_output();
+  ModelOutput await_output();
   /// Driver: the policy may now let others run before this backward.
   void begin_backward();
   /// Driver: tells the others that one model.backward is over.
@@ -117,39 +172,82 @@ class Server {
   std::vector<TaskKey> executed_order() const {
     return scheduler_.executed_order();
   }
-  int64_t num_remote_calls() const { return num_remote_calls_; }
+  Stats stats() const;
   int64_t num_served_calls() const { return num_served_calls_; }
   int64_t num_records() const { return records_.size(); }
+  int64_t num_stored() const { return store_.size(); }
 
   /// Ends threads; nothing is sent afterwards. May be called twice.
   void close();
 
  private:
   using SlotKey = std::tuple<Kind, int64_t, int64_t>;  // kind, mb, index
+  using Actions = std::vector<std::function<void()>>;
+  struct AckWait {
+    std::map<int, int64_t> issued;
+    std::shared_ptr<Slot> slot;
+  };
 
+  // server.cpp: life, messages, steps
+  void publish_order(int64_t step, const TaskKey& key);
   void on_message(comm::Message&& message);
   void take_message(comm::Message&& message);
   void handle_locked(const Header& header, comm::Message&& message,
-                     std::vector<std::function<void()>>& after);
-  void serve_forward(const Header& header, comm::Message& message);
-  void serve_backward(const Header& header, comm::Message& message);
-  void run_forward(const Header& header, int caller, Call& call);
-  void run_backward(const Header& header, int caller,
-                    const std::vector<comm::MessageTensor>& grads);
-  void post(int dst, const Header& header, const std::string& structure,
+                     Actions& after);
+  void handle_done_locked(const Header& header, int owner);
+  void post(int dst, Header header, const std::string& structure,
             std::vector<comm::MessageTensor> tensors);
   void post_to_others(const Header& header);
-  comm::Message request(int owner, Header header, const std::string& structure,
-                        std::vector<comm::MessageTensor> tensors,
-                        const char* waits_for);
-  comm::Message await_notice(Kind kind, int64_t index, const char* waits_for);
   Header header_of(Kind kind, int64_t mb) const;
-  at::Tensor to_device(at::Tensor tensor) const;
   void finish_body(int mb);
+  void end_microbatch_locked(int mb, Actions& after);
   void finish_microbatch(int mb);
   Scheduler::StepOptions step_options(int num_microbatches) const;
   void replay_early_messages();
   [[noreturn]] void abandon_step(std::exception_ptr failure);
+
+  // server_calls.cpp: what contexts of this rank ask of others
+  Context& calling_context(const std::string& what) const;
+  Header request_header(Context& context, Kind kind);
+  comm::MessageTensor address(Context& context, int dst,
+                              const at::Tensor& tensor);
+  comm::MessageTensor address_ref(Context& context, int dst, RemoteRef& ref);
+  void order_push(RemoteRef& ref, int dst);
+  void send_request(Context& context, int owner, Header& header,
+                    const std::string& structure,
+                    std::vector<comm::MessageTensor> tensors,
+                    std::shared_ptr<Slot> slot);
+  comm::Message wait_for_meta(int owner, const Header& header,
+                              const std::shared_ptr<Slot>& slot,
+                              const char* waits_for);
+  RemoteRefPtr name_result(Context& context, const Header& header, int owner,
+                           int idx, const TensorMeta& meta,
+                           const std::shared_ptr<Route>& route,
+                           const Route::Hops& hops);
+  void await_requests(Context& context);
+  void settle(Context& context);
+  RemoteRefPtr store_output(Context& context, const at::Tensor& tensor);
+  void drain_releases(int64_t mb);
+  comm::Message await_notice(Kind kind, int64_t index, const char* waits_for);
+  at::Tensor to_device(at::Tensor tensor) const;
+  bool runs_ahead() const;
+
+  // server_service.cpp: what other ranks ask of this one
+  void serve(const Header& header, comm::Message&& message);
+  void run_forward(const Header& header, int caller, Call& call,
+                   const Route::Hops& hops);
+  void run_backward(const Header& header, int caller, Call& call,
+                    const Route::Hops& hops);
+  void run_operation(const Header& header, int caller, const Call& call,
+                     const Route::Hops& hops);
+  void check_expected(const Header& header, int caller,
+                      const ResultMeta& actual) const;
+  void offer(const Header& header, int caller,
+             const std::vector<at::Tensor>& results, const Route::Hops& hops);
+  void push(const comm::Ref& ref, int64_t mb, int dst);
+  void finish_service(const Header& header, const Service& service);
+
+  // server_wait.cpp: waiting, faults, words
   void wait_until(std::unique_lock<std::mutex>& lock,
                   const std::function<bool()>& done);
   std::vector<int> ranks_needed() const;
@@ -169,10 +267,15 @@ class Server {
   Scheduler scheduler_;
   StructureCache structures_;
   CallRecords records_;
+  TensorStore store_;
+  RequestQueues queues_;
+  const std::shared_ptr<ReleaseList> releases_;
+  ResultCache results_;  // with the baton
 
   ForwardHandler forward_handler_;
   ErrorReporter error_reporter_;
   MicrobatchDone microbatch_done_;
+  HandleFactory handle_factory_;
   int fault_subscription_ = -1;
 
   mutable std::mutex mutex_;
@@ -182,12 +285,22 @@ class Server {
   bool closed_ = false;
   std::deque<comm::Message> early_;  // of steps that have not begun here
   std::map<int64_t, comm::Message> step_begins_;
-  std::unordered_map<int64_t, Slot*> requests_;  // by request id
+  std::unordered_map<int64_t, std::shared_ptr<Slot>> requests_;
   std::map<SlotKey, Slot> notices_;
+  std::unordered_map<int64_t, std::map<int, int64_t>> acks_;  // by context
+  std::unordered_map<int64_t, AckWait> ack_waits_;
+  std::map<std::tuple<Phase, int64_t, int64_t>, int64_t> visits_;
+  std::map<int, int> bodies_done_;  // driver: per microbatch, over all ranks
+  // Driver: what was published stays until all bodies are over.
+  std::map<int, std::vector<RemoteRefPtr>> published_;
+  int num_microbatches_ended_ = 0;
   std::atomic<bool> step_end_seen_{false};
-  int64_t next_request_id_ = 1;
-  std::atomic<int64_t> next_ref_id_{1};
-  std::atomic<int64_t> num_remote_calls_{0};
+
+  std::atomic<int64_t> next_request_id_{1};
+  std::atomic<int64_t> next_context_id_{1};
+  std::map<int, std::vector<comm::Ref>> to_release_;  // with the baton
+  mutable std::mutex stats_mutex_;
+  Stats stats_;
   std::atomic<int64_t> num_served_calls_{0};
 };
 

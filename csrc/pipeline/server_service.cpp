@@ -1,34 +1,156 @@
-// The owner's side of remote calls: what a request makes this rank do.
+// What other ranks ask of this one: requests as contexts of their own.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/memory/random_state.h"
 #include "csrc/pipeline/server.h"
 
 namespace smp::pipeline {
+namespace {
 
-void Server::serve_forward(const Header& header, comm::Message& message) {
-  auto call = std::make_shared<Call>();
-  call->module_id = header.module_id;
-  call->mb = header.mb;
-  call->flags = header.flags;
-  call->structure = std::move(message.bytes);
-  call->tensors = std::move(message.tensors);
-  scheduler_.add_service(
-      Phase::kForward, static_cast<int>(header.mb), header.module_id,
-      describe_task(Phase::kForward, header.mb, header.module_id),
-      static_cast<uint64_t>(header.path),
-      [this, header, call, caller = message.source_rank] {
-        run_forward(header, caller, *call);
-      });
+// Inverse of with_hops in server_calls.cpp.
+Route::Hops take_hops(std::string& bytes) {
+  SMP_CHECK(!bytes.empty(), "a request has no route");
+  const auto count = static_cast<uint8_t>(bytes[0]);
+  SMP_CHECK(bytes.size() >= 1 + count * 2 * sizeof(int32_t),
+            "the route of a request ends early");
+  Route::Hops hops;
+  for (size_t i = 0; i < count; ++i) {
+    int32_t pair[2];
+    std::memcpy(pair, bytes.data() + 1 + i * sizeof pair, sizeof pair);
+    hops.emplace_back(pair[0], pair[1]);
+  }
+  bytes.erase(0, 1 + count * 2 * sizeof(int32_t));
+  return hops;
 }
 
-void Server::run_forward(const Header& header, int caller, Call& call) {
+}  // namespace
+
+// Reads a request and queues it; it runs when its turn has come and all its
+// tensors are here.
+void Server::serve(const Header& header, comm::Message&& message) {
+  const int caller = message.source_rank;
+  const auto num_released = static_cast<size_t>(header.flags >> kFlagBits);
+  const size_t num_tensors = message.tensors.size() - num_released;
+  for (size_t i = num_tensors; i < message.tensors.size(); ++i) {
+    store_.release(message.tensors[i].ref, header.mb);
+  }
+  message.tensors.resize(num_tensors);
+
+  auto call = std::make_shared<Call>();
+  call->mb = header.mb;
+  call->flags = header.flags & ((1 << kFlagBits) - 1);
+  call->structure = std::move(message.bytes);
+  const Route::Hops hops = take_hops(call->structure);
+  call->tensors = std::move(message.tensors);
+  call->module_id = header.module_id;
+  const Phase phase = header.kind == Kind::kBackwardRequest ? Phase::kBackward
+                                                            : Phase::kForward;
+  const auto service = std::make_shared<Service>();
+  service->caller_rank = caller;
+  service->caller_context = header.index;
+  service->request_id = header.request_id;
+  int64_t visit = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    visit = visits_[{phase, header.mb, call->module_id}]++;
+  }
+  // Weak: a request that never starts must not keep itself alive.
+  service->make_ready = [this, header, caller, call, hops, phase, visit,
+                         weak = std::weak_ptr<Service>(service)] {
+    scheduler_.add_service(
+        {phase, header.mb, call->module_id, visit, 0},
+        describe_task(phase, header.mb, call->module_id),
+        static_cast<uint64_t>(header.path),
+        [this, header, caller, call, hops, service = weak.lock()] {
+          if (header.kind == Kind::kForwardRequest) {
+            run_forward(header, caller, *call, hops);
+          } else if (header.kind == Kind::kBackwardRequest) {
+            run_backward(header, caller, *call, hops);
+          } else {
+            run_operation(header, caller, *call, hops);
+          }
+          finish_service(header, *service);
+        });
+  };
+  queues_.add(service);
+  for (size_t i = 0; i < num_tensors; ++i) {
+    comm::MessageTensor& tensor = call->tensors[i];
+    if (tensor.ref.id < 0) continue;
+    if (tensor.data.defined()) {  // comes under a name, for later requests too
+      store_.put(tensor.ref, header.mb, tensor.data);
+      continue;
+    }
+    queues_.expect(*service);
+    store_.when_available(tensor.ref, header.mb,
+                          [this, service, call, i](const at::Tensor& data) {
+                            call->tensors[i].data = data;
+                            queues_.arrived(service);
+                          });
+  }
+  queues_.arrived(service);
+}
+
+void Server::finish_service(const Header& header, const Service& service) {
+  Context& context = *current_context();
+  if (context.caller.context_id != 0) {
+    settle(context);
+    await_requests(context);
+  }
+  const auto last = queues_.finish(service);
+  if (!last) return;
+  Header answer = header_of(Kind::kRequestsDone, header.mb);
+  answer.index = service.caller_context;
+  answer.request_id = *last;
+  post(service.caller_rank, answer, {}, {});
+}
+
+// Stores results under the names that the caller gave them and sends them on.
+void Server::offer(const Header& header, int caller,
+                   const std::vector<at::Tensor>& results,
+                   const Route::Hops& hops) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined()) continue;
+    const comm::Ref ref{caller, header.request_id * kMaxResults +
+                                    static_cast<int64_t>(i)};
+    // Before the data are: they may be released as soon as they are stored.
+    for (const auto& [idx, rank] : hops) {
+      if (idx == static_cast<int>(i)) push(ref, header.mb, rank);
+    }
+    store_.put(ref, header.mb, results[i]);
+  }
+}
+
+void Server::push(const comm::Ref& ref, int64_t mb, int dst) {
+  store_.when_available(ref, mb, [this, ref, mb, dst](const at::Tensor& data) {
+    std::vector<comm::MessageTensor> tensors(1);
+    tensors[0].ref = ref;
+    tensors[0].data = data;
+    post(dst, header_of(Kind::kData, mb), {}, std::move(tensors));
+  });
+}
+
+void Server::check_expected(const Header& header, int caller,
+                            const ResultMeta& actual) const {
+  if (header.flags & kWantsMeta) return;
+  SMP_CHECK(actual.digest() == header.forward_id, "module '",
+            module_name(header.module_id),
+            "' returned something else than before for the same kind of "
+            "arguments (shapes, dtypes, structure or requires_grad of its "
+            "results changed), and its caller on global_rank ",
+            caller,
+            " went on with what it had seen. Put the module on the partition "
+            "of its parent, or let its result depend on the shapes of its "
+            "arguments only");
+}
+
+void Server::run_forward(const Header& header, int caller, Call& call,
+                         const Route::Hops& hops) {
   ++num_served_calls_;
   const bool grad = (header.flags & kGradEnabled) != 0;
   at::AutoGradMode grad_mode(grad);
@@ -37,7 +159,7 @@ void Server::run_forward(const Header& header, int caller, Call& call) {
   record.module_id = header.module_id;
   std::vector<int64_t> versions;
   for (comm::MessageTensor& tensor : call.tensors) {
-    tensor.data = to_device(std::move(tensor.data));
+    tensor.data = to_device(std::move(tensor.data)).detach();
     if (grad && tensor.requires_grad) tensor.data.set_requires_grad(true);
     record.inputs.push_back(tensor.data);
     versions.push_back(tensor.data._version());
@@ -52,53 +174,78 @@ void Server::run_forward(const Header& header, int caller, Call& call) {
               " cannot see that. Use the out-of-place form (inplace=False), "
               "or put both on one partition");
   }
-  for (comm::MessageTensor& tensor : result.tensors) {
-    tensor.requires_grad = grad && tensor.data.requires_grad();
-    tensor.ref = {options_.global_rank, next_ref_id_++};
-    record.outputs.push_back(tensor.requires_grad ? tensor.data : at::Tensor());
-    tensor.data = tensor.data.detach();
+  ResultMeta meta;
+  meta.structure = std::move(result.structure);
+  meta.has_values = result.has_values;
+  std::vector<at::Tensor> data;
+  for (const comm::MessageTensor& tensor : result.tensors) {
+    meta.tensors.push_back(TensorMeta::of(tensor.data));
+    meta.tensors.back().requires_grad &= grad;
+    record.outputs.push_back(meta.tensors.back().requires_grad ? tensor.data
+                                                               : at::Tensor());
+    data.push_back(tensor.data.detach());
   }
+  check_expected(header, caller, meta);
+  result.tensors.clear();
   if (grad) records_.put({caller, header.request_id}, std::move(record));
-  Header answer = header;
-  answer.kind = Kind::kForwardResponse;
-  post(caller, answer, result.structure, std::move(result.tensors));
+  if (header.flags & kWantsMeta) {
+    Header answer = header;
+    answer.kind = Kind::kForwardMeta;
+    post(caller, answer, meta.encode(), {});
+  }
+  offer(header, caller, data, hops);
 }
 
-void Server::serve_backward(const Header& header, comm::Message& message) {
-  auto grads = std::make_shared<std::vector<comm::MessageTensor>>(
-      std::move(message.tensors));
-  const int caller = message.source_rank;
-  const int64_t module_id = records_.module_of({caller, header.forward_id});
-  scheduler_.add_service(
-      Phase::kBackward, static_cast<int>(header.mb), module_id,
-      describe_task(Phase::kBackward, header.mb, module_id),
-      static_cast<uint64_t>(header.path),
-      [this, header, grads, caller] { run_backward(header, caller, *grads); });
-}
-
-void Server::run_backward(const Header& header, int caller,
-                          const std::vector<comm::MessageTensor>& grads) {
+void Server::run_backward(const Header& header, int caller, Call& call,
+                          const Route::Hops& hops) {
   CallRecord record = records_.take({caller, header.forward_id});
+  auto& grads = call.tensors;
   SMP_ASSERT(grads.size() == record.outputs.size(), "got ", grads.size(),
              " gradients for ", record.outputs.size(), " results");
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> root_grads;
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].data.defined() || !record.outputs[i].defined()) continue;
-    roots.push_back(record.outputs[i]);
-    root_grads.push_back(to_device(grads[i].data));
+    roots.push_back(std::move(record.outputs[i]));
+    root_grads.push_back(to_device(std::move(grads[i].data)));
   }
+  record.outputs.clear();
   torch::autograd::backward(roots, root_grads);
-  std::vector<comm::MessageTensor> input_grads(record.inputs.size());
+  std::vector<at::Tensor> input_grads(record.inputs.size());
+  std::string defined;
   for (size_t i = 0; i < record.inputs.size(); ++i) {
     if (record.inputs[i].requires_grad()) {
-      input_grads[i].data = record.inputs[i].grad();
+      input_grads[i] = record.inputs[i].grad();
     }
+    const RemoteRefPtr ref = remote_ref_of(input_grads[i]);
+    if (ref) input_grads[i] = fetch_to_own(ref);
+    defined += input_grads[i].defined() ? '1' : '0';
   }
   record = {};
-  Header answer = header;
-  answer.kind = Kind::kBackwardResponse;
-  post(caller, answer, {}, std::move(input_grads));
+  if (header.flags & kWantsMeta) {
+    Header answer = header;
+    answer.kind = Kind::kBackwardMeta;
+    post(caller, answer, defined, {});
+  } else {
+    SMP_CHECK(defined == call.structure, "the arguments of module '",
+              module_name(call.module_id),
+              "' that get gradients changed from one call to the next (", 
+              call.structure, ", now ", defined,
+              "), and its caller on global_rank ", caller,
+              " went on with what it had seen. Put the module on the partition "
+              "of its parent");
+  }
+  offer(header, caller, input_grads, hops);
+}
+
+void Server::run_operation(const Header& header, int caller, const Call& call,
+                           const Route::Hops& hops) {
+  at::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> tensors;
+  for (const comm::MessageTensor& tensor : call.tensors) {
+    tensors.push_back(to_device(tensor.data));
+  }
+  offer(header, caller, {Operation::decode(call.structure).run(tensors)}, hops);
 }
 
 }  // namespace smp::pipeline

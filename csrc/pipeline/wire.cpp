@@ -8,16 +8,26 @@ const char* to_string(Kind kind) {
       return "step begin";
     case Kind::kForwardRequest:
       return "forward request";
-    case Kind::kForwardResponse:
-      return "forward response";
+    case Kind::kForwardMeta:
+      return "forward metadata";
     case Kind::kBackwardRequest:
       return "backward request";
-    case Kind::kBackwardResponse:
-      return "backward response";
+    case Kind::kBackwardMeta:
+      return "backward metadata";
+    case Kind::kOperation:
+      return "operation";
+    case Kind::kPush:
+      return "push";
+    case Kind::kData:
+      return "data";
+    case Kind::kRequestsDone:
+      return "requests done";
     case Kind::kModelOutput:
       return "model output";
     case Kind::kBackwardDone:
       return "backward done";
+    case Kind::kBodyDone:
+      return "body done";
     case Kind::kMicrobatchEnd:
       return "microbatch end";
     case Kind::kStepEnd:

@@ -8,15 +8,20 @@ namespace smp::pipeline {
 
 /// What a message of Channel::kPipeline says.
 enum class Kind : int64_t {
-  kStepBegin,         ///< driver → others: microbatches and name of the step
-  kForwardRequest,    ///< caller → owner: run a module
-  kForwardResponse,   ///< owner → caller: its results
-  kBackwardRequest,   ///< caller → owner: gradients of the results
-  kBackwardResponse,  ///< owner → caller: gradients of the arguments
-  kModelOutput,       ///< driver → others: what the root module returned
-  kBackwardDone,      ///< driver → others: one model.backward is over
-  kMicrobatchEnd,     ///< driver → others: free what belongs to a microbatch
-  kStepEnd,           ///< driver → others: no further work in this step
+  kStepBegin,        ///< driver → others: microbatches and name of the step
+  kForwardRequest,   ///< caller → owner: run a module
+  kForwardMeta,      ///< owner → caller: what it returned, without data
+  kBackwardRequest,  ///< caller → owner: gradients of the results
+  kBackwardMeta,     ///< owner → caller: which arguments have gradients
+  kOperation,        ///< caller → owner: arithmetic on tensors that are there
+  kPush,             ///< anyone → home of a ref: send its data to a rank
+  kData,             ///< home of refs → those who need them
+  kRequestsDone,     ///< owner → caller: all requests of a context are done
+  kModelOutput,      ///< driver → others: what the root module returned
+  kBackwardDone,     ///< driver → others: one model.backward is over
+  kBodyDone,         ///< others → driver: a step body is over
+  kMicrobatchEnd,    ///< driver → others: free what belongs to a microbatch
+  kStepEnd,          ///< driver → others: no further work in this step
 };
 
 const char* to_string(Kind kind);
@@ -24,7 +29,15 @@ const char* to_string(Kind kind);
 enum Flags : int64_t {
   kGradEnabled = 1,
   kTraining = 2,
+  kWantsMeta = 4,  ///< the caller waits to be told what comes
+  kFlagBits = 8,   ///< above: how many of the last tensors are only released
 };
+
+/// Stands for a module where an operation is meant.
+constexpr int64_t kOperationId = -2;
+/// Results of one request are named by consecutive numbers from
+/// `request_id * kMaxResults`.
+constexpr int64_t kMaxResults = 4096;
 
 /// The header of a pipeline message, as the names of Message::fields.
 struct Header {
@@ -33,7 +46,8 @@ struct Header {
   int64_t mb = 0;
   /// Number of the request among those of its sender; answers repeat it.
   int64_t request_id = 0;
-  /// Backward: request id of the forward it belongs to.
+  /// Backward: request id of the forward it belongs to. Forward: digest of
+  /// what the caller expects, 0 for nothing.
   int64_t forward_id = 0;
   int64_t module_id = 0;
   int64_t flags = 0;
@@ -42,7 +56,8 @@ struct Header {
   int64_t structure_id = 0;
   /// Random seed that stands for (seed, step, microbatch, call path).
   int64_t path = 0;
-  /// Which call of the model, or of backward, within the step body.
+  /// Requests: the caller's context. Notices: which call of the model, or of
+  /// backward, within the step body. Push: where to.
   int64_t index = 0;
 
   void write_to(comm::Message& message) const;

@@ -139,7 +139,9 @@ class Engine:
             the number of microbatches of the driver, whose data count.
         """
         if self.server is not None:
+            assert self.link is not None
             num_microbatches = self.server.begin_step(name, num_microbatches)
+            self.link.begin_step()
         communicator = self._current.comms.dp
         if trains and communicator is not None and self._broadcast_buffers and self._root.training:
             buffers = [b for b in self._root.buffers()]

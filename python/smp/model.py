@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _C, runtime
 from smp.engine import Engine
 from smp.model_parts import PARTIAL_MARK, ModelParts
+from smp.pipeline import resolve
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -145,7 +146,8 @@ class DistributedModel(nn.Module):
             server.await_backward()
             return
         server.begin_backward()
-        torch.autograd.backward(tensors, grad_tensors)
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors
+        torch.autograd.backward([resolve(root) for root in roots], grad_tensors)
         server.end_backward()
 
     def _raise_outside_step(self, what: str) -> NoReturn:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from smp.pipeline import autocast
-from smp.pipeline.packing import Codec
+from smp.pipeline.packing import Codec, is_certain
+from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve
 
 if TYPE_CHECKING:
     from smp._C import Server
@@ -44,6 +45,7 @@ class PipelineLink:
         self._codec = Codec(modules, device)
         self._device = device
         self._server: Server | None = None
+        self._mode = ""
         self._remote = [
             (i, owner)
             for i, owner in enumerate(owners)
@@ -53,12 +55,22 @@ class PipelineLink:
     def connect(self, server: Server) -> None:
         """Installs the calling side on the modules and the answering side on ``server``."""
         self._server = server
+        device = self._device
         server.set_forward_handler(self._serve)
+        server.set_handle_factory(
+            lambda sizes, dtype: RemoteTensor.make(server, sizes, dtype, device)
+        )
         for module_id, owner in self._remote:
             module = self._modules[module_id]
             stub = self._stub(server, module, module_id, owner)
             # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
             module.__dict__["forward"] = stub
+
+    def begin_step(self) -> None:
+        """Notes what results depend on besides arguments: frozen parameters and modes."""
+        flags = [p.requires_grad for p in self._root.parameters()]
+        flags += [module.training for module in self._modules]
+        self._mode = f"{hash(tuple(flags)):x}"
 
     def disconnect(self) -> None:
         """Gives every module its own ``forward`` back."""
@@ -76,7 +88,12 @@ class PipelineLink:
             state = autocast.capture(self._device)
             structure, tensors = codec.pack((args, kwargs, state))
             answer, results = server.remote_call(
-                owner, module_id, self._root.training, structure, tensors
+                owner,
+                module_id,
+                self._root.training,
+                structure,
+                self._mode,
+                [resolve(tensor) for tensor in tensors],
             )
             return codec.unpack(answer, results, tensors)
 
@@ -84,22 +101,24 @@ class PipelineLink:
 
     def _serve(
         self, module_id: int, mb: int, training: bool, structure: bytes, tensors: list[Tensor]
-    ) -> tuple[bytes, list[Tensor]]:
+    ) -> tuple[bytes, list[Tensor], bool]:
         if training != self._root.training:
             raise RuntimeError(
-                f"microbatch {mb}: the model is in {_mode(training)} mode on the calling rank but "
-                f"in {_mode(self._root.training)} mode here; call model.train() or model.eval() "
+                f"microbatch {mb}: the model is in {_mode_name(training)} mode on the calling rank but "
+                f"in {_mode_name(self._root.training)} mode here; call model.train() or model.eval() "
                 "on all ranks"
             )
         args, kwargs, state = self._codec.unpack(structure, tensors)
         with autocast.apply(state):
             result = self._modules[module_id].forward(*args, **kwargs)
-        return self._codec.pack(result, tensors)
+        structure, results = self._codec.pack(result, tensors)
+        return structure, [localize(tensor) for tensor in results], not is_certain(result)
 
     def publish_output(self, output: Any) -> None:
         """Driver: sends the model's output to the other ranks of the replica."""
         assert self._server is not None
-        self._server.publish_output(*self._codec.pack(output))
+        structure, tensors = self._codec.pack(output)
+        self._server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 
     def await_output(self) -> Any:
         """Other ranks: the model's output of this microbatch, as leaves."""
@@ -107,5 +126,5 @@ class PipelineLink:
         return self._codec.unpack(*self._server.await_output())
 
 
-def _mode(training: bool) -> str:
+def _mode_name(training: bool) -> str:
     return "training" if training else "evaluation"

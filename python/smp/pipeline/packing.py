@@ -115,6 +115,21 @@ class Codec:
             _unpacking.__dict__.clear()
 
 
+def is_certain(result: Any) -> bool:
+    """Whether a result holds nothing but tensors, so that its structure tells all but the data.
+
+    A number that a module returns may be another one next time, although its arguments look the
+    same; the caller must wait for it.
+    """
+    if result is None or isinstance(result, Tensor):
+        return True
+    if isinstance(result, dict):
+        return all(isinstance(key, str) for key in result) and all(map(is_certain, result.values()))
+    if isinstance(result, tuple | list):
+        return all(map(is_certain, result))
+    return False
+
+
 def _is_attention_cache(obj: Any) -> bool:
     # By name, because importing transformers here is not allowed.
     return any(

@@ -1,0 +1,89 @@
+#include "csrc/pipeline/remote_ref.h"
+
+#include <c10/core/TensorImpl.h>
+
+#include <algorithm>
+
+namespace smp::pipeline {
+namespace {
+
+// Rides on the handle's TensorImpl, so that C++ finds the ref of any tensor
+// that autograd hands over, without asking Python.
+struct RefMeta final : c10::BackendMeta {
+  explicit RefMeta(RemoteRefPtr the_ref) : ref(std::move(the_ref)) {}
+  RemoteRefPtr ref;
+};
+
+}  // namespace
+
+TensorMeta TensorMeta::of(const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.scalar_type(), tensor.requires_grad()};
+}
+
+int64_t TensorMeta::num_bytes() const {
+  int64_t numel = 1;
+  for (const int64_t size : sizes) numel *= size;
+  return numel * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+void TensorMeta::append_to(std::string& bytes) const {
+  bytes.push_back(static_cast<char>(dtype));
+  bytes.push_back(static_cast<char>(requires_grad));
+  bytes.push_back(static_cast<char>(sizes.size()));
+  for (const int64_t size : sizes) {
+    bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
+  }
+}
+
+void ReleaseList::add(Released released) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  released_.push_back(std::move(released));
+}
+
+std::vector<ReleaseList::Released> ReleaseList::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(released_, {});
+}
+
+void ReleaseList::clear() { take(); }
+
+void Route::add(int result_idx, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::pair<int, int> hop{result_idx, rank};
+  if (std::find(hops_.begin(), hops_.end(), hop) == hops_.end()) {
+    hops_.push_back(hop);
+  }
+}
+
+void Route::remove(int result_idx, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::erase(hops_, std::pair<int, int>{result_idx, rank});
+}
+
+Route::Hops Route::hops() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return hops_;
+}
+
+RemoteRef::~RemoteRef() {
+  if (route) {  // sent for nothing: not again
+    for (const int rank : foreseen) route->remove(result_idx, rank);
+  }
+  if (!releases) return;
+  if (!is_argument) copies.push_back(home_rank);
+  releases->add({ref, std::move(copies)});
+}
+
+RemoteRefPtr remote_ref_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  auto* meta =
+      dynamic_cast<RefMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  return meta ? meta->ref : nullptr;
+}
+
+void attach_remote_ref(const at::Tensor& handle, RemoteRefPtr ref) {
+  handle.unsafeGetTensorImpl()->set_backend_meta(
+      c10::make_intrusive<RefMeta>(std::move(ref)));
+}
+
+}  // namespace smp::pipeline

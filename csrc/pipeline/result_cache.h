@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "csrc/pipeline/remote_ref.h"
+
+namespace smp::pipeline {
+
+/// What a module returns: everything but the data.
+struct ResultMeta {
+  std::vector<TensorMeta> tensors;
+  std::string structure;  ///< pickled results without tensors
+  /// The structure holds values (numbers, strings) that may change from call
+  /// to call, so the caller must wait for it each time.
+  bool has_values = false;
+
+  std::string encode() const;
+  static ResultMeta decode(const std::string& bytes);
+  /// Equal on all ranks; never 0.
+  int64_t digest() const;
+};
+
+/// What a caller may expect of a call: results depend on the module, the
+/// arguments' structure, shapes and dtypes, and modes only. Belongs to whoever
+/// holds the baton.
+class ResultCache {
+ public:
+  struct Forward {
+    ResultMeta result;
+    int64_t digest = 0;
+    /// By how often the key came before in a context: a module called twice
+    /// sends its results to different places.
+    std::map<int64_t, std::shared_ptr<Route>> routes;
+    /// By which results get gradients ("1" or "0" each): which arguments do.
+    std::unordered_map<std::string, std::string> grads;
+    std::map<std::pair<std::string, int64_t>, std::shared_ptr<Route>>
+        grad_routes;
+  };
+
+  /// Null when the call was not seen before.
+  std::shared_ptr<Forward> find(const std::string& key) const;
+  std::shared_ptr<Forward> put(const std::string& key, ResultMeta result);
+  size_t size() const { return entries_.size(); }
+
+ private:
+  // Shapes that change with every batch must not fill the memory.
+  static constexpr size_t kMaxEntries = 8192;
+
+  std::unordered_map<std::string, std::shared_ptr<Forward>> entries_;
+};
+
+/// @param routes  of one call; the entry for `visit` is made if it is missing
+template <typename Map, typename Key>
+std::shared_ptr<Route> route_of(Map& routes, const Key& visit) {
+  auto& route = routes[visit];
+  if (!route) route = std::make_shared<Route>();
+  return route;
+}
+
+}  // namespace smp::pipeline

@@ -1,0 +1,81 @@
+#include "csrc/pipeline/tensor_store.h"
+
+#include <utility>
+
+namespace smp::pipeline {
+
+void TensorStore::put(const comm::Ref& ref, int64_t mb,
+                      const at::Tensor& tensor) {
+  std::vector<Callback> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Entry& entry = entries_[ref];
+    if (entry.data.defined()) return;
+    entry.mb = mb;
+    callbacks = std::exchange(entry.waiting, {});
+    if (entry.is_released) {
+      entries_.erase(ref);
+    } else {
+      entry.data = tensor;
+    }
+  }
+  for (const Callback& callback : callbacks) callback(tensor);
+}
+
+void TensorStore::when_available(const comm::Ref& ref, int64_t mb,
+                                 Callback callback) {
+  at::Tensor data;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Entry& entry = entries_[ref];
+    entry.mb = mb;
+    data = entry.data;
+    if (!data.defined()) entry.waiting.push_back(std::move(callback));
+  }
+  if (data.defined()) callback(data);
+}
+
+at::Tensor TensorStore::find(const comm::Ref& ref) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = entries_.find(ref);
+  return found == entries_.end() ? at::Tensor() : found->second.data;
+}
+
+void TensorStore::release(const comm::Ref& ref, int64_t mb) {
+  at::Tensor dropped;  // freed without the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  Entry& entry = entries_[ref];
+  if (entry.data.defined()) {
+    dropped = std::move(entry.data);
+    entries_.erase(ref);
+  } else {
+    entry.mb = mb;
+    entry.is_released = true;
+  }
+}
+
+void TensorStore::drop_microbatch(int64_t mb) {
+  std::vector<Entry> dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    if (it->second.mb == mb) {
+      dropped.push_back(std::move(it->second));
+      it = entries_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+void TensorStore::clear() {
+  decltype(entries_) dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(entries_);
+}
+
+int64_t TensorStore::size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(entries_.size());
+}
+
+}  // namespace smp::pipeline

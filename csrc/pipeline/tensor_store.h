@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "csrc/comm/message.h"
+
+namespace smp::pipeline {
+
+/// The data of refs on one rank, and who waits for data that are still to be
+/// made or to arrive. Thread-safe; callbacks run without its lock, in the
+/// order in which they were given, in the thread that brings the data.
+class TensorStore {
+ public:
+  using Callback = std::function<void(const at::Tensor&)>;
+
+  /// Brings the data of a ref. A second time is ignored.
+  void put(const comm::Ref& ref, int64_t mb, const at::Tensor& tensor);
+  /// Calls back when the data are here, at once if they are.
+  void when_available(const comm::Ref& ref, int64_t mb, Callback callback);
+  /// The data if they are here, else an undefined tensor.
+  at::Tensor find(const comm::Ref& ref) const;
+  /// Nobody will ask for the ref again; those who wait are served first.
+  void release(const comm::Ref& ref, int64_t mb);
+  /// Forgets all refs of a microbatch that is over.
+  void drop_microbatch(int64_t mb);
+  void clear();
+  int64_t size() const;
+
+ private:
+  struct Hash {
+    size_t operator()(const comm::Ref& ref) const {
+      return std::hash<int64_t>()(ref.id * 1021 + ref.owner_rank);
+    }
+  };
+  struct Equal {
+    bool operator()(const comm::Ref& a, const comm::Ref& b) const {
+      return a.id == b.id && a.owner_rank == b.owner_rank;
+    }
+  };
+  struct Entry {
+    int64_t mb = 0;
+    at::Tensor data;
+    bool is_released = false;
+    std::vector<Callback> waiting;
+  };
+
+  mutable std::mutex mutex_;
+  std::unordered_map<comm::Ref, Entry, Hash, Equal> entries_;
+};
+
+}  // namespace smp::pipeline
