@@ -1,5 +1,6 @@
 #include "csrc/data_parallel/gradient_hook.h"
 
+#include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -22,7 +23,11 @@ class TakingHook final : public torch::autograd::FunctionPreHook {
       const torch::autograd::variable_list& grads) override {
     const auto sink = sink_.lock();
     if (!sink || !grads[0].defined()) return grads;
-    (*sink)(param_idx_, grads[0]);
+    // A gradient that is still on another rank: reading it may suspend this
+    // thread, which must not happen under the locks of those who add it up.
+    const bool is_away =
+        grads[0].unsafeGetTensorImpl()->is_python_dispatch();
+    (*sink)(param_idx_, is_away ? at::clone(grads[0]) : grads[0]);
     // AccumulateGrad returns at once when its gradient is undefined.
     return {at::Tensor()};
   }

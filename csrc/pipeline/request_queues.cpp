@@ -71,4 +71,17 @@ int64_t RequestQueues::size() const {
   return size;
 }
 
+std::string RequestQueues::describe() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string text;
+  for (const auto& [key, queue] : queues_) {
+    const Service& head = *queue.front();
+    if (head.num_missing <= 0) continue;  // the scheduler tells of it
+    if (!text.empty()) text += "; ";
+    text += head.where + ": waiting for " + std::to_string(head.num_missing) +
+            " tensors";
+  }
+  return text;
+}
+
 }  // namespace smp::pipeline

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace smp::pipeline {
@@ -18,6 +19,7 @@ struct Service {
   int64_t request_id = 0;
   /// Puts the service where the scheduler finds it.
   std::function<void()> make_ready;
+  std::string where;  ///< for errors: module, microbatch, phase
   /// Tensors still to come, plus one while the request is being read.
   int num_missing = 1;
 };
@@ -37,6 +39,8 @@ class RequestQueues {
   std::optional<int64_t> finish(const Service& service);
   void clear();
   int64_t size() const;
+  /// What the first request of each caller context waits for.
+  std::string describe() const;
 
  private:
   using Key = std::pair<int, int64_t>;  // caller's rank and context

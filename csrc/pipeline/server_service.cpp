@@ -55,6 +55,7 @@ void Server::serve(const Header& header, comm::Message&& message) {
   service->caller_rank = caller;
   service->caller_context = header.index;
   service->request_id = header.request_id;
+  service->where = describe_task(phase, header.mb, call->module_id);
   int64_t visit = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -63,11 +64,11 @@ void Server::serve(const Header& header, comm::Message&& message) {
   // Weak: a request that never starts must not keep itself alive.
   service->make_ready = [this, header, caller, call, hops, phase, visit,
                          weak = std::weak_ptr<Service>(service)] {
+    const std::shared_ptr<Service> service = weak.lock();
     scheduler_.add_service(
         {phase, header.mb, call->module_id, visit, 0},
-        describe_task(phase, header.mb, call->module_id),
-        static_cast<uint64_t>(header.path),
-        [this, header, caller, call, hops, service = weak.lock()] {
+        service->where, static_cast<uint64_t>(header.path),
+        [this, header, caller, call, hops, service] {
           if (header.kind == Kind::kForwardRequest) {
             run_forward(header, caller, *call, hops);
           } else if (header.kind == Kind::kBackwardRequest) {

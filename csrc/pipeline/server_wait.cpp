@@ -72,6 +72,8 @@ std::vector<int> Server::ranks_needed() const {
 
 std::string Server::describe_wait() const {
   std::string text = "step call " + std::to_string(step_) + ": ";
+  const std::string queued = queues_.describe();
+  if (!queued.empty()) text += queued + "; ";
   if (!scheduler_.is_idle()) return text + scheduler_.describe();
   if (is_driver()) return text + "waiting for the bodies of other ranks";
   return text + "waiting for global_rank " + std::to_string(driver_rank()) +

@@ -44,14 +44,15 @@ at::Tensor TensorStore::find(const comm::Ref& ref) const {
 void TensorStore::release(const comm::Ref& ref, int64_t mb) {
   at::Tensor dropped;  // freed without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  Entry& entry = entries_[ref];
-  if (entry.data.defined()) {
-    dropped = std::move(entry.data);
-    entries_.erase(ref);
-  } else {
-    entry.mb = mb;
-    entry.is_released = true;
+  const auto [found, is_new] = entries_.try_emplace(ref);
+  if (found->second.data.defined()) {
+    dropped = std::move(found->second.data);
+    entries_.erase(found);
+    return;
   }
+  // Those who wait belong to their own microbatch, not to the messenger's.
+  if (is_new) found->second.mb = mb;
+  found->second.is_released = true;
 }
 
 void TensorStore::drop_microbatch(int64_t mb) {

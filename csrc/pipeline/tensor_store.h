@@ -26,6 +26,7 @@ class TensorStore {
   /// The data if they are here, else an undefined tensor.
   at::Tensor find(const comm::Ref& ref) const;
   /// Nobody will ask for the ref again; those who wait are served first.
+  /// @param mb  until whose end an unknown ref is remembered as released
   void release(const comm::Ref& ref, int64_t mb);
   /// Forgets all refs of a microbatch that is over.
   void drop_microbatch(int64_t mb);
