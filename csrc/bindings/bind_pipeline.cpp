@@ -116,7 +116,8 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
     result = pipeline::remote_call(server, owner_global_rank, module_id,
                                    training, structure, mode, tensors);
   }
-  return py::make_tuple(py::bytes(result.structure), std::move(result.tensors));
+  return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
+                        std::move(result.changed_args));
 }
 
 py::tuple await_output(Server& server) {
@@ -234,7 +235,8 @@ void bind_pipeline(py::module_& m) {
       .def("remote_call", &remote_call, py::arg("owner_global_rank"),
            py::arg("module_id"), py::arg("training"), py::arg("structure"),
            py::arg("mode"), py::arg("tensors"),
-           "Has a module run on its owner: (structure, handles) of the result.")
+           "Has a module run on its owner: structure and handles of the result, "
+           "and which arguments it changed (their handles are the last).")
       .def("set_handle_factory", &set_handle_factory,
            "factory(sizes, dtype) -> tensor without data")
       .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")

@@ -107,6 +107,7 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
                                         structure, mode, inputs);
   RemoteResult result;
   result.structure = call.expected->result.structure;
+  result.changed_args = call.expected->result.changed_args;
   std::vector<bool> output_has_grad;
   bool any = false;
   for (const RemoteRefPtr& ref : call.results) {

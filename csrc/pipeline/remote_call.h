@@ -12,6 +12,9 @@ struct RemoteResult {
   std::string structure;  ///< pickled results without tensors
   /// Handles: true shape, dtype and graph, data elsewhere.
   std::vector<at::Tensor> tensors;
+  /// Arguments that the module changed in place; what they are now are the
+  /// last of `tensors`.
+  std::vector<int> changed_args;
 };
 
 /// Calls a module that lives on another rank as one differentiable operation:

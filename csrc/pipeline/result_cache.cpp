@@ -34,6 +34,8 @@ std::string ResultMeta::encode() const {
   bytes.push_back(static_cast<char>(has_values));
   const auto count = static_cast<uint32_t>(tensors.size());
   bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
+  bytes.push_back(static_cast<char>(changed_args.size()));
+  for (const int idx : changed_args) bytes.push_back(static_cast<char>(idx));
   for (const TensorMeta& tensor : tensors) tensor.append_to(bytes);
   return bytes + structure;
 }
@@ -43,6 +45,8 @@ ResultMeta ResultMeta::decode(const std::string& bytes) {
   ResultMeta result;
   result.has_values = reader.next<char>() != 0;
   result.tensors.resize(reader.next<uint32_t>());
+  result.changed_args.resize(reader.next<uint8_t>());
+  for (int& idx : result.changed_args) idx = reader.next<uint8_t>();
   for (TensorMeta& tensor : result.tensors) {
     tensor.dtype = static_cast<at::ScalarType>(reader.next<int8_t>());
     tensor.requires_grad = reader.next<char>() != 0;

@@ -15,6 +15,9 @@ namespace smp::pipeline {
 /// What a module returns: everything but the data.
 struct ResultMeta {
   std::vector<TensorMeta> tensors;
+  /// Arguments that the module changed in place, by their index; what they are
+  /// now are the last of `tensors`, in this order.
+  std::vector<int> changed_args;
   std::string structure;  ///< pickled results without tensors
   /// The structure holds values (numbers, strings) that may change from call
   /// to call, so the caller must wait for it each time.

@@ -234,6 +234,7 @@ class Server {
 
   // server_service.cpp: what other ranks ask of this one
   void serve(const Header& header, comm::Message&& message);
+  void open_inputs(Call& call, bool grad, CallRecord& record) const;
   void run_forward(const Header& header, int caller, Call& call,
                    const Route::Hops& hops);
   void run_backward(const Header& header, int caller, Call& call,

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <cstring>
 #include <memory>
@@ -28,6 +30,16 @@ Route::Hops take_hops(std::string& bytes) {
   bytes.erase(0, 1 + count * 2 * sizeof(int32_t));
   return hops;
 }
+
+class OpenInputNode : public torch::autograd::Node {
+ public:
+  using Node::Node;
+  std::string name() const override { return "SmpArgumentBackward"; }
+  torch::autograd::variable_list apply(
+      torch::autograd::variable_list&& grads) override {
+    return std::move(grads);
+  }
+};
 
 }  // namespace
 
@@ -150,6 +162,22 @@ void Server::check_expected(const Header& header, int caller,
             "arguments only");
 }
 
+// The arguments as the module gets them: behind the leaf of the local graph
+// comes an identity, so that the module may write to them.
+void Server::open_inputs(Call& call, bool grad, CallRecord& record) const {
+  for (comm::MessageTensor& tensor : call.tensors) {
+    const at::Tensor leaf = to_device(std::move(tensor.data)).detach();
+    tensor.data = leaf.detach();
+    if (grad && tensor.requires_grad) {
+      leaf.set_requires_grad(true);
+      torch::autograd::create_gradient_edge(
+          tensor.data, std::make_shared<OpenInputNode>(
+                           torch::autograd::collect_next_edges(leaf)));
+    }
+    record.inputs.push_back(leaf);
+  }
+}
+
 void Server::run_forward(const Header& header, int caller, Call& call,
                          const Route::Hops& hops) {
   ++num_served_calls_;
@@ -158,26 +186,27 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   CallRecord record;
   record.mb = header.mb;
   record.module_id = header.module_id;
+  open_inputs(call, grad, record);
+  std::vector<at::Tensor> opened;
   std::vector<int64_t> versions;
-  for (comm::MessageTensor& tensor : call.tensors) {
-    tensor.data = to_device(std::move(tensor.data)).detach();
-    if (grad && tensor.requires_grad) tensor.data.set_requires_grad(true);
-    record.inputs.push_back(tensor.data);
+  for (const comm::MessageTensor& tensor : call.tensors) {
+    opened.push_back(tensor.data);
     versions.push_back(tensor.data._version());
   }
   Call result = forward_handler_(std::move(call));
-  for (size_t i = 0; i < record.inputs.size(); ++i) {
-    SMP_CHECK(record.inputs[i]._version() == versions[i], "module '",
-              module_name(header.module_id),
-              "' changed one of its arguments in place; its caller on "
-              "global_rank ",
-              caller,
-              " cannot see that. Use the out-of-place form (inplace=False), "
-              "or put both on one partition");
-  }
   ResultMeta meta;
   meta.structure = std::move(result.structure);
   meta.has_values = result.has_values;
+  for (size_t i = 0; i < opened.size(); ++i) {
+    if (opened[i]._version() == versions[i]) continue;
+    SMP_CHECK(i < 256, "module '", module_name(header.module_id),
+              "' changed its tensor argument number ", i,
+              " in place; this works for the first 256 only");
+    meta.changed_args.push_back(static_cast<int>(i));
+    result.tensors.emplace_back();
+    result.tensors.back().data = std::move(opened[i]);
+  }
+  opened.clear();
   std::vector<at::Tensor> data;
   for (const comm::MessageTensor& tensor : result.tensors) {
     meta.tensors.push_back(TensorMeta::of(tensor.data));

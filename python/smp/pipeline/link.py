@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smp.pipeline import autocast
 from smp.pipeline.packing import Codec, is_certain
-from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve
+from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite
 
 if TYPE_CHECKING:
     from smp._C import Server
@@ -87,7 +87,7 @@ class PipelineLink:
         def forward(*args: Any, **kwargs: Any) -> Any:
             state = autocast.capture(self._device)
             structure, tensors = codec.pack((args, kwargs, state))
-            answer, results = server.remote_call(
+            answer, results, changed = server.remote_call(
                 owner,
                 module_id,
                 self._root.training,
@@ -95,6 +95,8 @@ class PipelineLink:
                 self._mode,
                 [resolve(tensor) for tensor in tensors],
             )
+            for argument, handle in zip(changed, results[len(results) - len(changed) :], strict=True):
+                rewrite(tensors[argument], handle)
             return codec.unpack(answer, results, tensors)
 
         return forward

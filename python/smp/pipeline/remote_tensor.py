@@ -95,7 +95,14 @@ class RemoteTensor(Tensor):
 
     def is_untouched(self) -> bool:
         """Is the tensor still what the other rank has made?"""
-        return self._local is None or _state(self._local) == self._mark
+        return self._local is None or (
+            self._mark is not None and _state(self._local) == self._mark
+        )
+
+    def rebind(self, other: Tensor) -> None:
+        """From now on this handle is ``other``."""
+        self._local = other
+        self._mark = None
 
     def _data(self) -> Tensor:
         # Not to be written to.
@@ -155,14 +162,24 @@ class RemoteTensor(Tensor):
 
 def resolve(tensor: Tensor) -> Tensor:
     """What ``tensor`` is now: a handle that was changed here is the local tensor behind it."""
-    if isinstance(tensor, RemoteTensor) and not tensor.is_untouched():
-        return tensor.local()
+    while isinstance(tensor, RemoteTensor) and not tensor.is_untouched():
+        tensor = tensor.local()
     return tensor
 
 
 def localize(tensor: Tensor) -> Tensor:
     """An ordinary tensor, whatever ``tensor`` is."""
-    return tensor.local() if isinstance(tensor, RemoteTensor) else tensor
+    while isinstance(tensor, RemoteTensor):
+        tensor = tensor.local()
+    return tensor
+
+
+def rewrite(tensor: Tensor, changed: Tensor) -> None:
+    """Gives ``tensor``, which a module on another rank has written to, its new contents."""
+    if isinstance(tensor, RemoteTensor) and tensor.is_untouched():
+        tensor.rebind(changed)
+    else:
+        localize(tensor).copy_(changed)
 
 
 def _state(tensor: Tensor) -> tuple[int, Any]:
