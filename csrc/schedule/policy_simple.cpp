@@ -7,7 +7,8 @@ namespace {
 
 // All forwards, then all backwards. A backward waits while the driver still
 // has forwards to do among the microbatches that may be in flight; with fewer
-// active microbatches than microbatches the step runs in such waves.
+// active microbatches than microbatches, each one that ends lets in another,
+// whose forward goes first.
 class SimplePolicy final : public Policy {
  public:
   const std::string& name() const override {
@@ -20,12 +21,16 @@ class SimplePolicy final : public Policy {
     std::optional<size_t> best;
     for (size_t i = 0; i < ready.size(); ++i) {
       if (ready[i].key.phase == Phase::kBackward &&
-          progress.num_forwards_pending > 0) {
+          !may_begin_backward(progress)) {
         continue;
       }
       if (!best || rank(ready[i]) < rank(ready[*best])) best = i;
     }
     return best;
+  }
+
+  bool may_begin_backward(const StepProgress& progress) const override {
+    return progress.num_forwards_pending == 0;
   }
 
   int default_active_microbatches(int, int num_microbatches) const override {

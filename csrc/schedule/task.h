@@ -2,11 +2,15 @@
 
 #include <compare>
 #include <cstdint>
+#include <span>
 #include <string>
+#include <vector>
 
 namespace smp::schedule {
 
-enum class Phase : int64_t { kForward = 0, kBackward = 1 };
+/// `kBackward` is the whole backward, or its input-gradient part where a task
+/// `kWeight` for the same microbatch follows.
+enum class Phase : int64_t { kForward = 0, kBackward = 1, kWeight = 2 };
 
 /// Names one turn of work. Equal on all data-parallel peers of a rank, whatever
 /// the order of arrival: it is what `deterministic_server` agrees on.
@@ -26,19 +30,53 @@ struct TaskKey {
 /// module 17; `"/2"` is appended at the second resumption.
 std::string to_string(const TaskKey& key);
 
+/// Reads the text of `to_string(TaskKey)`. @throws ValueError with the position
+TaskKey parse_task_key(const std::string& text);
+
+/// What a rank does for one microbatch and one of its chunks: the unit of plans
+/// and of the compact text form. A chunk is a part of the model that runs as a
+/// whole; with virtual stages a rank has several.
+struct Action {
+  Phase phase = Phase::kForward;
+  int64_t mb = 0;
+  int64_t chunk = 0;
+
+  auto operator<=>(const Action&) const = default;
+};
+
+/// What one rank does, in order.
+using ActionList = std::vector<Action>;
+
 /// A task that could run now.
 struct ReadyTask {
   TaskKey key;
   int64_t arrival = 0;  ///< order in which tasks became ready on this rank
   bool not_started = false;
+  int64_t chunk = 0;  ///< of the module, among the chunks of this rank
+
+  Action action() const { return {key.phase, key.mb, chunk}; }
 };
 
-/// What a policy may know of the step besides the ready tasks.
+/// What a policy may know of the step besides the ready tasks. A field that is
+/// left at its default switches off what depends on it.
 struct StepProgress {
   int num_microbatches = 1;
   /// Step bodies that run here for real (driver) and have not yet reached
   /// their backward or end, among those that may start now; 0 on other ranks.
   int num_forwards_pending = 0;
+
+  int num_partitions = 1;
+  int num_chunks = 1;  ///< of this rank
+  /// How many ranks the data pass before they reach this one.
+  int depth = 0;
+  /// How many microbatches the driver lets in; 0 if not known: then policies
+  /// with a name let no forward wait, and do not look at the two lists below.
+  int active_microbatches = 0;
+  /// Actions begun on this rank, in order, each once (`ExecutedOrder`); those
+  /// of microbatches that are over may be left out.
+  std::span<const Action> begun = {};
+  /// Microbatches that are over: nothing of them is kept on any rank.
+  std::span<const int64_t> ended = {};
 };
 
 }  // namespace smp::schedule

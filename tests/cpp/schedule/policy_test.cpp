@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 
 #include "csrc/common/check.h"
+#include "csrc/schedule/schedule_text.h"
 
 namespace smp::schedule {
 namespace {
@@ -22,7 +24,9 @@ TEST(Policy, unknown_name_is_refused_with_the_valid_ones) {
     make_policy("1f1b");
     FAIL() << "no error";
   } catch (const ValueError& e) {
-    EXPECT_NE(std::string(e.what()).find("'interleaved' or 'simple'"),
+    EXPECT_NE(std::string(e.what()).find(
+                  "'interleaved', 'simple', 'virtual_interleaved' or "
+                  "'zero_bubble'"),
               std::string::npos);
   }
 }
@@ -62,7 +66,8 @@ TEST(Policy, simple_holds_backward_until_all_forwards_are_done) {
 
 TEST(Policy, choice_does_not_depend_on_the_order_of_the_list) {
   std::mt19937 random(7);
-  for (const char* name : {"interleaved", "simple"}) {
+  for (const char* name :
+       {"interleaved", "simple", "virtual_interleaved", "zero_bubble"}) {
     const auto policy = make_policy(name);
     for (int round = 0; round < 200; ++round) {
       std::vector<ReadyTask> tasks;
@@ -80,6 +85,106 @@ TEST(Policy, choice_does_not_depend_on_the_order_of_the_list) {
       EXPECT_EQ(second ? tasks[*second].arrival : -1, chosen);
     }
   }
+}
+
+// Rank 2 of 4 with 4 active microbatches: 1F1B keeps two here.
+StepProgress third_of_four(const ActionList& begun) {
+  StepProgress progress;
+  progress.num_microbatches = 8;
+  progress.num_partitions = 4;
+  progress.depth = 2;
+  progress.active_microbatches = 4;
+  progress.begun = begun;
+  return progress;
+}
+
+TEST(Policy, forward_waits_while_1f1b_would_keep_no_more) {
+  const ActionList two = parse_actions("F0 F1");
+  for (const char* name : {"interleaved", "zero_bubble"}) {
+    const auto policy = make_policy(name);
+    const std::vector<ReadyTask> next = {task(Phase::kForward, 2, 0)};
+    EXPECT_FALSE(policy->pick(next, third_of_four(two)).has_value()) << name;
+    // Not without knowing the limit, not with one kept less, and never before
+    // microbatches that come later.
+    EXPECT_TRUE(policy->pick(next, {}).has_value()) << name;
+    const ActionList one_left = parse_actions("F0 F1 B0");
+    EXPECT_TRUE(policy->pick(next, third_of_four(one_left)).has_value())
+        << name;
+    const ActionList later = parse_actions("F3 F4 F5");
+    EXPECT_TRUE(policy->pick(next, third_of_four(later)).has_value()) << name;
+    // A microbatch that is over counts no more, backward or not.
+    const std::vector<int64_t> ended = {1};
+    StepProgress over = third_of_four(two);
+    over.ended = ended;
+    EXPECT_TRUE(policy->pick(next, over).has_value()) << name;
+  }
+}
+
+TEST(Policy, more_active_microbatches_than_ranks_let_every_rank_keep_more) {
+  const ActionList begun = parse_actions("F0 F1");
+  StepProgress progress = third_of_four(begun);
+  progress.active_microbatches = 5;
+  EXPECT_TRUE(make_policy("interleaved")
+                  ->pick({task(Phase::kForward, 2, 0)}, progress)
+                  .has_value());
+}
+
+TEST(Policy, virtual_interleaved_passes_chunk_after_chunk_within_a_group) {
+  const auto policy = make_policy("virtual_interleaved");
+  StepProgress progress;
+  progress.num_microbatches = 8;
+  progress.num_partitions = 4;
+  progress.num_chunks = 2;
+  progress.depth = 3;
+  ReadyTask second = task(Phase::kForward, 3, 0);
+  second.chunk = 1;
+  EXPECT_EQ(policy->pick({task(Phase::kForward, 4, 1), second}, progress), 1u);
+  EXPECT_EQ(policy->pick({task(Phase::kForward, 2, 1), second}, progress), 0u);
+  // The last rank keeps (v - 1) p + 1 units: five are open before F1.1.
+  const ActionList begun = parse_actions("F0 F1 F2 F3 F0.1");
+  progress.active_microbatches = 8;
+  progress.begun = begun;
+  second.key.mb = 1;
+  ReadyTask back = task(Phase::kBackward, 0, 2);
+  back.chunk = 1;
+  EXPECT_FALSE(policy->pick({second}, progress).has_value());
+  EXPECT_EQ(policy->pick({second, back}, progress), 1u);
+  const ActionList gone_back = parse_actions("F0 F1 F2 F3 F0.1 B0.1");
+  progress.begun = gone_back;
+  EXPECT_EQ(policy->pick({second, task(Phase::kBackward, 0, 2)}, progress), 0u);
+}
+
+TEST(Policy, zero_bubble_puts_off_as_many_weight_gradients_as_its_depth) {
+  const auto policy = make_policy("zero_bubble");
+  StepProgress progress;
+  progress.depth = 1;
+  const auto w = [](int64_t mb) { return task(Phase::kWeight, mb, mb); };
+  EXPECT_EQ(policy->pick({w(0), task(Phase::kBackward, 1, 9)}, progress), 1u);
+  EXPECT_EQ(policy->pick({w(1), task(Phase::kBackward, 2, 9), w(0)}, progress),
+            2u);
+  EXPECT_EQ(policy->pick({w(0)}, progress), 0u);
+  EXPECT_TRUE(policy->splits_backward(0, 0));
+  EXPECT_FALSE(make_policy("interleaved")->splits_backward(0, 0));
+}
+
+TEST(Policy, only_simple_keeps_the_driver_from_beginning_a_backward) {
+  StepProgress busy;
+  busy.num_forwards_pending = 1;
+  for (const char* name :
+       {"interleaved", "virtual_interleaved", "zero_bubble"}) {
+    EXPECT_TRUE(make_policy(name)->may_begin_backward(busy)) << name;
+  }
+  EXPECT_FALSE(make_policy("simple")->may_begin_backward(busy));
+  EXPECT_TRUE(make_policy("simple")->may_begin_backward({}));
+}
+
+TEST(Policy, default_active_microbatches_follow_the_schedule) {
+  EXPECT_EQ(make_policy("interleaved")->default_active_microbatches(4, 16), 6);
+  EXPECT_EQ(make_policy("simple")->default_active_microbatches(4, 16), 16);
+  EXPECT_EQ(
+      make_policy("virtual_interleaved")->default_active_microbatches(4, 16),
+      8);
+  EXPECT_EQ(make_policy("zero_bubble")->default_active_microbatches(4, 16), 4);
 }
 
 TEST(Task, text_form_names_phase_microbatch_module_visit_and_resumption) {

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <tuple>
+
+#include "csrc/schedule/in_flight.h"
+#include "csrc/schedule/policy.h"
+
+namespace smp::schedule {
+namespace {
+
+// 1F1B over virtual stages (arXiv:2104.04473, section 2.2.2) as a rule instead
+// of a list: units are (microbatch, chunk) in groups of one microbatch per
+// rank, and each group passes chunk after chunk. A forward runs while fewer
+// earlier units are open than 1F1B keeps on this rank, otherwise a backward.
+class VirtualInterleavedPolicy final : public Policy {
+ public:
+  const std::string& name() const override {
+    static const std::string text = "virtual_interleaved";
+    return text;
+  }
+
+  std::optional<size_t> pick(const std::vector<ReadyTask>& ready,
+                             const StepProgress& progress) const override {
+    // Later forwards see at least as many earlier units: if the first one has
+    // to wait, all have to.
+    const auto forward = first(ready, progress, /*is_forward=*/true);
+    if (forward && !must_wait(ready[*forward], progress)) return forward;
+    return first(ready, progress, /*is_forward=*/false);
+  }
+
+  int default_active_microbatches(int num_partitions,
+                                  int num_microbatches) const override {
+    return std::min(num_microbatches, 2 * num_partitions);
+  }
+
+ private:
+  static bool must_wait(const ReadyTask& task, const StepProgress& progress) {
+    if (progress.active_microbatches == 0) return false;
+    const int limit = 1 + virtual_warmup(progress.num_partitions,
+                                         progress.num_chunks, progress.depth);
+    return num_open_units_before(task.key.mb, task.chunk,
+                                 progress.num_partitions, progress) >= limit;
+  }
+
+  // In the order of units; backward meets the chunks the other way round.
+  static std::optional<size_t> first(const std::vector<ReadyTask>& ready,
+                                     const StepProgress& progress,
+                                     bool is_forward) {
+    const auto place = [&](size_t i) {
+      const ReadyTask& task = ready[i];
+      return std::tuple(task.key.mb / progress.num_partitions,
+                        is_forward ? task.chunk : -task.chunk, task.key.mb,
+                        task.arrival);
+    };
+    std::optional<size_t> best;
+    for (size_t i = 0; i < ready.size(); ++i) {
+      if ((ready[i].key.phase == Phase::kForward) != is_forward) continue;
+      if (!best || place(i) < place(*best)) best = i;
+    }
+    return best;
+  }
+};
+
+}  // namespace
+
+int virtual_warmup(int num_partitions, int num_chunks, int depth) {
+  if (num_chunks == 1) return num_partitions - 1 - depth;
+  return (num_chunks - 1) * num_partitions + 2 * (num_partitions - 1 - depth);
+}
+
+std::unique_ptr<Policy> make_virtual_interleaved_policy() {
+  return std::make_unique<VirtualInterleavedPolicy>();
+}
+
+}  // namespace smp::schedule

@@ -1,0 +1,64 @@
+#include <algorithm>
+#include <tuple>
+
+#include "csrc/schedule/in_flight.h"
+#include "csrc/schedule/policy.h"
+
+namespace smp::schedule {
+namespace {
+
+// ZB-H1 (arXiv:2401.10241) as a rule: 1F1B whose weight gradients fill the
+// gaps. Rank `depth` puts off at most `depth` of them, so that together with
+// its forwards it keeps no more activations than the first rank.
+class ZeroBubblePolicy final : public Policy {
+ public:
+  const std::string& name() const override {
+    static const std::string text = "zero_bubble";
+    return text;
+  }
+
+  std::optional<size_t> pick(const std::vector<ReadyTask>& ready,
+                             const StepProgress& progress) const override {
+    const auto num_weights = std::ranges::count_if(
+        ready,
+        [](const ReadyTask& task) { return task.key.phase == Phase::kWeight; });
+    if (num_weights > progress.depth) return oldest(ready, Phase::kWeight);
+    // One forward and one backward in turn: a forward that may run has its
+    // turn, since after it as many are kept as this rank may keep.
+    const auto forward = oldest(ready, Phase::kForward);
+    if (forward && !is_beyond_1f1b(ready[*forward], progress)) {
+      return forward;
+    }
+    if (const auto backward = oldest(ready, Phase::kBackward)) return backward;
+    return oldest(ready, Phase::kWeight);
+  }
+
+  int default_active_microbatches(int num_partitions,
+                                  int num_microbatches) const override {
+    return std::min(num_microbatches, num_partitions);
+  }
+
+  bool splits_backward(int64_t, int64_t) const override { return true; }
+
+ private:
+  static std::optional<size_t> oldest(const std::vector<ReadyTask>& ready,
+                                      Phase phase) {
+    const auto age = [&](size_t i) {
+      return std::tuple(ready[i].key.mb, ready[i].arrival);
+    };
+    std::optional<size_t> best;
+    for (size_t i = 0; i < ready.size(); ++i) {
+      if (ready[i].key.phase != phase) continue;
+      if (!best || age(i) < age(*best)) best = i;
+    }
+    return best;
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_zero_bubble_policy() {
+  return std::make_unique<ZeroBubblePolicy>();
+}
+
+}  // namespace smp::schedule
