@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from smp.pipeline import autocast
+from smp import _C
+from smp.pipeline import autocast, functions
 from smp.pipeline.packing import Codec, is_certain
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite
 
 if TYPE_CHECKING:
     from smp._C import Server
+
+# Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
+_FUNCTION = -3
 
 
 class PipelineLink:
@@ -43,7 +47,7 @@ class PipelineLink:
         self._root = root
         self._modules = modules
         self._codec = Codec(modules, device)
-        self._device = device
+        self.device = device
         self._server: Server | None = None
         self._mode = ""
         self._remote = [
@@ -52,14 +56,16 @@ class PipelineLink:
             if owner is not None and owner != global_rank and modules[i] is not root
         ]
 
+    @property
+    def server(self) -> Server:
+        assert self._server is not None, "the pipeline is not open"
+        return self._server
+
     def connect(self, server: Server) -> None:
         """Installs the calling side on the modules and the answering side on ``server``."""
         self._server = server
-        device = self._device
         server.set_forward_handler(self._serve)
-        server.set_handle_factory(
-            lambda sizes, dtype: RemoteTensor.make(server, sizes, dtype, device)
-        )
+        server.set_handle_factory(functools.partial(RemoteTensor.make, self))
         for module_id, owner in self._remote:
             module = self._modules[module_id]
             stub = self._stub(server, module, module_id, owner)
@@ -81,25 +87,42 @@ class PipelineLink:
     def _stub(
         self, server: Server, module: nn.Module, module_id: int, owner: int
     ) -> Callable[..., Any]:
-        codec = self._codec
-
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            state = autocast.capture(self._device)
-            structure, tensors = codec.pack((args, kwargs, state))
-            answer, results, changed = server.remote_call(
-                owner,
-                module_id,
-                self._root.training,
-                structure,
-                self._mode,
-                [resolve(tensor) for tensor in tensors],
-            )
-            for argument, handle in zip(changed, results[len(results) - len(changed) :], strict=True):
-                rewrite(tensors[argument], handle)
-            return codec.unpack(answer, results, tensors)
+            return self._call(server, owner, module_id, args, kwargs)
 
         return forward
+
+    def call_function(
+        self, name: str, handle: RemoteTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Has a function of `smp.pipeline.functions` run where its first argument is."""
+        base = handle if handle._whole is None else handle._whole
+        owner = _C.ref_state(base).home_rank
+        return self._call(self.server, owner, _FUNCTION, (name, handle, *args), dict(kwargs))
+
+    def _call(
+        self,
+        server: Server,
+        owner: int,
+        module_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        state = autocast.capture(self.device)
+        structure, tensors = self._codec.pack((args, kwargs, state))
+        answer, results, changed = server.remote_call(
+            owner,
+            module_id,
+            self._root.training,
+            structure,
+            self._mode,
+            [resolve(tensor) for tensor in tensors],
+        )
+        if changed:
+            for idx, handle in zip(changed, results[-len(changed) :], strict=True):
+                rewrite(tensors[idx], handle)
+        return self._codec.unpack(answer, results, tensors)
 
     def _serve(
         self, module_id: int, mb: int, training: bool, structure: bytes, tensors: list[Tensor]
@@ -112,20 +135,21 @@ class PipelineLink:
             )
         args, kwargs, state = self._codec.unpack(structure, tensors)
         with autocast.apply(state):
-            result = self._modules[module_id].forward(*args, **kwargs)
+            if module_id == _FUNCTION:
+                result = functions.shipped(args[0])(*args[1:], **kwargs)
+            else:
+                result = self._modules[module_id].forward(*args, **kwargs)
         structure, results = self._codec.pack(result, tensors)
         return structure, [localize(tensor) for tensor in results], not is_certain(result)
 
     def publish_output(self, output: Any) -> None:
         """Driver: sends the model's output to the other ranks of the replica."""
-        assert self._server is not None
         structure, tensors = self._codec.pack(output)
-        self._server.publish_output(structure, [resolve(tensor) for tensor in tensors])
+        self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 
     def await_output(self) -> Any:
         """Other ranks: the model's output of this microbatch, as leaves."""
-        assert self._server is not None
-        return self._codec.unpack(*self._server.await_output())
+        return self._codec.unpack(*self.server.await_output())
 
 
 def _mode_name(training: bool) -> str:

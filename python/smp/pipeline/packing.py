@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.pipeline import functions
+from smp.pipeline.remote_tensor import RemoteTensor, localize
+
 _unpacking = threading.local()
 
 
@@ -46,6 +49,10 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
+            if type(obj) is RemoteTensor and obj._whole is not None:
+                if obj.is_untouched():  # a view is made again where it is needed
+                    return functions.apply, (obj._recipe, obj._whole)
+                obj = localize(obj)
             argument = self._arguments.get(id(obj))
             if argument is not None:
                 return _argument_at, (argument,)
