@@ -72,7 +72,7 @@ Mailbox::Impl::Impl(CommunicatorPtr the_world,
   const LinkOwner owner{
       self, faults, [this](Message&& message) { deliver(std::move(message)); }};
   auto add = [&](std::unique_ptr<Link> link, const std::vector<int>& ranks) {
-    for (const int rank : ranks) link_of[rank] = link.get();
+    for (const int rank : ranks) link_of.at(rank) = link.get();
     links.push_back(std::move(link));
   };
   add(std::make_unique<SelfLink>(owner), {self});

@@ -55,7 +55,7 @@ struct SharedMemoryOptions {
   /// Of each ring from another rank to this one.
   int64_t ring_bytes = 8 << 20;
   /// Only ranks with equal words try; whether they can is then tried out.
-  std::string machine;
+  std::string machine = {};
   /// Of each exchange with the other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };

@@ -151,8 +151,8 @@ TEST(Wire, LargeTensorIsCopiedUnlessItIsStable) {
 }
 
 TEST(Wire, LargeStridedTensorIsCopiedOnce) {
-  const Parts parts = take_apart(
-      with_tensor(at::rand({kSmallTensorBytes, 2}).slice(1, 0, 1)));
+  const Parts parts =
+      take_apart(with_tensor(at::rand({kSmallTensorBytes, 2}).slice(1, 0, 1)));
   ASSERT_EQ(parts.large.size(), 1u);
   EXPECT_FALSE(parts.large[0].is_callers);
 }
