@@ -21,7 +21,6 @@ class IncomingMessage {
   /// @throws CorruptMessage; Error when the ring is corrupt
   bool read_from(RingReader& ring, int64_t& budget);
 
-  bool is_half_read() const { return stage_ != Stage::kHeader || filled_ > 0; }
   int64_t num_bytes() const { return num_bytes_; }
   Message take();
 
