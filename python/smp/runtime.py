@@ -144,13 +144,14 @@ class Runtime:
         self._on_shutdown: list[Callable[[], None]] = []
         _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")
 
-    def connect(self, store: dist.Store, *, loopback: bool, own_host: str) -> None:
+    def connect(self, store: dist.Store, *, loopback: bool, own_host: str, machine: str) -> None:
         """Connects to the other ranks of a world of more than one. Collective.
 
         Args:
             store: keys of this init.
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
+            machine: equal on ranks that may try to share memory.
         """
         self._store, self._loopback = store, loopback
         self.links = Links(
@@ -159,7 +160,13 @@ class Runtime:
             self.settings.timeout_s,
         )
         self.links.connect(
-            store, own_host=own_host, loopback=loopback, transport=self.settings.transport
+            store,
+            own_host=own_host,
+            loopback=loopback,
+            transport=self.settings.transport,
+            machine=machine,
+            shared_memory=self.settings.shared_memory,
+            ring_mb=self.settings.ring_mb,
         )
         self.comms = build_groups(
             self.grid,
@@ -413,6 +420,7 @@ def init(config: UserConfig = None) -> None:
             store,
             loopback=len({other.machine for other in hellos}) == 1,
             own_host=env.get("MASTER_ADDR") or hostname,
+            machine=f"{hello.host} {hello.machine}",  # hosts may be simulated
         )
     except BaseException as error:
         runtime.report_raised("smp.init", error)
