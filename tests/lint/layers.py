@@ -40,7 +40,18 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"links", "rendezvous"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
-    frozenset({"data_parallel", "memory", "metrics", "microbatch", "nn", "partition", "pipeline"}),
+    frozenset(
+        {
+            "data_parallel",
+            "memory",
+            "metrics",
+            "microbatch",
+            "nn",
+            "partition",
+            "pipeline",
+            "schedule",
+        }
+    ),
     frozenset({"model_parts"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model"}),
