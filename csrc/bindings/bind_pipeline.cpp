@@ -73,7 +73,7 @@ void set_forward_handler(Server& server, py::function handler) {
     }
     const py::tuple result = (*kept)(
         call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
-        py::bytes(call.structure), std::move(tensors));
+        (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure), std::move(tensors));
     Call answer;
     answer.structure = result[0].cast<std::string>();
     for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
@@ -118,7 +118,7 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
                                    training, structure, mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
-                        std::move(result.changed_args));
+                        std::move(result.changed_args), result.shares_memory);
 }
 
 py::tuple await_output(Server& server) {

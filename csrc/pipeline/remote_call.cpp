@@ -133,6 +133,7 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
                                         structure, mode, inputs);
   RemoteResult result;
   result.structure = call.expected->result.structure;
+  result.shares_memory = call.expected->result.shares_memory;
   result.changed_args = call.expected->result.changed_args;
   std::vector<bool> output_has_grad;
   bool any = false;

@@ -16,6 +16,7 @@ struct RemoteResult {
   /// Arguments that the module changed in place; what they are now are the
   /// last of `tensors`.
   std::vector<int> changed_args;
+  bool shares_memory = false;  ///< see ResultMeta
 };
 
 /// Calls a module that lives on another rank as one differentiable operation:

@@ -150,7 +150,12 @@ class Engine:
             None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions
         ]
         self.link = PipelineLink(
-            self._root, decision.modules, owners, current.global_rank, current.device
+            self._root,
+            decision.modules,
+            owners,
+            decision.names,
+            current.global_rank,
+            current.device,
         )
         self.link.connect(self.server)
         current.server = self.server
@@ -272,6 +277,8 @@ class Engine:
             self._weight = self._weights[mb]
 
     def _microbatch_done(self, mb: int) -> None:
+        if self.link is not None:
+            self.link.microbatch_done(mb)
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.finish_microbatch(mb)
 

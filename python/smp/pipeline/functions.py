@@ -32,6 +32,11 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
+#: What concerns the gradient of a handle, whoever made it.
+HOOKS: frozenset[Any] = frozenset(
+    {Tensor.register_hook, Tensor.retain_grad, Tensor.grad.__get__, Tensor.retains_grad.__get__}
+)
+
 #: Arithmetic that is done at the home of the tensors, by operator.
 AT_HOME: dict[Any, str] = {
     _aten.add.Tensor: "add",

@@ -151,6 +151,10 @@ class RemoteTensor(Tensor):
                 if first._local is None:
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **kwargs)
+            elif func in functions.HOOKS and first._whole is None and first.is_untouched():
+                # On the handle itself, through which all gradients flow.
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
             elif first.is_away():
                 result = _from_afar(func, first, tuple(args[1:]), kwargs)
                 if result is not NotImplemented:
@@ -158,7 +162,12 @@ class RemoteTensor(Tensor):
         elif func in functions.ARITHMETIC and _may_stay_away(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return func(*_localized(args), **_localized(kwargs))
+        localized = _localized(args)
+        result = func(*localized, **_localized(kwargs))
+        # What works in place, or has nothing to do, returns the very tensor it got.
+        if type(first) is RemoteTensor and result is localized[0]:
+            return first
+        return result
 
     @classmethod
     def __torch_dispatch__(
