@@ -2,19 +2,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace smp::partition {
 
 namespace {
-
-// Where in the chain a value is made and read.
-struct ValueSpan {
-  double crossing_bytes = 0;  // per rank that reads it, with its gradient
-  double kept_bytes = 0;      // by who receives it
-  int made = -1;              // item; -1 for stage 0
-  std::vector<int> readers;   // items, ascending
-  bool driver_reads = false;
-};
 
 Cost minus(const Cost& a, const Cost& b) {
   return {
@@ -23,6 +15,23 @@ Cost minus(const Cost& a, const Cost& b) {
 }
 
 }  // namespace
+
+// Where in the chain a value is made and read; -1 is stage 0.
+struct ChainCosts::ValueSpan {
+  double crossing_bytes = 0;  // per rank that reads it, with its gradient
+  double kept_bytes = 0;      // by who receives it
+  int made = -1;
+  std::vector<int> readers;  // items, in the end ascending
+  bool driver_reads = false;
+
+  void add_reader(int item) {
+    if (item >= 0) {
+      readers.push_back(item);
+    } else {
+      driver_reads = true;
+    }
+  }
+};
 
 // A module above units, of which the chain has the items [begin, end).
 struct ChainCosts::Span {
@@ -142,7 +151,7 @@ int ChainCosts::place_of(int node_idx) const {
   return unit >= 0 ? item_of_unit_[unit] : first_item_[owner];
 }
 
-void ChainCosts::fill_transfers() {
+std::vector<ChainCosts::ValueSpan> ChainCosts::find_value_spans() const {
   std::vector<ValueSpan> spans;
   for (const ModuleTree::Value& value : decisions_.tree().values()) {
     ValueSpan span;
@@ -155,30 +164,31 @@ void ChainCosts::fill_transfers() {
     if (!value.source_values.empty() && !by_unit) {
       span.made = std::max(span.made, spans[value.source_values.back()].made);
     }
-    for (int source : value.source_values) {
-      if (span.made >= 0) spans[source].readers.push_back(span.made);
-      if (span.made < 0) spans[source].driver_reads = true;
-    }
-    spans.push_back(std::move(span));
+    for (int source : value.source_values) spans[source].add_reader(span.made);
     for (int consumer : value.consumer_idxs) {
-      const int owner = decisions_.owner(consumer);
       const int item = place_of(consumer);
-      if (item < 0) spans.back().driver_reads = true;
       // Where own code of a module reads what is made in it depends on whether
       // it is split; the objective knows.
-      if (item >= 0 && decisions_.unit_of(owner) >= 0) {
-        spans.back().readers.push_back(item);
-      }
+      const bool is_unit = decisions_.unit_of(decisions_.owner(consumer)) >= 0;
+      if (item < 0 || is_unit) span.add_reader(item);
     }
+    spans.push_back(std::move(span));
   }
+  for (ValueSpan& span : spans) {
+    std::vector<int>& readers = span.readers;
+    std::sort(readers.begin(), readers.end());
+    readers.erase(std::unique(readers.begin(), readers.end()), readers.end());
+  }
+  return spans;
+}
+
+void ChainCosts::fill_transfers() {
+  const std::vector<ValueSpan> spans = find_value_spans();
   std::vector<std::vector<int>> made(num_items_);
   std::vector<std::vector<int>> reads(num_items_);
   for (size_t id = 0; id < spans.size(); ++id) {
-    std::vector<int>& readers = spans[id].readers;
-    std::sort(readers.begin(), readers.end());
-    readers.erase(std::unique(readers.begin(), readers.end()), readers.end());
     if (spans[id].made >= 0) made[spans[id].made].push_back(id);
-    for (int item : readers) reads[item].push_back(id);
+    for (int item : spans[id].readers) reads[item].push_back(id);
   }
   std::vector<int> seen(spans.size(), -1);
   for (int i = 0; i < num_items_; ++i) {

@@ -31,6 +31,7 @@ class ChainCosts {
 
  private:
   struct Span;
+  struct ValueSpan;
   size_t at(int i, int j) const {
     return static_cast<size_t>(i) * (num_items_ + 1) + j;
   }
@@ -39,6 +40,7 @@ class ChainCosts {
   std::vector<Span> find_spans();
   void fill_costs(const std::vector<Span>& spans);
   void fill_split_loads(const std::vector<Span>& spans);
+  std::vector<ValueSpan> find_value_spans() const;
   void fill_transfers();
 
   const Objective& objective_;

@@ -28,7 +28,7 @@ struct Cost {
 
 /// What an assignment costs.
 struct Evaluation {
-  std::vector<double> loads;        ///< per stage; they add up to about 1
+  std::vector<double> loads;  ///< per stage; without transfers about 1 in all
   std::vector<double> param_bytes;  ///< per stage
   std::vector<double> compute;      ///< per stage
   /// Per stage, one microbatch, with copies of what was received.

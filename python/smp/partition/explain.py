@@ -20,7 +20,7 @@ class RankCost:
             of as many microbatches as the schedule keeps.
         compute_share: its part of all arithmetic, in [0, 1].
         transfer_bytes: sent and received per microbatch.
-        load: what is balanced; the loads of all ranks add up to about 1.
+        load: what is balanced; 1 is the whole model without transfers.
     """
 
     pp_rank: int

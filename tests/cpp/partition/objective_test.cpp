@@ -149,13 +149,6 @@ TEST(DecisionTree, WhatSharesAParameterWithACutModuleIsPinned) {
   EXPECT_THROW(move(tree, assignment, 1, 1), ValueError);
 }
 
-bool solve_is_cut(const ModuleTree& tree, int second) {
-  const Assignment assignment =
-      solve(tree, {.num_partitions = 2, .memory_weight = 1});
-  return assignment.partition_idxs[second] !=
-         assignment.partition_idxs[second - 1];
-}
-
 ModuleTree chain_with_output(int64_t output_bytes) {
   ModuleTree tree;
   tree.add_node("", -1, 0, false);
@@ -183,20 +176,22 @@ TEST(Solve, TheHeadIsWithTheDriverIfItsOutputIsLarge) {
 // block has to be cut for balance.
 TEST(Solve, ALayerThatWorksOnDataIsOpenedOnlyForMuch) {
   for (const bool reads : {false, true}) {
-    for (const int64_t attention : {500, 800}) {
+    for (const int64_t half : {500, 2000}) {  // cutting gains 8 %, 22 %
       ModuleTree tree;
       tree.add_node("", -1, 0, false);
       const int list = tree.add_node("h", 0, 0, false, 0, NodeKind::kList);
-      int middle = -1;
+      int mlp = -1;
       for (int i = 0; i < 3; ++i) {
         const int block = tree.add_node("h", list, 0, false);
-        const int attn = tree.add_node("a", block, i == 1 ? 500 : 5000, true);
-        if (i == 1) middle = tree.add_node("m", block, attention, true);
-        const int value = tree.add_value(attn, 1, {}, true);
-        if (reads) tree.add_value(attn, 1, {block}, true, {value});
+        const int attn = tree.add_node("a", block, i == 1 ? half : 5000, true);
+        if (i == 1) mlp = tree.add_node("m", block, half, true);
+        tree.add_value(attn, 1, {reads ? block : attn}, true);
       }
-      const bool cut = solve_is_cut(tree, middle);
-      EXPECT_EQ(cut, !reads) << attention;
+      const Assignment assignment =
+          solve(tree, {.num_partitions = 2, .memory_weight = 1});
+      const bool is_cut =
+          assignment.partition_idxs[mlp] != assignment.partition_idxs[mlp - 1];
+      EXPECT_EQ(is_cut, !reads || half == 2000) << reads << " " << half;
     }
   }
 }
