@@ -30,9 +30,9 @@ TEST(Operation, computes_what_its_name_says_also_after_its_journey) {
         Operation::named(one.name, one.with_scalar, one.scalar).encode());
     std::vector<at::Tensor> inputs = {a, b};
     inputs.resize(operation.num_tensors());
-    EXPECT_TRUE(at::equal(operation.run(inputs),
-                          at::tensor(at::ArrayRef<double>(one.expected),
-                                     at::kDouble)))
+    EXPECT_TRUE(
+        at::equal(operation.run(inputs),
+                  at::tensor(at::ArrayRef<double>(one.expected), at::kDouble)))
         << one.name << " " << one.scalar;
   }
 }
