@@ -21,9 +21,8 @@ double number_of(const at::Tensor& tensor) {
 // Notes what a waiting callback got.
 struct Waiter {
   TensorStore::Callback callback() {
-    return [this](const at::Tensor& tensor) {
-      got.push_back(number_of(tensor));
-    };
+    return
+        [this](const at::Tensor& tensor) { got.push_back(number_of(tensor)); };
   }
   std::vector<double> got;
 };
