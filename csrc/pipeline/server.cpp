@@ -290,9 +290,13 @@ void Server::run_step(int num_microbatches, uint64_t seed,
                           finish_body(mb);
                         });
   }
-  replay_early_messages();
   std::exception_ptr failure;
-  {
+  try {
+    replay_early_messages();
+  } catch (...) {  // a damaged message
+    failure = std::current_exception();
+  }
+  if (!failure) {
     std::unique_lock<std::mutex> lock(mutex_);
     try {
       wait_until(lock, [this, num_microbatches] {
