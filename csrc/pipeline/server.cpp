@@ -37,9 +37,8 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
   });
   if (options_.deterministic && options_.order_ranks.size() > 1 &&
       options_.order_ranks.front() == options_.global_rank) {
-    scheduler_.set_order_sink([this](int64_t step, const TaskKey& key) {
-      publish_order(step, key);
-    });
+    scheduler_.set_order_sink(
+        [this](int64_t step, const TaskKey& key) { publish_order(step, key); });
   }
   fault_subscription_ = faults_->subscribe([this] { on_fault(); });
   mailbox_->set_handler(
@@ -180,10 +179,8 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
     case Kind::kBackwardRequest:
     case Kind::kOperation:
       after.push_back([this, header,
-                       shared = std::make_shared<comm::Message>(
-                           std::move(message))] {
-        serve(header, std::move(*shared));
-      });
+                       shared = std::make_shared<comm::Message>(std::move(
+                           message))] { serve(header, std::move(*shared)); });
       break;
     case Kind::kForwardMeta:
     case Kind::kBackwardMeta: {
@@ -199,12 +196,11 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       });
       break;
     case Kind::kData:
-      after.push_back(
-          [this, header, tensors = std::move(message.tensors)] {
-            for (const comm::MessageTensor& tensor : tensors) {
-              store_.put(tensor.ref, header.mb, tensor.data);
-            }
-          });
+      after.push_back([this, header, tensors = std::move(message.tensors)] {
+        for (const comm::MessageTensor& tensor : tensors) {
+          store_.put(tensor.ref, header.mb, tensor.data);
+        }
+      });
       break;
     case Kind::kRequestsDone:
       handle_done_locked(header, message.source_rank);
