@@ -197,6 +197,7 @@ class PipelineLink:
         """Driver: sends the model's output to the other ranks of the replica."""
         for watched in _watched.get():
             watched.check()
+        _watched.set(())
         structure, tensors = self._codec.pack_result(output)
         self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 
