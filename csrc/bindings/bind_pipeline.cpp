@@ -180,7 +180,9 @@ py::dict stats(const Server& server) {
   result["headers"] = sent.headers;
   result["pushes"] = sent.pushes;
   result["fetches"] = sent.fetches;
-  result["data_bytes"] = sent.data_bytes;
+  int64_t data_bytes = 0;
+  for (const auto& [rank, num_bytes] : sent.data_bytes) data_bytes += num_bytes;
+  result["data_bytes"] = data_bytes;
   result["stored"] = server.num_stored();
   result["served_calls"] = server.num_served_calls();
   result["records"] = server.num_records();
@@ -270,6 +272,10 @@ void bind_pipeline(py::module_& m) {
       .def("end_backward", &Server::end_backward, release_gil())
       .def("await_backward", &Server::await_backward, release_gil())
       .def("stats", &stats)
+      .def(
+          "data_bytes_to",
+          [](const Server& server) { return server.stats().data_bytes; },
+          "Bytes of tensors sent since the beginning, by global rank.")
       .def("executed_order", &executed_order,
            "Tasks of the last step in the order in which they began.")
       .def("close", &Server::close, release_gil());

@@ -112,7 +112,9 @@ void require_unused_grad(at::Tensor& output) {
 }
 
 at::Tensor materialize(Server& server, const at::Tensor& handle) {
-  at::Tensor data = server.fetch_to_own(remote_ref_of(handle));
+  const RemoteRefPtr ref = remote_ref_of(handle);
+  at::Tensor data = server.fetch_to_own(ref);
+  ref->is_local = true;
   if (handle.requires_grad()) {
     auto edges = torch::autograd::collect_next_edges(handle);
     torch::autograd::create_gradient_edge(

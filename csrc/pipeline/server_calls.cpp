@@ -379,9 +379,10 @@ at::Tensor Server::make_handle(const RemoteRefPtr& ref) {
 void Server::settle(Context& context) {
   context.caller.sent.clear();
   for (const auto& weak : std::exchange(context.caller.refs, {})) {
-    if (const RemoteRefPtr ref = weak.lock(); ref && !ref->kept.defined()) {
-      ref->kept = fetch_to_own(ref);
-    }
+    const RemoteRefPtr ref = weak.lock();
+    if (!ref || ref->kept.defined() || ref->is_local) continue;
+    // Besides this one, and those that keep it for other ranks.
+    if (ref.use_count() > 1 + ref->num_published) ref->kept = fetch_to_own(ref);
   }
 }
 
@@ -435,6 +436,7 @@ void Server::publish_output(const std::string& structure,
       if (!is_away) ref = store_output(context, tensors[i]);
       sent[i].ref = ref->ref;
       home = ref->home_rank;
+      ++ref->num_published;
       std::lock_guard<std::mutex> lock(mutex_);
       published_[static_cast<int>(header.mb)].push_back(ref);
     }

@@ -22,7 +22,10 @@ from smp import runtime
 Counters = Mapping[str, float]
 """Counters by name, as `server_stats` gives them."""
 
-_SERVER_COUNTERS = ("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records")
+_SERVER_COUNTERS = (
+    *("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records", "stored"),
+    *("headers", "pushes", "fetches", "data_bytes"),
+)
 
 
 def server_stats() -> dict[str, float]:
@@ -33,6 +36,10 @@ def server_stats() -> dict[str, float]:
         - ``contexts``, ``switches``: executions started, and changes from one to another.
         - ``remote_calls``, ``served_calls``: modules run elsewhere for this rank, and here for
           others.
+        - ``headers``: messages that told others what to do or how far they are; ``pushes``: orders
+          to send a tensor on; ``fetches``: waits for the data of another rank; ``data_bytes``:
+          tensors sent.
+        - ``stored``: tensors kept now for others; 0 between steps.
         - ``records``: calls kept now for their backward; 0 between steps.
         - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
           this rank and all others, without the data-parallel reduction.

@@ -111,8 +111,11 @@ class PipelineLink:
     ) -> Any:
         """Has a function of `smp.pipeline.functions` run where its first argument is."""
         base = handle if handle._whole is None else handle._whole
-        owner = _C.ref_state(base).home_rank
-        return self._call(self.server, owner, _FUNCTION, (name, handle, *args), dict(kwargs))
+        state = _C.ref_state(base)
+        assert state is not None
+        return self._call(
+            self.server, state.home_rank, _FUNCTION, (name, handle, *args), dict(kwargs)
+        )
 
     def _call(
         self,
