@@ -51,6 +51,7 @@ class Engine:
         self._reducer: _C.Reducer | None = None
         self._num_steps = 0
         self._inside_step = False
+        self._running_mb = 0
 
     @property
     def partitioned(self) -> bool:
@@ -110,6 +111,7 @@ class Engine:
             device=str(current.device),
             timeout_s=current.settings.timeout_s,
             module_names=decision.names,
+            timeline=current.timeline,
         )
         self.server.set_error_reporter(links.report_raised)
         self.server.set_microbatch_done(self._microbatch_done)
@@ -170,15 +172,28 @@ class Engine:
 
     def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
         device = str(self._current.device)
+        timeline = self._current.timeline
         self._inside_step = True
+        timeline.begin_step(self._num_steps - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(seed, mb), device)
+                self._running_mb = mb
+                timeline.begin_run(False, mb)
                 with _C.TaskScope(self._num_steps, mb):
                     body(mb)
+                timeline.end_run()
                 self._microbatch_done(mb)
+            timeline.end_step()
         finally:
             self._inside_step = False
+
+    def begin_backward_alone(self) -> None:
+        """A body without a server goes on with its backward: another box in the timeline."""
+        timeline = self._current.timeline
+        if self._inside_step and timeline.is_on:
+            timeline.end_run()
+            timeline.begin_run(True, self._running_mb)
 
     def _microbatch_done(self, mb: int) -> None:
         if self._reducer is not None and self._reducer.in_step:

@@ -96,6 +96,7 @@ class Runtime:
         comms: tensor communicators of the groups; its members are None for groups of one.
         model, optimizer: the wrapped ones, once there are any.
         server: module server of a partitioned model with several pipeline ranks.
+        timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions.
     """
 
@@ -123,6 +124,7 @@ class Runtime:
         self.model: object | None = None
         self.optimizer: object | None = None
         self.server: _C.Server | None = None
+        self.timeline = _C.Timeline()
         self.num_steps = 0
         self.pid = os.getpid()
         self.links: Links | None = None
@@ -228,6 +230,11 @@ class Runtime:
             raise
 
     # ---- steps -----------------------------------------------------------------
+
+    @property
+    def running_step(self) -> str | None:
+        """Name of the step function that runs now."""
+        return self._running_step
 
     @contextmanager
     def exclusive_step(self, name: str) -> Iterator[None]:

@@ -35,12 +35,23 @@ CPP_NARROW: dict[str, frozenset[str]] = {
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
-    frozenset({"config_sources", "settings"}),
+    frozenset({"config_sources", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
-    frozenset({"data_parallel", "memory", "metrics", "microbatch", "nn", "partition", "pipeline"}),
+    frozenset(
+        {
+            "data_parallel",
+            "memory",
+            "metrics",
+            "microbatch",
+            "nn",
+            "partition",
+            "pipeline",
+            "timeline",
+        }
+    ),
     frozenset({"model_parts"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model"}),
