@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 MODEL = {"num_layers": 8, "hidden": 256, "num_heads": 4, "vocab_size": 4096, "seq_len": 128}
 TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
 TIMEOUT_S = 900
+HIDDEN = ("shape", "payload_bytes", "messages")  # in headlines
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ def pipeline_job(grouping: str, microbatches: int, pipeline: str = "interleaved"
     return Job("pipeline_step", 2, config | {"grouping": grouping, "pipeline": pipeline}, 15)
 
 
+# Bytes and number of messages per turn.
+MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
+
 JOBS = (
+    Job("transport", 2, {"messages": MESSAGES}),
     Job("remote_call", 2, {"payload_bytes": [4, 65536, 1048576]}),
     pipeline_job("halves", 4),
     pipeline_job("halves", 8),
@@ -71,7 +76,7 @@ def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    config = {k: v for k, v in result["config"].items() if k not in ("shape", "payload_bytes")}
+    config = {k: v for k, v in result["config"].items() if k not in HIDDEN}
     if "shape" in result["config"]:
         config["hidden"] = result["config"]["shape"]["hidden"]
     skipped = {"benchmark", "contender", "config", "environment", "repeats", "warmup"}

@@ -1,11 +1,43 @@
 #!/usr/bin/env bash
-# Builds and tests against another torch release, in a venv and a tree of links
-# of its own, so that the development build stays as it is.
+# Tests against other releases of what smp works with.
 # Usage: scripts/compat.sh <torch version>
+#          builds and tests in a venv and a tree of links of its own, so that
+#          the development build stays as it is
+#        scripts/compat.sh transformers <version>
+#          puts that transformers and what it needs into a folder of its own,
+#          beside .venv, and runs the model families with it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-torch=${1:?"usage: make compat TORCH=2.6.0"}
+usage="usage: make compat TORCH=2.6.0, or scripts/compat.sh transformers 4.30.2"
+
+test_transformers() {
+  local version=$1
+  local folder=.venv-transformers-$version
+  local pins=requirements/other/transformers-$version.txt
+  local python=${PYTHON:-$PWD/.venv/bin/python}
+  [[ -f $pins ]] || { echo "no $pins; $usage" >&2; exit 1; }
+  local wanted
+  wanted=$(sha256sum < "$pins")
+  if [[ ! -f $folder/.smp_ready || $(cat "$folder/.smp_ready") != "$wanted" ]]
+  then
+    echo "setting up $folder"
+    rm -rf "$folder"
+    # Without dependencies: torch, numpy and the like come from .venv.
+    "$python" -m pip --disable-pip-version-check install --quiet --no-deps \
+      --target "$folder" -r "$pins"
+    echo "$wanted" > "$folder/.smp_ready"
+  fi
+  PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
+    "$python" -m pytest tests/dist/test_families.py -k "${version//./_}"
+}
+
+if [[ ${1:-} == transformers ]]; then
+  test_transformers "${2:?"$usage"}"
+  exit
+fi
+
+torch=${1:?"$usage"}
 venv=.venv-compat-$torch
 build=build/compat-$torch
 

@@ -10,19 +10,23 @@
 
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/fault_board.h"
+#include "csrc/comm/link_probe.h"
 #include "csrc/comm/liveness.h"
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/object_exchange.h"
+#include "csrc/comm/shared_memory.h"
 
 namespace py = pybind11;
 
 namespace smp::bindings {
 
 using comm::FaultBoard;
+using comm::LinkProbe;
 using comm::LivenessClient;
 using comm::LivenessHub;
 using comm::Mailbox;
 using comm::ObjectExchange;
+using comm::SharedMemory;
 
 namespace {
 
@@ -101,18 +105,59 @@ std::shared_ptr<LivenessClient> make_client(const std::string& host, int port,
       host, port, std::move(token), global_rank, std::move(board), options));
 }
 
-std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
-                                      std::shared_ptr<FaultBoard> board) {
-  return without_gil_at_end(new Mailbox(std::move(world), std::move(board)));
+comm::SharedMemoryPtr connect_shared_memory(
+    const comm::CommunicatorPtr& world,
+    const std::shared_ptr<FaultBoard>& board, std::string machine, bool enabled,
+    int64_t ring_bytes, double timeout_s) {
+  return comm::connect_shared_memory(*world, *board,
+                                     {.enabled = enabled,
+                                      .ring_bytes = ring_bytes,
+                                      .machine = std::move(machine),
+                                      .timeout = to_ms(timeout_s)});
+}
+
+std::shared_ptr<Mailbox> make_mailbox(
+    comm::CommunicatorPtr world, std::shared_ptr<FaultBoard> board,
+    const comm::SharedMemoryPtr& shared_memory) {
+  return without_gil_at_end(
+      new Mailbox(std::move(world), std::move(board), shared_memory));
+}
+
+void add_traffic(py::dict& result, const std::string& prefix,
+                 const comm::Traffic& traffic) {
+  auto set = [&](const char* name, int64_t value) {
+    result[py::str(prefix + name)] = value;
+  };
+  set("messages_sent", traffic.messages_sent);
+  set("bytes_sent", traffic.bytes_sent);
+  set("messages_received", traffic.messages_received);
+  set("bytes_received", traffic.bytes_received);
 }
 
 py::dict mailbox_stats(const Mailbox& mailbox) {
   const Mailbox::Stats stats = mailbox.stats();
   py::dict result;
-  result["messages_sent"] = stats.messages_sent;
-  result["bytes_sent"] = stats.bytes_sent;
-  result["messages_received"] = stats.messages_received;
-  result["bytes_received"] = stats.bytes_received;
+  add_traffic(result, "", stats);
+  add_traffic(result, "shared_memory_", stats.shared_memory);
+  return result;
+}
+
+std::shared_ptr<LinkProbe> make_probe(std::shared_ptr<Mailbox> mailbox,
+                                      std::shared_ptr<FaultBoard> board) {
+  return without_gil_at_end(
+      new LinkProbe(std::move(mailbox), std::move(board)));
+}
+
+std::vector<std::pair<double, double>> probe_link(LinkProbe& probe, int peer,
+                                                  int64_t num_bytes,
+                                                  int64_t repeats,
+                                                  double timeout_s) {
+  std::vector<std::pair<double, double>> result;
+  for (const LinkProbe::Sample& sample :
+       probe.measure(peer, num_bytes, repeats, to_ms(timeout_s))) {
+    result.emplace_back(static_cast<double>(sample.one_way_ns) * 1e-9,
+                        static_cast<double>(sample.round_trip_ns) * 1e-9);
+  }
   return result;
 }
 
@@ -193,15 +238,21 @@ void bind_liveness(py::module_& m) {
       .def("close", &LivenessClient::close, release_gil());
 }
 
-}  // namespace
-
-void bind_comm(py::module_& m) {
-  bind_fault_board(m);
-  bind_liveness(m);
+void bind_mailbox(py::module_& m) {
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(
+      m, "SharedMemory", "Memory shared with other ranks of this host.")
+      .def_property_readonly("peers", &SharedMemory::peers,
+                             "Global ranks that it is shared with.");
+  m.def("connect_shared_memory", &connect_shared_memory, release_gil(),
+        py::arg("world"), py::arg("board"), py::kw_only(), py::arg("machine"),
+        py::arg("enabled") = true, py::arg("ring_bytes") = 8 << 20,
+        py::arg("timeout_s") = 1800.0,
+        "Collective: finds the ranks that can share memory.");
 
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(
       m, "Mailbox", "Messages of all channels between all ranks.")
-      .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"))
+      .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"),
+           py::arg("shared_memory") = nullptr)
       .def("stats", &mailbox_stats)
       .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)
@@ -212,6 +263,24 @@ void bind_comm(py::module_& m) {
           },
           py::arg("timeout_s") = 5.0, release_gil(),
           "Sends what is posted, then ends all threads.");
+
+  py::class_<LinkProbe, std::shared_ptr<LinkProbe>>(
+      m, "LinkProbe", "Measures the way to another rank.")
+      .def(py::init(&make_probe), py::arg("mailbox"), py::arg("board"))
+      .def("measure", &probe_link, release_gil(), py::arg("peer"),
+           py::arg("num_bytes"), py::arg("repeats"),
+           py::arg("timeout_s") = 60.0,
+           "(one way, round trip) in seconds of each message; the peer has a "
+           "probe too.");
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  bind_fault_board(m);
+  bind_liveness(m);
+
+  bind_mailbox(m);
 
   py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
       m, "ObjectExchange", "Byte strings between ranks; every call blocks.")

@@ -1,6 +1,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+#include <vector>
+
 #include "csrc/partition/assignment.h"
 #include "csrc/partition/module_tree.h"
 #include "csrc/partition/tree_partitioner.h"
@@ -10,9 +13,82 @@ namespace py = pybind11;
 namespace smp::bindings {
 
 using partition::Assignment;
+using partition::Evaluation;
 using partition::ModuleTree;
 using partition::NodeKind;
 using partition::PartitionOptions;
+using partition::Placement;
+using partition::PlacementRule;
+
+namespace {
+
+void bind_options(py::module_& m) {
+  py::class_<PartitionOptions>(m, "PartitionOptions")
+      .def(py::init([](int num_partitions, double memory_weight, int num_chunks,
+                       std::vector<int> kept_microbatches, double state_factor,
+                       int64_t memory_limit_bytes) {
+             return PartitionOptions{
+                 num_partitions, memory_weight,
+                 num_chunks,     std::move(kept_microbatches),
+                 state_factor,   memory_limit_bytes};
+           }),
+           py::arg("num_partitions"), py::arg("memory_weight") = 0.8,
+           py::arg("num_chunks") = 1,
+           py::arg("kept_microbatches") = std::vector<int>{},
+           py::arg("state_factor") = 4.0, py::arg("memory_limit_bytes") = 0)
+      .def_readonly("num_partitions", &PartitionOptions::num_partitions)
+      .def_readonly("memory_weight", &PartitionOptions::memory_weight)
+      .def_readonly("num_chunks", &PartitionOptions::num_chunks)
+      .def_readonly("kept_microbatches", &PartitionOptions::kept_microbatches)
+      .def_readonly("state_factor", &PartitionOptions::state_factor)
+      .def_readonly("memory_limit_bytes",
+                    &PartitionOptions::memory_limit_bytes);
+
+  py::enum_<PlacementRule>(m, "PlacementRule", "Why a module is where it is.")
+      .value("DRIVER", PlacementRule::kDriver)
+      .value("UNIT", PlacementRule::kUnit)
+      .value("TOGETHER", PlacementRule::kTogether)
+      .value("SPLIT", PlacementRule::kSplit)
+      .value("TIED", PlacementRule::kTied)
+      .value("FOLLOWS", PlacementRule::kFollows);
+
+  py::class_<Placement>(m, "Placement")
+      .def_readonly("rule", &Placement::rule)
+      .def_readonly("other_idx", &Placement::other_idx);
+}
+
+void bind_assignment(py::module_& m) {
+  py::class_<Assignment>(m, "Assignment", "Which partition owns each node.")
+      .def_readonly("num_partitions", &Assignment::num_partitions)
+      .def_readonly("num_chunks", &Assignment::num_chunks)
+      .def_readonly("partition_idxs", &Assignment::partition_idxs)
+      .def_readonly("chunk_idxs", &Assignment::chunk_idxs)
+      .def_readonly("load_bytes", &Assignment::load_bytes)
+      .def_readonly("hash", &Assignment::hash)
+      .def(
+          "to_text",
+          [](const Assignment& assignment, const ModuleTree& tree) {
+            return partition::to_text(tree, assignment);
+          },
+          py::arg("tree"), "The lines of the log.");
+
+  py::class_<Evaluation>(m, "Evaluation", "What an assignment costs.")
+      .def_readonly("loads", &Evaluation::loads, "Per stage.")
+      .def_readonly("param_bytes", &Evaluation::param_bytes, "Per stage.")
+      .def_readonly("activation_bytes", &Evaluation::activation_bytes,
+                    "Per stage, one microbatch, with copies.")
+      .def_readonly("compute", &Evaluation::compute, "Per stage.")
+      .def_readonly("transfer_bytes", &Evaluation::transfer_bytes,
+                    "Per stage, sent and received.")
+      .def_readonly("memory_bytes", &Evaluation::memory_bytes,
+                    "Per partition, at the peak.")
+      .def_readonly("boundary_bytes", &Evaluation::boundary_bytes,
+                    "From partition i to j at i * num_partitions + j.")
+      .def_readonly("crossing_bytes", &Evaluation::crossing_bytes)
+      .def_readonly("largest_load", &Evaluation::largest_load);
+}
+
+}  // namespace
 
 void bind_partition(py::module_& m) {
   py::enum_<NodeKind>(m, "NodeKind", "How a module may be cut.")
@@ -25,8 +101,26 @@ void bind_partition(py::module_& m) {
       .def(py::init<>())
       .def("add_node", &ModuleTree::add_node, py::arg("name"),
            py::arg("parent_idx"), py::arg("param_bytes"), py::arg("has_state"),
-           py::arg("compute_ms") = 0.0, py::arg("kind") = NodeKind::kPlain,
+           py::arg("compute") = 0.0, py::arg("kind") = NodeKind::kPlain,
+           py::arg("activation_bytes") = 0,
            "Appends a node and returns its index; the root has parent -1.")
+      .def("set_costs", &ModuleTree::set_costs, py::arg("idx"),
+           py::arg("compute"), py::arg("activation_bytes"),
+           "Own costs of one microbatch, as a trace measured them.")
+      .def("set_order", &ModuleTree::set_order, py::arg("node_idxs"),
+           "Nodes in the order of their first call.")
+      .def("add_alias", &ModuleTree::add_alias, py::arg("parent_idx"),
+           py::arg("idx"), "The node is registered below this one as well.")
+      .def("add_value", &ModuleTree::add_value, py::arg("producer_idx"),
+           py::arg("num_bytes"), py::arg("consumer_idxs"),
+           py::arg("needs_grad"), py::arg("source_values") = std::vector<int>{},
+           "A tensor that own code of one node makes and that of others reads; "
+           "returns its id.")
+      .def("execution_order", &partition::execution_order,
+           "All nodes in the order of execution, parents before children.")
+      .def_property("compute_per_byte", &ModuleTree::compute_per_byte,
+                    &ModuleTree::set_compute_per_byte,
+                    "Cost of a byte over a boundary in the unit of compute.")
       .def("tie", &ModuleTree::tie, py::arg("idx_a"), py::arg("idx_b"),
            "The two nodes share a parameter and stay together.")
       .def(
@@ -47,34 +141,48 @@ void bind_partition(py::module_& m) {
             return tree.checked_node(idx).parent_idx;
           },
           py::arg("idx"), "-1 for the root.")
+      .def(
+          "compute",
+          [](const ModuleTree& tree, int idx) {
+            return tree.checked_node(idx).compute;
+          },
+          py::arg("idx"), "Own forward and backward, without children.")
+      .def(
+          "activation_bytes",
+          [](const ModuleTree& tree, int idx) {
+            return tree.checked_node(idx).activation_bytes;
+          },
+          py::arg("idx"), "Own, per microbatch, without children.")
+      .def_property_readonly(
+          "num_values",
+          [](const ModuleTree& tree) { return tree.values().size(); })
       .def_property_readonly("total_param_bytes",
                              &ModuleTree::total_param_bytes)
       .def("__len__", &ModuleTree::num_nodes);
 
-  py::class_<Assignment>(m, "Assignment", "Which partition owns each node.")
-      .def_readonly("num_partitions", &Assignment::num_partitions)
-      .def_readonly("partition_idxs", &Assignment::partition_idxs)
-      .def_readonly("load_bytes", &Assignment::load_bytes)
-      .def_readonly("hash", &Assignment::hash)
-      .def(
-          "to_text",
-          [](const Assignment& assignment, const ModuleTree& tree) {
-            return partition::to_text(tree, assignment);
-          },
-          py::arg("tree"), "The lines of the log.");
-
-  m.def(
-      "solve_partition",
-      [](const ModuleTree& tree, int num_partitions, double memory_weight) {
-        return partition::solve(
-            tree, PartitionOptions{num_partitions, memory_weight});
-      },
-      py::arg("tree"), py::arg("num_partitions"), py::arg("memory_weight"),
-      py::call_guard<py::gil_scoped_release>(),
-      "Balanced assignment; deterministic.");
+  bind_options(m);
+  bind_assignment(m);
+  m.def("solve_partition", &partition::solve, py::arg("tree"),
+        py::arg("options"), py::call_guard<py::gil_scoped_release>(),
+        "Balanced assignment; deterministic.");
   m.def("make_assignment", &partition::make_assignment, py::arg("tree"),
         py::arg("num_partitions"), py::arg("partition_idxs"),
-        "Assignment from one given partition per node.");
+        py::arg("num_chunks") = 1, py::arg("chunk_idxs") = std::vector<int>{},
+        "Assignment from one given partition, and chunk, per node.");
+  m.def("unit_places", &partition::unit_places, py::arg("tree"),
+        "Per node the first node of its unit; -1 for what follows from units.");
+  m.def("complete_partition", &partition::complete, py::arg("tree"),
+        py::arg("num_partitions"), py::arg("partition_idxs"),
+        py::arg("num_chunks"), py::arg("chunk_idxs"),
+        "Assignment from the places of units.");
+  m.def("evaluate_partition", &partition::evaluate, py::arg("tree"),
+        py::arg("assignment"), py::arg("options"), "What an assignment costs.");
+  m.def("move_in_partition", &partition::move, py::arg("tree"),
+        py::arg("assignment"), py::arg("node_idx"), py::arg("partition_idx"),
+        "The assignment with a subtree on another partition.");
+  m.def("explain_placement", &partition::explain_placement, py::arg("tree"),
+        py::arg("assignment"), py::arg("node_idx"),
+        "Rule by which a node is where it is, and the node it depends on.");
 }
 
 }  // namespace smp::bindings

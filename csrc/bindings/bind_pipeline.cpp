@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "csrc/comm/fault_board.h"
@@ -75,7 +76,7 @@ void set_forward_handler(Server& server, py::function handler) {
     }
     const py::tuple result = (*kept)(
         call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
-        py::bytes(call.structure), std::move(tensors));
+        (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure), std::move(tensors));
     Call answer;
     answer.structure = result[0].cast<std::string>();
     for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
@@ -120,7 +121,7 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
                                    training, structure, mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
-                        std::move(result.changed_args));
+                        std::move(result.changed_args), result.shares_memory);
 }
 
 py::tuple await_output(Server& server) {
@@ -159,11 +160,15 @@ at::Tensor compute(Server& server, const std::string& name,
       pipeline::Operation::named(name, with_scalar, scalar), refs));
 }
 
-// What is known of a handle: None for an ordinary tensor.
-py::object ref_state(const at::Tensor& tensor) {
+struct RefState {
+  int home_rank;
+  bool is_of_this_step;  // named here, and its data are not kept
+};
+
+std::optional<RefState> ref_state(const at::Tensor& tensor) {
   const auto ref = pipeline::remote_ref_of(tensor);
-  if (!ref) return py::none();
-  return py::make_tuple(ref->home_rank, ref->kept.defined());
+  if (!ref) return std::nullopt;
+  return RefState{ref->home_rank, ref->releases && !ref->kept.defined()};
 }
 
 py::dict stats(const Server& server) {
@@ -275,8 +280,22 @@ void bind_pipeline(py::module_& m) {
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },
       "True inside a step body or the service of a request.");
+  py::class_<RefState>(m, "RefState", "What is known of a handle.")
+      .def_readonly("home_rank", &RefState::home_rank)
+      .def_readonly("is_of_this_step", &RefState::is_of_this_step);
   m.def("ref_state", &ref_state, py::arg("tensor"),
-        "(home rank, kept) of a handle; None for an ordinary tensor.");
+        "Of a handle; None for an ordinary tensor.");
+  m.def(
+      "link_view",
+      [](const at::Tensor& view, const at::Tensor& base, py::function spread) {
+        pipeline::link_view(
+            view, base,
+            [kept = keep(std::move(spread))](const at::Tensor& grad) {
+              py::gil_scoped_acquire gil;
+              return (*kept)(grad).cast<at::Tensor>();
+            });
+      },
+      py::arg("view"), py::arg("base"), py::arg("spread"));
   m.def(
       "share_ref",
       [](const at::Tensor& handle, const at::Tensor& source) {
@@ -284,12 +303,6 @@ void bind_pipeline(py::module_& m) {
       },
       py::arg("handle"), py::arg("source"),
       "Makes a tensor without data stand for what another handle stands for.");
-  m.def(
-      "kept_data",
-      [](const at::Tensor& handle) -> at::Tensor {
-        return pipeline::remote_ref_of(handle)->kept;
-      },
-      py::arg("handle"), "The data of a handle that outlived its microbatch.");
 }
 
 }  // namespace smp::bindings

@@ -14,7 +14,8 @@ enum class Channel : int64_t {
   kPipeline = 0,  ///< module server: requests, responses, notices
   kOrder = 1,     ///< agreed order of tasks (deterministic server)
   kObject = 2,    ///< smp.send / broadcast / recv_from and object collectives
-  kCount = 3,
+  kProbe = 3,     ///< measures the way to another rank (LinkProbe)
+  kCount = 4,
 };
 
 /// A ref names a tensor wherever it lives: who made it, and its number there.
@@ -25,9 +26,12 @@ struct Ref {
 
 /// One tensor of a message. The data follow in the payload.
 struct MessageTensor {
-  at::Tensor data;             ///< may be undefined (no gradient)
+  at::Tensor data = {};        ///< may be undefined (no gradient)
   bool requires_grad = false;  ///< of the sender's tensor
-  Ref ref;
+  Ref ref = {};
+  /// The sender promises that nobody writes to `data` until it is sent, so
+  /// that it need not be copied to wait. Does not travel.
+  bool is_stable = false;
 };
 
 /// What travels between ranks: ten integers that belong to the channel

@@ -38,7 +38,7 @@ class Payload {
   void write_to(Message& message) const {
     message.bytes = bytes_;
     if (!tensor_.defined()) return;
-    message.tensors.emplace_back().data = tensor_;
+    message.tensors.push_back({.data = tensor_, .is_stable = true});
   }
 
  private:

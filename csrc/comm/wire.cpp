@@ -36,9 +36,10 @@ struct Descriptor {
   uint8_t reserved;
 };
 
+static_assert(sizeof(Prefix) == kHeaderBytes);
+
 constexpr uint32_t kMagic = 0x31504d53;  // "SMP1"
-constexpr int64_t kInlineBytes =
-    kPacketBytes - static_cast<int64_t>(sizeof(Prefix));
+constexpr int64_t kInlineBytes = kPacketBytes - kHeaderBytes;
 constexpr int kMaxDims = 64;
 constexpr uint8_t kDefined = 1;
 constexpr uint8_t kRequiresGrad = 2;
@@ -105,6 +106,10 @@ at::Tensor sendable(const at::Tensor& tensor) {
   SMP_CHECK_VALUE(tensor.dim() <= kMaxDims, "a tensor with ", tensor.dim(),
                   " dims cannot be sent to another rank, the limit is ",
                   kMaxDims);
+  if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() &&
+      !tensor.is_neg()) {
+    return tensor;
+  }
   return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
 }
 
@@ -131,23 +136,6 @@ Descriptor describe(const MessageTensor& tensor) {
     result.num_dims = static_cast<uint8_t>(tensor.data.dim());
   }
   return result;
-}
-
-void write_blob(const Message& message, const std::vector<at::Tensor>& data,
-                uint8_t* out) {
-  Writer writer(out);
-  writer.put(message.bytes.data(), message.bytes.size());
-  for (const MessageTensor& tensor : message.tensors) {
-    const Descriptor descriptor = describe(tensor);
-    writer.put(&descriptor, sizeof(descriptor));
-    if (!tensor.data.defined()) continue;
-    const auto sizes = tensor.data.sizes();
-    writer.put(sizes.data(), sizes.size() * sizeof(int64_t));
-  }
-  for (const at::Tensor& tensor : data) {
-    if (!tensor.defined() || num_bytes_of(tensor) > kSmallTensorBytes) continue;
-    writer.put(tensor.const_data_ptr(), tensor.nbytes());
-  }
 }
 
 // Sizes whose product does not fit into 63 bits are nonsense.
@@ -224,6 +212,12 @@ MessageTensor make_tensor(const Announced& announced, Reader& reader) {
 
 }  // namespace
 
+int64_t Parts::num_bytes() const {
+  int64_t total = kHeaderBytes + blob_bytes;
+  for (const Large& one : large) total += num_bytes_of(one.data);
+  return total;
+}
+
 int64_t Encoded::num_bytes() const {
   int64_t total = num_bytes_of(packet);
   if (blob.defined()) total += num_bytes_of(blob);
@@ -231,62 +225,86 @@ int64_t Encoded::num_bytes() const {
   return total;
 }
 
-Encoded encode(const Message& message) {
+Parts take_apart(const Message& message) {
   at::NoGradGuard no_grad;
-  Encoded result;
-  std::vector<at::Tensor> data;
-  data.reserve(message.tensors.size());
-  auto blob_bytes = static_cast<int64_t>(message.bytes.size());
-  for (const MessageTensor& tensor : message.tensors) {
-    blob_bytes += static_cast<int64_t>(sizeof(Descriptor));
-    data.push_back(tensor.data.defined() ? sendable(tensor.data)
-                                         : at::Tensor());
-    if (!tensor.data.defined()) continue;
-    blob_bytes += tensor.data.dim() * static_cast<int64_t>(sizeof(int64_t));
-    const int64_t tensor_bytes = num_bytes_of(data.back());
-    if (tensor_bytes > kSmallTensorBytes) {
-      result.large.push_back(as_bytes(data.back()));
-    } else {
-      blob_bytes += tensor_bytes;
-    }
-  }
-
+  Parts parts;
+  parts.data.reserve(message.tensors.size());
   Prefix prefix{};
+  prefix.blob_bytes = static_cast<int64_t>(message.bytes.size());
+  for (const MessageTensor& tensor : message.tensors) {
+    prefix.blob_bytes += static_cast<int64_t>(sizeof(Descriptor));
+    parts.data.push_back(tensor.data.defined() ? sendable(tensor.data)
+                                               : at::Tensor());
+    if (!tensor.data.defined()) continue;
+    const at::Tensor& data = parts.data.back();
+    prefix.blob_bytes += data.dim() * static_cast<int64_t>(sizeof(int64_t));
+    const int64_t tensor_bytes = num_bytes_of(data);
+    if (tensor_bytes <= kSmallTensorBytes) {
+      prefix.blob_bytes += tensor_bytes;
+      continue;
+    }
+    prefix.large_bytes += tensor_bytes;
+    parts.large.push_back(
+        {data, !tensor.is_stable && data.is_alias_of(tensor.data)});
+  }
   prefix.magic = kMagic;
   prefix.num_fields = Message::kNumFields;
   prefix.channel = static_cast<int64_t>(message.channel);
   std::memcpy(prefix.fields, message.fields.data(), sizeof(prefix.fields));
   prefix.num_tensors = static_cast<int64_t>(message.tensors.size());
   prefix.structure_bytes = static_cast<int64_t>(message.bytes.size());
-  prefix.blob_bytes = blob_bytes;
-  for (const at::Tensor& tensor : result.large) {
-    prefix.large_bytes += num_bytes_of(tensor);
-  }
+  parts.blob_bytes = prefix.blob_bytes;
+  std::memcpy(parts.header.data(), &prefix, sizeof(prefix));
+  return parts;
+}
 
+void write_blob(const Message& message, const Parts& parts, uint8_t* out) {
+  Writer writer(out);
+  writer.put(message.bytes.data(), message.bytes.size());
+  for (const MessageTensor& tensor : message.tensors) {
+    const Descriptor descriptor = describe(tensor);
+    writer.put(&descriptor, sizeof(descriptor));
+    if (!tensor.data.defined()) continue;
+    const auto sizes = tensor.data.sizes();
+    writer.put(sizes.data(), sizes.size() * sizeof(int64_t));
+  }
+  for (const at::Tensor& tensor : parts.data) {
+    if (!tensor.defined() || num_bytes_of(tensor) > kSmallTensorBytes) continue;
+    writer.put(tensor.const_data_ptr(), tensor.nbytes());
+  }
+}
+
+Encoded encode(const Message& message) {
+  at::NoGradGuard no_grad;
+  const Parts parts = take_apart(message);
+  Encoded result;
+  for (const Parts::Large& one : parts.large) {
+    result.large.push_back(
+        as_bytes(one.is_callers ? one.data.clone() : one.data));
+  }
   result.packet = at::empty({kPacketBytes}, byte_options());
   auto* packet = result.packet.mutable_data_ptr<uint8_t>();
-  std::memcpy(packet, &prefix, sizeof(prefix));
-  uint8_t* rest = packet + sizeof(prefix);
-  if (blob_bytes <= kInlineBytes) {
-    write_blob(message, data, rest);
+  std::memcpy(packet, parts.header.data(), parts.header.size());
+  uint8_t* rest = packet + kHeaderBytes;
+  if (parts.blob_bytes <= kInlineBytes) {
+    write_blob(message, parts, rest);
     // Memory of others must not leak out.
-    std::memset(rest + blob_bytes, 0,
-                static_cast<size_t>(kInlineBytes - blob_bytes));
+    std::memset(rest + parts.blob_bytes, 0,
+                static_cast<size_t>(kInlineBytes - parts.blob_bytes));
   } else {
     std::memset(rest, 0, kInlineBytes);
-    result.blob = at::empty({blob_bytes}, byte_options());
-    write_blob(message, data, result.blob.mutable_data_ptr<uint8_t>());
+    result.blob = at::empty({parts.blob_bytes}, byte_options());
+    write_blob(message, parts, result.blob.mutable_data_ptr<uint8_t>());
   }
   return result;
 }
 
-void set_sequence(const at::Tensor& packet, uint64_t sequence) {
-  std::memcpy(packet.mutable_data_ptr<uint8_t>() + offsetof(Prefix, sequence),
-              &sequence, sizeof(sequence));
+void set_sequence(uint8_t* begin, uint64_t sequence) {
+  std::memcpy(begin + offsetof(Prefix, sequence), &sequence, sizeof(sequence));
 }
 
-Header decode_packet(std::span<const uint8_t> packet, int source_rank) {
-  Reader reader(packet, source_rank);
+Header decode_header(std::span<const uint8_t> bytes, int source_rank) {
+  Reader reader(bytes, source_rank);
   Prefix prefix{};
   reader.get(&prefix, sizeof(prefix), "the header");
   reader.require(
@@ -316,11 +334,26 @@ Header decode_packet(std::span<const uint8_t> packet, int source_rank) {
   header.structure_bytes = prefix.structure_bytes;
   header.blob_bytes = prefix.blob_bytes;
   header.large_bytes = prefix.large_bytes;
-  header.blob_is_inline = prefix.blob_bytes <= kInlineBytes;
+  return header;
+}
+
+Header decode_packet(std::span<const uint8_t> packet, int source_rank) {
+  Header header = decode_header(packet, source_rank);
+  header.blob_is_inline = header.blob_bytes <= kInlineBytes;
   if (header.blob_is_inline) {
-    header.inline_blob = reader.take(prefix.blob_bytes, "the payload");
+    Reader reader(packet.subspan(kHeaderBytes), source_rank);
+    header.inline_blob = reader.take(header.blob_bytes, "the payload");
   }
   return header;
+}
+
+void check_sequence(const Header& header, uint64_t expected,
+                    const std::string& transport) {
+  SMP_THROW_IF_NOT(CorruptMessage, header.sequence == expected,
+                   "expected message ", expected, " from global_rank ",
+                   header.message.source_rank, ", got message ",
+                   header.sequence, ": one was lost, or somebody else uses ",
+                   transport);
 }
 
 std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,

@@ -21,129 +21,186 @@ std::vector<int> find_atoms(const ModuleTree& tree) {
   return atoms;
 }
 
-// The first atom of each atom's tie group. A tie between nodes inside two
-// indivisible subtrees ties the whole subtrees.
+// The first atom of each atom's group. A tie between nodes inside two
+// indivisible subtrees ties the whole subtrees, and so does a module that is
+// registered in both.
 std::vector<int> find_anchors(const ModuleTree& tree) {
-  std::vector<int> anchors = find_atoms(tree);
-  const std::vector<int> atoms = anchors;
+  const std::vector<int> atoms = find_atoms(tree);
   std::vector<int> group(tree.num_nodes());
   std::iota(group.begin(), group.end(), 0);
   auto first = [&group](int idx) {
     while (group[idx] != idx) idx = group[idx];
     return idx;
   };
-  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
-    const int a = first(atoms[idx]);
-    const int b = first(atoms[tree.first_of_tie(idx)]);
+  auto join = [&](int idx_a, int idx_b) {
+    const int a = first(atoms[idx_a]);
+    const int b = first(atoms[idx_b]);
     group[std::max(a, b)] = std::min(a, b);
+  };
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    join(idx, tree.first_of_tie(idx));
+    if (tree.node(atoms[idx]).kind != NodeKind::kIndivisible) continue;
+    for (int alias : tree.node(idx).alias_idxs) join(idx, alias);
   }
-  for (int& anchor : anchors) anchor = first(anchor);
+  std::vector<int> anchors(tree.num_nodes());
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    anchors[idx] = first(atoms[idx]);
+  }
   return anchors;
+}
+
+// Whether there is state in each subtree, re-used modules included.
+std::vector<bool> find_state(const ModuleTree& tree) {
+  std::vector<bool> has_state(tree.num_nodes());
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (int idx = tree.num_nodes() - 1; idx >= 0; --idx) {
+      const ModuleTree::Node& node = tree.node(idx);
+      bool any = node.has_state;
+      for (int child : node.child_idxs) any = any || has_state[child];
+      for (int alias : node.alias_idxs) any = any || has_state[alias];
+      changed = changed || any != has_state[idx];
+      has_state[idx] = any;
+    }
+  }
+  return has_state;
 }
 
 }  // namespace
 
-DecisionTree::DecisionTree(const ModuleTree& tree, double memory_weight)
-    : home_(tree.num_nodes()),
-      has_state_(tree.num_nodes(), false),
-      decides_(tree.num_nodes(), false),
-      own_cost_(tree.num_nodes(), 0),
-      subtree_cost_(tree.num_nodes(), 0),
+DecisionTree::DecisionTree(const ModuleTree& tree)
+    : tree_(tree),
+      anchors_(find_anchors(tree)),
+      has_state_below_(tree.num_nodes(), false),
+      unit_of_(tree.num_nodes(), -1),
+      owner_(tree.num_nodes()),
+      below_(tree.num_nodes()),
       children_(tree.num_nodes()),
-      is_list_(tree.num_nodes(), false),
-      is_layer_(tree.num_nodes(), false) {
-  find_homes(tree);
-  sum_costs(tree, memory_weight);
-  for (int idx = 1; idx < num_nodes(); ++idx) {
-    if (decides_[idx]) children_[tree.node(idx).parent_idx].push_back(idx);
+      depth_(tree.num_nodes(), 0),
+      in_layer_(tree.num_nodes(), false) {
+  find_units();
+  find_below();
+  for (int idx = 0; idx < num_nodes(); ++idx) {
+    const bool decides = idx == 0 || unit_of_[idx] >= 0 || !below_[idx].empty();
+    owner_[idx] = decides ? idx : owner_[tree.node(idx).parent_idx];
   }
-  find_layers(tree);
+  find_children();
 }
 
-void DecisionTree::find_homes(const ModuleTree& tree) {
-  const std::vector<int> anchors = find_anchors(tree);
+void DecisionTree::find_units() {
+  const std::vector<bool> has_state = find_state(tree_);
+  std::vector<int> num_atoms(num_nodes(), 0);  // per group
+  std::vector<bool> is_unit(num_nodes(), false);
+  std::vector<bool> pinned(num_nodes(), false);
+  const std::vector<int> atoms = find_atoms(tree_);
   for (int idx = 0; idx < num_nodes(); ++idx) {
-    if (tree.node(idx).has_state) has_state_[anchors[idx]] = true;
+    const ModuleTree::Node& node = tree_.node(idx);
+    const int anchor = anchors_[idx];
+    is_unit[anchor] = is_unit[anchor] || node.has_state;
+    if (atoms[idx] != idx) continue;
+    ++num_atoms[anchor];
+    if (node.kind == NodeKind::kIndivisible) continue;
+    auto any = [&](const std::vector<int>& idxs) {
+      return std::any_of(idxs.begin(), idxs.end(),
+                         [&](int i) { return has_state[i]; });
+    };
+    has_state_below_[idx] = any(node.child_idxs) || any(node.alias_idxs);
+    if (has_state_below_[idx] || idx == 0) pinned[anchor] = true;
   }
-  for (int idx = num_nodes() - 1; idx >= 0; --idx) {
-    const int parent_idx = tree.node(idx).parent_idx;
-    decides_[idx] = decides_[idx] || has_state_[idx];
-    if (decides_[idx] && parent_idx >= 0) decides_[parent_idx] = true;
+  std::vector<int> unit_of_anchor(num_nodes(), -1);
+  std::vector<int> stack{0};
+  while (!stack.empty()) {
+    const int idx = stack.back();
+    stack.pop_back();
+    order_.push_back(idx);
+    const int anchor = anchors_[idx];
+    const bool splits_alone = num_atoms[anchor] == 1 && has_state_below_[idx];
+    if (is_unit[anchor] && !splits_alone && unit_of_anchor[anchor] < 0) {
+      unit_of_anchor[anchor] = num_units();
+      if (!pinned[anchor]) free_units_.push_back(num_units());
+      units_.push_back(Unit{idx, pinned[anchor]});
+    }
+    const std::vector<int>& children = tree_.ordered_children(idx);
+    stack.insert(stack.end(), children.rbegin(), children.rend());
   }
-  // Anchors and parents come first, so their homes are known.
   for (int idx = 0; idx < num_nodes(); ++idx) {
-    if (anchors[idx] != idx) {
-      home_[idx] = home_[anchors[idx]];
-    } else if (!decides_[idx] && idx > 0) {
-      home_[idx] = home_[tree.node(idx).parent_idx];
-    } else {
-      home_[idx] = idx;
+    unit_of_[idx] = unit_of_anchor[anchors_[idx]];
+  }
+}
+
+void DecisionTree::find_below() {
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (int idx = num_nodes() - 1; idx >= 0; --idx) {
+      if (!has_state_below_[idx]) continue;
+      std::vector<int> below;
+      auto add = [&](int other) {
+        if (unit_of_[other] >= 0) below.push_back(unit_of_[other]);
+        below.insert(below.end(), below_[other].begin(), below_[other].end());
+      };
+      for (int child : tree_.node(idx).child_idxs) add(child);
+      for (int alias : tree_.node(idx).alias_idxs) add(alias);
+      std::sort(below.begin(), below.end());
+      below.erase(std::unique(below.begin(), below.end()), below.end());
+      changed = changed || below != below_[idx];
+      below_[idx] = std::move(below);
     }
   }
 }
 
-void DecisionTree::sum_costs(const ModuleTree& tree, double memory_weight) {
-  double total_bytes = 0;
-  double total_ms = 0;
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    total_bytes += static_cast<double>(tree.node(idx).param_bytes);
-    total_ms += tree.node(idx).compute_ms;
+void DecisionTree::find_children() {
+  std::vector<bool> decides(num_nodes(), false);
+  for (int id : free_units_) decides[units_[id].place_idx] = true;
+  for (int idx = num_nodes() - 1; idx > 0; --idx) {
+    if (decides[idx]) decides[tree_.node(idx).parent_idx] = true;
   }
-  double bytes_weight = total_ms > 0 ? memory_weight : 1;
-  double ms_weight = total_bytes > 0 ? 1 - memory_weight : 1;
-  bytes_weight = total_bytes > 0 ? bytes_weight / total_bytes : 0;
-  ms_weight = total_ms > 0 ? ms_weight / total_ms : 0;
   for (int idx = 0; idx < num_nodes(); ++idx) {
-    const ModuleTree::Node& node = tree.node(idx);
-    own_cost_[home_[idx]] +=
-        bytes_weight * static_cast<double>(node.param_bytes) +
-        ms_weight * node.compute_ms;
+    for (int child : tree_.ordered_children(idx)) {
+      if (decides[child]) children_[idx].push_back(child);
+    }
   }
-  for (int idx = num_nodes() - 1; idx >= 0; --idx) {
-    subtree_cost_[idx] += own_cost_[idx];
-    if (idx > 0) subtree_cost_[tree.node(idx).parent_idx] += subtree_cost_[idx];
+  for (int idx = 1; idx < num_nodes(); ++idx) {
+    const int parent_idx = tree_.node(idx).parent_idx;
+    const bool is_list = tree_.node(idx).kind == NodeKind::kList;
+    const bool is_layer = tree_.node(parent_idx).kind == NodeKind::kList &&
+                          children_[parent_idx].size() > 1;
+    in_layer_[idx] = in_layer_[parent_idx] || is_layer;
+    depth_[idx] = depth_[parent_idx] + (!is_list || is_layer ? 1 : 0);
   }
 }
 
-void DecisionTree::find_layers(const ModuleTree& tree) {
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    is_list_[idx] = tree.node(idx).kind == NodeKind::kList;
-    if (!is_list_[idx] || children_[idx].size() < 2) continue;
-    for (int child : children_[idx]) is_layer_[child] = true;
+std::vector<int> DecisionTree::complete(
+    const std::vector<int>& unit_stages) const {
+  std::vector<int> stages(num_nodes(), 0);
+  for (int idx = 1; idx < num_nodes(); ++idx) {
+    const std::vector<int>& below = below_[idx];
+    if (unit_of_[idx] >= 0) {
+      stages[idx] = unit_stages[unit_of_[idx]];
+    } else if (owner_[idx] != idx) {
+      stages[idx] = stages[owner_[idx]];
+    } else {
+      const int stage = unit_stages[below.front()];
+      const bool together =
+          std::all_of(below.begin(), below.end(),
+                      [&](int id) { return unit_stages[id] == stage; });
+      stages[idx] = together ? stage : 0;
+    }
   }
+  return stages;
 }
 
-int DecisionTree::num_leaves() const {
-  int count = 0;
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    if (decides_[idx] && children_[idx].empty()) ++count;
-  }
-  return count;
+std::vector<int> DecisionTree::stages_of_units(
+    const std::vector<int>& stages) const {
+  std::vector<int> unit_stages;
+  for (const Unit& unit : units_) unit_stages.push_back(stages[unit.place_idx]);
+  return unit_stages;
 }
 
-std::vector<int> DecisionTree::complete(std::vector<int> partition_idxs) const {
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    partition_idxs[idx] = partition_idxs[home_[idx]];  // home_[idx] <= idx
-  }
-  return partition_idxs;
-}
-
-std::vector<double> DecisionTree::loads(const std::vector<int>& partition_idxs,
-                                        int num_partitions) const {
-  std::vector<double> loads(num_partitions, 0);
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    loads[partition_idxs[idx]] += own_cost_[idx];
-  }
-  return loads;
-}
-
-bool DecisionTree::leaves_idle(const std::vector<int>& partition_idxs,
-                               int num_partitions) const {
-  std::vector<bool> used(num_partitions, false);
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    if (has_state_[idx]) used[partition_idxs[idx]] = true;
-  }
-  return std::find(used.begin(), used.end(), false) != used.end();
+bool DecisionTree::is_split(int idx, const std::vector<int>& stages) const {
+  const std::vector<int>& below = below_[idx];
+  return std::any_of(below.begin(), below.end(), [&](int id) {
+    return stages[units_[id].place_idx] != stages[idx];
+  });
 }
 
 }  // namespace smp::partition

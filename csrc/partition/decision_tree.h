@@ -6,54 +6,78 @@
 
 namespace smp::partition {
 
-/// A ModuleTree with the rules about modules that have no choice worked in:
-/// what is tied goes with the first of its tie group, what is below an
-/// indivisible node goes with that node, and what holds no state goes with its
-/// parent. Costs of such nodes are counted where they go.
+/// A ModuleTree with the rules about modules that have no choice worked in.
+///
+/// Free to choose are **units**: modules with state and none below them, with
+/// whatever must stay with them (the subtree of an indivisible module, modules
+/// that share a parameter). Everything else follows from the units' stages:
+/// * A module above units is where all of them are. If they are apart it is
+///   *split*: its own code, and what it owns itself, is on stage 0.
+/// * Modules that share a parameter with a module that can be split are pinned
+///   to stage 0, since that is where the latter may have to be.
+/// * What has no state in its subtree goes with its parent.
 class DecisionTree {
  public:
-  /// @param memory_weight  weight of memory against compute, in [0, 1]; a term
-  ///     whose total is zero is left out
-  DecisionTree(const ModuleTree& tree, double memory_weight);
+  struct Unit {
+    int place_idx;  ///< the first of its nodes in the order of execution
+    bool pinned;    ///< on stage 0 in any case
+  };
 
-  int num_nodes() const { return static_cast<int>(home_.size()); }
-  /// The node whose partition `idx` takes; often `idx` itself.
-  int home(int idx) const { return home_[idx]; }
-  /// Own cost, with that of all nodes which have their home here.
-  double own_cost(int idx) const { return own_cost_[idx]; }
-  double subtree_cost(int idx) const { return subtree_cost_[idx]; }
-  double total_cost() const { return subtree_cost_[0]; }
-  /// Children below which there is something to decide, in order.
+  explicit DecisionTree(const ModuleTree& tree);
+
+  const ModuleTree& tree() const { return tree_; }
+  int num_nodes() const { return tree_.num_nodes(); }
+
+  /// All nodes in the order of execution, parents before children.
+  const std::vector<int>& order() const { return order_; }
+  /// In the order of execution.
+  const std::vector<Unit>& units() const { return units_; }
+  int num_units() const { return static_cast<int>(units_.size()); }
+  /// Ids of the units that are not pinned, in the order of execution.
+  const std::vector<int>& free_units() const { return free_units_; }
+
+  /// The unit whose stage `idx` takes; -1 for nodes above units, and for those
+  /// that go with their parent.
+  int unit_of(int idx) const { return unit_of_[idx]; }
+  /// Units in the subtree of `idx`, shared and registered twice or not; empty
+  /// for parts of a unit and for what has no state.
+  const std::vector<int>& below(int idx) const { return below_[idx]; }
+  /// The node that decides where `idx` is: itself, or for what has no state
+  /// the nearest node above that has.
+  int owner(int idx) const { return owner_[idx]; }
+
+  /// Children in whose subtree a free unit is placed, in order of execution.
   const std::vector<int>& children(int idx) const { return children_[idx]; }
-  /// A list of layers. Cutting between its children costs nothing extra.
-  bool is_list(int idx) const { return is_list_[idx]; }
-  /// One of several layers of a list, which is better not cut.
-  bool is_layer(int idx) const { return is_layer_[idx]; }
-  /// Nodes without such children: the most partitions that can be filled.
-  int num_leaves() const;
+  /// How many modules a cut through the own children of `idx` opens, without
+  /// the root. Lists are not opened by a cut between their layers.
+  int depth(int idx) const { return depth_[idx]; }
+  /// Whether it is one of several layers of a list, or below one.
+  bool in_layer(int idx) const { return in_layer_[idx]; }
 
-  /// Spreads the partitions of home nodes to all nodes.
-  std::vector<int> complete(std::vector<int> partition_idxs) const;
-  /// Cost on each partition.
-  std::vector<double> loads(const std::vector<int>& partition_idxs,
-                            int num_partitions) const;
-  /// Whether a partition holds no home node with state.
-  bool leaves_idle(const std::vector<int>& partition_idxs,
-                   int num_partitions) const;
+  /// Stage per node from stage per unit.
+  std::vector<int> complete(const std::vector<int>& unit_stages) const;
+  /// Stage per unit from stage per node.
+  std::vector<int> stages_of_units(const std::vector<int>& stages) const;
+  /// Whether units below `idx` are elsewhere.
+  bool is_split(int idx, const std::vector<int>& stages) const;
 
  private:
-  void find_homes(const ModuleTree& tree);
-  void find_layers(const ModuleTree& tree);
-  void sum_costs(const ModuleTree& tree, double memory_weight);
+  void find_units();
+  void find_below();
+  void find_children();
 
-  std::vector<int> home_;
-  std::vector<bool> has_state_;  // of homes: with all that lives there
-  std::vector<bool> decides_;    // a home with state is in the subtree
-  std::vector<double> own_cost_;
-  std::vector<double> subtree_cost_;
+  const ModuleTree& tree_;
+  std::vector<int> anchors_;  // first node of what stays together
+  std::vector<bool> has_state_below_;
+  std::vector<int> order_;
+  std::vector<Unit> units_;
+  std::vector<int> free_units_;
+  std::vector<int> unit_of_;
+  std::vector<int> owner_;
+  std::vector<std::vector<int>> below_;
   std::vector<std::vector<int>> children_;
-  std::vector<bool> is_list_;
-  std::vector<bool> is_layer_;
+  std::vector<int> depth_;
+  std::vector<bool> in_layer_;
 };
 
 }  // namespace smp::partition

@@ -14,43 +14,98 @@ enum class NodeKind {
 
 /// What the partitioner knows of a model: one node per module instance,
 /// parents before children, children in registration order. Node 0 is the root.
+/// Costs are own costs, without those of children, and for one microbatch.
 class ModuleTree {
  public:
   struct Node {
     std::string name;         ///< qualified name; empty for the root
     int parent_idx = -1;      ///< -1 for the root
-    int64_t param_bytes = 0;  ///< own parameters, without those of children
-    double compute_ms = 0;    ///< own time, without that of children
-    bool has_state = false;   ///< owns something that must live somewhere
+    int64_t param_bytes = 0;  ///< own parameters
+    double compute = 0;       ///< own forward and backward, in any one unit
+    int64_t activation_bytes = 0;  ///< made by own code, kept for backward
+    bool has_state = false;        ///< owns something that must live somewhere
     NodeKind kind = NodeKind::kPlain;
     std::vector<int> child_idxs;
+    std::vector<int> alias_idxs;  ///< nodes registered below this one as well
+  };
+
+  /// A tensor made in the own code of one node and read in that of others.
+  struct Value {
+    int producer_idx = 0;
+    int64_t num_bytes = 0;
+    std::vector<int> consumer_idxs;
+    bool needs_grad = false;
+    /// Not empty for arithmetic that a split module leaves to the rank that has
+    /// the data: ids of the values it is made of, in ascending order.
+    std::vector<int> source_values;
   };
 
   /// Appends a node and returns its index.
   /// @throws ValueError if the parent does not exist yet, if a second root is
   ///     added, or if a cost is negative
   int add_node(std::string name, int parent_idx, int64_t param_bytes,
-               bool has_state, double compute_ms = 0,
-               NodeKind kind = NodeKind::kPlain);
+               bool has_state, double compute = 0,
+               NodeKind kind = NodeKind::kPlain, int64_t activation_bytes = 0);
+
+  /// Replaces what a trace measures of a node.
+  void set_costs(int idx, double compute, int64_t activation_bytes);
 
   /// Says that the two nodes share a parameter and must stay together. The
   /// bytes of a shared parameter are counted at one of its nodes only.
   void tie(int idx_a, int idx_b);
 
+  /// Says that node `idx` is registered below `parent_idx` as well.
+  /// @throws ValueError if a node does not exist or would be below itself
+  void add_alias(int parent_idx, int idx);
+
+  /// Nodes in the order of their first call. Siblings are taken in this order,
+  /// each by the first call of anything in its subtree; what was never called
+  /// stays behind the sibling before it. Without it: registration order.
+  /// @throws ValueError if a node does not exist or is named twice
+  void set_order(const std::vector<int>& node_idxs);
+
+  /// Appends a value and returns its id; ids are in the order of making. Model
+  /// inputs are made by the root. A value crosses once to each other rank that
+  /// reads it, and its gradient comes back the same way.
+  ///
+  /// The own code of a split module runs on partition 0. What it makes is there
+  /// unless `source_values` are given: then the value is made where the latest
+  /// of them is, and the others go there. In a whole module everything is made
+  /// where the module is.
+  /// @throws ValueError if a node or a source does not exist
+  int add_value(int producer_idx, int64_t num_bytes,
+                std::vector<int> consumer_idxs, bool needs_grad,
+                std::vector<int> source_values = {});
+
+  /// What a byte over a boundary costs in the unit of `compute`.
+  void set_compute_per_byte(double compute_per_byte);
+  double compute_per_byte() const { return compute_per_byte_; }
+
   int num_nodes() const { return static_cast<int>(nodes_.size()); }
   const Node& node(int idx) const { return nodes_[idx]; }
+  const std::vector<Node>& nodes() const { return nodes_; }
   /// @throws ValueError if the node does not exist
   const Node& checked_node(int idx) const;
+  const std::vector<Value>& values() const { return values_; }
   int64_t total_param_bytes() const;
 
   /// The first node of the tie group of `idx`; `idx` itself if untied.
   int first_of_tie(int idx) const;
+
+  /// Children of `idx` in the order of execution.
+  const std::vector<int>& ordered_children(int idx) const {
+    return ordered_child_idxs_.empty() ? nodes_[idx].child_idxs
+                                       : ordered_child_idxs_[idx];
+  }
 
  private:
   void check_idx(int idx) const;
 
   std::vector<Node> nodes_;
   std::vector<int> tie_parent_;  // union-find; roots are the smallest index
+  std::vector<Value> values_;
+  std::vector<std::vector<int>> ordered_child_idxs_;  // empty: as registered
+  double compute_per_byte_ = 0;
 };
 
 }  // namespace smp::partition

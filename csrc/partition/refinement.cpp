@@ -1,134 +1,344 @@
 #include "csrc/partition/refinement.h"
 
 #include <algorithm>
+#include <limits>
+#include <optional>
+#include <set>
 #include <utility>
 
-#include "csrc/partition/segment_split.h"
+#include "csrc/partition/chain_split.h"
 
 namespace smp::partition {
 
 namespace {
 
-constexpr double kMinimumGain = 0.02;
-constexpr double kMinimumGainOfOpening = 0.1;
-constexpr double kRounding = 1e-9;
+constexpr int kMostPasses = 8;
+constexpr int kPairReach = 2;  // items
+constexpr int kRounds = 3;
+constexpr double kGainOfOpening = 0.1;
+constexpr size_t kShort = 32;  // positions
+constexpr double kRoundEnds = 1e-3;
+
+struct Candidate {
+  ChainCut cut;
+  int depth = 0;
+  Evaluation evaluation;
+  bool returns = false;  // units at the end are on stage 0
+  bool opens = false;    // a layer whose own code needs data, see opens_
+};
 
 class Refiner {
  public:
-  Refiner(const DecisionTree& tree, const TreeSplit& split, int num_partitions)
-      : tree_(tree), num_partitions_(num_partitions), opened_(split.divided) {
-    opened_[0] = true;
-    in_layer_.assign(tree.num_nodes(), false);
-    for (int idx = 0; idx < tree.num_nodes(); ++idx) {
-      in_layer_[idx] = in_layer_[idx] || tree.is_layer(idx);
-      for (int child : tree.children(idx)) in_layer_[child] = in_layer_[idx];
-    }
-    consider(split.partition_idxs, 0);
+  explicit Refiner(const Objective& objective)
+      : objective_(objective),
+        decisions_(objective.decisions()),
+        num_stages_(objective.options().num_stages()),
+        num_free_(static_cast<int>(decisions_.free_units().size())),
+        has_pinned_(num_free_ < decisions_.num_units()),
+        has_values_(!decisions_.tree().values().empty()) {
+    find_depths();
   }
 
-  std::vector<int> run() {
-    for (double minimum_gain = kMinimumGain;;
-         minimum_gain = kMinimumGainOfOpening) {
-      collect_units();
-      if (static_cast<int>(units_.size()) >= num_partitions_) {
-        cut_units(minimum_gain);
-      }
-      if (!open_units()) return best_;
-    }
+  std::optional<std::vector<int>> run(const std::vector<int>& tree_split) {
+    if (auto cut = cut_of(tree_split)) consider(*cut, depth_of(*cut));
+    std::set<int> depths{depths_.begin() + 1, depths_.end() - 1};
+    if (depths.empty()) depths.insert(0);  // one unit, and pinned ones
+    for (int depth : depths) cut_at(depth);
+    if (candidates_.empty()) return std::nullopt;
+    return choose().cut.unit_stages(decisions_);
   }
 
  private:
-  // Units in order, each with the own cost of the ancestors it comes first in.
-  void collect_units() {
-    units_.clear();
-    unit_costs_.clear();
-    double ancestors_cost = 0;
-    std::vector<int> stack{0};
-    while (!stack.empty()) {
-      const int idx = stack.back();
-      stack.pop_back();
-      const std::vector<int>& children = tree_.children(idx);
-      const bool is_free = tree_.is_list(idx) && !tree_.is_layer(idx);
-      if ((opened_[idx] || is_free) && !children.empty()) {
-        ancestors_cost += tree_.own_cost(idx);
-        stack.insert(stack.end(), children.rbegin(), children.rend());
-      } else {
-        units_.push_back(idx);
-        unit_costs_.push_back(ancestors_cost + tree_.subtree_cost(idx));
-        ancestors_cost = 0;
+  // depths_[i]: what a cut before the free unit at i opens. opens_[i]: whether
+  // a layer of a list, or a module in one, is cut there whose own code works
+  // on data; they would pass through the driver, which has to wait for them.
+  // Without values nobody knows, and each layer may be such a one.
+  void find_depths() {
+    depths_.assign(num_free_ + 1, 0);
+    opens_.assign(num_free_ + 1, false);
+    std::vector<bool> reads(decisions_.num_nodes(), !has_values_);
+    for (const ModuleTree::Value& value : decisions_.tree().values()) {
+      for (int consumer : value.consumer_idxs) {
+        const int owner = decisions_.owner(consumer);
+        if (consumer != value.producer_idx) reads[owner] = true;
+      }
+    }
+    for (int i = 1; i < num_free_; ++i) {
+      int a = place(i - 1);
+      int b = place(i);
+      while (a != b) {  // to the lowest common ancestor; parents come first
+        int& lower = a > b ? a : b;
+        lower = decisions_.tree().node(lower).parent_idx;
+      }
+      depths_[i] = decisions_.depth(a);
+      for (; decisions_.in_layer(a); a = decisions_.tree().node(a).parent_idx) {
+        opens_[i] = opens_[i] || reads[a];
       }
     }
   }
 
-  void cut_units(double minimum_gain) {
-    const std::vector<int> ends = split_segments(unit_costs_, num_partitions_);
-    std::vector<int> partition_idxs(tree_.num_nodes(), -1);
-    for (int k = 0, i = 0; k < num_partitions_; ++k) {
-      for (; i < ends[k]; ++i) partition_idxs[units_[i]] = k;
-    }
-    // Down into the units, then up: an inner node goes with its first unit.
-    for (int idx = 0; idx < tree_.num_nodes(); ++idx) {
-      if (partition_idxs[idx] < 0) continue;
-      for (int child : tree_.children(idx)) {
-        partition_idxs[child] = partition_idxs[idx];
+  int place(int position) const {
+    const int id = decisions_.free_units()[position];
+    return decisions_.units()[id].place_idx;
+  }
+
+  int depth_of(const ChainCut& cut) const {
+    int depth = 0;
+    for (int position : cut.begin) depth = std::max(depth, depths_[position]);
+    return depth;
+  }
+
+  // Nothing if a stage has no unit, or if stages are not in order.
+  std::optional<ChainCut> cut_of(const std::vector<int>& unit_stages) const {
+    ChainCut cut;
+    for (int i = 0; i < num_free_; ++i) {
+      const int stage = unit_stages[decisions_.free_units()[i]];
+      const int next = static_cast<int>(cut.begin.size());
+      if (stage == next) {
+        cut.begin.push_back(i);
+      } else if (stage != next - 1) {
+        return std::nullopt;
       }
     }
-    for (int idx = tree_.num_nodes() - 1; idx >= 0; --idx) {
-      if (partition_idxs[idx] >= 0) continue;
-      const std::vector<int>& children = tree_.children(idx);
-      partition_idxs[idx] =
-          children.empty() ? 0 : partition_idxs[children.front()];
+    cut.begin.push_back(num_free_);
+    const bool complete = static_cast<int>(cut.begin.size()) == num_stages_ + 1;
+    return complete ? std::optional(cut) : std::nullopt;
+  }
+
+  void cut_at(int depth) {
+    std::vector<int> positions{0};
+    for (int i = 1; i < num_free_; ++i) {
+      if (depths_[i] <= depth) positions.push_back(i);
     }
-    consider(partition_idxs, minimum_gain);
+    positions.push_back(num_free_);
+    cut_before(num_free_, positions, depth);
+    // Without values nobody knows what the way back costs.
+    if (!has_values_ || candidates_.empty()) return;
+    const int num_items = static_cast<int>(positions.size()) - 1;
+    const int num_tries = std::max(4, 512 / num_items);
+    Cost returning;
+    for (int k = 1; k <= num_tries && k < num_items; ++k) {
+      const int end = positions[num_items - k];
+      for (int i = end; i < positions[num_items - k + 1]; ++i) {
+        returning += objective_.cost_of_unit(decisions_.free_units()[i]);
+      }
+      returning.activation_bytes = 0;  // not kept for long at the end
+      const double worth = smallest_load(depth, true);
+      if (objective_.load(returning, 0, 0) > worth) return;
+      cut_before(end, positions, depth);
+    }
   }
 
-  void consider(const std::vector<int>& partition_idxs, double minimum_gain) {
-    std::vector<int> candidate = tree_.complete(partition_idxs);
-    const std::vector<double> loads = tree_.loads(candidate, num_partitions_);
-    const double largest = *std::max_element(loads.begin(), loads.end());
-    const bool idle = tree_.leaves_idle(candidate, num_partitions_);
-    const bool accept =
-        best_.empty() || (best_idle_ && !idle) ||
-        (best_idle_ == idle && largest < best_largest_ * (1 - minimum_gain));
-    if (!accept) return;
-    best_ = std::move(candidate);
-    best_largest_ = largest;
-    best_idle_ = idle;
+  // The chain cut does not know all that values cost. What it missed is given
+  // back to it, and it may choose again.
+  void cut_before(int end, const std::vector<int>& positions, int depth) {
+    // In a short chain everything is tried; in a long one what may pay.
+    double worth = std::numeric_limits<double>::infinity();
+    if (positions.size() > kShort) {
+      worth = smallest_load(depth, end < num_free_) *
+              (only_opens(depth) ? 1 - kGainOfOpening : 1 - kTolerance / 2);
+    }
+    std::vector<double> missed(num_stages_, 0);
+    for (int round = 0; round < kRounds; ++round) {
+      const auto split = split_chain(objective_, positions, end, missed, worth);
+      if (!split) return;
+      const double expected =
+          *std::max_element(split->loads.begin(), split->loads.end());
+      const std::vector<double> loads = evaluate(split->cut).loads;
+      double most = 0;
+      for (int k = 0; k < num_stages_; ++k) {
+        missed[k] += loads[k] - split->loads[k];
+        most = std::max(most, loads[k] - expected);
+      }
+      if (positions.size() > kShort && most < kRoundEnds * expected) {
+        consider(split->cut, depth);
+        return;
+      }
+      consider(move_boundaries(split->cut, positions), depth);
+    }
   }
 
-  // Opens one level: what is no layer, layers that alone are heavier than the
-  // mean, and everything if a partition has nothing yet. Returns false when
-  // there is nothing to open.
-  bool open_units() {
-    const double mean = tree_.total_cost() / num_partitions_;
-    bool any = false;
-    for (int idx : units_) {
-      if (tree_.children(idx).empty()) continue;
-      const bool heavy = tree_.subtree_cost(idx) > mean * (1 + kRounding);
-      if (heavy || best_idle_ || !in_layer_[idx]) {
-        opened_[idx] = true;
-        any = true;
+  // Is there nothing at this depth but cuts that open a layer?
+  bool only_opens(int depth) const {
+    for (int i = 1; i < num_free_; ++i) {
+      if (depths_[i] == depth && !opens_[i]) return false;
+    }
+    return true;
+  }
+
+  // Of the candidates that are preferred to such a one if they are as good.
+  double smallest_load(int depth, bool returns) const {
+    double smallest = std::numeric_limits<double>::infinity();
+    for (const Candidate& c : candidates_) {
+      if (c.depth > depth || c.returns > returns) continue;
+      if (c.evaluation.excess_bytes > 0) continue;
+      smallest = std::min(smallest, c.evaluation.largest_load);
+    }
+    return smallest;
+  }
+
+  Evaluation evaluate(const ChainCut& cut) const {
+    return objective_.evaluate(
+        decisions_.complete(cut.unit_stages(decisions_)));
+  }
+
+  void consider(const ChainCut& cut, int depth) {
+    Candidate candidate{cut, depth, evaluate(cut), cut.begin.back() < num_free_,
+                        false};
+    for (int position : cut.begin) {
+      candidate.opens = candidate.opens || opens_[position];
+    }
+    candidates_.push_back(std::move(candidate));
+  }
+
+  // Moves one boundary to where it is best between its neighbours, or two
+  // neighbouring ones a few items, by the exact objective, while that helps.
+  ChainCut move_boundaries(const ChainCut& cut,
+                           const std::vector<int>& positions) const {
+    Search search{cut, evaluate(cut), false};
+    const bool may_return = cut.begin.back() < num_free_;
+    const int num_boundaries = may_return ? num_stages_ : num_stages_ - 1;
+    for (int pass = 0; pass < kMostPasses; ++pass) {
+      search.moved = false;
+      for (int k = 1; k <= num_boundaries; ++k) {
+        move_one(k, positions, &search);
+        if (k < num_boundaries) move_pair(k, positions, &search);
+      }
+      if (!search.moved) break;
+    }
+    return search.cut;
+  }
+
+  struct Search {
+    ChainCut cut;
+    Evaluation best;
+    bool moved;
+  };
+
+  void move_one(int k, const std::vector<int>& positions,
+                Search* search) const {
+    ChainCut trial = search->cut;
+    for (int position : positions) {
+      trial.begin[k] = position;
+      attempt(trial, k, k, search);
+    }
+  }
+
+  void move_pair(int k, const std::vector<int>& positions,
+                 Search* search) const {
+    ChainCut trial = search->cut;
+    const auto item = [&](int boundary) {
+      const auto found = std::lower_bound(positions.begin(), positions.end(),
+                                          search->cut.begin[boundary]);
+      return static_cast<int>(found - positions.begin());
+    };
+    const int num_positions = static_cast<int>(positions.size());
+    const int a = item(k);
+    const int b = item(k + 1);
+    for (int i = std::max(0, a - kPairReach); i <= a + kPairReach; ++i) {
+      for (int j = std::max(i, b - kPairReach); j <= b + kPairReach; ++j) {
+        if (i >= num_positions || j >= num_positions) continue;
+        trial.begin[k] = positions[i];
+        trial.begin[k + 1] = positions[j];
+        attempt(trial, k, k + 1, search);
       }
     }
-    return any;
   }
 
-  const DecisionTree& tree_;
-  const int num_partitions_;
-  std::vector<bool> opened_;
-  std::vector<bool> in_layer_;  // a layer, or something below one
-  std::vector<int> units_;
-  std::vector<double> unit_costs_;
-  std::vector<int> best_;
-  double best_largest_ = 0;
-  bool best_idle_ = false;
+  // Boundaries [first, last] of the trial have moved.
+  void attempt(const ChainCut& trial, int first, int last,
+               Search* search) const {
+    for (int k = first - 1; k <= last && k < num_stages_; ++k) {
+      if (trial.begin[k] >= trial.begin[k + 1]) return;
+    }
+    const bool first_is_empty = trial.begin[1] == 0;
+    const bool returns = trial.begin.back() < num_free_;
+    if (first_is_empty && !returns && !has_pinned_) return;
+    Evaluation evaluation = evaluate(trial);
+    if (!is_better(evaluation, search->best)) return;
+    search->cut = trial;
+    search->best = std::move(evaluation);
+    search->moved = true;
+  }
+
+  const Candidate& choose() const {
+    double excess = std::numeric_limits<double>::infinity();
+    for (const Candidate& c : candidates_) {
+      excess = std::min(excess, c.evaluation.excess_bytes);
+    }
+    std::vector<const Candidate*> keeping;  // that open no layer
+    std::vector<const Candidate*> all;
+    for (const Candidate& c : candidates_) {
+      if (c.evaluation.excess_bytes > excess) continue;
+      all.push_back(&c);
+      if (!c.opens) keeping.push_back(&c);
+    }
+    if (keeping.empty()) return simplest(all);
+    const Candidate& kept = simplest(keeping);
+    const Candidate& opened = simplest(all);
+    const bool worth = opened.evaluation.largest_load <
+                       kept.evaluation.largest_load * (1 - kGainOfOpening);
+    return worth && (has_values_ || has_heavy_layer()) ? opened : kept;
+  }
+
+  bool has_heavy_layer() const {
+    std::vector<double> loads(decisions_.num_nodes(), 0);
+    for (int idx = decisions_.num_nodes() - 1; idx > 0; --idx) {
+      const int id = decisions_.unit_of(idx);
+      if (id < 0) {
+        loads[idx] += objective_.load(objective_.cost_of_owner(idx), 0, 0);
+      } else if (decisions_.units()[id].place_idx == idx) {
+        loads[idx] += objective_.load(objective_.cost_of_unit(id), 0, 0);
+      }
+      const int parent_idx = decisions_.tree().node(idx).parent_idx;
+      loads[parent_idx] += loads[idx];
+    }
+    for (int idx = 1; idx < decisions_.num_nodes(); ++idx) {
+      const bool heavy = loads[idx] * num_stages_ > loads[0] * (1 + 1e-9);
+      if (heavy && decisions_.in_layer(idx)) return true;
+    }
+    return false;
+  }
+
+  // Of those within the tolerance of the best.
+  static const Candidate& simplest(
+      const std::vector<const Candidate*>& candidates) {
+    double limit = std::numeric_limits<double>::infinity();
+    for (const Candidate* c : candidates) {
+      limit = std::min(limit, c->evaluation.largest_load);
+    }
+    limit *= 1 + kTolerance;
+    const Candidate* best = nullptr;
+    const auto kind = [](const Candidate* c) {
+      return std::pair(c->depth, c->returns);
+    };
+    for (const Candidate* c : candidates) {
+      if (c->evaluation.largest_load > limit) continue;
+      if (best == nullptr || kind(c) < kind(best) ||
+          (kind(c) == kind(best) &&
+           is_better(c->evaluation, best->evaluation))) {
+        best = c;
+      }
+    }
+    return *best;
+  }
+
+  const Objective& objective_;
+  const DecisionTree& decisions_;
+  const int num_stages_;
+  const int num_free_;
+  const bool has_pinned_;
+  const bool has_values_;
+  std::vector<int> depths_;
+  std::vector<bool> opens_;
+  std::vector<Candidate> candidates_;
 };
 
 }  // namespace
 
-std::vector<int> refine(const DecisionTree& tree, const TreeSplit& split,
-                        int num_partitions) {
-  return Refiner(tree, split, num_partitions).run();
+std::optional<std::vector<int>> refine(const Objective& objective,
+                                       const std::vector<int>& unit_stages) {
+  return Refiner(objective).run(unit_stages);
 }
 
 }  // namespace smp::partition

@@ -1,23 +1,33 @@
 #pragma once
 
+#include <optional>
 #include <vector>
 
-#include "csrc/partition/decision_tree.h"
-#include "csrc/partition/tree_split.h"
+#include "csrc/partition/objective.h"
 
 namespace smp::partition {
 
 /// Improves a tree split, whose weak case is a heavy module beside a list of
 /// layers: there the cut is decided above the level where layers can be cut.
 ///
-/// The smallest nodes at which the split cut, and the layers of lists beside
-/// them, become the units of one chain, which is cut optimally. The result is
-/// taken when the largest load falls by more than 2 %, or when a partition had
-/// nothing. Then units are opened level by level, each time for a gain of more
-/// than 10 %; layers of lists (transformer blocks) only if they are heavier
-/// than the mean load, so that whole layers cannot be balanced.
-/// @return a partition per node, completed by DecisionTree::complete
-std::vector<int> refine(const DecisionTree& tree, const TreeSplit& split,
-                        int num_partitions);
+/// Candidates are the tree split and, for each depth of the tree, the best cut
+/// of the chain of units between modules of that depth, with and without units
+/// at the end that return to stage 0; the boundaries of each are then moved as
+/// long as that helps. The shallowest candidate within `kTolerance` of the best
+/// is taken, and of those one that does not return if there is one.
+///
+/// A cut through a layer of a list (a transformer block), or through a module
+/// in it, whose own code works on data makes these data pass through the
+/// driver. It is taken only if the largest load falls by more than 10 %. If the
+/// tree has no values, every cut through a layer counts as such, and one layer
+/// must also be heavier than the mean load.
+/// @param unit_stages  the tree split, per unit
+/// @return stage per unit; nothing if the memory limit allows none
+std::optional<std::vector<int>> refine(const Objective& objective,
+                                       const std::vector<int>& unit_stages);
+
+/// Less than the 2 % that are promised, since the cut is not exact for values
+/// which are read far away.
+inline constexpr double kTolerance = 0.015;
 
 }  // namespace smp::partition

@@ -1,5 +1,8 @@
 #include "csrc/partition/tree_partitioner.h"
 
+#include <algorithm>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "csrc/common/check.h"
@@ -9,30 +12,218 @@
 
 namespace smp::partition {
 
+namespace {
+
+void check_num_stages(const DecisionTree& decisions,
+                      const PartitionOptions& options) {
+  const int num_free = static_cast<int>(decisions.free_units().size());
+  const int most = num_free + (num_free < decisions.num_units() ? 1 : 0);
+  SMP_CHECK_VALUE(
+      options.num_stages() <= most,
+      "partition: the model cannot be split into ", options.num_stages(),
+      " partitions, because it has ", most,
+      " modules with parameters that can be placed apart (modules that share "
+      "a parameter count as one); set pipeline_parallel_degree",
+      options.num_chunks > 1 ? " times the chunks of each rank" : "",
+      " to at most ", most > 0 ? most : 1,
+      " or divide the model into more submodules");
+}
+
+std::optional<std::vector<int>> best_stages(const DecisionTree& decisions,
+                                            const PartitionOptions& options) {
+  const Objective objective(decisions, options);
+  const auto unit_stages = refine(objective, split_tree(objective));
+  if (!unit_stages) return std::nullopt;
+  std::vector<int> stages = decisions.complete(*unit_stages);
+  if (objective.evaluate(stages).excess_bytes > 0) return std::nullopt;
+  return stages;
+}
+
+// Says by how much the limit is missed even when nothing but memory counts.
+[[noreturn]] void raise_memory_limit(const DecisionTree& decisions,
+                                     PartitionOptions options) {
+  const auto limit = options.memory_limit_bytes;
+  options.memory_weight = 1;
+  options.memory_limit_bytes = 0;
+  const Objective objective(decisions, options);
+  std::vector<int> unit_stages(decisions.num_units(), 0);
+  if (options.num_partitions > 1) {
+    const auto balanced = refine(objective, split_tree(objective));
+    SMP_ASSERT(balanced, "no partition although none is forbidden");
+    unit_stages = *balanced;
+  }
+  const Evaluation evaluation =
+      objective.evaluate(decisions.complete(unit_stages));
+  const std::vector<double>& memory = evaluation.memory_bytes;
+  const auto largest = std::max_element(memory.begin(), memory.end());
+  const auto bytes = static_cast<int64_t>(*largest);
+  throw ValueError(detail::concat(
+      rank_prefix(),
+      "partition: the model does not fit: even when only memory "
+      "is balanced, pp_rank ",
+      largest - memory.begin(), " needs ", bytes, " bytes (parameters times ",
+      options.state_factor, " for gradients and optimizer, and activations), ",
+      bytes - limit, " more than the limit of ", limit,
+      "; use a larger "
+      "pipeline_parallel_degree, smaller or fewer active microbatches, or "
+      "checkpoint activations"));
+}
+
+Assignment from_stages(const ModuleTree& tree, const PartitionOptions& options,
+                       const std::vector<int>& stages) {
+  std::vector<int> partition_idxs;
+  std::vector<int> chunk_idxs;
+  for (int stage : stages) {
+    partition_idxs.push_back(stage % options.num_partitions);
+    chunk_idxs.push_back(stage / options.num_partitions);
+  }
+  return make_assignment(tree, options.num_partitions,
+                         std::move(partition_idxs), options.num_chunks,
+                         std::move(chunk_idxs));
+}
+
+std::vector<int> stages_of(const ModuleTree& tree,
+                           const Assignment& assignment) {
+  SMP_CHECK_VALUE(
+      static_cast<int>(assignment.partition_idxs.size()) == tree.num_nodes(),
+      "partition: the assignment has ", assignment.partition_idxs.size(),
+      " modules, the tree ", tree.num_nodes());
+  std::vector<int> stages;
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    stages.push_back(assignment.stage(idx));
+  }
+  return stages;
+}
+
+}  // namespace
+
 Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
   SMP_CHECK_VALUE(tree.num_nodes() > 0, "partition: the module tree is empty");
-  SMP_CHECK_VALUE(options.num_partitions >= 1,
-                  "partition: expected at least 1 partition, got ",
-                  options.num_partitions);
-  SMP_CHECK_VALUE(options.memory_weight >= 0 && options.memory_weight <= 1,
-                  "partition: memory_weight must be in [0, 1], got ",
-                  options.memory_weight);
+  check_options(options);
+  const DecisionTree decisions(tree);
+  std::optional<std::vector<int>> stages;
   if (options.num_partitions == 1) {
-    return make_assignment(tree, 1, std::vector<int>(tree.num_nodes(), 0));
+    // Several stages of one partition would wait for themselves.
+    stages = std::vector<int>(tree.num_nodes(), 0);
+    const Evaluation evaluation =
+        Objective(decisions, options).evaluate(*stages);
+    if (evaluation.excess_bytes > 0) stages.reset();
+  } else {
+    check_num_stages(decisions, options);
+    stages = best_stages(decisions, options);
+    if (!stages && options.memory_limit_bytes > 0) {
+      PartitionOptions memory_only = options;
+      memory_only.memory_weight = 1;
+      stages = best_stages(decisions, memory_only);
+    }
   }
-  const DecisionTree decisions(tree, options.memory_weight);
-  const int num_leaves = decisions.num_leaves();
+  if (!stages) raise_memory_limit(decisions, options);
+  return from_stages(tree, options, *stages);
+}
+
+std::vector<int> unit_places(const ModuleTree& tree) {
+  const DecisionTree decisions(tree);
+  std::vector<int> places;
+  for (int idx = 0; idx < tree.num_nodes(); ++idx) {
+    const int id = decisions.unit_of(idx);
+    places.push_back(id >= 0 ? decisions.units()[id].place_idx : -1);
+  }
+  return places;
+}
+
+std::vector<int> execution_order(const ModuleTree& tree) {
+  return DecisionTree(tree).order();
+}
+
+Assignment complete(const ModuleTree& tree, int num_partitions,
+                    const std::vector<int>& partition_idxs, int num_chunks,
+                    const std::vector<int>& chunk_idxs) {
+  // Checks ranges; the root is on partition 0 whatever was asked for.
+  std::vector<int> asked = partition_idxs;
+  std::vector<int> asked_chunks = chunk_idxs;
+  if (!asked.empty()) asked[0] = 0;
+  if (!asked_chunks.empty()) asked_chunks[0] = 0;
+  const Assignment wish =
+      make_assignment(tree, num_partitions, asked, num_chunks, asked_chunks);
+  const DecisionTree decisions(tree);
+  const std::vector<int> unit_stages =
+      decisions.stages_of_units(stages_of(tree, wish));
+  for (int id = 0; id < decisions.num_units(); ++id) {
+    const DecisionTree::Unit& unit = decisions.units()[id];
+    SMP_CHECK_VALUE(!unit.pinned || unit_stages[id] == 0, "partition: '",
+                    tree.node(unit.place_idx).name,
+                    "' must be on partition 0, "
+                    "because it shares a parameter with a module that may have "
+                    "to run there; got ",
+                    unit_stages[id] % num_partitions);
+  }
+  PartitionOptions options;
+  options.num_partitions = num_partitions;
+  options.num_chunks = num_chunks;
+  return from_stages(tree, options, decisions.complete(unit_stages));
+}
+
+Evaluation evaluate(const ModuleTree& tree, const Assignment& assignment,
+                    const PartitionOptions& options) {
+  check_options(options);
+  SMP_CHECK_VALUE(assignment.num_partitions == options.num_partitions &&
+                      assignment.num_chunks == options.num_chunks,
+                  "partition: the assignment is for ",
+                  assignment.num_partitions, " partitions of ",
+                  assignment.num_chunks, " chunks, the options are for ",
+                  options.num_partitions, " of ", options.num_chunks);
+  const DecisionTree decisions(tree);
+  return Objective(decisions, options).evaluate(stages_of(tree, assignment));
+}
+
+Assignment move(const ModuleTree& tree, const Assignment& assignment,
+                int node_idx, int partition_idx) {
+  const ModuleTree::Node& node = tree.checked_node(node_idx);
   SMP_CHECK_VALUE(
-      options.num_partitions <= num_leaves, "partition: the model cannot be ",
-      "split into ", options.num_partitions, " partitions, because it has ",
-      num_leaves,
-      " modules with parameters that can be placed apart (modules that share "
-      "a parameter count as one); set pipeline_parallel_degree to at most ",
-      num_leaves > 0 ? num_leaves : 1,
-      " or divide the model into more submodules");
-  const TreeSplit split = split_tree(decisions, options.num_partitions);
-  return make_assignment(tree, options.num_partitions,
-                         refine(decisions, split, options.num_partitions));
+      partition_idx >= 0 && partition_idx < assignment.num_partitions,
+      "partition ", partition_idx, " must be in [0, ",
+      assignment.num_partitions, ")");
+  const DecisionTree decisions(tree);
+  std::vector<int> unit_stages =
+      decisions.stages_of_units(stages_of(tree, assignment));
+  const int owner = decisions.owner(node_idx);
+  std::vector<int> moved = decisions.below(owner);
+  if (decisions.unit_of(owner) >= 0) moved.push_back(decisions.unit_of(owner));
+  for (int id : moved) {
+    SMP_CHECK_VALUE(partition_idx == 0 || !decisions.units()[id].pinned,
+                    "partition: '", node.name, "' cannot move to partition ",
+                    partition_idx,
+                    ", because it shares a parameter with a "
+                    "module that runs on partition 0");
+    unit_stages[id] = partition_idx;
+  }
+  PartitionOptions options;
+  options.num_partitions = assignment.num_partitions;
+  options.num_chunks = assignment.num_chunks;
+  return from_stages(tree, options, decisions.complete(unit_stages));
+}
+
+Placement explain_placement(const ModuleTree& tree,
+                            const Assignment& assignment, int node_idx) {
+  tree.checked_node(node_idx);
+  const std::vector<int> stages = stages_of(tree, assignment);
+  const DecisionTree decisions(tree);
+  if (node_idx == 0) return {PlacementRule::kDriver, node_idx};
+  const int id = decisions.unit_of(node_idx);
+  if (id >= 0) {
+    const DecisionTree::Unit& unit = decisions.units()[id];
+    if (unit.place_idx != node_idx) {
+      return {PlacementRule::kTied, unit.place_idx};
+    }
+    return {unit.pinned ? PlacementRule::kDriver : PlacementRule::kUnit,
+            node_idx};
+  }
+  if (decisions.owner(node_idx) != node_idx) {
+    return {PlacementRule::kFollows, decisions.owner(node_idx)};
+  }
+  return {decisions.is_split(node_idx, stages) ? PlacementRule::kSplit
+                                               : PlacementRule::kTogether,
+          node_idx};
 }
 
 }  // namespace smp::partition

@@ -1,25 +1,73 @@
 #pragma once
 
+#include <vector>
+
 #include "csrc/partition/assignment.h"
 #include "csrc/partition/module_tree.h"
+#include "csrc/partition/objective.h"
+#include "csrc/partition/options.h"
 
 namespace smp::partition {
 
-struct PartitionOptions {
-  int num_partitions = 1;
-  double memory_weight = 0.8;  ///< 1 balances only memory, 0 only compute
-};
-
-/// Assigns each module to a partition such that the loads are balanced. Pure
-/// and deterministic; O(num_partitions * children^2) per node.
+/// Assigns each module to a partition such that the largest load is small. Pure
+/// and deterministic.
 ///
-/// The root is on partition 0, nodes tied to each other are together, nodes
-/// below which there is no state follow their parent, and every partition gets
-/// something.
-/// @throws ValueError if there are more partitions than modules which can be
-///     placed apart, or an option is out of range
+/// Units (see DecisionTree) are in the order of execution: their stages do not
+/// fall, except that units at the end may be on stage 0 again. Modules above
+/// units follow: a module that is cut is on partition 0, as the root is. Every
+/// stage gets a unit.
+/// @throws ValueError if there are more stages than units, if no assignment
+///     was found that keeps the memory limit, or an option is out of range
 /// Source: the tree algorithm described for automatic model splitting in
 /// arXiv:2111.05972, with a refinement of ours (refinement.h).
 Assignment solve(const ModuleTree& tree, const PartitionOptions& options);
+
+/// Per node the first node of the unit it belongs to; -1 for nodes that follow
+/// from units.
+std::vector<int> unit_places(const ModuleTree& tree);
+
+/// All nodes in the order of execution, parents before children.
+std::vector<int> execution_order(const ModuleTree& tree);
+
+/// The assignment by which units are where they are asked to be, and all other
+/// nodes follow the rules of `solve`.
+/// @param partition_idxs, chunk_idxs  per node; those of units' places count
+/// @throws ValueError as make_assignment, or if what has to be on partition 0
+/// is
+///     asked for elsewhere
+Assignment complete(const ModuleTree& tree, int num_partitions,
+                    const std::vector<int>& partition_idxs, int num_chunks,
+                    const std::vector<int>& chunk_idxs);
+
+/// What an assignment costs; also of one made by hand.
+/// @throws ValueError if it does not fit the tree or the options
+Evaluation evaluate(const ModuleTree& tree, const Assignment& assignment,
+                    const PartitionOptions& options);
+
+/// The assignment with everything in the subtree of a node, and what must stay
+/// with it, on another partition, as chunk 0 of it; modules above follow the
+/// rules of `solve`.
+/// @throws ValueError if the node or the partition does not exist, or if the
+///     node has to be on partition 0 and another is asked for
+Assignment move(const ModuleTree& tree, const Assignment& assignment,
+                int node_idx, int partition_idx);
+
+/// Why a node is where it is in an assignment by `solve`.
+enum class PlacementRule {
+  kDriver,    ///< the root, or pinned to where a split module may have to be
+  kUnit,      ///< was free to choose
+  kTogether,  ///< with everything below it
+  kSplit,     ///< its own code is on partition 0, parts are elsewhere
+  kTied,      ///< goes with `other_idx`, with which it must stay
+  kFollows,   ///< has no state and goes with `other_idx`, above it
+};
+
+struct Placement {
+  PlacementRule rule;
+  int other_idx;  ///< see the rule; else the node itself
+};
+
+Placement explain_placement(const ModuleTree& tree,
+                            const Assignment& assignment, int node_idx);
 
 }  // namespace smp::partition

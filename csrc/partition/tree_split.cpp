@@ -16,31 +16,50 @@ struct Slice {
   int size() const { return end - begin; }
 };
 
+// Loads as in a stage in the middle, which keeps an average of activations.
+std::vector<double> subtree_costs(const Objective& objective) {
+  const DecisionTree& tree = objective.decisions();
+  const int middle = objective.options().num_stages() / 2;
+  std::vector<double> costs(tree.num_nodes(), 0);
+  for (int id : tree.free_units()) {
+    costs[tree.units()[id].place_idx] =
+        objective.load(objective.cost_of_unit(id), 0, middle);
+  }
+  for (int idx = tree.num_nodes() - 1; idx > 0; --idx) {
+    if (tree.unit_of(idx) < 0) {
+      costs[idx] += objective.load(objective.cost_of_owner(idx), 0, middle);
+    }
+    costs[tree.tree().node(idx).parent_idx] += costs[idx];
+  }
+  return costs;
+}
+
 class Splitter {
  public:
-  Splitter(const DecisionTree& tree, int num_partitions)
-      : tree_(tree), slices_(tree.num_nodes(), Slice{0, 1}) {
-    slices_[0] = Slice{0, num_partitions};
+  explicit Splitter(const Objective& objective)
+      : tree_(objective.decisions()),
+        costs_(subtree_costs(objective)),
+        slices_(tree_.num_nodes(), Slice{0, 1}) {
+    slices_[0] = Slice{0, objective.options().num_stages()};
   }
 
-  TreeSplit run() {
-    TreeSplit result;
-    result.partition_idxs.assign(tree_.num_nodes(), 0);
-    result.divided.assign(tree_.num_nodes(), false);
+  std::vector<int> run() {
     // Parents come before children, so index order does as breadth first.
     for (int idx = 0; idx < tree_.num_nodes(); ++idx) {
       const Slice slice = slices_[idx];
-      result.partition_idxs[idx] = slice.begin;
       const std::vector<int>& children = tree_.children(idx);
       if (children.empty()) continue;
       if (slice.size() > 1) {
-        result.divided[idx] = true;
         distribute(slice, children, slice.begin);
       } else {
         for (int child : children) slices_[child] = slice;
       }
     }
-    return result;
+    std::vector<int> unit_stages;
+    for (const DecisionTree::Unit& unit : tree_.units()) {
+      unit_stages.push_back(unit.pinned ? 0 : slices_[unit.place_idx].begin);
+    }
+    return unit_stages;
   }
 
  private:
@@ -48,7 +67,7 @@ class Splitter {
   // segment that gets none goes to the partition before it, or to `fallback`.
   void distribute(Slice slice, const std::vector<int>& siblings, int fallback) {
     std::vector<double> costs;
-    for (int idx : siblings) costs.push_back(tree_.subtree_cost(idx));
+    for (int idx : siblings) costs.push_back(costs_[idx]);
     const int num_segments =
         std::min(slice.size(), static_cast<int>(siblings.size()));
     const std::vector<int> ends = split_segments(costs, num_segments);
@@ -79,13 +98,14 @@ class Splitter {
   }
 
   const DecisionTree& tree_;
+  const std::vector<double> costs_;  // per subtree
   std::vector<Slice> slices_;
 };
 
 }  // namespace
 
-TreeSplit split_tree(const DecisionTree& tree, int num_partitions) {
-  return Splitter(tree, num_partitions).run();
+std::vector<int> split_tree(const Objective& objective) {
+  return Splitter(objective).run();
 }
 
 }  // namespace smp::partition

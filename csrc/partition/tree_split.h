@@ -2,17 +2,13 @@
 
 #include <vector>
 
-#include "csrc/partition/decision_tree.h"
+#include "csrc/partition/objective.h"
 
 namespace smp::partition {
 
-struct TreeSplit {
-  std::vector<int> partition_idxs;  ///< per node; see DecisionTree::complete
-  std::vector<bool> divided;  ///< the node's children share several partitions
-};
-
-/// Walks the tree from the root and cuts each node's partitions among its
-/// children in proportion to their costs.
-TreeSplit split_tree(const DecisionTree& tree, int num_partitions);
+/// Walks the tree from the root and cuts each node's stages among its children
+/// in proportion to their costs.
+/// @return stage per unit; some stages may get nothing
+std::vector<int> split_tree(const Objective& objective);
 
 }  // namespace smp::partition

@@ -78,7 +78,33 @@ class FetchNode : public torch::autograd::Node {
   }
 };
 
+// A view that autograd meets as it is (custom functions bypass the Python
+// function protocol, through which views become local ones).
+class AwayViewNode : public torch::autograd::Node {
+ public:
+  using Spread = std::function<at::Tensor(const at::Tensor&)>;
+  AwayViewNode(Spread spread, torch::autograd::edge_list&& edges)
+      : Node(std::move(edges)), spread_(std::move(spread)) {}
+  std::string name() const override { return "SmpViewBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    if (!grads[0].defined()) return {at::Tensor()};
+    return {spread_(grads[0])};
+  }
+
+ private:
+  const Spread spread_;
+};
+
 }  // namespace
+
+void link_view(const at::Tensor& view, const at::Tensor& base,
+               std::function<at::Tensor(const at::Tensor&)> spread) {
+  if (!base.requires_grad() || !at::GradMode::is_enabled()) return;
+  at::Tensor output = view;
+  torch::autograd::create_gradient_edge(
+      output, std::make_shared<AwayViewNode>(
+                  std::move(spread), torch::autograd::collect_next_edges(base)));
+}
 
 void require_unused_grad(at::Tensor& output) {
   torch::autograd::create_gradient_edge(output,
@@ -107,6 +133,7 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
                                         structure, mode, inputs);
   RemoteResult result;
   result.structure = call.expected->result.structure;
+  result.shares_memory = call.expected->result.shares_memory;
   result.changed_args = call.expected->result.changed_args;
   std::vector<bool> output_has_grad;
   bool any = false;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct RemoteResult {
   /// Arguments that the module changed in place; what they are now are the
   /// last of `tensors`.
   std::vector<int> changed_args;
+  bool shares_memory = false;  ///< see ResultMeta
 };
 
 /// Calls a module that lives on another rank as one differentiable operation:
@@ -33,6 +35,11 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
 /// The data behind a handle as an ordinary tensor that hangs on the handle in
 /// the graph: views of it and in-place changes are PyTorch's own affair.
 at::Tensor materialize(Server& server, const at::Tensor& handle);
+
+/// Hangs the handle of a view on the graph of its base.
+/// @param spread  gradient of the base from that of the view
+void link_view(const at::Tensor& view, const at::Tensor& base,
+               std::function<at::Tensor(const at::Tensor&)> spread);
 
 /// A tensor of the driver's output on another rank: requires a gradient that
 /// goes nowhere. Unlike a leaf it may be changed in place.

@@ -31,7 +31,7 @@ class Reader {
 
 std::string ResultMeta::encode() const {
   std::string bytes;
-  bytes.push_back(static_cast<char>(has_values));
+  bytes.push_back(static_cast<char>(has_values + 2 * shares_memory));
   const auto count = static_cast<uint32_t>(tensors.size());
   bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
   bytes.push_back(static_cast<char>(changed_args.size()));
@@ -43,7 +43,9 @@ std::string ResultMeta::encode() const {
 ResultMeta ResultMeta::decode(const std::string& bytes) {
   Reader reader(bytes);
   ResultMeta result;
-  result.has_values = reader.next<char>() != 0;
+  const char flags = reader.next<char>();
+  result.has_values = (flags & 1) != 0;
+  result.shares_memory = (flags & 2) != 0;
   result.tensors.resize(reader.next<uint32_t>());
   result.changed_args.resize(reader.next<uint8_t>());
   for (int& idx : result.changed_args) idx = reader.next<uint8_t>();

@@ -23,6 +23,9 @@ struct ResultMeta {
   /// to call, so the caller must wait for it each time.
   bool has_values = false;
 
+  /// Results share memory with arguments or with each other.
+  bool shares_memory = false;
+
   std::string encode() const;
   static ResultMeta decode(const std::string& bytes);
   /// Equal on all ranks; never 0.

@@ -421,11 +421,12 @@ void Server::publish_output(const std::string& structure,
     sent[i].requires_grad = tensors[i].requires_grad();
     RemoteRefPtr ref = remote_ref_of(tensors[i]);
     int32_t home = -1;
-    if (result.tensors[i].num_bytes() <= kEagerOutputBytes) {
+    const bool is_away = ref && !ref->kept.defined();
+    if (!is_away && result.tensors[i].num_bytes() <= kEagerOutputBytes) {
       // A copy: the user's code may change outputs while they are on their way.
-      sent[i].data = ref ? fetch(ref) : tensors[i].detach().clone();
+      sent[i].data = ref ? ref->kept : tensors[i].detach().clone();
     } else {
-      if (!ref) ref = store_output(context, tensors[i]);
+      if (!is_away) ref = store_output(context, tensors[i]);
       sent[i].ref = ref->ref;
       home = ref->home_rank;
       std::lock_guard<std::mutex> lock(mutex_);

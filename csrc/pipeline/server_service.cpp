@@ -31,6 +31,27 @@ Route::Hops take_hops(std::string& bytes) {
   return hops;
 }
 
+// Whether results share memory with arguments or with each other.
+bool share_memory(const std::vector<at::Tensor>& arguments,
+                  const std::vector<comm::MessageTensor>& results) {
+  const auto storage_of = [](const at::Tensor& tensor) -> const void* {
+    return tensor.has_storage() && tensor.numel() > 0
+               ? tensor.storage().unsafeGetStorageImpl()
+               : nullptr;
+  };
+  for (size_t i = 0; i < results.size(); ++i) {
+    const void* const storage = storage_of(results[i].data);
+    if (!storage) continue;
+    for (const at::Tensor& argument : arguments) {
+      if (storage_of(argument) == storage) return true;
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (storage_of(results[j].data) == storage) return true;
+    }
+  }
+  return false;
+}
+
 class OpenInputNode : public torch::autograd::Node {
  public:
   using Node::Node;
@@ -197,6 +218,7 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   ResultMeta meta;
   meta.structure = std::move(result.structure);
   meta.has_values = result.has_values;
+  meta.shares_memory = share_memory(opened, result.tensors);
   for (size_t i = 0; i < opened.size(); ++i) {
     if (opened[i]._version() == versions[i]) continue;
     SMP_CHECK(i < 256, "module '", module_name(header.module_id),

@@ -102,6 +102,8 @@ void Server::on_context_error(const Context& context,
 }
 
 std::string Server::module_name(int64_t module_id) const {
+  if (module_id == kOperationId) return "(arithmetic)";
+  if (module_id == kFunctionId) return "(function)";
   const auto i = static_cast<size_t>(module_id);
   if (i >= options_.module_names.size()) return std::to_string(module_id);
   return options_.module_names[i].empty() ? "(root)" : options_.module_names[i];

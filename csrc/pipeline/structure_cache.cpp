@@ -8,12 +8,15 @@ std::pair<int64_t, bool> StructureCache::on_send(int peer,
                                                  const std::string& bytes) {
   if (bytes.empty() || bytes.size() > kMaxBytes) return {0, true};
   std::lock_guard<std::mutex> lock(mutex_);
-  auto& known = sent_[peer];
-  const auto found = known.find(bytes);
-  if (found != known.end()) return {found->second, false};
-  if (known.size() >= kMaxPerPeer) return {0, true};
-  const int64_t id = static_cast<int64_t>(known.size()) + 1;
-  known.emplace(bytes, id);
+  Sent& known = sent_[peer];
+  const auto found = known.ids.find(bytes);
+  if (found != known.ids.end()) return {found->second, false};
+  known.num_bytes += bytes.size();
+  if (known.ids.size() >= kMaxPerPeer || known.num_bytes > kMaxBytesPerPeer) {
+    return {0, true};
+  }
+  const int64_t id = static_cast<int64_t>(known.ids.size()) + 1;
+  known.ids.emplace(bytes, id);
   return {id, true};
 }
 

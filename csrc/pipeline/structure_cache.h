@@ -16,7 +16,8 @@ class StructureCache {
   /// Structures above this size, and those after the limit of a peer is
   /// reached, are always sent whole: a changing integer in the arguments must
   /// not fill the memory of both sides.
-  static constexpr size_t kMaxBytes = 4096;
+  static constexpr size_t kMaxBytes = 65536;
+  static constexpr size_t kMaxBytesPerPeer = 8 << 20;
   static constexpr size_t kMaxPerPeer = 1024;
 
   /// @return the id to send (0: not kept) and whether the bytes must go along.
@@ -33,8 +34,13 @@ class StructureCache {
     }
   };
 
+  struct Sent {
+    std::unordered_map<std::string, int64_t> ids;
+    size_t num_bytes = 0;
+  };
+
   std::mutex mutex_;
-  std::unordered_map<int, std::unordered_map<std::string, int64_t>> sent_;
+  std::unordered_map<int, Sent> sent_;
   std::unordered_map<std::pair<int, int64_t>, std::string, PairHash> received_;
 };
 

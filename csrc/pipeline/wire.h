@@ -33,8 +33,9 @@ enum Flags : int64_t {
   kFlagBits = 8,   ///< above: how many of the last tensors are only released
 };
 
-/// Stands for a module where an operation is meant.
+/// Stand for a module where arithmetic, or a function of Python, is meant.
 constexpr int64_t kOperationId = -2;
+constexpr int64_t kFunctionId = -3;
 /// Results of one request are named by consecutive numbers from
 /// `request_id * kMaxResults`.
 constexpr int64_t kMaxResults = 4096;

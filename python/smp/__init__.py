@@ -60,6 +60,7 @@ from smp.comm import (  # noqa: E402
     tp_size,
 )
 from smp.grad_norm import clip_grad_norm_  # noqa: E402
+from smp.memory import delay_param_initialization  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
@@ -89,6 +90,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from smp import _C, comm, data_parallel, memory, runtime
 from smp.model_parts import PARTIAL_MARK, ModelParts
-from smp.partition.decide import Decision, agree, decide
+from smp.partition.capture import Capture
+from smp.partition.costs import Trace
+from smp.partition.decide import Decision
+from smp.partition.together import decide_together
+from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineLink
 
 _log = logging.getLogger("smp")
@@ -23,6 +28,7 @@ class Engine:
     Args:
         current: the runtime that the model was wrapped under.
         root: the user's model.
+        trace: how the model is traced for the automatic partition.
         overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
         broadcast_buffers: whether each training step begins with the first replica's buffers.
     """
@@ -32,6 +38,7 @@ class Engine:
         current: runtime.Runtime,
         root: nn.Module,
         *,
+        trace: TraceOptions,
         overlap: bool,
         passes_per_reduction: int,
         average: bool,
@@ -40,6 +47,7 @@ class Engine:
     ) -> None:
         self._current = current
         self._root = root
+        self._trace_options = trace
         self._overlap = overlap
         self._passes_per_reduction = passes_per_reduction
         self._average = average
@@ -51,6 +59,10 @@ class Engine:
         self._reducer: _C.Reducer | None = None
         self._num_steps = 0
         self._inside_step = False
+        self.capture: Capture | None = None  # while the step function runs for the trace
+        self._weights: Sequence[float] | None = None
+        self._weight = 1.0
+        self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
 
     @property
@@ -66,11 +78,22 @@ class Engine:
 
     # ---- partition
 
-    def partition(self) -> None:
-        """Decides the partition, moves parts to their ranks, opens the server. Collective."""
+    def partition(self, run_body: Callable[[], object] | None = None) -> None:
+        """Decides the partition, moves parts to their ranks, opens the server. Collective.
+
+        Args:
+            run_body: runs the step function on the first microbatch, for the trace.
+        """
         current = self._current
-        decision = decide(self._root, current.config, current.sizes["pp"])
-        agree(decision)
+        config = current.config
+        traces = current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
+
+        def make_trace() -> Trace | None:
+            return None if run_body is None else self._trace(run_body)
+
+        decision = decide_together(
+            self._root, config, current.sizes["pp"], make_trace if traces else None
+        )
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
@@ -92,6 +115,16 @@ class Engine:
         if current.sizes["pp"] > 1:
             self._open_server(decision)
         current.on_shutdown(self.close)
+
+    def _trace(self, run_body: Callable[[], object]) -> Trace | None:
+        """Traces the model with the arguments that the step function calls it with."""
+        outside = _C.RandomState.capture(str(self._current.device))
+        self.capture = Capture(self._root, self._trace_options)
+        try:
+            return self.capture.run(run_body)
+        finally:
+            self.capture = None
+            outside.restore()
 
     def _open_server(self, decision: Decision) -> None:
         current = self._current
@@ -119,7 +152,12 @@ class Engine:
             None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions
         ]
         self.link = PipelineLink(
-            self._root, decision.modules, owners, current.global_rank, current.device
+            self._root,
+            decision.modules,
+            owners,
+            decision.names,
+            current.global_rank,
+            current.device,
         )
         self.link.connect(self.server)
         current.server = self.server
@@ -134,8 +172,16 @@ class Engine:
 
     # ---- steps
 
-    def begin_step(self, name: str, num_microbatches: int, trains: bool) -> int:
+    def begin_step(
+        self, name: str, num_microbatches: int, trains: bool, weights: Sequence[float] | None
+    ) -> int:
         """Opens a step on all ranks of the replica.
+
+        Args:
+            name: of the step function.
+            num_microbatches: of this rank.
+            trains: whether gradients are enabled.
+            weights: of the microbatches on the driver, if they have different sizes.
 
         Returns:
             the number of microbatches of the driver, whose data count.
@@ -152,11 +198,47 @@ class Engine:
         if trains:
             assert self._reducer is not None
             self._reducer.begin_step(num_microbatches)
+            if weights is not None and self._average and self.server is None:
+                self._weigh_gradients(weights)
         self._num_steps += 1
         return num_microbatches
 
-    def run_step(self, num_microbatches: int, body: Callable[[int], None]) -> None:
-        """Runs the bodies; random numbers depend on (seed, replica, step, microbatch) alone."""
+    def _weigh_gradients(self, weights: Sequence[float]) -> None:
+        """Scales gradients of this step by the weight of their microbatch.
+
+        At the parameters, because without a pipeline backward may be called without this library.
+        """
+        assert self.parts is not None
+        self._weights = weights
+        self._weight_hooks = [
+            parameter.register_hook(lambda grad: grad * self._weight)
+            for _, parameter in self.parts.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def _stop_weighing(self) -> None:
+        for handle in self._weight_hooks:
+            handle.remove()
+        self._weights, self._weight, self._weight_hooks = None, 1.0, []
+
+    def root_weight(self, weight: float) -> float:
+        """What gradients of a microbatch are multiplied with where its backward begins.
+
+        Args:
+            weight: of the microbatch in the mean over the batch.
+        """
+        return weight if self._average and self.server is not None else 1.0
+
+    def run_step(
+        self, num_microbatches: int, body: Callable[[int], None], others: Sequence[Engine] = ()
+    ) -> None:
+        """Runs the bodies; random numbers depend on (seed, replica, step, microbatch) alone.
+
+        Args:
+            num_microbatches: how many there are.
+            body: runs one of them.
+            others: engines of further models, whose step this is as well.
+        """
         device = str(self._current.device)
         outside = _C.RandomState.capture(device)
         seed = torch.initial_seed() & (2**64 - 1)
@@ -166,27 +248,41 @@ class Engine:
             if self.server is not None:
                 self.server.run_step(num_microbatches, seed, body)
             else:
-                self._run_alone(num_microbatches, seed, body)
+                self._run_alone(num_microbatches, seed, body, (self, *others))
         finally:
             outside.restore()
 
-    def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
+    def _run_alone(
+        self,
+        num_microbatches: int,
+        seed: int,
+        body: Callable[[int], None],
+        engines: Sequence[Engine],
+    ) -> None:
         device = str(self._current.device)
         timeline = self._current.timeline
-        self._inside_step = True
         timeline.begin_step(self._num_steps - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(seed, mb), device)
-                self._running_mb = mb
+                for engine in engines:
+                    engine._begin_microbatch(mb)
                 timeline.begin_run(False, mb)
                 with _C.TaskScope(self._num_steps, mb):
                     body(mb)
                 timeline.end_run()
-                self._microbatch_done(mb)
+                for engine in engines:
+                    engine._microbatch_done(mb)
             timeline.end_step()
         finally:
-            self._inside_step = False
+            for engine in engines:
+                engine._inside_step = False
+
+    def _begin_microbatch(self, mb: int) -> None:
+        self._inside_step = True
+        self._running_mb = mb
+        if self._weights is not None:
+            self._weight = self._weights[mb]
 
     def begin_backward_alone(self) -> None:
         """A body without a server goes on with its backward: another box in the timeline."""
@@ -196,17 +292,21 @@ class Engine:
             timeline.begin_run(True, self._running_mb)
 
     def _microbatch_done(self, mb: int) -> None:
+        if self.link is not None:
+            self.link.microbatch_done(mb)
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.finish_microbatch(mb)
 
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
+        self._stop_weighing()
         if trains:
             assert self._reducer is not None
             self._reducer.end_step()
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
+        self._stop_weighing()
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.cancel_step()
 
@@ -237,6 +337,12 @@ class Engine:
     ) -> torch.nn.modules.module._IncompatibleKeys:
         parts = self.parts
         if parts is None:
+            if any(p.is_meta for p in self._root.parameters()):
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}parameters on the meta device cannot take values before "
+                    "the model is partitioned; load in a hook given to "
+                    "register_post_partition_hook, or after the first step"
+                )
             # All ranks still hold the whole model, so the values can go in at once; the
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)

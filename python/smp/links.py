@@ -40,7 +40,17 @@ class Links:
         self._client: _C.LivenessClient | None = None
         self._world: _C.Communicator | None = None
 
-    def connect(self, store: dist.Store, *, own_host: str, loopback: bool, transport: str) -> None:
+    def connect(
+        self,
+        store: dist.Store,
+        *,
+        own_host: str,
+        loopback: bool,
+        transport: str,
+        machine: str,
+        shared_memory: bool,
+        ring_mb: int,
+    ) -> None:
         """Connects to all other ranks. Collective.
 
         Args:
@@ -48,6 +58,9 @@ class Links:
             own_host: address of this machine as others see it; that of rank 0 is used.
             loopback: all ranks are on one machine.
             transport: "gloo" or "mpi".
+            machine: equal on ranks that may try to share memory.
+            shared_memory: whether this rank wants to.
+            ring_mb: MiB of it for the messages of each other rank to this one.
         """
         rank, size = self._global_rank, self._world_size
         if rank == 0:
@@ -65,7 +78,15 @@ class Links:
             self._world = make_world(
                 store, rank, size, loopback=loopback, timeout_s=self._timeout_s
             )
-        self.mailbox = _C.Mailbox(self._world, self.board)
+        shared = _C.connect_shared_memory(
+            self._world,
+            self.board,
+            machine=machine,
+            enabled=shared_memory,
+            ring_bytes=ring_mb << 20,
+            timeout_s=self._timeout_s,
+        )
+        self.mailbox = _C.Mailbox(self._world, self.board, shared)
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
     @property

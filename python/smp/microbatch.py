@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +25,29 @@ def tensors_to_split(value: Any) -> Iterator[Tensor]:
 
 
 def num_microbatches(
-    arguments: Mapping[str, Any], axes: Mapping[str, int], microbatches: int, uneven: bool
+    arguments: Mapping[str, Any], axes: Mapping[str, int], microbatches: int
 ) -> int:
-    """How many microbatches the arguments make.
+    """How many microbatches the arguments make: fewer when there are fewer samples.
 
     Args:
         arguments: by name, those that are cut.
         axes: batch dimension by name, 0 where absent.
         microbatches: of the configuration.
-        uneven: forward-only steps may be cut unevenly, into fewer pieces if there are fewer
-            samples than microbatches.
 
     Raises:
-        ValueError: if a batch dimension does not exist or is not divisible.
+        ValueError: if a batch dimension does not exist.
     """
-    count = microbatches
+    sizes = batch_sizes(arguments, axes)
+    return min([microbatches, *(max(size, 1) for _, size in sizes)])
+
+
+def batch_sizes(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Name of the argument and size of the batch dimension of each tensor that is cut.
+
+    Raises:
+        ValueError: if a batch dimension does not exist.
+    """
+    sizes = []
     for name, value in arguments.items():
         axis = axes.get(name, 0)
         for tensor in tensors_to_split(value):
@@ -47,18 +57,64 @@ def num_microbatches(
                     f"{tuple(tensor.shape)} without dimension {axis}; set its batch dimension "
                     "with input_split_axes or name it in non_split_inputs"
                 )
-            size = tensor.shape[axis]
-            if uneven:
-                count = min(count, max(size, 1))
-            elif size % microbatches:
-                raise ValueError(
-                    f"argument '{name}' of the step function has a tensor of shape "
-                    f"{tuple(tensor.shape)}: its batch dimension {axis} ({size}) must be "
-                    f"divisible by microbatches ({microbatches}); use a batch size that is, drop "
-                    "the last incomplete batch (drop_last=True), or name the argument in "
-                    "non_split_inputs"
-                )
-    return count
+            sizes.append((name, tensor.shape[axis]))
+    return sizes
+
+
+def weights(sizes: Sequence[tuple[str, int]], count: int, *, strict: bool) -> list[float] | None:
+    """Weight of each microbatch in a mean over the whole batch, 1 on average.
+
+    Args:
+        sizes: from `batch_sizes`.
+        count: number of microbatches.
+        strict: refuse arguments that would give different weights.
+
+    Returns:
+        None when all microbatches are of one size.
+
+    Raises:
+        ValueError: when the microbatches of one argument are uneven and those of another have
+            other sizes.
+    """
+    if all(size % count == 0 for _, size in sizes):
+        return None
+    if len({size for _, size in sizes}) > 1:
+        if not strict:
+            return None
+        raise ValueError(
+            f"the arguments of the step function have batch dimensions of several sizes "
+            f"({dict(sizes)}), which {count} microbatches do not divide, so the weight of a "
+            "microbatch is not defined; use batches of one size, sizes that microbatches divide, "
+            "or name arguments in non_split_inputs"
+        )
+    size = sizes[0][1]
+    # As torch.tensor_split cuts.
+    pieces = [size // count + (mb < size % count) for mb in range(count)]
+    return [piece * count / size for piece in pieces]
+
+
+@dataclass
+class Share:
+    """The part of the batch that the running microbatch has.
+
+    Attributes:
+        weight: of its mean in the mean over the batch, times the number of microbatches.
+    """
+
+    weight: float = 1.0
+
+
+_share: contextvars.ContextVar[Share] = contextvars.ContextVar("smp_microbatch_share")
+
+
+def set_share(share: Share) -> None:
+    """Says which microbatch this context runs."""
+    _share.set(share)
+
+
+def current_share() -> Share:
+    """That of the running microbatch; one of weight 1 outside of step functions."""
+    return _share.get(None) or Share()
 
 
 def split(value: Any, count: int, axis: int) -> list[Any]:
@@ -90,12 +146,20 @@ class StepOutput:
         outputs: tensors in the order of the microbatches, on this rank's device.
     """
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor], weights: Sequence[float] | None = None) -> None:
         self.outputs = list(outputs)
+        self._weights = None if weights is None else list(weights)
 
     def reduce_mean(self) -> Tensor:
-        """Mean over microbatches (not over elements); shape of one output."""
-        return self.reduce_sum() / len(self.outputs)
+        """Mean over microbatches (not over elements); shape of one output.
+
+        Microbatches of different sizes count by their samples, so that the mean of means is the
+        mean over the batch.
+        """
+        if self._weights is None:
+            return self.reduce_sum() / len(self.outputs)
+        weighted = [out * weight for out, weight in zip(self.outputs, self._weights, strict=True)]
+        return torch.stack(weighted).sum(dim=0) / len(self.outputs)
 
     def reduce_sum(self) -> Tensor:
         """Sum over microbatches; shape of one output."""
@@ -113,7 +177,7 @@ class StepOutput:
 
     def detach(self) -> StepOutput:
         """The same without autograd graphs."""
-        return StepOutput([output.detach() for output in self.outputs])
+        return StepOutput([output.detach() for output in self.outputs], self._weights)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(output.shape)) for output in self.outputs)
@@ -123,12 +187,17 @@ class StepOutput:
     __iter__ = None  # type: ignore[assignment]
 
 
-def join(results: Sequence[Any], detach: bool) -> Any:
+def join(results: Sequence[Any], detach: bool, weights: Sequence[float] | None = None) -> Any:
     """Joins the return values of all microbatches.
 
     A tensor becomes a :class:`StepOutput`, ``None`` everywhere stays ``None``, any other leaf
     becomes the list of its values; lists, tuples, dictionaries and their subclasses (Hugging
     Face's ``ModelOutput``) are rebuilt.
+
+    Args:
+        results: in the order of the microbatches.
+        detach: whether tensors are detached.
+        weights: of the microbatches in a mean, if they differ.
 
     Raises:
         ValueError: if the microbatches returned different structures.
@@ -136,7 +205,7 @@ def join(results: Sequence[Any], detach: bool) -> Any:
     first = results[0]
     if isinstance(first, Tensor):
         _require(results, lambda r: isinstance(r, Tensor), "a tensor")
-        return StepOutput([r.detach() for r in results] if detach else results)
+        return StepOutput([r.detach() for r in results] if detach else results, weights)
     if first is None and all(r is None for r in results):
         return None
     if isinstance(first, dict):
@@ -145,7 +214,9 @@ def join(results: Sequence[Any], detach: bool) -> Any:
             lambda r: isinstance(r, dict) and r.keys() == first.keys(),
             f"a dictionary with keys {list(first)}",
         )
-        return _rebuild_dict(first, {k: join([r[k] for r in results], detach) for k in first})
+        return _rebuild_dict(
+            first, {k: join([r[k] for r in results], detach, weights) for k in first}
+        )
     if isinstance(first, list | tuple):
         _require(
             results,
@@ -153,7 +224,7 @@ def join(results: Sequence[Any], detach: bool) -> Any:
             f"{len(first)} values",
         )
         return _rebuild_sequence(
-            first, [join([r[i] for r in results], detach) for i in range(len(first))]
+            first, [join([r[i] for r in results], detach, weights) for i in range(len(first))]
         )
     return list(results)
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, runtime
+from smp import _C, microbatch, runtime
 from smp.engine import Engine
-from smp.model_parts import PARTIAL_MARK, ModelParts
+from smp.model_parts import PARTIAL_MARK, ModelParts, alias_forwards
+from smp.partition.trace import is_tracing as is_tracing
+from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
 
 Hook = Callable[["DistributedModel", Any], Any]
@@ -46,9 +48,13 @@ class DistributedModel(nn.Module):
 
     Args:
         module: the model; its modules stay unmodified.
-        trace_device, trace_execution_times, trace_memory_usage: how the partition is measured.
-            The partition of this version uses parameter sizes alone; only defaults are accepted
-            for the last two.
+        trace_device: "gpu" (the device of this process, also where that is the CPU) or "cpu": where
+            measurements for the partition are taken. Without measurements the trace has shapes
+            only, and needs neither memory nor a device.
+        trace_execution_times: measure forward times of modules on the first step, else they are
+            estimated from shapes.
+        trace_memory_usage: measure what modules keep for their backward, else it is taken from the
+            tensors that autograd saves.
         overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
         backward_passes_per_step: step calls whose gradients are accumulated per reduction.
         average_grads_across_microbatches: divide by the number of microbatches, else sum.
@@ -60,7 +66,7 @@ class DistributedModel(nn.Module):
 
     Raises:
         ValueError: for arguments that are not usable or not available yet.
-        RuntimeError: if a model is wrapped already.
+        RuntimeError: if a model is wrapped already, with more than one pipeline rank.
     """
 
     def __init__(
@@ -80,7 +86,8 @@ class DistributedModel(nn.Module):
         super().__init__()
         current = runtime.current()
         _check_module(module, current)
-        _check_tracing(trace_device, trace_execution_times, trace_memory_usage)
+        times = trace_execution_times or current.config.use_times
+        _check_tracing(trace_device, times)
         if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
             raise ValueError(
                 f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
@@ -90,6 +97,12 @@ class DistributedModel(nn.Module):
         self._engine = Engine(
             current,
             module,
+            trace=TraceOptions(
+                device=current.device,
+                real_device=current.device if trace_device == "gpu" else torch.device("cpu"),
+                measure_times=times,
+                measure_memory=trace_memory_usage,
+            ),
             overlap=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
             average=average_grads_across_microbatches,
@@ -99,7 +112,8 @@ class DistributedModel(nn.Module):
         self._runtime = current
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
-        current.model = self
+        alias_forwards(module)
+        current.models.append(self)
         if current.sizes["pp"] == 1:
             self.prepare()
 
@@ -110,6 +124,8 @@ class DistributedModel(nn.Module):
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
+        if self._engine.capture is not None:
+            self._engine.capture.on_call(self._on_device(args), self._on_device(kwargs))
         link = self._engine.link
         if link is None:
             if self._runtime.sizes["pp"] > 1:
@@ -117,10 +133,12 @@ class DistributedModel(nn.Module):
             return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
         if not self._engine.in_step():
             self._raise_outside_step("called")
+        share = microbatch.current_share()
         if not self._engine.is_driver:
-            return link.await_output()
+            output, share.weight = link.await_output()
+            return output
         output = self.get_module()(*self._on_device(args), **self._on_device(kwargs))
-        link.publish_output(output)
+        link.publish_output((output, share.weight))
         return output
 
     def backward(
@@ -134,6 +152,8 @@ class DistributedModel(nn.Module):
             tensors: scalar or list of tensors that depend on the model's output.
             grad_tensors: their gradients, as in ``torch.autograd.backward``.
         """
+        if self._engine.capture is not None:
+            self._engine.capture.on_backward()
         server = self._engine.server
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
@@ -146,6 +166,9 @@ class DistributedModel(nn.Module):
         if not server.is_driver:
             server.await_backward()
             return
+        weight = self._engine.root_weight(microbatch.current_share().weight)
+        if weight != 1.0:
+            tensors, grad_tensors = _weighted(tensors, grad_tensors, weight)
         server.begin_backward()
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         torch.autograd.backward([resolve(root) for root in roots], grad_tensors)
@@ -164,21 +187,38 @@ class DistributedModel(nn.Module):
             return arguments
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), arguments)
 
-    def prepare(self) -> None:
-        """Partitions the model unless that has happened. Collective."""
+    def prepare(self, run_body: Callable[[], object] | None = None) -> None:
+        """Partitions the model unless that has happened. Collective.
+
+        Args:
+            run_body: runs the step function on the first microbatch, for the trace.
+        """
         if self._engine.partitioned:
             return
-        self._engine.partition()
+        self._engine.partition(run_body)
         for hook in list(self._post_partition_hooks.values()):
             hook(self, self._runtime.optimizer)
 
-    def begin_step(self, name: str, num_microbatches: int, trains: bool) -> int:
+    def begin_step(
+        self, name: str, num_microbatches: int, trains: bool, weights: Sequence[float] | None
+    ) -> int:
         """Opens a step on all ranks; returns the driver's number of microbatches."""
-        return self._engine.begin_step(name, num_microbatches, trains)
+        return self._engine.begin_step(name, num_microbatches, trains, weights)
 
-    def run_step(self, num_microbatches: int, body: Callable[[int], None]) -> None:
-        """Runs ``body(mb)`` for every microbatch, in the order of the schedule."""
-        self._engine.run_step(num_microbatches, body)
+    def run_step(
+        self,
+        num_microbatches: int,
+        body: Callable[[int], None],
+        others: Sequence[DistributedModel] = (),
+    ) -> None:
+        """Runs ``body(mb)`` for every microbatch, in the order of the schedule.
+
+        Args:
+            num_microbatches: how many there are.
+            body: runs one of them.
+            others: further models that the step has begun for.
+        """
+        self._engine.run_step(num_microbatches, body, [other._engine for other in others])
 
     def end_step(self, trains: bool) -> None:
         """Finishes the reduction of gradients and runs the hooks that wait for it."""
@@ -193,6 +233,13 @@ class DistributedModel(nn.Module):
         self._engine.abandon_step()
 
     # ---- access
+
+    @property
+    def _label(self) -> str:
+        """What messages call this model."""
+        module = self.get_module()
+        millions = sum(p.numel() for p in module.parameters()) / 1e6
+        return f"{type(module).__name__} of {millions:.3g} M parameters"
 
     @property
     def partitioned(self) -> bool:
@@ -348,18 +395,33 @@ class DistributedModel(nn.Module):
         )
 
 
-def is_tracing() -> bool:
-    """Is the model being traced? Never in this version: its partition needs no trace."""
-    return False
+def _weighted(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None,
+    weight: float,
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """The same backward with all gradients multiplied by ``weight``."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if grad_tensors is None:
+        grads: list[Tensor | None] = [None] * len(tensors)
+    else:
+        grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors)
+    for i, (tensor, grad) in enumerate(zip(tensors, grads, strict=False)):
+        if grad is not None:
+            grads[i] = grad * weight
+        elif tensor.numel() == 1:  # autograd refuses others without a gradient
+            grads[i] = torch.full_like(tensor, weight)
+    return tensors, grads
 
 
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
-    if current.model is not None:
+    if current.models and current.sizes["pp"] > 1:
         raise RuntimeError(
-            f"{_C.rank_prefix()}a model is wrapped already; one DistributedModel per smp.init is "
-            "supported: call smp.shutdown() and smp.init() to begin anew"
+            f"{_C.rank_prefix()}a model is wrapped already; with pipeline_parallel_degree > 1 one "
+            "DistributedModel per smp.init is supported: call smp.shutdown() and smp.init() to "
+            "begin anew, or wrap several with pipeline_parallel_degree=1"
         )
     for name, child in module.named_modules():
         where = f"'{name}'" if name else "the model itself"
@@ -373,7 +435,7 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
             raise ValueError(f"{where} is a ScriptModule, which smp cannot partition")
 
 
-def _check_tracing(device: str, times: bool, memory_usage: bool) -> None:
+def _check_tracing(device: str, times: bool) -> None:
     if device not in ("gpu", "cpu"):
         raise ValueError(f"trace_device must be 'gpu' or 'cpu', not {device!r}")
     if times and device == "cpu":
@@ -381,6 +443,3 @@ def _check_tracing(device: str, times: bool, memory_usage: bool) -> None:
             "smp config: trace_execution_times=True: times on the CPU say nothing about the GPU; "
             "use trace_device='gpu' or trace_execution_times=False"
         )
-    for name, value in (("trace_execution_times", times), ("trace_memory_usage", memory_usage)):
-        if value:
-            raise ValueError(f"{name}=True is not available yet in this version; leave it False")

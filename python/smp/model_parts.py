@@ -13,6 +13,18 @@ from smp import memory
 PARTIAL_MARK = "_smp_is_partial"
 
 
+def alias_forwards(root: nn.Module) -> None:
+    """Gives the classes of a model's modules ``_orig_forward``, another name of their ``forward``.
+
+    Scripts call ``super()._orig_forward(...)`` in subclasses of modules; ``super().forward(...)``
+    works as well, because only instances ever get another forward.
+    """
+    for cls in {cls for module in root.modules() for cls in type(module).__mro__}:
+        forward = cls.__dict__.get("forward")
+        if forward is not None and cls is not nn.Module and "_orig_forward" not in cls.__dict__:
+            setattr(cls, "_orig_forward", forward)  # noqa: B010 - not in the type of a class
+
+
 class ModelParts:
     """Views of a partitioned model, restricted to this rank, and its state by name.
 
@@ -39,7 +51,9 @@ class ModelParts:
         """Makes local parameters real on ``device`` and frees all others; moves all buffers.
 
         Buffers stay real on every rank: they are small and parents read those of their children.
+        What is on the meta device is initialised here.
         """
+        memory.initialise_delayed(self.root, self.is_local_parameter, device)
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
             if partition == self._pp_rank:

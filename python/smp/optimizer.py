@@ -181,11 +181,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         the MP group for partial dicts.
         """
         self._pending_load = dict(state_dict)
-        model = self._model()
-        if model is None:
+        models = self._models()
+        if not models:
             return  # the first step is early enough
         # Runs at once if the model is partitioned.
-        model.register_post_partition_hook(lambda *_: self._load_pending())
+        models[-1].register_post_partition_hook(lambda *_: self._load_pending())
 
     def _load_pending(self) -> None:
         given, self._pending_load = self._pending_load, None
@@ -219,18 +219,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unique = {id(p): p for group in self.param_groups for p in group["params"]}
         return list(unique.values())
 
-    def _model(self) -> DistributedModel | None:
-        model = runtime.current().model
-        return model if isinstance(model, DistributedModel) else None
+    def _models(self) -> list[DistributedModel]:
+        """Models whose parameters these are; all there are when there is one or none."""
+        models = [m for m in runtime.current().models if isinstance(m, DistributedModel)]
+        if len(models) > 1:
+            own = {id(parameter) for parameter in self._parameters()}
+            models = [m for m in models if any(id(p) in own for p in m.parameters())]
+        return models
 
     def _is_partitioned(self) -> bool:
-        model = self._model()
-        return model is not None and model.partitioned
+        models = self._models()
+        return bool(models) and all(model.partitioned for model in models)
 
     def _is_local(self, parameter: Tensor) -> bool:
         """Is the parameter updated here? All are until the model is partitioned."""
-        model = self._model()
-        return model is None or not model.partitioned or model.is_local_parameter(parameter)
+        models = self._models()
+        return not models or any(
+            not model.partitioned or model.is_local_parameter(parameter) for model in models
+        )
 
 
 def _complete(entries: dict[Any, Any], local: set[int]) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,13 @@ class State:
         return None if _current is None else _current.config
 
 
+class WrappedModel(Protocol):
+    """What is known here of a `DistributedModel`."""
+
+    @property
+    def _label(self) -> str: ...
+
+
 class Runtime:
     """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.
 
@@ -94,7 +101,8 @@ class Runtime:
         device: where the tensors of this rank live.
         links: liveness, mailbox and object exchange; None in a world of one.
         comms: tensor communicators of the groups; its members are None for groups of one.
-        model, optimizer: the wrapped ones, once there are any.
+        models: wrapped models, in the order in which they were made.
+        optimizer: the last one wrapped, if any.
         server: module server of a partitioned model with several pipeline ranks.
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions.
@@ -121,7 +129,7 @@ class Runtime:
         self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
         self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
         self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
-        self.model: object | None = None
+        self.models: list[WrappedModel] = []
         self.optimizer: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
@@ -138,13 +146,14 @@ class Runtime:
         self._on_shutdown: list[Callable[[], None]] = []
         _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")
 
-    def connect(self, store: dist.Store, *, loopback: bool, own_host: str) -> None:
+    def connect(self, store: dist.Store, *, loopback: bool, own_host: str, machine: str) -> None:
         """Connects to the other ranks of a world of more than one. Collective.
 
         Args:
             store: keys of this init.
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
+            machine: equal on ranks that may try to share memory.
         """
         self._store, self._loopback = store, loopback
         self.links = Links(
@@ -153,7 +162,13 @@ class Runtime:
             self.settings.timeout_s,
         )
         self.links.connect(
-            store, own_host=own_host, loopback=loopback, transport=self.settings.transport
+            store,
+            own_host=own_host,
+            loopback=loopback,
+            transport=self.settings.transport,
+            machine=machine,
+            shared_memory=self.settings.shared_memory,
+            ring_mb=self.settings.ring_mb,
         )
         self.comms = build_groups(
             self.grid,
@@ -296,6 +311,21 @@ class Runtime:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
 
+    @property
+    def model(self) -> WrappedModel | None:
+        """The model that calls mean which name none; None before one is wrapped.
+
+        Raises:
+            RuntimeError: there are several.
+        """
+        if len(self.models) > 1:
+            candidates = "; ".join(f"{i}: {model._label}" for i, model in enumerate(self.models))
+            raise RuntimeError(
+                f"{_C.rank_prefix()}this call names no model and {len(self.models)} are wrapped "
+                f"({candidates}); call the method of the model that is meant, or pass it"
+            )
+        return self.models[0] if self.models else None
+
     def close(self) -> None:
         """Says goodbye to the other ranks and ends everything. May be called twice."""
         if self._closed:
@@ -318,7 +348,8 @@ class Runtime:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        self.model = self.optimizer = self.server = None
+        self.models = []
+        self.optimizer = self.server = None
         self._torch_groups = self._store = None
         self._on_shutdown.clear()
         self._on_step.clear()
@@ -396,6 +427,7 @@ def init(config: UserConfig = None) -> None:
             store,
             loopback=len({other.machine for other in hellos}) == 1,
             own_host=env.get("MASTER_ADDR") or hostname,
+            machine=f"{hello.host} {hello.machine}",  # hosts may be simulated
         )
     except BaseException as error:
         runtime.report_raised("smp.init", error)

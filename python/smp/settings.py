@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_RING_MB = 8
+MAX_RING_MB = 4096
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Settings:
     """`SMP_SHARE_GPU`: several processes may use one GPU."""
     transport: str = "gloo"
     """`SMP_TRANSPORT`: gloo or mpi, for messages between ranks."""
+    shared_memory: bool = True
+    """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
+    ring_mb: int = DEFAULT_RING_MB
+    """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
 
 
 def read_settings(env: Mapping[str, str]) -> Settings:
@@ -42,7 +48,19 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
         share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
+        shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
+        ring_mb=_ring_mb(env),
     )
+
+
+def _ring_mb(env: Mapping[str, str]) -> int:
+    text = env.get("SMP_SHM_RING_MB") or str(DEFAULT_RING_MB)
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RING_MB:
+        raise ValueError(
+            f"smp: SMP_SHM_RING_MB={text!r} is not a whole number from 1 to {MAX_RING_MB}; "
+            "correct it"
+        )
+    return int(text)
 
 
 def _choice(env: Mapping[str, str], name: str, default: str, *others: str) -> str:

@@ -6,12 +6,13 @@ import contextvars
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from smp import microbatch, runtime
+from smp.microbatch import Share
 from smp.microbatch import StepOutput as StepOutput
 from smp.model import DistributedModel
 from smp.pipeline import autocast
@@ -63,29 +64,39 @@ class StepFunction:
 
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
-        model = current.model
-        if not isinstance(model, DistributedModel):
-            model = None
+        models = [model for model in current.models if isinstance(model, DistributedModel)]
         trains = torch.is_grad_enabled()
         arguments = self._split_arguments(args, kwargs)
-        count = microbatch.num_microbatches(
-            arguments, self._axes, current.config.microbatches, uneven=not trains
-        )
-        if model is None:
-            bodies = self._bodies(args, kwargs, arguments, count, current.device)
-            for mb in range(count):
-                bodies(mb)
-        else:
-            model.prepare()
-            count = model.begin_step(self._name, count, trains)
-            try:
-                bodies = self._bodies(args, kwargs, arguments, count, current.device)
-                model.run_step(count, bodies)
+        count = microbatch.num_microbatches(arguments, self._axes, current.config.microbatches)
+        # Arguments of other ranks than the driver may be dummies of any shape.
+        weights = None
+        if current.ranks["pp"] == 0:
+            sizes = microbatch.batch_sizes(arguments, self._axes)
+            weights = microbatch.weights(sizes, count, strict=trains)
+
+        def bodies_of(num_microbatches: int) -> _Bodies:
+            return self._bodies(args, kwargs, arguments, num_microbatches, current.device, weights)
+
+        for model in models:
+            model.prepare(lambda: bodies_of(count)(0))
+        try:
+            for model in models:
+                count = model.begin_step(self._name, count, trains, weights)
+            bodies = bodies_of(count)
+            if models:
+                models[0].run_step(count, bodies, models[1:])
+            else:
+                for mb in range(count):
+                    bodies(mb)
+            for model in models:
                 model.end_step(trains)
-            except BaseException:
+        except BaseException:
+            for model in models:
                 model.abandon_step()
-                raise
-        result = microbatch.join([bodies.results[mb] for mb in range(count)], self._detach_outputs)
+            raise
+        result = microbatch.join(
+            [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
+        )
         current.step_finished(time.perf_counter() - started_s)
         return result
 
@@ -96,12 +107,14 @@ class StepFunction:
         arguments: dict[str, Any],
         count: int,
         device: torch.device,
+        weights: Sequence[float] | None,
     ) -> _Bodies:
         pieces = {
             name: microbatch.split(value, count, self._axes.get(name, 0))
             for name, value in arguments.items()
         }
-        return _Bodies(self._function, self._bind(args, kwargs), pieces, device)
+        shares = [Share(weight) for weight in weights or [1.0] * count]
+        return _Bodies(self._function, self._bind(args, kwargs), pieces, device, shares)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)
@@ -135,11 +148,13 @@ class _Bodies:
         bound: inspect.BoundArguments,
         pieces: Mapping[str, list[Any]],
         device: torch.device,
+        shares: Sequence[Share],
     ) -> None:
         self._function = function
         self._bound = bound
         self._pieces = pieces
         self._device = device
+        self._shares = shares
         self._autocast = autocast.capture(device)
         self._context = contextvars.copy_context()
         self.results: dict[int, Any] = {}
@@ -156,10 +171,16 @@ class _Bodies:
         def run() -> Any:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread
+            microbatch.set_share(self._shares[mb])
             with autocast.apply(self._autocast):
                 return self._function(*bound.args, **bound.kwargs)
 
         self.results[mb] = self._context.copy().run(run)
+
+    def weights(self) -> list[float] | None:
+        """Weights of the microbatches, if they differ; after they have run."""
+        weights = [share.weight for share in self._shares]
+        return weights if any(weight != 1.0 for weight in weights) else None
 
     def _piece(self, name: str, value: Any, mb: int) -> Any:
         return self._pieces[name][mb] if name in self._pieces else value
@@ -174,11 +195,19 @@ def step(
 ) -> Any:
     """Decorator for the function that runs forward and backward of one batch.
 
-    A call cuts every tensor argument along its batch dimension into ``microbatches`` equal pieces
-    and runs the function once per piece on every rank of the replica, pipelined. On return the
-    backward of all microbatches and the data-parallel reduction are done. Forward-only calls
-    (under ``torch.no_grad()``) may have batches that do not divide. Collective: every rank calls
-    the same step functions in one order.
+    A call cuts every tensor argument along its batch dimension into ``microbatches`` pieces and
+    runs the function once per piece on every rank of the replica, pipelined. On return the
+    backward of all microbatches and the data-parallel reduction are done. Collective: every rank
+    calls the same step functions in one order.
+
+    A batch that ``microbatches`` does not divide is cut into pieces that differ by one sample, and
+    into fewer pieces if there are fewer samples. Gradients and ``reduce_mean`` weigh each piece by
+    its samples, so a loss that is a mean over samples gives the mean over the batch. The batch of
+    pipeline rank 0 counts.
+
+    The first call runs the function once more on pipeline rank 0 of the first replica, up to its
+    call of the model, to trace that call for the automatic partition. Side effects before the call
+    happen once more there; `smp.is_tracing` tells.
 
     Args:
         function: the function, when used without parentheses.
@@ -191,7 +220,8 @@ def step(
         tensor, a list for each other leaf, and ``None`` where all microbatches returned ``None``.
 
     Raises:
-        ValueError: when called with a batch that microbatches do not divide.
+        ValueError: when called with arguments of different batch sizes which microbatches do not
+            divide.
         smp.PeerFailure: when another rank failed meanwhile.
     """
 

@@ -26,27 +26,27 @@ def expect_everywhere(
         assert re.search(text, outcome.message, re.DOTALL), outcome.traceback
 
 
-def indivisible_batch(rank: int, samples: list[int]) -> None:
+def one_sample(rank: int, dims: list[int]) -> None:
     import smp
 
     init(CHAIN)
     model = make_model(CHAIN)
 
-    @smp.step
+    @smp.step(input_split_axes={"images": 1})
     def train(images: Tensor) -> Tensor:
         loss = model(images).square().mean()
         model.backward(loss)
         return loss
 
-    train(torch.randn(samples[rank], 6, dtype=torch.float64))
+    train(torch.randn([6, 8][: dims[rank]], dtype=torch.float64))
 
 
-def test_batch_that_microbatches_do_not_divide_is_an_error_on_all_ranks(pool: Pool) -> None:
-    expect_everywhere(pool, 2, indivisible_batch, [6, 6], error="ValueError", text=r"images.*6.*4")
+def test_batch_without_its_batch_dimension_is_an_error_on_all_ranks(pool: Pool) -> None:
+    expect_everywhere(pool, 2, one_sample, [1, 1], error="ValueError", text=r"images.*6.*axes")
 
 
 def test_bad_batch_on_the_driver_alone_is_an_error_on_all_ranks(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, indivisible_batch, [6, 8], timeout=30)
+    outcomes = pool.outcomes(2, one_sample, [1, 2], timeout=30)
     assert outcomes[0].error == "ValueError", outcomes[0].traceback
     assert "PeerFailure" in outcomes[1].bases, outcomes[1].traceback
     assert "rank 0" in outcomes[1].message and "images" in outcomes[1].message

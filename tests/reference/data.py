@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.reference.families import family_loss, family_of, make_family_batch
 from tests.reference.models import HF_MODELS, VOCABULARY, WIDTH
 
 BATCH = 8
@@ -14,6 +15,8 @@ SEQUENCE = 7
 def make_batch(case: str, dtype: torch.dtype, dp_rank: int, step: int) -> dict[str, Tensor]:
     """What one data-parallel replica sees in one step; batch first, 8 samples."""
     generator = torch.Generator().manual_seed(7919 * (dp_rank + 1) + 104729 * step)
+    if family_of(case) is not None:
+        return make_family_batch(case, dtype, generator)
     if case not in HF_MODELS:
         x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
         y = torch.randn(BATCH, 1, generator=generator, dtype=torch.float64)
@@ -35,6 +38,8 @@ def make_batch(case: str, dtype: torch.dtype, dp_rank: int, step: int) -> dict[s
 
 def compute_loss(case: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss of one microbatch; `model` is plain or distributed."""
+    if family_of(case) is not None:
+        return family_loss(case, model, batch)
     if case in HF_MODELS:
         loss: Tensor = model(**batch)["loss"]
         return loss

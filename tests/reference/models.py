@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.reference.families import build_family, family_of
+
 Place = Callable[[int], contextlib.AbstractContextManager[Any]]
 WIDTH = 6
 VOCABULARY = 41
@@ -389,5 +391,8 @@ HF_LAYERS = {"gptj": "transformer.h", "gpt2": "transformer.h", "bert": "bert.enc
 
 def build(case: str, dtype: torch.dtype, place: Place = nowhere, seed: int = 1) -> nn.Module:
     """The model of a case, randomised, in training mode."""
-    model = HF_MODELS[case]() if case in HF_MODELS else OWN_MODELS[case](place)
+    if family_of(case) is not None:
+        model = build_family(case)
+    else:
+        model = HF_MODELS[case]() if case in HF_MODELS else OWN_MODELS[case](place)
     return randomise_(model.to(dtype), seed).train()

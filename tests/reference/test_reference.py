@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reference.data import make_batch
+from tests.reference import families
+from tests.reference.data import compute_loss, make_batch
+from tests.reference.families import CAUSAL, FAMILIES, build_family
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 from tests.reference.single_process import train_reference
 from tests.reference.tolerances import assert_close, largest, relative_difference
@@ -65,3 +67,42 @@ def test_replicas_and_steps_have_different_data_with_padding(case: str) -> None:
         padded = batch["labels"][batch["attention_mask"] == 0]
         kept = batch["labels"][:, 1:] != -100
         assert (padded == -100).all() and kept.any(1).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_a_family_gets_a_gradient(family: str) -> None:
+    record = train_reference(family, torch.float64, 1, 4)
+    assert largest(record.grads[0]) > 1e-2
+    for name, grad in record.grads[0].items():
+        assert grad is not None and grad.any(), f"{name} has no gradient"
+    for name, parameter in build(family, torch.float64).named_parameters():
+        assert not (parameter == 0).all() and not (parameter == 1).all(), name
+
+
+def test_families_keep_the_defaults_of_transformers_apart_from_dropout() -> None:
+    for family in (*CAUSAL, "hf/t5"):
+        assert build_family(family).config.use_cache is True, family
+        assert build_family(f"{family}+nocache").config.use_cache is False, family
+    assert build_family("hf/gpt2").config.resid_pdrop == 0.0
+    assert build_family("hf/gpt2+dropout").config.resid_pdrop > 0.0
+    with pytest.raises(ValueError, match="dorpout"):
+        build_family("hf/gpt2+dorpout")
+
+
+def test_an_expert_of_the_mixture_gets_no_token_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    plain = families.Expert.forward
+
+    def counting(self: families.Expert, tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(len(tokens))
+        return plain(self, tokens)
+
+    monkeypatch.setattr(families.Expert, "forward", counting)
+    model = build("moe", torch.float64)
+    for step in range(3):
+        batch = make_batch("moe", torch.float64, 0, step)
+        for piece in zip(*(t.chunk(8) for t in batch.values()), strict=True):
+            compute_loss("moe", model, dict(zip(batch, piece, strict=True)))
+    assert 0 in seen and max(seen) > 2

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.microbatch import StepOutput, join, num_microbatches, split
+from smp.microbatch import StepOutput, batch_sizes, join, num_microbatches, split, weights
 
 
 class Pair(NamedTuple):
@@ -33,15 +33,45 @@ def test_containers_are_rebuilt_and_other_objects_are_shared() -> None:
     assert second.second[1] == 3
 
 
-def test_training_batches_must_divide_and_the_error_names_argument_and_shape() -> None:
-    with pytest.raises(ValueError, match=r"'x'.*\(6, 2\).*dimension 0 \(6\).*microbatches \(4\)"):
-        num_microbatches({"x": torch.zeros(6, 2)}, {}, 4, uneven=False)
-
-
 @given(st.integers(0, 9), st.integers(1, 8))
-def test_forward_only_batches_make_no_more_pieces_than_samples(batch: int, wanted: int) -> None:
-    count = num_microbatches({"x": torch.zeros(batch, 2)}, {}, wanted, uneven=True)
+def test_batches_make_no_more_pieces_than_samples(batch: int, wanted: int) -> None:
+    count = num_microbatches({"x": torch.zeros(batch, 2)}, {}, wanted)
     assert count == max(1, min(batch, wanted))
+
+
+def test_a_missing_batch_dimension_names_argument_and_shape() -> None:
+    with pytest.raises(ValueError, match=r"'x'.*\(6,\).*dimension 1.*input_split_axes"):
+        num_microbatches({"x": torch.zeros(6)}, {"x": 1}, 2)
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_weighted_mean_of_means_is_the_mean_over_the_batch(batch: int, wanted: int) -> None:
+    x = torch.randn(batch, dtype=torch.float64)
+    arguments = {"x": x, "nested": {"y": x[:, None]}}
+    count = num_microbatches(arguments, {}, wanted)
+    shares = weights(batch_sizes(arguments, {}), count, strict=True)
+    assert (shares is None) == (batch % count == 0), "even batches keep their bits"
+    output = StepOutput([piece.mean() for piece in split(x, count, 0)], shares)
+    assert torch.allclose(output.reduce_mean(), x.mean(), rtol=1e-12)
+    assert torch.equal(output.detach().reduce_mean(), output.reduce_mean())
+
+
+def test_uneven_batches_of_several_sizes_have_no_weights() -> None:
+    sizes = [("x", 6), ("y", 7)]
+    assert weights(sizes, 4, strict=False) is None
+    with pytest.raises(ValueError, match=r"'x': 6, 'y': 7.*4 microbatches.*non_split_inputs"):
+        weights(sizes, 4, strict=True)
+    assert weights([("x", 8), ("y", 4)], 4, strict=True) is None
+
+
+def test_joined_tensors_at_every_depth_are_weighted() -> None:
+    results = [
+        {"loss": torch.tensor(1.0), "n": [torch.tensor(3.0)]},
+        {"loss": torch.tensor(4.0), "n": [torch.tensor(6.0)]},
+    ]
+    joined = join(results, True, [4 / 3, 2 / 3])
+    assert joined["loss"].reduce_mean().item() == pytest.approx(2.0)
+    assert joined["n"][0].reduce_mean().item() == pytest.approx(4.0)
 
 
 def test_dummies_of_other_ranks_are_cut_by_their_batch() -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp.partition.contexts import partition, set_partition
-from smp.partition.decide import Decision, agree, decide, first_difference
+from smp.partition.decide import (
+    Decision,
+    agree,
+    decide,
+    first_difference,
+    kept_microbatches,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,9 @@ class Config:
     auto_partition: bool = True
     default_partition: int = 0
     memory_weight: float | None = None
+    pipeline: str = "interleaved"
+    microbatches: int = 4
+    active_microbatches: int | None = None
 
 
 MANUAL = Config(auto_partition=False)
@@ -169,6 +178,44 @@ def test_marks_are_ignored_with_one_warning_in_auto_mode(caplog: pytest.LogCaptu
         assert decide(model, Config(), 2).partition_idxs == expected
     assert [r.message for r in caplog.records if "auto_partition is True" in r.message] != []
     assert len(caplog.records) == 1
+
+
+def test_modules_that_are_cut_run_on_the_driver() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 8)), nn.Linear(8, 8)
+    )
+    places = decide(model, Config(), 4).partition_of_name
+    assert [places[name] for name in ("0", "1.0", "1.1", "2")] == [0, 1, 2, 3]
+    assert places["1"] == 0
+
+
+def test_chunks_are_dealt_round_and_part_of_what_ranks_agree_on() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    decision = decide(model, Config(), 2, num_chunks=2)
+    assert decision.partition_idxs == (0, 0, 0, 1, 1, 0, 0, 1, 1)
+    assert decision.chunk_idxs == (0, 0, 0, 0, 0, 1, 1, 1, 1)
+    assert "pp_rank 1 chunk 1: 160 bytes (25.0 %): [6-7]" in decision.text
+    assert "7 in chunk 1" in decision.lines
+    assert decision.assignment.hash == decision.hash
+    with pytest.raises(ValueError, match="2 chunks per rank need auto_partition=True"):
+        decide(model, MANUAL, 2, num_chunks=2)
+
+
+def test_kept_microbatches_are_those_of_the_schedule() -> None:
+    assert kept_microbatches(Config(microbatches=2), 4) == [2, 2, 2, 1]
+    assert kept_microbatches(Config(microbatches=8, active_microbatches=4), 4) == [4, 3, 2, 1]
+    assert kept_microbatches(Config(microbatches=8, active_microbatches=6), 4) == [6, 5, 4, 3]
+    assert kept_microbatches(Config(pipeline="simple", microbatches=3), 2) == [3, 3]
+
+
+@pytest.mark.parametrize("config", [Config(), MANUAL])
+def test_memory_limit_is_refused_with_rank_and_figures(config: Config) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    set_partition(model, 0)
+    needed = 4 * (160 if config is MANUAL else 80)
+    assert decide(model, config, 2, memory_limit_bytes=needed).num_partitions == 2
+    with pytest.raises(ValueError, match=rf"pp_rank 0 needs {needed} bytes.* 7 more than"):
+        decide(model, config, 2, memory_limit_bytes=needed - 7)
 
 
 def test_first_difference_names_both_sides() -> None:

@@ -9,7 +9,7 @@ from smp import settings
 
 
 def test_defaults() -> None:
-    assert settings.read_settings({}) == settings.Settings(1800.0, "auto", False, "gloo")
+    assert settings.read_settings({}) == settings.Settings(1800.0, "auto", False, "gloo", True, 8)
 
 
 def test_values_are_read() -> None:
@@ -18,8 +18,10 @@ def test_values_are_read() -> None:
         "SMP_DEVICE": "cpu",
         "SMP_SHARE_GPU": "1",
         "SMP_TRANSPORT": "mpi",
+        "SMP_SHM": "0",
+        "SMP_SHM_RING_MB": "2",
     }
-    assert settings.read_settings(env) == settings.Settings(2.5, "cpu", True, "mpi")
+    assert settings.read_settings(env) == settings.Settings(2.5, "cpu", True, "mpi", False, 2)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,10 @@ def test_values_are_read() -> None:
         ("SMP_DEVICE", "tpu"),
         ("SMP_SHARE_GPU", "yes"),
         ("SMP_TRANSPORT", "pigeon"),
+        ("SMP_SHM", "no"),
+        ("SMP_SHM_RING_MB", "0"),
+        ("SMP_SHM_RING_MB", "1.5"),
+        ("SMP_SHM_RING_MB", "9999"),
     ],
 )
 def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:

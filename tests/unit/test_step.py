@@ -43,3 +43,87 @@ def test_a_step_that_failed_does_not_spoil_the_next(model: smp.DistributedModel)
     plain.load_state_dict(model.state_dict())
     plain(x).mean().backward()
     assert torch.allclose(model.get_module().weight.grad, plain.weight.grad)
+
+
+# ---- several models ------------------------------------------------------------------
+
+
+class Twins:
+    """A generator and a discriminator of one shape, and the same unwrapped."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.plain = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(2)]
+        torch.manual_seed(4)
+        self.models = [smp.DistributedModel(nn.Linear(3, 3, dtype=torch.float64)) for _ in range(2)]
+
+
+@pytest.fixture
+def twins() -> Iterator[Twins]:
+    smp.init({"microbatches": 2})
+    yield Twins()
+    smp.shutdown()
+
+
+def check_gradients(twins: Twins) -> None:
+    for plain, model in zip(twins.plain, twins.models, strict=True):
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            if expected.grad is None:
+                assert parameter.grad is None
+            else:
+                assert parameter.grad is not None and expected.grad.abs().max() > 0
+                assert torch.allclose(parameter.grad, expected.grad, rtol=1e-12)
+
+
+def test_two_models_train_in_one_step_function(twins: Twins) -> None:
+    first, second = twins.models
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = second(torch.tanh(first(x))).square().mean()
+        second.backward(loss)
+        return loss
+
+    x = torch.randn(5, 3, dtype=torch.float64)  # uneven: weights go to both models
+    loss = train_step(x)
+    expected = twins.plain[1](torch.tanh(twins.plain[0](x))).square().mean()
+    expected.backward()
+    assert torch.allclose(loss.reduce_mean(), expected)
+    check_gradients(twins)
+
+
+def test_two_models_train_in_step_functions_of_their_own(twins: Twins) -> None:
+    def make_step(model: smp.DistributedModel) -> Any:
+        @smp.step
+        def train_step(x: Tensor) -> Tensor:
+            loss: Tensor = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        return train_step
+
+    first_step, second_step = (make_step(model) for model in twins.models)
+    optimizers = [
+        smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for model in twins.models
+    ]
+    plain_optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for plain in twins.plain]
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for step, i in ((first_step, 0), (second_step, 1), (first_step, 0)):
+        step(x)
+        twins.plain[i](x).square().mean().backward()
+        check_gradients(twins)
+        for optimizer in (optimizers[i], plain_optimizers[i]):
+            optimizer.step()
+            optimizer.zero_grad()
+    for plain, model in zip(twins.plain, twins.models, strict=True):
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(parameter, expected, rtol=1e-12)
+    state = optimizers[1].state_dict()
+    optimizers[1].load_state_dict(state)
+
+
+def test_calls_that_name_no_model_list_the_candidates(twins: Twins) -> None:
+    with pytest.raises(RuntimeError, match=r"0: Linear of 1.2e-05 M.*; 1: Linear.*the model that"):
+        _ = smp.runtime.current().model
+    assert smp.runtime.current().models == twins.models

@@ -1,5 +1,10 @@
-"""Where parameters live: real here, or placeholders for another rank's."""
+"""Where parameters live: real here, placeholders for another rank's, or not yet anywhere."""
 
-from smp.memory.materialize import make_placeholder, make_real
+from smp.memory.materialize import (
+    delay_param_initialization,
+    initialise_delayed,
+    make_placeholder,
+    make_real,
+)
 
-__all__ = ["make_placeholder", "make_real"]
+__all__ = ["delay_param_initialization", "initialise_delayed", "make_placeholder", "make_real"]

@@ -158,9 +158,9 @@ def set_partition(module: nn.Module, index: int) -> None:
 def _is_partitioned(module: nn.Module) -> bool:
     if not runtime.is_initialized() or runtime.current().sizes["pp"] == 1:
         return False
-    model = runtime.current().model
-    return (
+    return any(
         isinstance(model, nn.Module)
         and bool(getattr(model, "partitioned", False))
         and any(part is module for part in model.modules())
+        for model in runtime.current().models
     )

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
 from smp import _C, comm, runtime
+from smp.partition import plan_file
 from smp.partition.contexts import check_index, mark_of
 from smp.partition.tree import ModuleIndex, build_tree
 
@@ -27,6 +29,12 @@ class PartitionConfig(Protocol):
     def default_partition(self) -> int: ...
     @property
     def memory_weight(self) -> float | None: ...
+    @property
+    def pipeline(self) -> str: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def active_microbatches(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,11 @@ class Decision:
         partition_idxs: partition per module.
         load_bytes: parameter bytes per partition.
         text: lines for the log, beginning with ``Partition assignments:``.
-        hash: 64 bits of names and partitions.
+        hash: 64 bits of names, partitions and chunks.
+        num_chunks: stages per rank.
+        chunk_idxs: chunk per module; empty if there is one chunk only.
+        options: by which it was decided and is explained; None on ranks that only follow.
+        decided_by: "auto", "marks" or "file".
     """
 
     index: ModuleIndex
@@ -48,6 +60,43 @@ class Decision:
     load_bytes: tuple[int, ...]
     text: str
     hash: int
+    num_chunks: int = 1
+    chunk_idxs: tuple[int, ...] = ()
+    options: _C.PartitionOptions | None = None
+    decided_by: str = "auto"
+
+    @classmethod
+    def of(
+        cls,
+        index: ModuleIndex,
+        assignment: _C.Assignment,
+        options: _C.PartitionOptions | None = None,
+        decided_by: str = "auto",
+    ) -> Decision:
+        """What the partitioner has returned, with the modules it is about."""
+        return cls(
+            index=index,
+            num_partitions=assignment.num_partitions,
+            partition_idxs=tuple(assignment.partition_idxs),
+            load_bytes=tuple(assignment.load_bytes),
+            text=assignment.to_text(index.tree),
+            hash=assignment.hash,
+            num_chunks=assignment.num_chunks,
+            chunk_idxs=tuple(assignment.chunk_idxs) if assignment.num_chunks > 1 else (),
+            options=options,
+            decided_by=decided_by,
+        )
+
+    @cached_property
+    def assignment(self) -> _C.Assignment:
+        """The same for the partitioner."""
+        return _C.make_assignment(
+            self.index.tree,
+            self.num_partitions,
+            self.partition_idxs,
+            self.num_chunks,
+            self.chunk_idxs,
+        )
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -77,6 +126,9 @@ class Decision:
     def lines(self) -> list[str]:
         """All that ranks must agree on: modules with their partition, parameters with shapes."""
         lines = [f"{name or '(root)'} on {p}" for name, p in self.partition_of_name.items()]
+        if self.num_chunks > 1:
+            chunks = zip(self.names, self.chunk_idxs, strict=True)
+            lines += [f"{name or '(root)'} in chunk {chunk}" for name, chunk in chunks]
         for name, parameter in self.modules[0].named_parameters():
             lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
         return lines
@@ -97,11 +149,48 @@ class Decision:
         ]
 
 
+def partition_options(
+    config: PartitionConfig, pp_size: int, num_chunks: int = 1, memory_limit_bytes: int = 0
+) -> _C.PartitionOptions:
+    """What the partitioner needs to know of the configuration.
+
+    Args:
+        config: its schedule says how many microbatches of activations each rank keeps.
+        pp_size: number of partitions.
+        num_chunks: stages per partition, for schedules with virtual stages.
+        memory_limit_bytes: the most that a partition may hold; 0 for no limit.
+    """
+    weight = 0.8 if config.memory_weight is None else config.memory_weight
+    return _C.PartitionOptions(
+        pp_size,
+        memory_weight=weight,
+        num_chunks=num_chunks,
+        kept_microbatches=kept_microbatches(config, pp_size),
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def kept_microbatches(config: PartitionConfig, pp_size: int) -> list[int]:
+    """How many microbatches of activations the schedule keeps on each rank."""
+    active = config.microbatches
+    if config.active_microbatches is not None:
+        active = min(active, config.active_microbatches)
+    if config.pipeline == "simple":
+        return [active] * pp_size
+    # One less for each rank in front; as csrc/schedule/in_flight.h lets them.
+    return [min(active, max(active, pp_size) - r) for r in range(pp_size)]
+
+
 def decide(
     root: nn.Module,
     config: PartitionConfig,
     pp_size: int,
     mark: Callable[[nn.Module], int | None] = mark_of,
+    *,
+    index: ModuleIndex | None = None,
+    plan: str | Path | None = None,
+    num_chunks: int = 1,
+    memory_limit_bytes: int = 0,
 ) -> Decision:
     """Assigns every module to a pipeline rank. Deterministic; not collective.
 
@@ -111,11 +200,21 @@ def decide(
             marks count and the rest goes to ``default_partition``.
         pp_size: number of partitions.
         mark: the user's wish for a module, from `smp.partition` and `set_partition`.
+        index: the module tree of ``root``, with costs if it was traced.
+        plan: a partition file (see `smp.partition.plan_file`) to follow instead.
+        num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
+        memory_limit_bytes: the most that a rank may hold; 0 for no limit.
     Raises:
         ValueError: a mark is out of range; modules that must stay together are marked for
-            different partitions; the model has too few modules for ``pp_size``.
+            different partitions; the model has too few modules for ``pp_size``, or is too large
+            for the memory limit; the file does not fit the model.
     """
-    index = build_tree(root)
+    index = build_tree(root) if index is None else index
+    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes)
+    if plan is not None:
+        assignment = plan_file.read(plan, index, pp_size, num_chunks)
+        _check_memory(index, assignment, options)
+        return Decision.of(index, assignment, options, "file")
     marks = [mark(module) for module in index.modules]
     for idx, wish in enumerate(marks):
         if wish is not None:
@@ -126,19 +225,30 @@ def decide(
                 "smp: partitions set by smp.partition or set_partition are ignored, because "
                 "auto_partition is True; set it to False to use them"
             )
-        weight = 0.8 if config.memory_weight is None else config.memory_weight
-        assignment = _C.solve_partition(index.tree, pp_size, weight)
-    else:
-        idxs = _place_by_marks(index, marks, config.default_partition)
-        assignment = _C.make_assignment(index.tree, pp_size, idxs)
-    return Decision(
-        index=index,
-        num_partitions=pp_size,
-        partition_idxs=tuple(assignment.partition_idxs),
-        load_bytes=tuple(assignment.load_bytes),
-        text=assignment.to_text(index.tree),
-        hash=assignment.hash,
-    )
+        return Decision.of(index, _C.solve_partition(index.tree, options), options)
+    if num_chunks > 1:
+        raise ValueError(
+            f"{_C.rank_prefix()}partition: {num_chunks} chunks per rank need auto_partition=True "
+            "or a partition file, since smp.partition names ranks only"
+        )
+    idxs = _place_by_marks(index, marks, config.default_partition)
+    assignment = _C.make_assignment(index.tree, pp_size, idxs)
+    _check_memory(index, assignment, options)
+    return Decision.of(index, assignment, options, "marks")
+
+
+def _check_memory(
+    index: ModuleIndex, assignment: _C.Assignment, options: _C.PartitionOptions
+) -> None:
+    limit = options.memory_limit_bytes
+    needed = _C.evaluate_partition(index.tree, assignment, options).memory_bytes
+    for pp_rank, num_bytes in enumerate(needed):
+        if limit and num_bytes > limit:
+            raise ValueError(
+                f"{_C.rank_prefix()}partition: pp_rank {pp_rank} needs {int(num_bytes)} bytes, "
+                f"{int(num_bytes) - limit} more than the limit of {limit}; move modules away from "
+                "it, or let auto_partition=True find a balance"
+            )
 
 
 def _place_by_marks(index: ModuleIndex, marks: list[int | None], default: int) -> list[int]:

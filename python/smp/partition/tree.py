@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from smp import _C
+from smp.partition.costs import Trace
 
 # These read the parameters of their children instead of calling them, so a child elsewhere would
 # never be asked.
@@ -59,14 +60,15 @@ class ModuleIndex:
     anchors: tuple[int, ...]
 
 
-def build_tree(root: nn.Module) -> ModuleIndex:
-    """Lists the modules of a model with their parameter bytes and ties.
+def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
+    """Lists the modules of a model with their parameter bytes, ties and costs.
 
     Each parameter counts once, at the first module that holds it. Modules that hold one parameter
     are tied. What has no parameters has no say in the partition and follows its parent.
 
     Args:
         root: any module; parameters may be on the meta device.
+        trace: of the same model; without it only parameter sizes are known.
     """
     modules, parents, first_names = _walk(root)
     index_of = {module: idx for idx, module in enumerate(modules)}
@@ -91,7 +93,7 @@ def build_tree(root: nn.Module) -> ModuleIndex:
             elif owner_name == name:
                 param_bytes += parameter.numel() * parameter.element_size()
         has_buffers[idx] = any(True for _ in module.buffers(recurse=False))
-        kind = _kind(module)
+        kind = kind_of(module)
         whole.append(kind == _C.NodeKind.INDIVISIBLE)
         tree.add_node(
             first_names[idx],
@@ -104,6 +106,11 @@ def build_tree(root: nn.Module) -> ModuleIndex:
         anchors.append(above if idx > 0 and whole[above] else idx)
     for tie in shared:
         tree.tie(tie.owner_idx, tie.alias_idx)
+    further = _further_places(root, index_of, parents)
+    if trace is not None:
+        further |= _add_trace(tree, trace, index_of, parents)
+    for parent_idx, idx in sorted(further):
+        tree.add_alias(parent_idx, idx)
 
     for idx in range(len(modules) - 1, 0, -1):
         has_parameters[parents[idx]] |= has_parameters[idx]
@@ -118,6 +125,68 @@ def build_tree(root: nn.Module) -> ModuleIndex:
         is_stateless=tuple(not (p or b) for p, b in zip(has_parameters, has_buffers, strict=True)),
         anchors=tuple(anchors),
     )
+
+
+def _further_places(
+    root: nn.Module, index_of: dict[nn.Module, int], parents: list[int]
+) -> set[tuple[int, int]]:
+    """(parent, module) for each further place where a module is registered."""
+    return {
+        (parent_idx, index_of[child])
+        for parent, parent_idx in index_of.items()
+        for child in parent._modules.values()
+        if child is not None and parents[index_of[child]] != parent_idx
+    }
+
+
+def _add_trace(
+    tree: _C.ModuleTree, trace: Trace, index_of: dict[nn.Module, int], parents: list[int]
+) -> set[tuple[int, int]]:
+    """Gives the tree what a trace has measured.
+
+    Returns:
+        (caller, module) where the caller is not above the module.
+    """
+    idxs = [index_of[module] for module in trace.modules]
+    for idx, cost in zip(idxs, trace.costs, strict=True):
+        tree.set_costs(idx, cost.compute, cost.activation_bytes)
+    tree.set_order([idxs[i] for i in trace.order])
+    for reader, holder in sorted(trace.parameter_reads):
+        tree.tie(idxs[reader], idxs[holder])
+    _add_values(tree, trace, idxs)
+    tree.compute_per_byte = trace.cost_per_link_byte
+    return {
+        (idxs[caller], idxs[called])
+        for caller, called in trace.calls
+        if not _is_above(idxs[caller], idxs[called], parents)
+    }
+
+
+def _add_values(tree: _C.ModuleTree, trace: Trace, idxs: list[int]) -> None:
+    """Adds the values that may cross a boundary, and those that such are made of."""
+    used = [any(c != value.producer for c in value.consumers) for value in trace.values]
+    for i in reversed(range(len(used))):
+        if used[i]:
+            for source in trace.values[i].sources:
+                used[source] = True
+    new_ids: dict[int, int] = {}
+    for i, value in enumerate(trace.values):
+        if used[i]:
+            new_ids[i] = tree.add_value(
+                idxs[value.producer],
+                value.num_bytes,
+                [idxs[c] for c in value.consumers],
+                value.needs_grad,
+                [new_ids[source] for source in value.sources],
+            )
+
+
+def _is_above(idx: int, other_idx: int, parents: list[int]) -> bool:
+    while other_idx >= 0:
+        if other_idx == idx:
+            return True
+        other_idx = parents[other_idx]
+    return False
 
 
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
@@ -142,7 +211,7 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
     return modules, parents, names
 
 
-def _kind(module: nn.Module) -> _C.NodeKind:
+def kind_of(module: nn.Module) -> _C.NodeKind:
     """How the partitioner may cut a module."""
     if isinstance(module, torch.jit.ScriptModule | _READS_CHILDREN):
         return _C.NodeKind.INDIVISIBLE

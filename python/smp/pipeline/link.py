@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from smp.pipeline import autocast
-from smp.pipeline.packing import Codec, is_certain
+from smp import _C
+from smp.pipeline import autocast, caches, functions
+from smp.pipeline.callee import ValueWatch, Watched, is_certain
+from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite
 
 if TYPE_CHECKING:
     from smp._C import Server
+
+# Calls of a step body whose results share memory with each other or with arguments.
+_watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
+    "smp_watched", default=()
+)
+
+# Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
+_FUNCTION = -3
 
 
 class PipelineLink:
@@ -28,6 +40,7 @@ class PipelineLink:
         root: the user's model; its index among ``modules`` is 0.
         modules: the distinct modules of the model in one order on all ranks.
         owners: global rank of the owner of each module; ``None``: runs wherever it is called.
+        names: of the modules, for errors.
         global_rank: of this process.
         device: of this process.
     """
@@ -37,13 +50,17 @@ class PipelineLink:
         root: nn.Module,
         modules: Sequence[nn.Module],
         owners: Sequence[int | None],
+        names: Sequence[str],
         global_rank: int,
         device: torch.device,
     ) -> None:
         self._root = root
         self._modules = modules
+        self._names = names
+        self._own_caches: dict[int, dict[int, Any]] = {}
+        self._layer_idxs: dict[int, frozenset[int]] = {}
         self._codec = Codec(modules, device)
-        self._device = device
+        self.device = device
         self._server: Server | None = None
         self._mode = ""
         self._remote = [
@@ -52,14 +69,16 @@ class PipelineLink:
             if owner is not None and owner != global_rank and modules[i] is not root
         ]
 
+    @property
+    def server(self) -> Server:
+        assert self._server is not None, "the pipeline is not open"
+        return self._server
+
     def connect(self, server: Server) -> None:
         """Installs the calling side on the modules and the answering side on ``server``."""
         self._server = server
-        device = self._device
         server.set_forward_handler(self._serve)
-        server.set_handle_factory(
-            lambda sizes, dtype: RemoteTensor.make(server, sizes, dtype, device)
-        )
+        server.set_handle_factory(functools.partial(RemoteTensor.make, self))
         for module_id, owner in self._remote:
             module = self._modules[module_id]
             stub = self._stub(server, module, module_id, owner)
@@ -81,51 +100,110 @@ class PipelineLink:
     def _stub(
         self, server: Server, module: nn.Module, module_id: int, owner: int
     ) -> Callable[..., Any]:
-        codec = self._codec
-
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            state = autocast.capture(self._device)
-            structure, tensors = codec.pack((args, kwargs, state))
-            answer, results, changed = server.remote_call(
-                owner,
-                module_id,
-                self._root.training,
-                structure,
-                self._mode,
-                [resolve(tensor) for tensor in tensors],
-            )
-            for argument, handle in zip(changed, results[len(results) - len(changed) :], strict=True):
-                rewrite(tensors[argument], handle)
-            return codec.unpack(answer, results, tensors)
+            return self._call(server, owner, module_id, args, kwargs)
 
         return forward
 
+    def call_function(
+        self, name: str, handle: RemoteTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Has a function of `smp.pipeline.functions` run where its first argument is."""
+        base = handle if handle._whole is None else handle._whole
+        owner = _C.ref_state(base).home_rank
+        return self._call(self.server, owner, _FUNCTION, (name, handle, *args), dict(kwargs))
+
+    def _call(
+        self,
+        server: Server,
+        owner: int,
+        module_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        state = autocast.capture(self.device)
+        structure, tensors, used_caches = self._codec.pack((args, kwargs, state))
+        for cache in used_caches:
+            caches.check_unfilled(cache, self._layers_of(module_id), self._names[module_id])
+        answer, results, changed, shares_memory = server.remote_call(
+            owner,
+            module_id,
+            self._root.training,
+            structure,
+            self._mode,
+            [resolve(tensor) for tensor in tensors],
+        )
+        if changed:
+            for idx, handle in zip(changed, results[-len(changed) :], strict=True):
+                rewrite(tensors[idx], handle)
+        if shares_memory and module_id != _FUNCTION:
+            _watched.set((*_watched.get(), Watched(self._names[module_id], [*tensors, *results])))
+        return self._codec.unpack(answer, results, tensors)
+
+    def _layers_of(self, module_id: int) -> frozenset[int]:
+        idxs = self._layer_idxs.get(module_id)
+        if idxs is None:
+            idxs = self._layer_idxs[module_id] = caches.layer_idxs(self._modules[module_id])
+        return idxs
+
     def _serve(
-        self, module_id: int, mb: int, training: bool, structure: bytes, tensors: list[Tensor]
+        self,
+        module_id: int,
+        mb: int,
+        training: bool,
+        is_first: bool,
+        structure: bytes,
+        tensors: list[Tensor],
     ) -> tuple[bytes, list[Tensor], bool]:
         if training != self._root.training:
             raise RuntimeError(
-                f"microbatch {mb}: the model is in {_mode_name(training)} mode on the calling rank but "
-                f"in {_mode_name(self._root.training)} mode here; call model.train() or model.eval() "
-                "on all ranks"
+                f"microbatch {mb}: the model is in {_mode_name(training)} mode on the calling rank "
+                f"but in {_mode_name(self._root.training)} mode here; call model.train() or "
+                "model.eval() on all ranks"
             )
-        args, kwargs, state = self._codec.unpack(structure, tensors)
-        with autocast.apply(state):
-            result = self._modules[module_id].forward(*args, **kwargs)
-        structure, results = self._codec.pack(result, tensors)
-        return structure, [localize(tensor) for tensor in results], not is_certain(result)
+        # Numbers of attention caches belong to this call, not to the thread that happens to run it.
+        return contextvars.copy_context().run(
+            self._run, module_id, mb, is_first, structure, tensors
+        )
+
+    def _run(
+        self, module_id: int, mb: int, is_first: bool, structure: bytes, tensors: list[Tensor]
+    ) -> tuple[bytes, list[Tensor], bool]:
+        own_caches = self._own_caches.setdefault(mb, {})
+        args, kwargs, state = self._codec.unpack(structure, tensors, own_caches=own_caches)
+        if module_id == _FUNCTION:
+            function, args = functions.shipped(args[0]), args[1:]
+        else:
+            function = self._modules[module_id].forward
+        before = self._codec.pack_result((args, kwargs), tensors) if is_first else None
+        watch = ValueWatch()
+        with autocast.apply(state), watch if is_first else contextlib.nullcontext():
+            result = function(*args, **kwargs)
+        if before is not None and before != self._codec.pack_result((args, kwargs), tensors):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}module '{self._names[module_id]}' changed a container or an "
+                "object among its arguments, which its caller on another rank cannot see; let it "
+                "return what it makes, or put both on one partition"
+            )
+        answer, results = self._codec.pack_result(result, tensors)
+        return answer, [localize(t) for t in results], watch.seen or not is_certain(result)
+
+    def microbatch_done(self, mb: int) -> None:
+        """Forgets what a finished microbatch left."""
+        self._own_caches.pop(mb, None)
 
     def publish_output(self, output: Any) -> None:
         """Driver: sends the model's output to the other ranks of the replica."""
-        assert self._server is not None
-        structure, tensors = self._codec.pack(output)
-        self._server.publish_output(structure, [resolve(tensor) for tensor in tensors])
+        for watched in _watched.get():
+            watched.check()
+        _watched.set(())
+        structure, tensors = self._codec.pack_result(output)
+        self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 
     def await_output(self) -> Any:
         """Other ranks: the model's output of this microbatch, as leaves."""
-        assert self._server is not None
-        return self._codec.unpack(*self._server.await_output())
+        return self._codec.unpack(*self.server.await_output())
 
 
 def _mode_name(training: bool) -> str:

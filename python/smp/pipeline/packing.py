@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from smp.pipeline import caches, functions
+from smp.pipeline.remote_tensor import RemoteTensor, localize
 
 _unpacking = threading.local()
 
@@ -30,6 +34,14 @@ def _own_device() -> torch.device:
     return _unpacking.device  # type: ignore[no-any-return]
 
 
+def _cache_at(index: int, empty: bytes) -> Any:
+    cache = _unpacking.caches.get(index)
+    if cache is None:
+        cache = _unpacking.caches[index] = pickle.loads(empty)
+    caches.remember(index, cache)
+    return cache
+
+
 class _Packer(pickle.Pickler):
     """Takes tensors, modules of the model and the own device out of the pickle.
 
@@ -43,9 +55,14 @@ class _Packer(pickle.Pickler):
         self._codec = codec
         self._arguments = {id(tensor): i for i, tensor in enumerate(arguments)}
         self.tensors: list[Tensor] = []
+        self.caches: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
+            if type(obj) is RemoteTensor and obj._whole is not None:
+                if obj.is_untouched():  # a view is made again where it is needed
+                    return functions.apply, (obj._recipe, obj._whole)
+                obj = localize(obj)
             argument = self._arguments.get(id(obj))
             if argument is not None:
                 return _argument_at, (argument,)
@@ -58,13 +75,29 @@ class _Packer(pickle.Pickler):
         elif isinstance(obj, torch.device):
             if obj.type == self._codec.device.type:
                 return _own_device, ()
-        elif _is_attention_cache(obj):
-            raise ValueError(
-                f"a {type(obj).__name__} is an argument or a result of a module on another "
-                "pipeline rank; attention caches cannot be shared between ranks: set "
-                "use_cache=False in the model's configuration or in its call"
-            )
+        elif caches.is_cache(obj):
+            self.caches.append(obj)
+            return self.reduce_cache(obj)
         return NotImplemented
+
+    def reduce_cache(self, cache: Any) -> Any:
+        """An argument: the receiver has a cache of its own under the same number."""
+        index = caches.number(cache)
+        return _cache_at, (index, self._codec.empty_cache(cache))
+
+
+class _ResultPacker(_Packer):
+    def reduce_cache(self, cache: Any) -> Any:
+        """A result: the caller's own cache if it came from there, else an empty one."""
+        index = caches.number_of(cache)
+        if index is not None:
+            return caches.numbered, (index,)
+        return pickle.loads, (self._codec.empty_cache(cache),)
+
+
+class _EmptyCachePacker(_Packer):
+    def reducer_override(self, obj: Any) -> Any:
+        return super().reducer_override(obj) if isinstance(obj, torch.device) else NotImplemented
 
 
 class Codec:
@@ -79,19 +112,48 @@ class Codec:
         self.modules = modules
         self.module_ids = {module: i for i, module in enumerate(modules)}
         self.device = device
+        self._empty_caches: dict[int, tuple[Any, bytes]] = {}
 
-    def pack(self, value: Any, arguments: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-        """Splits ``value`` into a byte string and the tensors in it, each once.
+    def pack(self, value: Any) -> tuple[bytes, list[Tensor], list[Any]]:
+        """Splits arguments of a call into a byte string and the tensors in it, each once.
 
-        Args:
-            value: anything that pickle takes, with tensors anywhere.
-            arguments: tensors that the receiver has already; they are sent as their index.
+        Returns:
+            bytes, tensors, and the attention caches among the arguments.
 
         Raises:
             ValueError: if something in ``value`` cannot be pickled.
         """
+        packer, data = self._dump(_Packer, value, ())
+        return data, packer.tensors, packer.caches
+
+    def pack_result(
+        self, value: Any, arguments: Sequence[Tensor] = ()
+    ) -> tuple[bytes, list[Tensor]]:
+        """The same for a result.
+
+        Args:
+            value: anything that pickle takes, with tensors anywhere.
+            arguments: tensors that the receiver has already; they are sent as their index.
+        """
+        packer, data = self._dump(_ResultPacker, value, arguments)
+        return data, packer.tensors
+
+    def empty_cache(self, cache: Any) -> bytes:
+        """An attention cache without its contents; made once per cache and step body."""
+        made = self._empty_caches.get(id(cache))
+        if made is None or made[0]() is not cache:
+            _, data = self._dump(_EmptyCachePacker, caches.emptied(cache), ())
+            made = (weakref.ref(cache), data)
+            if len(self._empty_caches) > 64:
+                self._empty_caches.clear()
+            self._empty_caches[id(cache)] = made
+        return made[1]
+
+    def _dump(
+        self, kind: type[_Packer], value: Any, arguments: Sequence[Tensor]
+    ) -> tuple[_Packer, bytes]:
         buffer = io.BytesIO()
-        packer = _Packer(self, buffer, arguments)
+        packer = kind(self, buffer, arguments)
         try:
             packer.dump(value)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -99,40 +161,26 @@ class Codec:
                 f"an argument or result of a module on another rank cannot travel: {error}; "
                 "pass tensors, numbers, strings, containers or objects that pickle takes"
             ) from error
-        return buffer.getvalue(), packer.tensors
+        return packer, buffer.getvalue()
 
     def unpack(
-        self, data: bytes, tensors: Sequence[Tensor], arguments: Sequence[Tensor] = ()
+        self,
+        data: bytes,
+        tensors: Sequence[Tensor],
+        arguments: Sequence[Tensor] = (),
+        own_caches: dict[int, Any] | None = None,
     ) -> Any:
-        """Inverse of :meth:`pack`."""
+        """Inverse of :meth:`pack` and :meth:`pack_result`.
+
+        Args:
+            own_caches: attention caches of this rank by number; new ones are added.
+        """
         _unpacking.tensors = tensors
         _unpacking.arguments = arguments
         _unpacking.modules = self.modules
         _unpacking.device = self.device
+        _unpacking.caches = {} if own_caches is None else own_caches
         try:
             return pickle.loads(data)
         finally:
             _unpacking.__dict__.clear()
-
-
-def is_certain(result: Any) -> bool:
-    """Whether a result holds nothing but tensors, so that its structure tells all but the data.
-
-    A number that a module returns may be another one next time, although its arguments look the
-    same; the caller must wait for it.
-    """
-    if result is None or isinstance(result, Tensor):
-        return True
-    if isinstance(result, dict):
-        return all(isinstance(key, str) for key in result) and all(map(is_certain, result.values()))
-    if isinstance(result, tuple | list):
-        return all(map(is_certain, result))
-    return False
-
-
-def _is_attention_cache(obj: Any) -> bool:
-    # By name, because importing transformers here is not allowed.
-    return any(
-        cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
-        for cls in type(obj).__mro__
-    )

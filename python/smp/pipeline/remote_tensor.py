@@ -3,59 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from smp import _C
+from smp.pipeline import functions
 
 if TYPE_CHECKING:
     from smp._C import Server
 
+    class Link(Protocol):
+        """What handles need of the pipeline."""
+
+        device: torch.device
+
+        @property
+        def server(self) -> Server: ...
+
+        def call_function(
+            self,
+            name: str,
+            handle: RemoteTensor,
+            args: tuple[Any, ...],
+            kwargs: Mapping[str, Any],
+        ) -> Any: ...
+
 _aten = torch.ops.aten
-
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
-#: What a handle answers without its data.
-_METADATA: frozenset[Any] = frozenset(
-    _getters(
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf"),
-        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
-        *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_sparse_csr"),
-        *("itemsize", "nbytes", "names", "output_nr"),
-    )
-    | {
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride),
-        *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-        *(Tensor.is_signed, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous),
-        *(Tensor.storage_offset, Tensor.__len__, Tensor.__hash__, torch.numel, Tensor.is_inference),
-    }
-)
-
-#: Arithmetic that is done at the home of the tensors, by operator.
-_AT_HOME: dict[Any, str] = {
-    _aten.add.Tensor: "add",
-    _aten.sub.Tensor: "sub",
-    _aten.mul.Tensor: "mul",
-    _aten.div.Tensor: "div",
-    _aten.mul.Scalar: "mul",
-    _aten.div.Scalar: "div",
-    _aten.neg.default: "neg",
-}
-
-#: Python functions that lead to the operators above and to nothing else.
-_ARITHMETIC: frozenset[Any] = frozenset(
-    {
-        *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
-        *(torch.sub, Tensor.sub, Tensor.__sub__),
-        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
-        *(torch.div, Tensor.div, Tensor.__truediv__, torch.neg, Tensor.neg, Tensor.__neg__),
-    }
-)
 
 
 class RemoteTensor(Tensor):
@@ -68,36 +44,56 @@ class RemoteTensor(Tensor):
     (autograd adding two gradients) reach ``__torch_dispatch__`` and work on data only.
     """
 
-    _server: Server
+    _link: Link
+    #: What this handle is here: the data, or another handle after an in-place operation.
     _local: Tensor | None
+    #: State of ``_local`` when it was what the other rank has made.
     _mark: tuple[int, Any] | None
+    #: A view is its base and how it is made from it.
+    _whole: RemoteTensor | None
+    _recipe: functions.Recipe
+    _shadow: Tensor | None
 
     @staticmethod
-    def make(
-        server: Server, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> RemoteTensor:
+    def make(link: Link, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
         """A handle that stands for nothing yet."""
         handle: RemoteTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            RemoteTensor, sizes, dtype=dtype, device=device
+            RemoteTensor, sizes, dtype=dtype, device=link.device
         )
-        handle._server = server
+        handle._link = link
         handle._local = None
         handle._mark = None
+        handle._whole = None
+        handle._recipe = ()
+        handle._shadow = None
         return handle
 
     def local(self) -> Tensor:
-        """The ordinary tensor behind this handle. Waits for the data the first time."""
+        """What stands behind this handle. Waits for the data the first time."""
         if self._local is None:
-            local = self._server.materialize(self)
+            if self._whole is not None:
+                local = functions.apply(self._recipe, localize(self._whole))
+            else:
+                local = self._link.server.materialize(self)
             self._mark = _state(local)
             self._local = local
         return self._local
 
     def is_untouched(self) -> bool:
         """Is the tensor still what the other rank has made?"""
+        if self._whole is not None and not self._whole.is_untouched():
+            return False
         return self._local is None or (
             self._mark is not None and _state(self._local) == self._mark
         )
+
+    def is_away(self) -> bool:
+        """Has nothing brought the data here, and may they stay where they are?"""
+        base = self if self._whole is None else self._whole
+        if self._local is not None or base._local is not None:
+            return False
+        state = _C.ref_state(base)
+        return state is not None and state.is_of_this_step
 
     def rebind(self, other: Tensor) -> None:
         """From now on this handle is ``other``."""
@@ -106,15 +102,39 @@ class RemoteTensor(Tensor):
 
     def _data(self) -> Tensor:
         # Not to be written to.
-        if self._local is not None and self.is_untouched():
-            return self._local.detach()
-        return self._server.fetch(self)
+        if self._local is not None and (self._mark is None or self.is_untouched()):
+            return localize(self._local).detach()
+        if self._whole is not None:
+            return functions.apply(self._recipe, self._whole._data())
+        return self._link.server.fetch(self)
 
     def _alias(self) -> RemoteTensor:
         with torch._C.DisableTorchFunctionSubclass():
-            alias = RemoteTensor.make(self._server, self.shape, self.dtype, self.device)
-        _C.share_ref(alias, self)
+            alias = RemoteTensor.make(self._link, self.shape, self.dtype)
+        if self._whole is not None:
+            alias._whole, alias._recipe = self._whole, self._recipe
+        else:
+            _C.share_ref(alias, self)
         return alias
+
+    def _meta(self) -> Tensor:
+        # Shape and strides without data.
+        if self._shadow is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._shadow = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return self._shadow
+
+    def _view(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteTensor:
+        step = (name, args, tuple(sorted(kwargs.items())))
+        shadow = functions.apply((step,), self._meta())
+        view = RemoteTensor.make(self._link, shadow.shape, shadow.dtype)
+        view._shadow = shadow
+        view._whole = self if self._whole is None else self._whole
+        view._recipe = (*self._recipe, step)
+        # Not a method of the view: autograd would keep the view alive for ever.
+        spread = partial(_spread_gradient, view._recipe, tuple(view._whole._meta().shape))
+        _C.link_view(view, view._whole, spread)
+        return view
 
     @classmethod
     def __torch_function__(
@@ -125,15 +145,29 @@ class RemoteTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
-            first = args[0]
-            if isinstance(first, RemoteTensor) and first._local is None:
+        first = args[0] if args else None
+        if type(first) is RemoteTensor:
+            if func in functions.METADATA:
+                if first._local is None:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **kwargs)
+            elif func in functions.HOOKS and first._whole is None and first.is_untouched():
+                # On the handle itself, through which all gradients flow.
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        elif func in _ARITHMETIC and _may_stay_away(args, kwargs):
+            elif first.is_away():
+                result = _from_afar(func, first, tuple(args[1:]), kwargs)
+                if result is not NotImplemented:
+                    return result
+        elif func in functions.ARITHMETIC and _may_stay_away(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return func(*_localized(args), **_localized(kwargs))
+        localized = _localized(args)
+        result = func(*localized, **_localized(kwargs))
+        # What works in place, or has nothing to do, returns the very tensor it got.
+        if type(first) is RemoteTensor and result is localized[0]:
+            return first
+        return result
 
     @classmethod
     def __torch_dispatch__(
@@ -146,7 +180,7 @@ class RemoteTensor(Tensor):
         kwargs = kwargs or {}
         if func is _aten.detach.default:
             return args[0]._alias()
-        name = _AT_HOME.get(func)
+        name = functions.AT_HOME.get(func)
         if name is not None and _may_stay_away(args, kwargs):
             return _compute_at_home(name, args, kwargs)
         if func._schema.is_mutable:
@@ -158,6 +192,41 @@ class RemoteTensor(Tensor):
                         "in a way that smp cannot follow; write to a copy of it (.clone())"
                     )
         return func(*_with_data(args), **_with_data(kwargs))
+
+
+def _from_afar(
+    func: Callable[..., Any],
+    handle: RemoteTensor,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What ``func`` gives without the data; NotImplemented when it needs them here."""
+    if func in functions.ARITHMETIC:
+        if _may_stay_away((handle, *args), kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(handle, *args, **kwargs)
+    elif func in functions.VIEWS:
+        name = functions.VIEWS[func]
+        plain = functions.is_plain(args) and functions.is_plain(list(kwargs.values()))
+        if plain and (name != "__getitem__" or functions.is_basic_index(args[0])):
+            return handle._view(name, args, kwargs)
+    elif func in functions.IN_PLACE:
+        if handle._whole is None and _may_stay_away((handle, *args), kwargs):
+            if torch.is_grad_enabled() or not handle.requires_grad:
+                handle.rebind(functions.IN_PLACE[func](handle, *args, **kwargs))
+                return handle
+    elif func in functions.SHIPPED:
+        name = functions.SHIPPED[func]
+        if name == "contiguous" and not args and not kwargs and handle._meta().is_contiguous():
+            return handle
+        if name == "float" and handle.dtype == torch.float32:
+            return handle
+        if name == "to":
+            keeps = functions.keeps_type(handle, args, kwargs)
+            if keeps is not False:
+                return handle if keeps else NotImplemented
+        return handle._link.call_function(name, handle, args, kwargs)
+    return NotImplemented
 
 
 def resolve(tensor: Tensor) -> Tensor:
@@ -180,6 +249,14 @@ def rewrite(tensor: Tensor, changed: Tensor) -> None:
         tensor.rebind(changed)
     else:
         localize(tensor).copy_(changed)
+
+
+def _spread_gradient(recipe: functions.Recipe, sizes: tuple[int, ...], grad: Tensor) -> Tensor:
+    """Gradient of the base from that of a view, where autograd meets the view itself."""
+    grad = localize(grad)
+    whole = torch.zeros(sizes, dtype=grad.dtype, device=grad.device)
+    functions.apply(recipe, whole).copy_(grad)
+    return whole
 
 
 def _state(tensor: Tensor) -> tuple[int, Any]:
@@ -224,24 +301,17 @@ def _may_stay_away(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if type(first) is not RemoteTensor:
             return False
     with torch._C.DisableTorchFunctionSubclass():
-        if first._local is not None or not first.dtype.is_floating_point:
+        if first._whole is not None or not first.is_away() or not first.dtype.is_floating_point:
             return False
         for other in args[1:]:
             if type(other) is RemoteTensor:
-                if (
-                    other._local is not None
-                    or other.shape != first.shape
-                    or other.dtype != first.dtype
-                ):
+                if other._whole is not None or not other.is_away():
+                    return False
+                if other.shape != first.shape or other.dtype != first.dtype:
                     return False
             elif not _is_number(other):
                 return False
-    return not any(_is_kept(arg) for arg in args if type(arg) is RemoteTensor)
-
-
-def _is_kept(handle: RemoteTensor) -> bool:
-    state = _C.ref_state(handle)
-    return state is None or state[1]
+    return True
 
 
 def _compute_at_home(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -254,4 +324,4 @@ def _compute_at_home(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             args, kwargs = _with_data(args), _with_data(kwargs)
             return getattr(_aten, name).Tensor(*args, **kwargs)
     scalar = float(kwargs.get("alpha", 1)) if not numbers else float(numbers[0])
-    return handles[0]._server.compute(name, handles, bool(numbers), scalar)
+    return handles[0]._link.server.compute(name, handles, bool(numbers), scalar)

@@ -79,7 +79,7 @@ def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
     error: tuple[type[Exception], str] | None = None
     if current.timeline.is_on:
         error = RuntimeError, "smp.trace was called inside of another smp.trace; end that one first"
-    elif current.model is None:
+    elif not current.models:
         error = RuntimeError, "smp.trace needs a model; wrap it in smp.DistributedModel first"
     elif max_events < 1:
         error = ValueError, f"smp.trace: max_events is {max_events}; expected 1 or more"

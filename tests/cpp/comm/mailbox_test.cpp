@@ -1,14 +1,20 @@
 #include "csrc/comm/mailbox.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <mutex>
+#include <random>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "csrc/comm/wire.h"
@@ -22,9 +28,10 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 struct Rank {
-  Rank(int global_rank, CommunicatorPtr world)
+  Rank(int global_rank, CommunicatorPtr world,
+       const SharedMemoryPtr& memory = nullptr)
       : board(std::make_shared<FaultBoard>(global_rank)),
-        mailbox(std::move(world), board) {}
+        mailbox(std::move(world), board, memory) {}
 
   std::shared_ptr<FaultBoard> board;
   Mailbox mailbox;
@@ -75,10 +82,50 @@ bool becomes_true(Pred pred) {
   return false;
 }
 
-TEST(Mailbox, MessagesOfOneSenderArriveInOrderWhateverTheirSize) {
+enum class Transport {
+  kCommunicator,
+  kMemory,  // mapped once, so that the thread sanitizer follows
+  kFile,    // mapped by each rank, as by processes
+};
+
+class MailboxOver : public testing::TestWithParam<Transport> {
+ protected:
+  // So small that many messages do not fit, and no power of two.
+  static constexpr int64_t kRingBytes = 50'000;
+
+  static bool is_shared() { return GetParam() != Transport::kCommunicator; }
+
+  static void run(int size, const std::function<void(int, Rank&)>& body) {
+    std::vector<SharedMemoryPtr> memories(size);
+    if (GetParam() == Transport::kMemory) {
+      memories = make_local_shared_memory(size, kRingBytes);
+    }
+    run_ranks(size, [&](int self, const CommunicatorPtr& world) {
+      if (GetParam() == Transport::kFile) {
+        FaultBoard board(self);
+        memories[self] =
+            connect_shared_memory(*world, board, {.ring_bytes = kRingBytes});
+        ASSERT_EQ(memories[self]->peers().size(), size - 1u);
+      }
+      Rank rank(self, world, std::exchange(memories[self], nullptr));
+      body(self, rank);
+    });
+  }
+};
+
+std::string name_of(const testing::TestParamInfo<Transport>& info) {
+  if (info.param == Transport::kCommunicator) return "Communicator";
+  return info.param == Transport::kMemory ? "Memory" : "File";
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, MailboxOver,
+                         testing::Values(Transport::kCommunicator,
+                                         Transport::kMemory, Transport::kFile),
+                         name_of);
+
+TEST_P(MailboxOver, MessagesOfOneSenderArriveInOrderWhateverTheirSize) {
   constexpr int kNumMessages = 60;
-  run_ranks(3, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+  run(3, [](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     for (int i = 0; i < kNumMessages; ++i) {
       for (int dst = 0; dst < 3; ++dst) {
@@ -102,9 +149,8 @@ TEST(Mailbox, MessagesOfOneSenderArriveInOrderWhateverTheirSize) {
   });
 }
 
-TEST(Mailbox, ManyThreadsMayPost) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, ManyThreadsMayPost) {
+  run(2, [](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     std::vector<std::thread> threads;
     for (int t = 0; t < 4; ++t) {
@@ -124,9 +170,8 @@ TEST(Mailbox, ManyThreadsMayPost) {
   });
 }
 
-TEST(Mailbox, ChannelKeepsMessagesUntilItHasAHandler) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, ChannelKeepsMessagesUntilItHasAHandler) {
+  run(2, [](int self, Rank& rank) {
     Inbox order(rank.mailbox, Channel::kOrder);
     for (int i = 0; i < 3; ++i) rank.mailbox.post(1 - self, numbered(i));
     rank.mailbox.post(1 - self, numbered(0, Channel::kOrder));
@@ -148,9 +193,8 @@ TEST(Mailbox, SelfMessageArrivesOnAnotherThread) {
   EXPECT_NE(arrived.get_future().get(), std::this_thread::get_id());
 }
 
-TEST(Mailbox, HandlerMayPost) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, HandlerMayPost) {
+  run(2, [](int self, Rank& rank) {
     std::promise<void> done;
     rank.mailbox.set_handler(Channel::kPipeline, [&](Message&& message) {
       const int64_t number = message.fields[0];
@@ -164,28 +208,31 @@ TEST(Mailbox, HandlerMayPost) {
   });
 }
 
-TEST(Mailbox, StatsCountWhatIsOnTheWire) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, StatsCountWhatIsOnTheWire) {
+  run(2, [](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     Message message = numbered(0);
     message.tensors.push_back({at::zeros({100'000}), false, {}});
+    const int64_t num_bytes = is_shared()
+                                  ? wire::take_apart(message).num_bytes()
+                                  : wire::kPacketBytes + 400'000;
     rank.mailbox.post(1 - self, std::move(message));
     inbox.wait_for(1);
     const Mailbox::Stats stats = rank.mailbox.stats();
     EXPECT_EQ(stats.messages_sent, 1);
     EXPECT_EQ(stats.messages_received, 1);
-    EXPECT_EQ(stats.bytes_sent, wire::kPacketBytes + 400'000);
-    EXPECT_EQ(stats.bytes_received, stats.bytes_sent);
+    EXPECT_EQ(stats.bytes_sent, num_bytes);
+    EXPECT_EQ(stats.bytes_received, num_bytes);
+    EXPECT_EQ(stats.shared_memory.bytes_sent, is_shared() ? num_bytes : 0);
+    EXPECT_EQ(stats.shared_memory.messages_received, is_shared() ? 1 : 0);
     EXPECT_EQ(rank.mailbox.progress(), 2);
     EXPECT_TRUE(becomes_true([&] { return rank.mailbox.num_unsent() == 0; }));
     EXPECT_EQ(rank.board->waits().snapshot().num_unsent, 0);
   });
 }
 
-TEST(Mailbox, TensorsAreFreedOnceSent) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, TensorsAreFreedOnceSent) {
+  run(2, [](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     const at::Tensor sent = at::full({100'000}, 1.5);
     Message message = numbered(0);
@@ -198,9 +245,96 @@ TEST(Mailbox, TensorsAreFreedOnceSent) {
   });
 }
 
-TEST(Mailbox, CloseTwiceThenPostIsAnError) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, CallerMayWriteToATensorOnceItIsPosted) {
+  constexpr int kNumMessages = 20;
+  run(2, [](int self, Rank& rank) {
+    Inbox inbox(rank.mailbox, Channel::kPipeline);
+    for (const int dst : {1 - self, self}) {
+      for (const int64_t size : {2, 30'000}) {
+        at::Tensor tensor = at::zeros({size});
+        for (int i = 0; i < kNumMessages; ++i) {
+          Message message = numbered(i);
+          message.tensors.push_back({tensor.fill_(i), false, {}});
+          rank.mailbox.post(dst, std::move(message));
+        }
+        tensor.fill_(-1);
+      }
+    }
+    for (const Message& message : inbox.wait_for(4 * kNumMessages)) {
+      const at::Tensor& data = message.tensors[0].data;
+      EXPECT_EQ(data.min().item<double>(), message.fields[0]);
+      EXPECT_EQ(data.max().item<double>(), message.fields[0]);
+    }
+  });
+}
+
+TEST_P(MailboxOver, StableTensorsArriveToo) {
+  run(2, [](int self, Rank& rank) {
+    Inbox inbox(rank.mailbox, Channel::kPipeline);
+    for (int i = 0; i < 20; ++i) {
+      Message message = numbered(i);
+      message.tensors.push_back(
+          {.data = at::full({30'000}, i), .is_stable = true});
+      rank.mailbox.post(1 - self, std::move(message));
+    }
+    for (const Message& message : inbox.wait_for(20)) {
+      EXPECT_EQ(message.tensors[0].data[0].item<double>(), message.fields[0]);
+      EXPECT_EQ(message.tensors[0].data[-1].item<double>(), message.fields[0]);
+    }
+  });
+}
+
+TEST_P(MailboxOver, MessageOfAnySizeArrivesUnchanged) {
+  run(2, [](int self, Rank& rank) {
+    Inbox inbox(rank.mailbox, Channel::kPipeline);
+    std::mt19937 random(self);
+    constexpr int kNumMessages = 200;
+    for (int i = 0; i < kNumMessages; ++i) {
+      // Evenly over the magnitudes, from nothing to several rings.
+      const int64_t size = (int64_t{1} << random() % 18) - 1 + random() % 2;
+      Message message = numbered(i);
+      message.bytes.assign(random() % 100, static_cast<char>(i));
+      message.tensors.push_back({at::arange(i, i + size), false, {}});
+      message.tensors.push_back({at::Tensor(), true, {}});
+      rank.mailbox.post(1 - self, std::move(message));
+    }
+    int next = 0;
+    for (const Message& message : inbox.wait_for(kNumMessages)) {
+      EXPECT_EQ(message.fields[0], next);
+      const at::Tensor& data = message.tensors[0].data;
+      EXPECT_TRUE(at::equal(data, at::arange(next, next + data.numel())));
+      EXPECT_FALSE(message.tensors[1].data.defined());
+      ++next;
+    }
+  });
+}
+
+TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
+  if (!is_shared()) GTEST_SKIP() << "the in-process world sends at once";
+  run(3, [](int self, Rank& rank) {
+    Inbox inbox(rank.mailbox, Channel::kPipeline);
+    if (self == 0) {
+      Message message = numbered(0);
+      message.tensors.push_back({at::zeros({8 << 20}), false, {}});
+      rank.mailbox.post(2, std::move(message));
+      rank.mailbox.post(1, numbered(1));
+    } else if (self == 1) {
+      inbox.wait_for(1);
+      rank.mailbox.post(2, numbered(2));
+    } else {
+      EXPECT_EQ(inbox.wait_for(2)[0].fields[0], 2);
+    }
+    // Nobody closes its mailbox while others still send.
+    for (int dst = 0; dst < 3; ++dst) {
+      rank.mailbox.post(dst, numbered(0, Channel::kOrder));
+    }
+    Inbox ends(rank.mailbox, Channel::kOrder);
+    ends.wait_for(3);
+  });
+}
+
+TEST_P(MailboxOver, CloseTwiceThenPostIsAnError) {
+  run(2, [](int self, Rank& rank) {
     rank.mailbox.close();
     rank.mailbox.close();
     EXPECT_THROW(rank.mailbox.post(1 - self, numbered(0)), Error);
@@ -215,9 +349,8 @@ TEST(Mailbox, UnknownRankIsAnError) {
   EXPECT_THROW(rank.mailbox.post(-1, numbered(0)), Error);
 }
 
-TEST(Mailbox, HandlerIsNotRunningAfterItWasReplaced) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, HandlerIsNotRunningAfterItWasReplaced) {
+  run(2, [](int self, Rank& rank) {
     std::atomic<bool> is_inside = false;
     std::atomic<bool> is_replaced = false;
     rank.mailbox.set_handler(Channel::kPipeline, [&](Message&&) {
@@ -272,9 +405,8 @@ TEST(Mailbox, CorruptMessageBecomesAFaultThatNamesItsSource) {
             std::string::npos);
 }
 
-TEST(Mailbox, ExceptionOfAHandlerBecomesAFault) {
-  run_ranks(2, [](int self, const CommunicatorPtr& world) {
-    Rank rank(self, world);
+TEST_P(MailboxOver, ExceptionOfAHandlerBecomesAFault) {
+  run(2, [](int self, Rank& rank) {
     rank.mailbox.set_handler(Channel::kPipeline,
                              [](Message&&) { throw Error("handler broke"); });
     rank.mailbox.post(1 - self, numbered(0));

@@ -138,12 +138,23 @@ TEST(Wire, ExpandedAndConjugatedTensorsArriveAsValues) {
                         round_trip(with_tensor(conjugated)).tensors[0].data));
 }
 
-TEST(Wire, LargeContiguousTensorIsNotCopied) {
-  const at::Tensor sent = at::rand({kSmallTensorBytes});
-  const Encoded encoded = encode(with_tensor(sent));
+TEST(Wire, LargeTensorIsCopiedUnlessItIsStable) {
+  Message message = with_tensor(at::rand({kSmallTensorBytes}));
+  const at::Tensor sent = message.tensors[0].data;
+  Encoded encoded = encode(message);
   ASSERT_EQ(encoded.large.size(), 1u);
+  EXPECT_NE(encoded.large[0].const_data_ptr(), sent.const_data_ptr());
+  message.tensors[0].is_stable = true;
+  encoded = encode(message);
   EXPECT_EQ(encoded.large[0].const_data_ptr(), sent.const_data_ptr());
   EXPECT_FALSE(encoded.blob.defined());
+}
+
+TEST(Wire, LargeStridedTensorIsCopiedOnce) {
+  const Parts parts =
+      take_apart(with_tensor(at::rand({kSmallTensorBytes, 2}).slice(1, 0, 1)));
+  ASSERT_EQ(parts.large.size(), 1u);
+  EXPECT_FALSE(parts.large[0].is_callers);
 }
 
 TEST(Wire, LongStructureAndManyTensorsTravelAsBlob) {
@@ -168,7 +179,7 @@ TEST(Wire, RejectsTensorsWithoutDenseData) {
 
 TEST(Wire, SequenceIsCarried) {
   const Encoded encoded = encode(rich_message());
-  set_sequence(encoded.packet, 77);
+  set_sequence(encoded.packet.mutable_data_ptr<uint8_t>(), 77);
   EXPECT_EQ(decode_packet(bytes_of(encoded.packet), kSource).sequence, 77u);
 }
 

@@ -31,6 +31,85 @@ inline ModuleTree random_tree(std::mt19937& random, int num_nodes) {
   return tree;
 }
 
+/// The largest number of edges between the root and a node.
+inline int depth_of(const ModuleTree& tree) {
+  std::vector<int> depths(tree.num_nodes(), 0);
+  for (int idx = 1; idx < tree.num_nodes(); ++idx) {
+    depths[idx] = depths[tree.node(idx).parent_idx] + 1;
+  }
+  return *std::max_element(depths.begin(), depths.end());
+}
+
+/// A chain of values through the units: each reads what the one before it made,
+/// often after a sum in the code of its parent; some values are read again
+/// later, and all begin and end at the root.
+inline void add_random_values(std::mt19937& random, ModuleTree* tree,
+                              const std::vector<int>& units) {
+  std::vector<int> values;
+  auto bytes = [&] { return static_cast<int64_t>(100 + random() % 100); };
+  auto readers = [&](size_t i) {
+    std::vector<int> consumers{i < units.size() ? units[i] : 0};
+    if (random() % 6 == 0) consumers.push_back(units[random() % units.size()]);
+    return consumers;
+  };
+  values.push_back(tree->add_value(0, bytes(), readers(0), false));
+  for (size_t i = 0; i < units.size(); ++i) {
+    const bool sum = random() % 2 == 0;
+    const int made = tree->add_value(
+        units[i], bytes(), sum ? std::vector<int>{} : readers(i + 1), true);
+    if (sum) {
+      const int parent_idx = tree->node(units[i]).parent_idx;
+      values.push_back(tree->add_value(parent_idx, bytes(), readers(i + 1),
+                                       true, {made, values.back()}));
+    } else {
+      values.push_back(made);
+    }
+  }
+  const bool is_free = random() % 4 == 0;
+  tree->set_compute_per_byte(
+      is_free ? 0 : 0.002 * static_cast<double>(random() % 50));
+}
+
+/// At most `num_units` modules with state and none below, at least three levels
+/// deep, with costs of all kinds, ties, lists and values.
+inline ModuleTree random_traced_tree(std::mt19937& random, int num_units) {
+  ModuleTree tree;
+  tree.add_node("", -1, random() % 4 == 0 ? 50 : 0, random() % 4 == 0, 3);
+  std::vector<int> inner{0};
+  std::vector<int> units;
+  auto add_unit = [&](int parent_idx) {
+    const int heavy = random() % 6 == 0 ? 5 : 1;
+    units.push_back(
+        tree.add_node("u" + std::to_string(tree.num_nodes()), parent_idx,
+                      heavy * static_cast<int64_t>(random() % 1000), true,
+                      static_cast<double>(heavy * (random() % 200)),
+                      NodeKind::kPlain, static_cast<int64_t>(random() % 800)));
+  };
+  for (int i = 0; i < num_units; ++i) {
+    // Deeper along the last module, as in real models, or back up.
+    const size_t up = random() % 3;
+    if (up > 0 && inner.size() > up) inner.resize(inner.size() - up);
+    const size_t deepest = i == 0 ? 3 : 2 + random() % 4;
+    while (inner.size() < deepest) {
+      const bool owns = random() % 5 == 0;
+      const auto kind = random() % 3 == 0 ? NodeKind::kList : NodeKind::kPlain;
+      const std::string name = "m" + std::to_string(tree.num_nodes());
+      inner.push_back(tree.add_node(name, inner.back(), owns ? 60 : 0, owns,
+                                    static_cast<double>(random() % 8), kind,
+                                    static_cast<int64_t>(random() % 40)));
+    }
+    add_unit(inner.back());
+    if (random() % 4 == 0) {
+      tree.add_node("relu", inner.back(), 0, false, 2, NodeKind::kPlain, 30);
+    }
+  }
+  if (random() % 3 == 0) {
+    tree.tie(units[0], units[random() % units.size()]);
+  }
+  add_random_values(random, &tree, units);
+  return tree;
+}
+
 struct GptShape {
   int num_layers = 12;
   double embedding_layers = 1;  ///< size of the embedding, in layers

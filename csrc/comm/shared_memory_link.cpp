@@ -1,0 +1,267 @@
+#include "csrc/comm/shared_memory_link.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <exception>
+#include <span>
+#include <utility>
+
+#include "csrc/comm/thread_name.h"
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// What the reader gets to see at once of a long message, so that both sides
+// copy at the same time.
+constexpr size_t kPublishBytes = 64 << 10;
+// Of one peer before the next one has its turn.
+constexpr int64_t kTurnBytes = 256 << 10;
+// After this, messages to a rank that has left are given up.
+constexpr milliseconds kLeftGrace{2000};
+// How often the sending thread looks at that, while something is unsent.
+constexpr milliseconds kLookEvery{200};
+
+// Writes until all is written or the ring is full.
+size_t write_pieces(RingWriter& ring, const uint8_t* from, size_t size) {
+  size_t done = 0;
+  while (done < size) {
+    const size_t wanted = std::min(size - done, kPublishBytes);
+    const size_t written = ring.write(from + done, wanted);
+    if (written == 0) break;
+    done += written;
+    if (done < size) ring.publish();
+  }
+  return done;
+}
+
+at::Tensor copy_of(const uint8_t* from, size_t size) {
+  at::Tensor copy =
+      at::empty({static_cast<int64_t>(size)}, at::TensorOptions(at::kByte));
+  std::copy_n(from, size, copy.mutable_data_ptr<uint8_t>());
+  return copy;
+}
+
+const uint8_t* begin_of(const at::Tensor& tensor) {
+  return static_cast<const uint8_t*>(tensor.const_data_ptr());
+}
+
+}  // namespace
+
+SharedMemoryLink::Peer::Peer(SharedMemory::Peer ends)
+    : global_rank(ends.global_rank),
+      to(ends.to),
+      from(ends.from),
+      incoming(ends.global_rank) {}
+
+SharedMemoryLink::SharedMemoryLink(SharedMemoryPtr memory, LinkOwner owner)
+    : Link(std::move(owner)), memory_(std::move(memory)) {
+  for (const SharedMemory::Peer& ends : memory_->take_peers()) {
+    peers_.push_back(std::make_unique<Peer>(ends));
+    peer_of_[ends.global_rank] = peers_.back().get();
+  }
+  fault_subscription_ =
+      owner_.faults->subscribe([this] { memory_->send_bell().ring(); });
+  receiver_ = std::thread([this] { receive_all(); });
+  sender_ = std::thread([this] { send_backlogs(); });
+}
+
+// ----------------------------------------------------------------- sending
+
+void SharedMemoryLink::post(int dst, Message message) {
+  wire::Parts parts = wire::take_apart(message);
+  Peer& peer = *peer_of_.at(dst);
+  {
+    std::lock_guard lock(peer.mutex);
+    wire::set_sequence(parts.header.data(), peer.next_sequence++);
+    peer.scratch.resize(parts.header.size() +
+                        static_cast<size_t>(parts.blob_bytes));
+    std::copy(parts.header.begin(), parts.header.end(), peer.scratch.begin());
+    wire::write_blob(message, parts, peer.scratch.data() + parts.header.size());
+    write_or_keep(peer, parts);
+  }
+  count_sent(parts.num_bytes());
+}
+
+// With the lock of the peer, and header and blob in its scratch.
+void SharedMemoryLink::write_or_keep(Peer& peer, const wire::Parts& parts) {
+  Outgoing kept{{}, Clock::now()};
+  bool fits = peer.backlog.empty();
+  auto put = [&](const uint8_t* begin, size_t size, const at::Tensor& owner) {
+    const size_t done = fits ? write_pieces(peer.to, begin, size) : 0;
+    if (done == size) return;
+    fits = false;
+    const at::Tensor keeper =
+        owner.defined() ? owner : copy_of(begin + done, size - done);
+    const uint8_t* rest = owner.defined() ? begin + done : begin_of(keeper);
+    kept.pieces.push_back({keeper, rest, size - done});
+  };
+  const bool was_writer = fits;
+  put(peer.scratch.data(), peer.scratch.size(), {});
+  for (const wire::Parts::Large& one : parts.large) {
+    put(begin_of(one.data), one.data.nbytes(),
+        one.is_callers ? at::Tensor() : one.data);
+  }
+  if (was_writer) peer.to.publish();
+  if (fits) return;
+  peer.backlog.push_back(std::move(kept));
+  add_unsent(1);
+  memory_->send_bell().ring();
+}
+
+// The message that the sending thread works on; only that thread ends it, so
+// it stays where it is without the lock.
+SharedMemoryLink::Outgoing* SharedMemoryLink::first_unsent(Peer& peer) {
+  std::lock_guard lock(peer.mutex);
+  return peer.backlog.empty() ? nullptr : &peer.backlog.front();
+}
+
+// Writes a turn's worth. Whether anything has changed.
+bool SharedMemoryLink::send_some(Peer& peer, Outgoing& outgoing) {
+  if (is_given_up(peer, outgoing)) {
+    end_first(peer);
+    return true;
+  }
+  size_t budget = kTurnBytes;
+  while (!outgoing.pieces.empty() && budget > 0) {
+    Piece& piece = outgoing.pieces.front();
+    const size_t wanted = std::min(piece.size, budget);
+    const size_t written = write_pieces(peer.to, piece.begin, wanted);
+    piece.begin += written;
+    piece.size -= written;
+    budget -= written;
+    if (piece.size == 0) outgoing.pieces.pop_front();
+    if (written < wanted) break;
+  }
+  if (budget < kTurnBytes) peer.to.publish();
+  if (!outgoing.pieces.empty()) return budget < kTurnBytes;
+  end_first(peer);
+  return true;
+}
+
+// Whether nobody will take it any more.
+bool SharedMemoryLink::is_given_up(const Peer& peer,
+                                   const Outgoing& outgoing) const {
+  const auto fault = owner_.faults->fault();
+  if (fault && fault->kind == Fault::Kind::kDied &&
+      fault->global_rank == peer.global_rank) {
+    return true;
+  }
+  return owner_.faults->has_left(peer.global_rank) &&
+         Clock::now() - outgoing.posted > kLeftGrace;
+}
+
+void SharedMemoryLink::end_first(Peer& peer) {
+  std::deque<Outgoing> ended;  // its memory is freed without the lock
+  {
+    std::lock_guard lock(peer.mutex);
+    ended.push_back(std::move(peer.backlog.front()));
+    peer.backlog.pop_front();
+  }
+  add_unsent(-1);
+}
+
+void SharedMemoryLink::send_backlogs() {
+  name_this_thread("smp-send-shm");
+  Doorbell& bell = memory_->send_bell();
+  while (!stopping_) {
+    if (send_round()) continue;
+    bell.prepare();
+    if (stopping_ || must_send()) {
+      bell.cancel();
+      continue;
+    }
+    std::optional<milliseconds> timeout;
+    if (num_unsent() > 0) timeout = kLookEvery;
+    bell.sleep(timeout);
+  }
+}
+
+// One turn for each peer. Whether anything has changed.
+bool SharedMemoryLink::send_round() {
+  bool has_moved = false;
+  for (const auto& peer : peers_) {
+    Outgoing* const outgoing = first_unsent(*peer);
+    if (outgoing == nullptr) continue;
+    try {
+      has_moved |= send_some(*peer, *outgoing);
+    } catch (const std::exception& error) {
+      report_corrupt(error.what());
+      end_first(*peer);
+    }
+  }
+  return has_moved;
+}
+
+bool SharedMemoryLink::must_send() {
+  bool result = false;
+  for (const auto& peer : peers_) {
+    if (first_unsent(*peer) != nullptr) result |= !peer->to.must_wait();
+  }
+  return result;
+}
+
+// --------------------------------------------------------------- receiving
+
+void SharedMemoryLink::receive_all() {
+  name_this_thread("smp-recv-shm");
+  Doorbell& bell = memory_->receive_bell();
+  while (!stopping_) {
+    if (receive_round()) continue;
+    bell.prepare();
+    if (stopping_ || has_arrivals()) {
+      bell.cancel();
+      continue;
+    }
+    bell.sleep({});
+  }
+}
+
+// One turn for each peer. Whether anything has come.
+bool SharedMemoryLink::receive_round() {
+  bool has_come = false;
+  for (const auto& peer : peers_) {
+    if (stopping_) return true;
+    if (peer->is_broken) continue;
+    try {
+      has_come |= receive_some(*peer);
+    } catch (const std::exception& error) {
+      peer->is_broken = true;
+      report_corrupt(error.what());
+    }
+  }
+  return has_come;
+}
+
+bool SharedMemoryLink::receive_some(Peer& peer) {
+  if (!peer.from.has_more()) return false;
+  int64_t budget = kTurnBytes;
+  if (!peer.incoming.read_from(peer.from, budget)) return true;
+  count_received(peer.incoming.num_bytes());
+  owner_.deliver(peer.incoming.take());
+  return true;
+}
+
+bool SharedMemoryLink::has_arrivals() {
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return !peer->is_broken && peer->from.has_more();
+  });
+}
+
+// ------------------------------------------------------------------ the end
+
+void SharedMemoryLink::stop() {
+  owner_.faults->unsubscribe(fault_subscription_);
+  stopping_ = true;
+  memory_->receive_bell().ring();
+  memory_->send_bell().ring();
+  receiver_.join();
+  sender_.join();
+  for (const auto& peer : peers_) peer->backlog.clear();
+  forget_unsent();
+}
+
+}  // namespace smp::comm

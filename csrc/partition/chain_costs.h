@@ -1,0 +1,62 @@
+#pragma once
+
+#include <vector>
+
+#include "csrc/partition/objective.h"
+
+namespace smp::partition {
+
+/// Costs of the segments `[i, j)` of a chain of items. An item is what lies
+/// between two neighbouring positions at which a cut is allowed.
+class ChainCosts {
+ public:
+  /// @param positions, end  as for split_chain
+  ChainCosts(const Objective& objective, const std::vector<int>& positions,
+             int end);
+
+  int num_items() const { return num_items_; }
+  /// Is there something on stage 0 that is not in the chain?
+  bool has_fixed_units() const { return has_fixed_units_; }
+
+  /// Load of the segment as stage `stage`, without `split_load`; for stage 0
+  /// with what is fixed there. Infinite above the memory limit.
+  double load(int stage, int i, int j) const;
+  /// A lower bound of `load` that does not fall when `j` grows.
+  double least_load(int stage, int i, int j) const;
+  /// Load that a cut at `i` puts on stage 0, because it splits modules which
+  /// end at `j` or before: a module is counted at its last cut.
+  double split_load(int i, int j) const { return split_loads_[at(i, j)]; }
+  /// Bytes sent and received, by a stage other than 0.
+  double transfer_bytes(int i, int j) const { return transfers_[at(i, j)]; }
+
+ private:
+  struct Span;
+  struct ValueSpan;
+  size_t at(int i, int j) const {
+    return static_cast<size_t>(i) * (num_items_ + 1) + j;
+  }
+  int place_of(int node_idx) const;
+  void add_units(const std::vector<int>& positions, int end);
+  std::vector<Span> find_spans();
+  void fill_costs(const std::vector<Span>& spans);
+  void fill_split_loads(const std::vector<Span>& spans);
+  std::vector<ValueSpan> find_value_spans() const;
+  void fill_transfers();
+
+  const Objective& objective_;
+  const DecisionTree& decisions_;
+  int num_items_ = 0;
+  bool has_fixed_units_ = false;
+  std::vector<int> item_of_unit_;  // -1: on stage 0 in any case
+  std::vector<int> first_item_;    // of a module above units; -1 as above
+  std::vector<Cost> item_costs_;
+  std::vector<Cost> sums_;  // of item_costs_, before each item
+  Cost fixed_;              // on stage 0
+  std::vector<Cost> costs_;
+  std::vector<double> transfers_;
+  std::vector<double> first_transfers_;  // of [0, j) as stage 0
+  std::vector<double> copies_;           // of what is received
+  std::vector<double> split_loads_;
+};
+
+}  // namespace smp::partition

@@ -1,0 +1,204 @@
+#include "csrc/partition/objective.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/common/check.h"
+
+namespace smp::partition {
+
+namespace {
+
+constexpr double kRounding = 1e-9;
+
+}  // namespace
+
+void check_options(const PartitionOptions& options) {
+  SMP_CHECK_VALUE(options.num_partitions >= 1,
+                  "partition: expected at least 1 partition, got ",
+                  options.num_partitions);
+  SMP_CHECK_VALUE(options.memory_weight >= 0 && options.memory_weight <= 1,
+                  "partition: memory_weight must be in [0, 1], got ",
+                  options.memory_weight);
+  SMP_CHECK_VALUE(options.num_chunks >= 1,
+                  "partition: num_chunks must be at least 1, got ",
+                  options.num_chunks);
+  SMP_CHECK_VALUE(
+      options.state_factor >= 1 && std::isfinite(options.state_factor),
+      "partition: state_factor must be at least 1, got ", options.state_factor);
+  SMP_CHECK_VALUE(options.memory_limit_bytes >= 0,
+                  "partition: memory_limit_bytes must be positive, or 0 for no "
+                  "limit; got ",
+                  options.memory_limit_bytes);
+  const std::vector<int>& kept = options.kept_microbatches;
+  SMP_CHECK_VALUE(
+      kept.empty() ||
+          (static_cast<int>(kept.size()) == options.num_partitions &&
+           *std::min_element(kept.begin(), kept.end()) >= 1),
+      "partition: kept_microbatches must have a number >= 1 for each of the ",
+      options.num_partitions, " partitions, got ", kept.size(), " numbers");
+}
+
+bool is_better(const Evaluation& a, const Evaluation& b) {
+  if (a.excess_bytes != b.excess_bytes) return a.excess_bytes < b.excess_bytes;
+  const double tolerance = kRounding * std::max(a.largest_load, b.largest_load);
+  if (std::abs(a.largest_load - b.largest_load) > tolerance) {
+    return a.largest_load < b.largest_load;
+  }
+  return a.crossing_bytes < b.crossing_bytes;
+}
+
+Objective::Objective(const DecisionTree& decisions,
+                     const PartitionOptions& options)
+    : decisions_(decisions),
+      options_(options),
+      compute_per_byte_(decisions.tree().compute_per_byte()),
+      owner_costs_(decisions.num_nodes()),
+      unit_costs_(decisions.num_units()) {
+  double mean_kept = 0;
+  for (int stage = 0; stage < options_.num_stages(); ++stage) {
+    kept_.push_back(options_.kept(stage));
+    mean_kept += kept_.back() / options_.num_stages();
+  }
+  kept_last_ = kept_.back();
+  sum_costs();
+  Cost total;
+  for (const ModuleTree::Node& node : decisions.tree().nodes()) {
+    total.param_bytes += static_cast<double>(node.param_bytes);
+    total.activation_bytes += static_cast<double>(node.activation_bytes);
+    total.compute += node.compute;
+  }
+  const double memory = options_.state_factor * total.param_bytes +
+                        mean_kept * total.activation_bytes;
+  // A term whose total is zero is left out, and the other counts alone.
+  const double memory_weight = total.compute > 0 ? options_.memory_weight : 1;
+  const double time_weight = memory > 0 ? 1 - options_.memory_weight : 1;
+  if (memory > 0) {
+    param_weight_ = memory_weight * options_.state_factor / memory;
+    activation_weight_ = memory_weight / memory;
+  }
+  if (total.compute > 0) compute_weight_ = time_weight / total.compute;
+}
+
+void Objective::sum_costs() {
+  // Per unit, how many free units were placed before the end of its place.
+  std::vector<int> num_placed(decisions_.num_units(), -1);
+  int num_free_places = 0;
+  for (int idx : decisions_.order()) {
+    const int owner = decisions_.owner(idx);
+    const int unit = decisions_.unit_of(owner);
+    const bool places = unit >= 0 && num_placed[unit] < 0;
+    if (places) {
+      if (!decisions_.units()[unit].pinned) ++num_free_places;
+      num_placed[unit] = num_free_places;
+    }
+    const ModuleTree::Node& node = decisions_.tree().node(idx);
+    const auto activations = static_cast<double>(node.activation_bytes);
+    const bool late = unit >= 0 && num_placed[unit] < num_free_places;
+    const Cost own{static_cast<double>(node.param_bytes),
+                   late ? 0 : activations, late ? activations : 0,
+                   node.compute};
+    owner_costs_[owner] += own;
+    if (unit >= 0) unit_costs_[unit] += own;
+  }
+}
+
+Evaluation Objective::evaluate(const std::vector<int>& stages) const {
+  const int num_stages = options_.num_stages();
+  const int num_partitions = options_.num_partitions;
+  Evaluation result;
+  result.param_bytes.assign(num_stages, 0);
+  result.compute.assign(num_stages, 0);
+  result.activation_bytes.assign(num_stages, 0);
+  result.kept_bytes.assign(num_stages, 0);
+  result.transfer_bytes.assign(num_stages, 0);
+  result.memory_bytes.assign(num_partitions, 0);
+  result.boundary_bytes.assign(num_partitions * num_partitions, 0);
+  add_nodes(stages, &result);
+  add_values(stages, &result);
+  for (int s = 0; s < num_stages; ++s) {
+    result.loads.push_back(load(result.param_bytes[s], result.kept_bytes[s],
+                                result.compute[s],
+                                static_cast<double>(result.transfer_bytes[s])));
+    result.largest_load = std::max(result.largest_load, result.loads[s]);
+    result.memory_bytes[s % num_partitions] +=
+        options_.state_factor * result.param_bytes[s] + result.kept_bytes[s];
+  }
+  for (int64_t bytes : result.boundary_bytes) result.crossing_bytes += bytes;
+  if (options_.memory_limit_bytes > 0) {
+    const double limit = static_cast<double>(options_.memory_limit_bytes);
+    for (double bytes : result.memory_bytes) {
+      result.excess_bytes += std::max(0.0, bytes - limit);
+    }
+  }
+  return result;
+}
+
+void Objective::add_nodes(const std::vector<int>& stages,
+                          Evaluation* result) const {
+  // Backward comes back from the furthest stage that a microbatch has reached,
+  // so what is made after that is kept no longer than there.
+  int furthest = 0;
+  for (int idx : decisions_.order()) {
+    const ModuleTree::Node& node = decisions_.tree().node(idx);
+    const int stage = stages[idx];
+    furthest = std::max(furthest, stage);
+    const auto activations = static_cast<double>(node.activation_bytes);
+    result->param_bytes[stage] += static_cast<double>(node.param_bytes);
+    result->compute[stage] += node.compute;
+    result->activation_bytes[stage] += activations;
+    result->kept_bytes[stage] += kept(furthest) * activations;
+  }
+}
+
+void Objective::add_values(const std::vector<int>& stages,
+                           Evaluation* result) const {
+  const std::vector<ModuleTree::Value>& values = decisions_.tree().values();
+  const int num_partitions = options_.num_partitions;
+  if (values.empty() || num_partitions == 1) return;
+  const size_t n = values.size();
+  std::vector<signed char> split(stages.size(), -1);  // -1: not asked yet
+  std::vector<int> places(n);
+  // Stages that read a value of another partition, one per partition.
+  std::vector<std::vector<int>> readers(n);
+  auto read = [&](size_t value, int stage) {
+    const int partition_idx = stage % num_partitions;
+    if (places[value] % num_partitions == partition_idx) return;
+    for (int other : readers[value]) {
+      if (other % num_partitions == partition_idx) return;
+    }
+    readers[value].push_back(stage);
+  };
+  for (size_t id = 0; id < n; ++id) {
+    const ModuleTree::Value& value = values[id];
+    const int owner = decisions_.owner(value.producer_idx);
+    if (split[owner] < 0) split[owner] = decisions_.is_split(owner, stages);
+    places[id] = stages[value.producer_idx];
+    if (value.source_values.empty()) continue;
+    if (split[owner]) places[id] = places[value.source_values.back()];
+    for (int source : value.source_values) read(source, places[id]);
+  }
+  for (size_t id = 0; id < n; ++id) {
+    const ModuleTree::Value& value = values[id];
+    for (int consumer : value.consumer_idxs) read(id, stages[consumer]);
+    const int from = places[id] % num_partitions;
+    for (int stage : readers[id]) {
+      const int to = stage % num_partitions;
+      result->boundary_bytes[from * num_partitions + to] += value.num_bytes;
+      int64_t bytes = value.num_bytes;
+      if (value.needs_grad) {
+        result->boundary_bytes[to * num_partitions + from] += value.num_bytes;
+        bytes *= 2;
+        // Backward of what reads it needs it there as well.
+        const auto copy = static_cast<double>(value.num_bytes);
+        result->activation_bytes[stage] += copy;
+        result->kept_bytes[stage] +=
+            std::min(kept(places[id]), kept(stage)) * copy;
+      }
+      result->transfer_bytes[places[id]] += bytes;
+      result->transfer_bytes[stage] += bytes;
+    }
+  }
+}
+
+}  // namespace smp::partition

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/partition/decision_tree.h"
+#include "csrc/partition/options.h"
+
+namespace smp::partition {
+
+/// Own costs of one or several modules, for one microbatch.
+struct Cost {
+  double param_bytes = 0;
+  double activation_bytes = 0;
+  /// Made at the end of a microbatch on an early stage, by a head that shares
+  /// its weight with the embedding; freed as soon as on the last stage.
+  double late_activation_bytes = 0;
+  double compute = 0;
+
+  Cost& operator+=(const Cost& other) {
+    param_bytes += other.param_bytes;
+    activation_bytes += other.activation_bytes;
+    late_activation_bytes += other.late_activation_bytes;
+    compute += other.compute;
+    return *this;
+  }
+};
+
+/// What an assignment costs.
+struct Evaluation {
+  std::vector<double> loads;  ///< per stage; without transfers about 1 in all
+  std::vector<double> param_bytes;  ///< per stage
+  std::vector<double> compute;      ///< per stage
+  /// Per stage, one microbatch, with copies of what was received.
+  std::vector<double> activation_bytes;
+  /// The same for all microbatches that are kept at once.
+  std::vector<double> kept_bytes;
+  std::vector<int64_t> transfer_bytes;  ///< per stage, sent and received
+  std::vector<double> memory_bytes;     ///< per partition, at the peak
+  /// Per microbatch from partition `i` to `j` at `i * num_partitions + j`;
+  /// values forward, gradients backward.
+  std::vector<int64_t> boundary_bytes;
+  int64_t crossing_bytes = 0;  ///< sum of `boundary_bytes`
+  double largest_load = 0;
+  double excess_bytes = 0;  ///< sum over partitions above the memory limit
+};
+
+/// Whether `a` is better: within the memory limit, then the smaller largest
+/// load, then fewer bytes between partitions. Differences that rounding can
+/// make do not count.
+bool is_better(const Evaluation& a, const Evaluation& b);
+
+/// load(s) = w · memory(s) / memory(all) + (1 - w) · time(s) / compute(all),
+/// the largest of which is minimized; see docs/design/partition.md.
+class Objective {
+ public:
+  Objective(const DecisionTree& decisions, const PartitionOptions& options);
+
+  const DecisionTree& decisions() const { return decisions_; }
+  const PartitionOptions& options() const { return options_; }
+
+  /// @param stages  per node
+  Evaluation evaluate(const std::vector<int>& stages) const;
+
+  /// Own cost of a node with that of what goes with it; zero for the latter.
+  const Cost& cost_of_owner(int idx) const { return owner_costs_[idx]; }
+  /// Sum over the nodes of a unit.
+  const Cost& cost_of_unit(int id) const { return unit_costs_[id]; }
+
+  /// Load that a cost and bytes sent and received put on a stage.
+  double load(const Cost& cost, double transfer_bytes, int stage) const {
+    return load(cost.param_bytes, kept_bytes(cost, stage), cost.compute,
+                transfer_bytes);
+  }
+  double memory_bytes(const Cost& cost, int stage) const {
+    return options_.state_factor * cost.param_bytes + kept_bytes(cost, stage);
+  }
+
+ private:
+  double kept_bytes(const Cost& cost, int stage) const {
+    return kept(stage) * cost.activation_bytes +
+           kept_last_ * cost.late_activation_bytes;
+  }
+  double load(double param_bytes, double kept_bytes, double compute,
+              double transfer_bytes) const {
+    return param_weight_ * param_bytes + activation_weight_ * kept_bytes +
+           compute_weight_ * (compute + compute_per_byte_ * transfer_bytes);
+  }
+  double kept(int stage) const { return kept_[stage]; }
+
+  void sum_costs();
+  void add_nodes(const std::vector<int>& stages, Evaluation* result) const;
+  void add_values(const std::vector<int>& stages, Evaluation* result) const;
+
+  const DecisionTree& decisions_;
+  const PartitionOptions options_;
+  std::vector<double> kept_;  // per stage
+  double kept_last_ = 1;
+  const double compute_per_byte_;
+  double param_weight_ = 0;
+  double activation_weight_ = 0;
+  double compute_weight_ = 0;
+  std::vector<Cost> owner_costs_;
+  std::vector<Cost> unit_costs_;
+};
+
+}  // namespace smp::partition

@@ -1,0 +1,97 @@
+"""What a trace has found out about a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """Own costs of a module, without its children, over all its calls in one microbatch.
+
+    Attributes:
+        num_calls: 0 for a module that was never called.
+        forward_flops, backward_flops: from shapes; memory traffic counts as well, see
+            `trace_flops`.
+        time_ms: of the forward, if measured.
+        activation_bytes: kept for backward, parameters and buffers apart.
+        output_bytes: of the tensors that it returned.
+        data_dependent: it read a value of a tensor into Python.
+    """
+
+    num_calls: int = 0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    time_ms: float | None = None
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    data_dependent: bool = False
+
+    @property
+    def compute(self) -> float:
+        """Forward and backward, in milliseconds if times were measured, else in FLOPs."""
+        flops = self.forward_flops + self.backward_flops
+        if self.time_ms is None:
+            return flops
+        # Only forwards are measured; what FLOPs say about the backward is better than a constant.
+        return self.time_ms * (flops / self.forward_flops if self.forward_flops else 1.0)
+
+
+@dataclass(frozen=True)
+class TracedValue:
+    """A tensor that own code of one module made and that of others read.
+
+    Attributes:
+        producer: index of the module.
+        num_bytes: of the tensor.
+        consumers: indices of the modules that read it.
+        needs_grad: whether a gradient comes back.
+        sources: for arithmetic that the engine leaves where the data are: the values it is made of.
+    """
+
+    producer: int
+    num_bytes: int
+    consumers: tuple[int, ...]
+    needs_grad: bool
+    sources: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward of a model. Modules are named by their index in ``modules``.
+
+    Attributes:
+        modules: the distinct modules, in the order of ``root.modules()``.
+        costs: per module.
+        order: modules in the order of their first call.
+        values: tensors in the order in which they were made.
+        calls: (caller, called) pairs.
+        parameter_reads: (module, holder): its own code reads a parameter of another module that
+            it was not given, so both must be on one rank.
+        how: "fake", or the type of the device that the model really ran on.
+        unit: of `ModuleCost.compute`: "flops" or "ms".
+        cost_per_link_byte: what a byte to another rank costs in this unit.
+    """
+
+    modules: tuple[nn.Module, ...]
+    costs: tuple[ModuleCost, ...]
+    order: tuple[int, ...]
+    values: tuple[TracedValue, ...]
+    calls: frozenset[tuple[int, int]]
+    parameter_reads: frozenset[tuple[int, int]]
+    how: str
+    unit: str
+    cost_per_link_byte: float
+
+    def cost_of(self, module: nn.Module) -> ModuleCost:
+        """Own costs of a module.
+
+        Raises:
+            KeyError: it is not part of the model.
+        """
+        for other, cost in zip(self.modules, self.costs, strict=True):
+            if other is module:
+                return cost
+        raise KeyError(type(module).__name__)

@@ -1,0 +1,275 @@
+"""Runs a model once, without memory or for real, to learn what each of its modules costs."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from smp import _C
+from smp.partition import trace_flops
+from smp.partition.costs import ModuleCost, Trace, TracedValue
+from smp.partition.trace_guard import exchange_tensors, untouched
+from smp.partition.trace_meters import MemoryGauge, Stopwatch
+from smp.partition.trace_recorder import Recorder, around_forwards
+from smp.partition.tree import kind_of
+
+_NUM_TIMED_RUNS = 3
+
+
+class TraceError(RuntimeError):
+    """A forward raised while it was traced; the text names the error and the module."""
+
+
+class _Tracing:
+    """How many traces run now; the flag behind `smp.is_tracing`."""
+
+    depth = 0
+
+
+def is_tracing() -> bool:
+    """True while this process runs the tracing pass of the first step.
+
+    The step function runs once more for it, up to the call of the model. Side effects before that
+    call can be guarded with this.
+    """
+    return _Tracing.depth > 0
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Marks the tracing pass, see `is_tracing`."""
+    _Tracing.depth += 1
+    try:
+        yield
+    finally:
+        _Tracing.depth -= 1
+
+
+def trace(
+    root: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device,
+    fake: bool = True,
+    measure_times: bool = False,
+    measure_memory: bool = False,
+) -> Trace:
+    """Runs the forward of a model once and charges each operator to a module.
+
+    Gradients are enabled, because the partition is for training; the mode of the modules is what
+    it is. Parameters, buffers, attributes of modules and random numbers are as before afterwards.
+
+    Args:
+        root: any module. Parameters may be real, on the meta device or placeholders.
+        args, kwargs: of the call, real tensors.
+        device: that the model runs on, or that it is to look like.
+        fake: no arithmetic and no memory: tensors have shapes only. What reads their values into
+            Python fails.
+        measure_times: own forward times, median of a few runs. Not with ``fake``.
+        measure_memory: on CUDA what each module leaves allocated, instead of what autograd is
+            seen to save. Not with ``fake``.
+
+    Raises:
+        TraceError: the forward raised.
+    """
+    modules = tuple(root.modules())
+    devices = [device] if device.type == "cuda" and not fake else []
+    with (
+        tracing(),
+        untouched(modules, keep_values=not fake),
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        run = _Run(root, modules, args, kwargs, device)
+        try:
+            if fake:
+                return run.fake()
+            result = run.real()
+            if measure_memory and device.type == "cuda":
+                result = run.with_measured_memory(result)
+            return run.with_times(result) if measure_times else result
+        except TraceError:
+            raise
+        except Exception as error:  # memory, mostly
+            raise TraceError(_describe(error, root, None)) from error
+
+
+class _Run:
+    """One model and one call of it, inside of `untouched`."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: tuple[nn.Module, ...],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._root = root
+        self._modules = modules
+        self._call = (tuple(args), dict(kwargs))
+        self._device = device
+
+    def fake(self) -> Trace:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            # Not made from the real ones: placeholders have strides of zero, and values on the
+            # meta device the wrong device.
+            exchange_tensors(self._modules, lambda t: _empty_like(t, self._device))
+            call = pytree.tree_map_only(
+                Tensor, lambda t: _moved(mode.from_tensor(_ordinary(t)), self._device), self._call
+            )
+            return self._recorded(call, "fake")
+
+    def real(self) -> Trace:
+        exchange_tensors(self._modules, lambda t: _on_device(t, self._device))
+        return self._recorded(self._fresh_call(), self._device.type)
+
+    def _fresh_call(self) -> Any:
+        """The arguments once more, because the model may write into them."""
+        return pytree.tree_map_only(
+            Tensor, lambda t: _moved(_ordinary(t), self._device, copy=True), self._call
+        )
+
+    def _recorded(self, call: Any, how: str) -> Trace:
+        device_type = self._device.type
+        recorder = Recorder(
+            self._modules,
+            [
+                kind_of(module) != _C.NodeKind.INDIVISIBLE and any(True for _ in module.children())
+                for module in self._modules
+            ],
+            trace_flops.flops_per_byte(device_type),
+        )
+        recorder.add_inputs(call)
+        args, kwargs = call
+        try:
+            with around_forwards(self._modules, recorder.wrap), recorder.watching():
+                recorder.add_outputs(self._root(*args, **kwargs))
+        except Exception as error:
+            raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
+        return Trace(
+            modules=self._modules,
+            costs=tuple(
+                ModuleCost(
+                    num_calls=raw.num_calls,
+                    forward_flops=raw.forward_flops,
+                    backward_flops=raw.backward_flops,
+                    activation_bytes=raw.activation_bytes,
+                    output_bytes=raw.output_bytes,
+                    data_dependent=raw.data_dependent,
+                )
+                for raw in recorder.costs
+            ),
+            order=tuple(recorder.order),
+            values=tuple(
+                TracedValue(
+                    raw.producer,
+                    raw.num_bytes,
+                    tuple(sorted(raw.consumers)),
+                    raw.needs_grad,
+                    raw.sources,
+                )
+                for raw in recorder.values
+            ),
+            calls=frozenset(recorder.calls),
+            parameter_reads=frozenset(recorder.parameter_reads),
+            how=how,
+            unit="flops",
+            cost_per_link_byte=trace_flops.flops_per_link_byte(device_type),
+        )
+
+    def _run_wrapped(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> float:
+        """One more real forward; its milliseconds."""
+        args, kwargs = self._fresh_call()
+        with untouched(self._modules, keep_values=True), around_forwards(self._modules, wrap):
+            started = time.perf_counter()
+            self._root(*args, **kwargs)
+            return 1e3 * (time.perf_counter() - started)
+
+    def with_times(self, traced: Trace) -> Trace:
+        runs = []
+        for _ in range(1 + _NUM_TIMED_RUNS):
+            watch = Stopwatch(len(self._modules), self._device)
+            self._run_wrapped(watch.wrap)
+            runs.append(watch.own_ms)
+        own_ms = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
+        costs = tuple(
+            replace(cost, time_ms=ms) for cost, ms in zip(traced.costs, own_ms, strict=True)
+        )
+        total_flops = sum(cost.forward_flops for cost in costs)
+        ms_per_flop = sum(own_ms) / total_flops if total_flops else 0.0
+        return replace(
+            traced,
+            costs=costs,
+            unit="ms",
+            cost_per_link_byte=traced.cost_per_link_byte * ms_per_flop,
+        )
+
+    def with_measured_memory(self, traced: Trace) -> Trace:
+        gauge = MemoryGauge(len(self._modules), self._device)
+        self._run_wrapped(gauge.wrap)
+        costs = tuple(
+            replace(cost, activation_bytes=num_bytes)
+            for cost, num_bytes in zip(traced.costs, gauge.own_bytes, strict=True)
+        )
+        return replace(traced, costs=costs)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch logs before it raises; what comes of it is in our own warning."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """Tensors made in inference mode cannot be saved for backward; copies of them can."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """A leaf with these values on ``device``."""
+    moved = tensor.detach().to(device, copy=copy)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved
+
+
+def _describe(error: Exception, root: nn.Module, idx: int | None) -> str:
+    """What went wrong, and in which module."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if idx is None:
+        return text
+    name, module = list(root.named_modules())[idx]
+    return f"{text} in module {name or '(root)'} ({type(module).__name__})"

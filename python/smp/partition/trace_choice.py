@@ -1,0 +1,107 @@
+"""Chooses how a model is traced for its partition, and what to do where that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.partition import trace_flops
+from smp.partition.costs import Trace
+from smp.partition.trace import TraceError, trace
+
+_log = logging.getLogger("smp")
+
+_MAX_SHARE_OF_FREE_MEMORY = 0.8
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How to trace.
+
+    Attributes:
+        device: of this process.
+        real_device: where a trace for real runs.
+        measure_times: own time of each module, which needs a trace for real.
+        measure_memory: what each module keeps, in a trace for real.
+    """
+
+    device: torch.device
+    real_device: torch.device
+    measure_times: bool = False
+    measure_memory: bool = False
+
+
+def trace_for_partition(
+    root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: TraceOptions
+) -> Trace | None:
+    """The best trace that the model allows.
+
+    Without memory unless measurements are wanted. What reads values of tensors into Python cannot
+    be traced so, and is run for real on the CPU if its weights exist. Each step down is a warning.
+
+    Returns:
+        None when the model cannot be traced at all; its parameter sizes have to do.
+    """
+    wanted = options.measure_times or options.measure_memory
+    if wanted and _can_run(root, options.real_device):
+        try:
+            return trace(
+                root,
+                args,
+                kwargs,
+                device=options.real_device,
+                fake=False,
+                measure_times=options.measure_times,
+                measure_memory=options.measure_memory,
+            )
+        except TraceError as error:
+            _warn("trace on the device", error, "trying shapes only, without measurements")
+    try:
+        return trace(root, args, kwargs, device=options.device)
+    except TraceError as error:
+        # Whatever it is: a mistake of the model raises in the step as well.
+        if _has_no_values(root):
+            _warn("trace with shapes only", error, "using parameter sizes alone")
+            return None
+        _warn("trace with shapes only", error, "running the model once on the CPU instead")
+    try:
+        return trace(root, args, kwargs, device=torch.device("cpu"), fake=False)
+    except TraceError as error:
+        _warn("trace on the CPU", error, "using parameter sizes alone")
+        return None
+
+
+def _warn(what: str, error: TraceError, next_step: str) -> None:
+    _log.warning("smp: the %s for the partition failed: %s; %s", what, error, next_step)
+
+
+def _has_no_values(root: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in root.parameters())
+
+
+def _can_run(root: nn.Module, device: torch.device) -> bool:
+    """Is the whole model there, and does it fit?"""
+    if _has_no_values(root):
+        _log.warning(
+            "smp: nothing can be measured on a model on the meta device; tracing shapes only"
+        )
+        return False
+    if device.type != "cuda":
+        return True
+    needed = sum(trace_flops.num_bytes(p) for p in root.parameters() if p.device != device)
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed <= _MAX_SHARE_OF_FREE_MEMORY * free:
+        return True
+    _log.warning(
+        "smp: the model (%.1f GB) does not fit into the free memory of %s (%.1f GB); tracing "
+        "shapes only, without measurements",
+        needed / 1e9,
+        device,
+        free / 1e9,
+    )
+    return False

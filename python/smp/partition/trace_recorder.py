@@ -1,0 +1,297 @@
+"""Charges every operator of a forward to the module whose own code runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp.partition import trace_flops
+
+Forward = Callable[..., Any]
+
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    groups = () if offs is None or a.dim() + b.dim() == 5 else offs.shape
+    if a.dim() == b.dim() == 3:
+        groups = a.shape[:1]
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
+
+
+# PyTorch's own shape functions of these refuse dtypes that the operators take.
+_SHAPES_ONLY: dict[OpOverload, Callable[..., Tensor]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm
+}
+
+
+@dataclass
+class RawCost:
+    """What the own code of one module did, over all its calls."""
+
+    num_calls: int = 0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    data_dependent: bool = False
+
+
+@dataclass
+class RawValue:
+    """A tensor made by one module; modules are indices."""
+
+    producer: int
+    num_bytes: int
+    consumers: set[int] = field(default_factory=set)
+    needs_grad: bool = False
+    sources: tuple[int, ...] = ()
+
+
+def _key(tensor: Tensor) -> StorageWeakRef:
+    # A weak reference keeps the address from being used again, but not the memory.
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def around_forwards(
+    modules: Sequence[nn.Module], wrap: Callable[[int, Forward], Forward]
+) -> Iterator[None]:
+    """Replaces ``forward`` of each module on the instance; for use inside of `untouched`.
+
+    The same place as a remote module's stub, so hooks of a module belong to its caller here as
+    well.
+    """
+    for idx, module in enumerate(modules):
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["forward"] = wrap(idx, module.forward)
+    yield
+
+
+class Recorder(TorchDispatchMode):
+    """Watches one forward of a model.
+
+    Args:
+        modules: distinct modules, the root first.
+        may_split: per module, whether its own code may run apart from its children.
+        flops_per_byte: of the device.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], may_split: Sequence[bool], flops_per_byte: float
+    ) -> None:
+        super().__init__()
+        self.costs = [RawCost() for _ in modules]
+        self.values: list[RawValue] = []
+        self.order: list[int] = []
+        self.calls: set[tuple[int, int]] = set()
+        self.parameter_reads: set[tuple[int, int]] = set()
+        self.failed_at: int | None = None
+        self._may_split = may_split
+        self._flops_per_byte = flops_per_byte
+        self._stack: list[int] = []
+        self._arguments: list[Any] = []
+        self._value_of: dict[StorageWeakRef, int] = {}
+        self._saved: set[StorageWeakRef] = set()
+        self._holders: dict[StorageWeakRef, set[int]] = {}
+        self._buffers: set[StorageWeakRef] = set()
+        for idx, module in enumerate(modules):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._holders.setdefault(_key(parameter), set()).add(idx)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self._buffers.add(_key(buffer))
+
+    # ---- calls
+
+    def wrap(self, idx: int, forward: Forward) -> Forward:
+        """``forward`` of module ``idx`` with the stack kept."""
+
+        @functools.wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self._stack:
+                self.calls.add((self._stack[-1], idx))
+            cost = self.costs[idx]
+            if cost.num_calls == 0:
+                self.order.append(idx)
+            cost.num_calls += 1
+            self._stack.append(idx)
+            self._arguments.append((args, kwargs))
+            try:
+                result = forward(*args, **kwargs)
+            except BaseException:
+                if self.failed_at is None:
+                    self.failed_at = idx
+                raise
+            finally:
+                self._stack.pop()
+                self._arguments.pop()
+            cost.output_bytes += sum(
+                {_key(t): trace_flops.num_bytes(t) for t in _tensors(result)}.values()
+            )
+            return result
+
+        return traced
+
+    def add_inputs(self, arguments: Any) -> None:
+        """Tensors that the caller of the model has; they count as made by the root."""
+        for tensor in _tensors(arguments):
+            self._new_value(0, tensor)
+
+    def add_outputs(self, result: Any) -> None:
+        """Tensors that the model returns; the root's rank reads them."""
+        for tensor in _tensors(result):
+            value_idx = self._value_of.get(_key(tensor))
+            if value_idx is not None:
+                self._read(value_idx, 0, tensor)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records operators and what autograd saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved), self:
+            yield
+
+    def _on_save(self, tensor: Tensor) -> Tensor:
+        key = _key(tensor)
+        if self._stack and key not in self._saved and not self._belongs_to_model(key):
+            self._saved.add(key)
+            self.costs[self._stack[-1]].activation_bytes += tensor.untyped_storage().nbytes()
+        # The tensor itself would hold its own graph in a cycle.
+        return tensor.detach()
+
+    def _belongs_to_model(self, key: StorageWeakRef) -> bool:
+        return key in self._holders or key in self._buffers
+
+    # ---- operators
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not self._stack or trace_flops.is_ignored(func):
+            return func(*args, **kwargs)
+        if _DATA_DEPENDENT.intersection(func.tags):
+            self.costs[self._stack[-1]].data_dependent = True
+        out = self._run(func, args, kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        cost = self.costs[self._stack[-1]]
+        forward, backward = trace_flops.operator_cost(
+            func, args, kwargs, out, inputs, outputs, self._flops_per_byte
+        )
+        cost.forward_flops += forward
+        cost.backward_flops += backward
+        self._follow(func, args, kwargs, inputs, outputs)
+        return out
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shapes_only = _SHAPES_ONLY.get(func)
+        if shapes_only is not None and isinstance(args[0], FakeTensor):
+            return shapes_only(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _follow(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Who made what is read here, and what is made here."""
+        idx = self._stack[-1]
+        read: dict[int, Tensor] = {}
+        known: set[StorageWeakRef] = set()
+        for tensor in inputs:
+            key = _key(tensor)
+            known.add(key)
+            if key in self._holders:
+                self._read_parameter(idx, key, tensor)
+            value_idx = self._value_of.get(key)
+            if value_idx is not None:
+                read[value_idx] = tensor
+        written = _written_tensors(func, args, kwargs)
+        made = [t for t in outputs if _key(t) not in known]
+        # Sums with tensors that are no values (parameters, constants) are read where they are,
+        # and in a module that is always whole it makes no difference.
+        remote = (
+            self._may_split[idx]
+            and bool(read)
+            and len(read) == len(known)
+            and trace_flops.stays_remote(func, args)
+        )
+        for value_idx, tensor in read.items():
+            if remote:
+                self.values[value_idx].needs_grad |= tensor.requires_grad
+            else:
+                self._read(value_idx, idx, tensor)
+        sources = tuple(sorted(read)) if remote else ()
+        for tensor in made:
+            self._new_value(idx, tensor, sources)
+        for tensor in written:
+            before = self._value_of.get(_key(tensor))
+            if sources or (before is not None and self.values[before].producer != idx):
+                self._new_value(idx, tensor, sources)
+
+    def _new_value(self, producer: int, tensor: Tensor, sources: tuple[int, ...] = ()) -> None:
+        key = _key(tensor)
+        if self._belongs_to_model(key):
+            return
+        self._value_of[key] = len(self.values)
+        self.values.append(RawValue(producer, trace_flops.num_bytes(tensor), sources=sources))
+
+    def _read(self, value_idx: int, consumer: int, tensor: Tensor) -> None:
+        value = self.values[value_idx]
+        value.needs_grad |= tensor.requires_grad
+        value.consumers.add(consumer)
+
+    def _read_parameter(self, idx: int, key: StorageWeakRef, tensor: Tensor) -> None:
+        """Own code of a module reads a parameter that another one holds."""
+        holders = self._holders[key]
+        if idx in holders:
+            return
+        holder = min(holders)
+        if any(_key(t) == key for t in _tensors(self._arguments[-1])):
+            # It came as an argument, and would do so from another rank.
+            value_idx = self._value_of.setdefault(key, len(self.values))
+            if value_idx == len(self.values):
+                self.values.append(RawValue(holder, trace_flops.num_bytes(tensor)))
+        else:
+            self.parameter_reads.add((idx, holder))
+
+
+def _written_tensors(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    written: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return _tensors(written)

@@ -1,0 +1,89 @@
+"""What a caller must know of a module on another rank before it may run ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp import _C
+from smp.pipeline.remote_tensor import RemoteTensor
+
+_aten = torch.ops.aten
+
+
+class Watched:
+    """Tensors of a call that share memory at the callee but not here.
+
+    Args:
+        name: of the module.
+        tensors: arguments and results.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._name = name
+        self._tensors = [(tensor, _version(tensor)) for tensor in tensors]
+
+    def check(self) -> None:
+        """Raises when one of them was changed in place: the others should have changed too."""
+        for tensor, version in self._tensors:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}module '{self._name}' on another rank returned a view of "
+                    "its argument, or results that share memory, and one of them was changed in "
+                    "place; the others cannot follow. Let the module return a copy (.clone()), "
+                    "change a copy, or put both on one partition"
+                )
+
+
+def _version(tensor: Tensor) -> int:
+    if isinstance(tensor, RemoteTensor):
+        return 0 if tensor.is_untouched() else 1
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class ValueWatch(TorchDispatchMode):
+    """Notices whether code looks at values of tensors, on which its result may then depend.
+
+    Such a module may return other shapes, or ``None``, next time for arguments that look the same,
+    so its caller has to wait for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.seen:
+            self.seen = _reads_values(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_values(func: Any, args: Sequence[Any]) -> bool:
+    if func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):
+        return func is _aten.index.Tensor and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in args[1]
+        )
+    tags = func.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def is_certain(result: Any) -> bool:
+    """Whether a result holds nothing but tensors, so that its structure tells all but the data.
+
+    A number that a module returns may be another one next time, although its arguments look the
+    same.
+    """
+    if result is None or isinstance(result, Tensor):
+        return True
+    if isinstance(result, dict):
+        return all(isinstance(key, str) for key in result) and all(map(is_certain, result.values()))
+    if isinstance(result, tuple | list):
+        return all(map(is_certain, result))
+    return False

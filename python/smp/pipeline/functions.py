@@ -1,0 +1,153 @@
+"""What may be done to a tensor of another rank without bringing its data here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_aten = torch.ops.aten
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+#: What a handle answers without its data.
+METADATA: frozenset[Any] = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+        *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_sparse_csr"),
+        *("itemsize", "nbytes", "names", "output_nr"),
+    )
+    | {
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride),
+        *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+        *(Tensor.is_signed, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous),
+        *(Tensor.storage_offset, Tensor.__len__, Tensor.__hash__, torch.numel, Tensor.is_inference),
+    }
+)
+
+#: What concerns the gradient of a handle, whoever made it.
+HOOKS: frozenset[Any] = frozenset(
+    {Tensor.register_hook, Tensor.retain_grad, Tensor.grad.__get__, Tensor.retains_grad.__get__}
+)
+
+#: Arithmetic that is done at the home of the tensors, by operator.
+AT_HOME: dict[Any, str] = {
+    _aten.add.Tensor: "add",
+    _aten.sub.Tensor: "sub",
+    _aten.mul.Tensor: "mul",
+    _aten.div.Tensor: "div",
+    _aten.mul.Scalar: "mul",
+    _aten.div.Scalar: "div",
+    _aten.neg.default: "neg",
+}
+
+#: Python functions that lead to the operators above and to nothing else.
+ARITHMETIC: frozenset[Any] = frozenset(
+    {
+        *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+        *(torch.sub, Tensor.sub, Tensor.__sub__),
+        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
+        *(torch.div, Tensor.div, Tensor.__truediv__, torch.neg, Tensor.neg, Tensor.__neg__),
+    }
+)
+
+#: In-place arithmetic, and what gives the same out of place.
+IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    Tensor.__iadd__: torch.add,
+    Tensor.add_: torch.add,
+    Tensor.__isub__: torch.sub,
+    Tensor.sub_: torch.sub,
+    Tensor.__imul__: torch.mul,
+    Tensor.mul_: torch.mul,
+    Tensor.__itruediv__: torch.div,
+    Tensor.div_: torch.div,
+}
+
+#: Views, which travel as a recipe. Their arguments after the first hold no tensors.
+VIEWS: dict[Any, str] = {
+    Tensor.view: "view",
+    Tensor.__getitem__: "__getitem__",
+    Tensor.transpose: "transpose",
+    torch.transpose: "transpose",
+    Tensor.permute: "permute",
+    Tensor.squeeze: "squeeze",
+    Tensor.unsqueeze: "unsqueeze",
+    Tensor.select: "select",
+    Tensor.narrow: "narrow",
+}
+
+#: Functions that run at the home of their first argument: losses, whose operand is large and whose
+#: result is not, and copies.
+SHIPPED: dict[Any, str] = {
+    functional.cross_entropy: "cross_entropy",
+    functional.nll_loss: "nll_loss",
+    functional.mse_loss: "mse_loss",
+    functional.l1_loss: "l1_loss",
+    functional.smooth_l1_loss: "smooth_l1_loss",
+    functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+    functional.log_softmax: "log_softmax",
+    Tensor.sum: "sum",
+    torch.sum: "sum",
+    Tensor.mean: "mean",
+    torch.mean: "mean",
+    Tensor.contiguous: "contiguous",
+    Tensor.clone: "clone",
+    torch.clone: "clone",
+    Tensor.float: "float",
+    Tensor.to: "to",
+}
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    name: getattr(functional if hasattr(functional, name) else Tensor, name)
+    for name in SHIPPED.values()
+}
+
+#: Names of views and their arguments after the first, in the order of application.
+Recipe = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+
+
+def shipped(name: str) -> Callable[..., Any]:
+    """The function of :data:`SHIPPED` with this name."""
+    return _BY_NAME[name]
+
+
+def apply(recipe: Recipe, tensor: Tensor) -> Tensor:
+    """The view of ``tensor`` that ``recipe`` describes."""
+    for name, args, kwargs in recipe:
+        tensor = getattr(Tensor, name)(tensor, *args, **dict(kwargs))
+    return tensor
+
+
+def is_plain(value: Any) -> bool:
+    """Numbers, slices, ``None`` and ``...``, also in tuples and lists: no tensor inside."""
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    if isinstance(value, slice):
+        return is_plain((value.start, value.stop, value.step))
+    return value is None or value is ... or (type(value) in (int, torch.Size))
+
+
+def is_basic_index(value: Any) -> bool:
+    """An index that gives a view: no list, no bool, no tensor."""
+    if isinstance(value, tuple):
+        return all(map(is_basic_index, value))
+    return not isinstance(value, list | bool) and is_plain(value)
+
+
+def keeps_type(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
+    """Of ``tensor.to(...)``: True if it returns ``tensor``; None if it changes more than dtype."""
+    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())) or kwargs.get("copy"):
+        return None
+    device, dtype, _, memory_format = torch._C._nn._parse_to(
+        *args, **{key: value for key, value in kwargs.items() if key != "copy"}
+    )
+    if memory_format is not None or (device is not None and device.type != tensor.device.type):
+        return None
+    return dtype is None or dtype == tensor.dtype

@@ -1,0 +1,275 @@
+#include "csrc/partition/objective.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "csrc/common/check.h"
+#include "csrc/partition/tree_partitioner.h"
+#include "tests/cpp/partition/trees.h"
+
+namespace smp::partition {
+namespace {
+
+using testing::find_node;
+
+// A block with a residual sum: x + b(a(x)), then head.
+struct Residual {
+  Residual() {
+    tree.add_node("", -1, 0, false);
+    const int list = tree.add_node("h", 0, 0, false, 0, NodeKind::kList);
+    block = tree.add_node("h.0", list, 0, false, 2, NodeKind::kPlain, 7);
+    a = tree.add_node("h.0.a", block, 100, true, 10, NodeKind::kPlain, 20);
+    drop = tree.add_node("h.0.drop", block, 0, false, 0, NodeKind::kPlain, 5);
+    b = tree.add_node("h.0.b", block, 100, true, 10, NodeKind::kPlain, 20);
+    head = tree.add_node("head", 0, 100, true, 10, NodeKind::kPlain, 20);
+    const int x = tree.add_value(0, 8, {a}, false);
+    const int from_a = tree.add_value(a, 16, {b}, true);
+    const int from_b = tree.add_value(b, 32, {}, true);
+    tree.add_value(block, 64, {head}, true, {from_b, x});
+    tree.add_value(head, 128, {0}, true);
+    EXPECT_EQ(from_a, 1);
+  }
+
+  Evaluation on(std::vector<int> unit_partitions, PartitionOptions options) {
+    const DecisionTree decisions(tree);
+    return Objective(decisions, options)
+        .evaluate(decisions.complete(unit_partitions));
+  }
+
+  ModuleTree tree;
+  int block, a, drop, b, head;
+};
+
+TEST(Objective, ModulesThatAreCutAndWhatFollowsThemAreOnTheDriver) {
+  Residual model;
+  const DecisionTree decisions(model.tree);
+  ASSERT_EQ(decisions.num_units(), 3);
+  std::vector<int> stages = decisions.complete({1, 1, 0});
+  EXPECT_EQ(stages[model.block], 1);
+  EXPECT_EQ(stages[model.drop], 1);
+  stages = decisions.complete({1, 2, 0});
+  EXPECT_EQ(stages[model.block], 0);
+  EXPECT_EQ(stages[model.drop], 0);
+  EXPECT_TRUE(decisions.is_split(model.block, stages));
+}
+
+TEST(Objective, AValueCrossesOnceAndItsGradientComesBack) {
+  Residual model;
+  // x goes 0 -> 1, the block's sum is made on 1 and goes to the head.
+  const Evaluation whole = model.on({1, 1, 2}, {.num_partitions = 3});
+  EXPECT_EQ(whole.boundary_bytes,
+            (std::vector<int64_t>{0, 8, 128, 0, 0, 64, 128, 64, 0}));
+  EXPECT_EQ(whole.crossing_bytes, 8 + 2 * 64 + 2 * 128);
+  EXPECT_EQ(whole.transfer_bytes, (std::vector<int64_t>{264, 136, 384}));
+  // Copies of what has a gradient are kept where they are read.
+  EXPECT_EQ(whole.activation_bytes, (std::vector<double>{128, 52, 84}));
+}
+
+TEST(Objective, ASumOfASplitModuleIsMadeWhereItsLatestSourceIs) {
+  Residual model;
+  const Evaluation split = model.on({0, 1, 1}, {.num_partitions = 2});
+  // To 1: x for the sum, what a made; the sum stays there. Back: the output.
+  EXPECT_EQ(split.boundary_bytes,
+            (std::vector<int64_t>{0, 8 + 16 + 128, 16 + 128, 0}));
+}
+
+TEST(Objective, LoadMixesMemoryAndTimeWithTransfers) {
+  Residual model;
+  model.tree.set_compute_per_byte(0.5);
+  PartitionOptions options{.num_partitions = 2, .memory_weight = 0.25};
+  options.kept_microbatches = {2, 1};
+  options.state_factor = 3;
+  const Evaluation e = model.on({0, 0, 1}, options);
+  EXPECT_EQ(e.param_bytes, (std::vector<double>{200, 100}));
+  EXPECT_EQ(e.compute, (std::vector<double>{22, 10}));
+  // The output's copy on 0 is kept as long as it is on 1, where it was made.
+  EXPECT_EQ(e.memory_bytes,
+            (std::vector<double>{600 + 2 * 52 + 128, 300 + 20 + 64}));
+  const double memory = 3 * 300 + 1.5 * 72;
+  EXPECT_NEAR(e.loads[0], 0.25 * 832 / memory + 0.75 * (22 + 192) / 32, 1e-12);
+  EXPECT_NEAR(e.loads[1], 0.25 * 384 / memory + 0.75 * (10 + 192) / 32, 1e-12);
+}
+
+TEST(Objective, ATiedHeadKeepsItsActivationsOnlyAsLongAsTheLastStage) {
+  Residual model;
+  model.tree.tie(model.a, model.head);
+  PartitionOptions options{.num_partitions = 2};
+  options.kept_microbatches = {8, 1};
+  options.state_factor = 1;
+  const Evaluation e = model.on({0, 1}, options);
+  // a: 20 eight times; head: 20 once; the sum's copy; the block's own 7.
+  EXPECT_EQ(e.memory_bytes[0], 200 + 8 * (20 + 5 + 7) + 20 + 64);
+}
+
+TEST(DecisionTree, ExecutionOrderIsThatOfFirstCalls) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (const char* name : {"last", "first", "never", "middle"}) {
+    tree.add_node(name, 0, 1, true);
+  }
+  tree.set_order({2, 4, 1});
+  const DecisionTree decisions(tree);
+  std::vector<std::string> names;
+  for (const DecisionTree::Unit& unit : decisions.units()) {
+    names.push_back(tree.node(unit.place_idx).name);
+  }
+  EXPECT_EQ(names,
+            (std::vector<std::string>{"first", "never", "middle", "last"}));
+  EXPECT_THROW(tree.set_order({1, 1}), ValueError);
+  EXPECT_THROW(tree.add_node("late", 0, 0, false), ValueError);
+}
+
+TEST(DecisionTree, AModuleRegisteredElsewhereSplitsItsOtherParent) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  const int shared = tree.add_node("shared", 0, 10, true);
+  const int decoder = tree.add_node("decoder", 0, 0, false);
+  tree.add_node("decoder.block", decoder, 10, true);
+  tree.add_alias(decoder, shared);
+  const DecisionTree decisions(tree);
+  EXPECT_EQ(decisions.complete({0, 1}), (std::vector<int>{0, 0, 0, 1}));
+  EXPECT_EQ(decisions.complete({1, 1}), (std::vector<int>{0, 1, 1, 1}));
+  EXPECT_THROW(tree.add_alias(shared, shared), ValueError);
+  EXPECT_THROW(tree.add_alias(decoder, 0), ValueError);
+}
+
+TEST(DecisionTree, WhatSharesAParameterWithACutModuleIsPinned) {
+  ModuleTree tree;
+  tree.add_node("", -1, 50, true);
+  tree.add_node("a", 0, 0, true);
+  tree.add_node("b", 0, 50, true);
+  tree.tie(0, 1);
+  const DecisionTree decisions(tree);
+  EXPECT_EQ(decisions.num_units(), 2);
+  EXPECT_EQ(decisions.free_units(), (std::vector<int>{1}));
+  const Assignment assignment = solve(tree, {.num_partitions = 2});
+  EXPECT_EQ(assignment.partition_idxs, (std::vector<int>{0, 0, 1}));
+  EXPECT_THROW(move(tree, assignment, 1, 1), ValueError);
+}
+
+ModuleTree chain_with_output(int64_t output_bytes) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  int value = tree.add_value(0, 1, {}, false);
+  for (const char* name : {"a", "b", "c", "head"}) {
+    const int idx = tree.add_node(name, 0, 1000, true, 10);
+    tree.add_value(idx, 1, {}, true, {value});
+    value = tree.add_value(idx, idx == 4 ? output_bytes : 1,
+                           idx == 4 ? std::vector<int>{0} : std::vector<int>{},
+                           true, {value});
+  }
+  tree.set_compute_per_byte(0.1);
+  return tree;
+}
+
+TEST(Solve, TheHeadIsWithTheDriverIfItsOutputIsLarge) {
+  EXPECT_EQ(solve(chain_with_output(1), {2, 0.2}).partition_idxs,
+            (std::vector<int>{0, 0, 0, 1, 1}));
+  // Two modules each as before, but the driver has the last ones.
+  EXPECT_EQ(solve(chain_with_output(50), {2, 0.2}).partition_idxs,
+            (std::vector<int>{0, 1, 1, 0, 0}));
+}
+
+// Three blocks of an attention and an MLP over two stages, where the middle
+// block has to be cut for balance.
+TEST(Solve, ALayerThatWorksOnDataIsOpenedOnlyForMuch) {
+  for (const bool reads : {false, true}) {
+    for (const int64_t half : {500, 2000}) {  // cutting gains 8 %, 22 %
+      ModuleTree tree;
+      tree.add_node("", -1, 0, false);
+      const int list = tree.add_node("h", 0, 0, false, 0, NodeKind::kList);
+      int mlp = -1;
+      for (int i = 0; i < 3; ++i) {
+        const int block = tree.add_node("h", list, 0, false);
+        const int attn = tree.add_node("a", block, i == 1 ? half : 5000, true);
+        if (i == 1) mlp = tree.add_node("m", block, half, true);
+        tree.add_value(attn, 1, {reads ? block : attn}, true);
+      }
+      const Assignment assignment =
+          solve(tree, {.num_partitions = 2, .memory_weight = 1});
+      const bool is_cut =
+          assignment.partition_idxs[mlp] != assignment.partition_idxs[mlp - 1];
+      EXPECT_EQ(is_cut, !reads || half == 2000) << reads << " " << half;
+    }
+  }
+}
+
+TEST(Solve, MemoryLimitMovesWorkAndIsRefusedWithFigures) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (int i = 0; i < 8; ++i) {
+    tree.add_node(std::to_string(i), 0, 10, true, 10, NodeKind::kPlain, 30);
+  }
+  PartitionOptions options{.num_partitions = 2, .memory_weight = 0};
+  options.kept_microbatches = {3, 1};
+  options.state_factor = 1;
+  EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{40, 40}));
+  options.memory_limit_bytes = 300;
+  EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{30, 50}));
+  options.memory_limit_bytes = 150;
+  try {
+    solve(tree, options);
+    FAIL() << "expected ValueError";
+  } catch (const ValueError& e) {
+    const std::string text = e.what();
+    EXPECT_NE(text.find("pp_rank 1 needs 240 bytes"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("90 more than the limit of 150"), std::string::npos);
+  }
+}
+
+TEST(Solve, ChunksGoRoundThePartitions) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (int i = 0; i < 8; ++i) tree.add_node(std::to_string(i), 0, 10, true);
+  const Assignment assignment =
+      solve(tree, {.num_partitions = 2, .memory_weight = 1, .num_chunks = 2});
+  EXPECT_EQ(assignment.partition_idxs,
+            (std::vector<int>{0, 0, 0, 1, 1, 0, 0, 1, 1}));
+  EXPECT_EQ(assignment.chunk_idxs,
+            (std::vector<int>{0, 0, 0, 0, 0, 1, 1, 1, 1}));
+  EXPECT_NE(to_text(tree, assignment)
+                .find("pp_rank 1 chunk 0: 20 bytes (25.0 %): [2-3]"),
+            std::string::npos);
+  EXPECT_NE(assignment.hash,
+            make_assignment(tree, 2, assignment.partition_idxs).hash);
+  EXPECT_THROW(solve(tree, {.num_partitions = 3, .num_chunks = 3}), ValueError);
+}
+
+TEST(Explain, PlacementsAndMovesFollowTheRules) {
+  Residual model;
+  const Assignment assignment =
+      make_assignment(model.tree, 2, {0, 0, 0, 0, 0, 1, 1});
+  auto rule = [&](int idx) {
+    return explain_placement(model.tree, assignment, idx).rule;
+  };
+  EXPECT_EQ(rule(0), PlacementRule::kDriver);
+  EXPECT_EQ(rule(model.block), PlacementRule::kSplit);
+  EXPECT_EQ(rule(model.b), PlacementRule::kUnit);
+  EXPECT_EQ(rule(model.drop), PlacementRule::kFollows);
+  EXPECT_EQ(explain_placement(model.tree, assignment, model.drop).other_idx,
+            model.block);
+  const Assignment moved = move(model.tree, assignment, model.block, 1);
+  EXPECT_EQ(moved.partition_idxs, (std::vector<int>{0, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(explain_placement(model.tree, moved, model.block).rule,
+            PlacementRule::kTogether);
+  EXPECT_THROW(move(model.tree, assignment, model.b, 2), ValueError);
+}
+
+TEST(Solve, RejectsBadOptionsOfMemory) {
+  const ModuleTree tree = testing::gpt_tree({});
+  PartitionOptions options{.num_partitions = 2};
+  options.kept_microbatches = {1};
+  EXPECT_THROW(solve(tree, options), ValueError);
+  options.kept_microbatches = {1, 0};
+  EXPECT_THROW(solve(tree, options), ValueError);
+  options.kept_microbatches = {};
+  options.state_factor = 0.5;
+  EXPECT_THROW(solve(tree, options), ValueError);
+  EXPECT_THROW(solve(tree, {.num_partitions = 2, .num_chunks = 0}), ValueError);
+}
+
+}  // namespace
+}  // namespace smp::partition

@@ -1,0 +1,271 @@
+"""Rules of the boundary (see `boundary.py`): what may travel between ranks, and of which shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.reference.boundary import WIDTH, Away, Rule
+from tests.reference.models import Place
+
+
+class ShapesThatDependOnData(Rule):
+    """Rows are left out, at the caller and inside a remote module, down to none."""
+
+    def make_first(self) -> nn.Module:
+        return _Compress()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        chosen = x[x[:, 0] > 0.3]
+        return self.end(x) + self.second(chosen).sum() + y.sum()
+
+
+class _Compress(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[x[:, 1] > 0.0]
+
+
+class ResultsThatMayBeMissing(Rule):
+    def make_first(self) -> nn.Module:
+        return _Perhaps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, extra = self.first(x)
+        return self.end(y if extra is None else y + self.second(extra))
+
+
+class _Perhaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = self.inner(x)
+        return y, (y * 2 if float(x.sum()) > 0 else None)
+
+
+class NestedArguments(Rule):
+    """Keywords, None, numbers, text, tuples with None, containers in containers."""
+
+    def make_first(self) -> nn.Module:
+        return _Nested()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = [None] * 3
+        result = self.first(
+            (x, None, (2, [x * 2, {"a": x.sin()}])), True, 0.5, mode="up", mask=mask
+        )
+        assert result["none"] is None and result["pair"][1] == ("up", 3, True)
+        return self.end(self.second(result["pair"][0]))
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(
+        self, packed: Any, flag: bool, factor: float, *, mode: str, mask: list[None]
+    ) -> dict[str, Any]:
+        x, none, (count, (double, named)) = packed
+        assert none is None and flag is True and mode == "up" and mask == [None, None, None]
+        y = self.inner(x) * factor + double + named["a"] * count
+        return {"pair": (y, (mode, len(mask), flag)), "none": none}
+
+
+class ModelOutputs(Rule):
+    """``transformers.ModelOutput`` as result and as argument."""
+
+    def make_first(self) -> nn.Module:
+        return _OutputMaker()
+
+    def make_second(self) -> nn.Module:
+        return _OutputTaker()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.first(x)
+        assert output[0] is output.last_hidden_state and output.attentions is None
+        assert len(output) == 2 and output["hidden_states"][1] is x
+        return self.end(self.second(output))
+
+
+class _OutputMaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        y = self.inner(x)
+        return BaseModelOutput(last_hidden_state=y, hidden_states=(y * 2, x))
+
+
+class _OutputTaker(_OutputMaker):
+    def forward(self, x: Any) -> Tensor:
+        return self.inner(x.last_hidden_state) + x.hidden_states[0]
+
+
+class OneTensorForManyModules(Rule):
+    """A position bias with a gradient and a mask without, for layers of all ranks."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.bias = Away()
+        self.layers = nn.ModuleList()
+        for index in (0, 1, 1, 0, 1):
+            with place(index):
+                self.layers.append(_Biased())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        mask = (rows[:, None] + torch.arange(WIDTH, device=x.device)) % 3 == 0
+        bias = self.first(self.bias(x))
+        for layer in self.layers:
+            x = layer(x, bias, mask, rows)
+        return self.end(x)
+
+
+class _Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        assert mask.dtype == torch.bool and rows.dtype == torch.int64
+        return torch.tanh(self.inner(x).masked_fill(mask, 0.1) + bias[rows])
+
+
+class IntegersAndBools(Rule):
+    """Results without gradients beside one with, used as indices and masks elsewhere."""
+
+    def make_first(self) -> nn.Module:
+        return _Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, order, mask, count = self.first(x)
+        assert order.dtype == torch.int64 and mask.dtype == torch.bool and count.dim() == 0
+        assert not (order.requires_grad or mask.requires_grad or count.requires_grad)
+        return self.end(self.second(y[order]).masked_fill(mask, 0.0) * count)
+
+
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y = self.inner(x)
+        return y, y[:, 0].argsort(), y > 0.7, (x > 0).sum()
+
+
+class NonContiguousTensors(Rule):
+    """Strides, expanded and sliced tensors arrive with their values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x.t().contiguous().t())
+        z = self.second(y[:, :1].expand(-1, WIDTH))
+        wide = torch.cat([y, z], 1)
+        return self.end(self.first(wide[:, ::2]) + self.second(wide.flip(1)[:, 1:5]))
+
+
+class ParametersAsArguments(Rule):
+    """A parameter of the caller is used by modules of other ranks."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.gain = nn.Parameter(torch.empty(WIDTH, dtype=torch.float64))
+        with place(1):
+            self.third = _Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.third(self.first(x), self.gain)
+        return self.end(self.third(self.second(y), self.gain * 2) + self.gain)
+
+
+class _Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return self.inner(x) * gain
+
+
+class AttributesOfRemoteModules(Rule):
+    """Parents ask children for dtype, device and shape of parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        assert weight.dtype == x.dtype and weight.device == x.device and weight.shape == (4, 4)
+        assert weight.requires_grad and isinstance(weight, nn.Parameter)
+        assert next(self.second.parameters()).dtype == torch.float64
+        return self.end(self.first(x.to(self.second.weight.dtype)) + self.second(x))
+
+
+class TiedParameters(Rule):
+    """An embedding and its head share a weight; both are on another rank than the body."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        with place(1):
+            self.embedding = nn.Embedding(9, WIDTH, dtype=torch.float64)
+            self.logits = nn.Linear(WIDTH, 9, bias=False, dtype=torch.float64)
+            self.logits.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, 0].abs() * 4).long() % 9
+        hidden = torch.tanh(self.head(self.embedding(ids)))
+        return nn.functional.cross_entropy(self.logits(self.second(self.first(hidden))), ids)
+
+
+class TablesMadeOnTheFly(Rule):
+    """Buffers outside of the state, and a plain tensor that the module rebuilds when it must."""
+
+    def make_second(self) -> nn.Module:
+        return _Tables()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.second(self.first(x)))
+
+
+class _Tables(Away):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.linspace(0, 1, WIDTH).double(), persistent=False)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.outer(torch.arange(len(x)).double(), self.steps).sin()
+        return super().forward(x) + self.table[: len(x)] + self.steps
+
+
+class Autocast(Rule):
+    """Autocast of the caller holds inside a remote module."""
+
+    def make_second(self) -> nn.Module:
+        return _Float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.second(x.float())
+        assert y.dtype == torch.bfloat16
+        return self.end(y.double() + self.first(x))
+
+
+class _Float(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        assert y.dtype == torch.bfloat16 and torch.is_autocast_enabled("cpu")
+        return y
