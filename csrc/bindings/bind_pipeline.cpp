@@ -44,7 +44,9 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
                                     std::string policy, int active_microbatches,
                                     bool deterministic,
                                     const std::string& device, double timeout_s,
-                                    std::vector<std::string> module_names) {
+                                    std::vector<std::string> module_names,
+                                    std::shared_ptr<pipeline::Timeline>
+                                        timeline) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -56,6 +58,7 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   options.module_names = std::move(module_names);
+  options.timeline = std::move(timeline);
   return {new Server(std::move(options), std::move(mailbox), std::move(faults),
                      enter_python_thread),
           [](Server* server) {
@@ -207,7 +210,8 @@ void bind_pipeline(py::module_& m) {
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"),
            py::arg("active_microbatches"), py::arg("deterministic"),
-           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"))
+           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
+           py::arg("timeline") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")
@@ -235,6 +239,7 @@ void bind_pipeline(py::module_& m) {
              });
            })
       .def_property_readonly("is_driver", &Server::is_driver)
+      .def_property_readonly("module_names", &Server::module_names)
       .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
            py::arg("num_microbatches"),
            "Opens the next step; returns the driver's number of microbatches.")

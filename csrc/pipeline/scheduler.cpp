@@ -31,6 +31,17 @@ const char* words(Context::State state) {
   return "";
 }
 
+// What a context waited for that gets the baton now, and whom.
+std::pair<const char*, int> reason_of(const Context& context) {
+  if (context.state != Context::State::kNotStarted) {
+    return {context.waits_for, context.waits_for_rank};
+  }
+  return {context.key.module_id == TaskKey::kStepBody
+              ? "a place among the active microbatches"
+              : "a request and its tensors",
+          -1};
+}
+
 }  // namespace
 
 Context* current_context() { return context_of_thread; }
@@ -39,8 +50,9 @@ void keep_backward_on_this_thread() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
-Scheduler::Scheduler(ContextThreads* threads, c10::Device device)
-    : threads_(threads), device_(device) {}
+Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
+                     Timeline* timeline)
+    : threads_(threads), device_(device), timeline_(timeline) {}
 
 void Scheduler::begin_step(const StepOptions& options) {
   Lock lock(mutex_);
@@ -51,6 +63,9 @@ void Scheduler::begin_step(const StepOptions& options) {
   cancel_reason_ = nullptr;
   num_bodies_in_flight_ = 0;
   idle_since_ = Clock::now();
+  if (is_recorded()) {
+    timeline_->begin_step(options.step, options.num_microbatches);
+  }
 }
 
 void Scheduler::end_step() {
@@ -59,6 +74,7 @@ void Scheduler::end_step() {
              "a step ended with work left: ", contexts_.size(), " contexts");
   if (in_step_) stats_.idle_ns += (Clock::now() - idle_since_).count();
   in_step_ = false;
+  if (is_recorded()) timeline_->end_step();
 }
 
 void Scheduler::add_body(int mb, std::string where, uint64_t seed,
@@ -164,6 +180,10 @@ Context* Scheduler::choose_locked() {
 
 void Scheduler::start_locked(Context* context) {
   running_ = context;
+  if (is_recorded()) {
+    const auto [awaited, rank] = reason_of(*context);
+    timeline_->begin_run(context->key, awaited, rank);
+  }
   stats_.idle_ns += (Clock::now() - idle_since_).count();
   ++stats_.num_switches;
   if (context->state == Context::State::kNotStarted) {
@@ -188,6 +208,7 @@ void Scheduler::dispatch_locked() {
 
 void Scheduler::release_baton_locked() {
   running_ = nullptr;
+  if (is_recorded()) timeline_->end_run();
   idle_since_ = Clock::now();
   dispatch_locked();
 }
@@ -222,6 +243,7 @@ comm::Message Scheduler::wait(Slot& slot, const char* waits_for,
     context->state = Context::State::kSuspended;
     context->waits_for = waits_for;
     context->waits_for_rank = waits_for_rank;
+    context->waits_since_ns = is_recorded() ? Timeline::now_ns() : 0;
     slot.waiter = context;
   }
   release_baton_locked();
@@ -240,6 +262,8 @@ void Scheduler::enter_phase(Phase phase) {
   if (context->key.phase == phase) return;
   context->key.phase = phase;
   ++context->key.resume;
+  context->waits_for = "its turn";
+  context->waits_for_rank = -1;
   make_ready_locked(context);
   release_baton_locked();
   wait_for_baton(lock, context);
@@ -251,6 +275,11 @@ void Scheduler::fill(Slot& slot, comm::Message message) {
   Lock lock(mutex_);
   slot.message = std::move(message);
   if (slot.waiter && slot.waiter->state == Context::State::kSuspended) {
+    const Context& waiter = *slot.waiter;
+    if (is_recorded()) {
+      timeline_->record_wait(waiter.key, waiter.waits_since_ns,
+                             waiter.waits_for, waiter.waits_for_rank);
+    }
     make_ready_locked(slot.waiter);
     dispatch_locked();
   }
@@ -329,6 +358,7 @@ Context* Scheduler::finish(Context* context) {
   Context* next = nullptr;
   if (held_baton) {
     running_ = nullptr;
+    if (is_recorded()) timeline_->end_run();
     idle_since_ = Clock::now();
     if (in_step_ && !cancel_reason_) next = choose_locked();
   }

@@ -18,6 +18,7 @@
 
 #include "csrc/pipeline/context.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/timeline.h"
 #include "csrc/schedule/policy.h"
 
 namespace smp::pipeline {
@@ -58,7 +59,9 @@ class Scheduler {
   using ErrorSink =
       std::function<void(const Context&, const std::exception_ptr&)>;
 
-  Scheduler(ContextThreads* threads, c10::Device device);
+  /// @param timeline  records who has the baton and who waits; may be null
+  Scheduler(ContextThreads* threads, c10::Device device,
+            Timeline* timeline = nullptr);
 
   void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
   /// Called in the thread of a context whose work raised, before cancelling.
@@ -121,6 +124,7 @@ class Scheduler {
   Context* choose_locked();
   void dispatch_locked();
   void start_locked(Context* context);
+  bool is_recorded() const { return timeline_ && timeline_->is_on(); }
   void release_baton_locked();
   void wait_for_baton(Lock& lock, Context* context);
   void run_context(Context* context);
@@ -132,6 +136,7 @@ class Scheduler {
 
   ContextThreads* const threads_;
   const c10::Device device_;
+  Timeline* const timeline_;
   OrderSink order_sink_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;

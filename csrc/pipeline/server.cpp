@@ -19,8 +19,10 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
       mailbox_(std::move(mailbox)),
       faults_(std::move(faults)),
       policy_(schedule::make_policy(options_.policy)),
+      timeline_(options_.timeline ? options_.timeline
+                                  : std::make_shared<Timeline>()),
       threads_(std::move(thread_enter)),
-      scheduler_(&threads_, options_.device),
+      scheduler_(&threads_, options_.device, timeline_.get()),
       releases_(std::make_shared<ReleaseList>()) {
   const auto& ranks = options_.pp_ranks;
   const auto found =
@@ -134,6 +136,10 @@ void Server::post(int dst, Header header, const std::string& structure,
     ++stats_.headers;
     if (data_bytes > 0) stats_.data_bytes[dst] += data_bytes;
   }
+  if (timeline_->is_on()) {
+    timeline_->record_tensors(TimelineEvent::Kind::kSent, options_.global_rank,
+                              dst, message);
+  }
   mailbox_->post(dst, std::move(message));
 }
 
@@ -154,6 +160,11 @@ void Server::on_message(comm::Message&& message) {
 
 void Server::take_message(comm::Message&& message) {
   const Header header = Header::read_from(message);
+  if (timeline_->is_on()) {
+    timeline_->record_tensors(TimelineEvent::Kind::kReceived,
+                              options_.global_rank, message.source_rank,
+                              message);
+  }
   // In the order of arrival, so that an id never precedes its bytes.
   message.bytes = structures_.on_receive(
       message.source_rank, header.structure_id, std::move(message.bytes));

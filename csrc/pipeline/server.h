@@ -28,6 +28,7 @@
 #include "csrc/pipeline/scheduler.h"
 #include "csrc/pipeline/structure_cache.h"
 #include "csrc/pipeline/tensor_store.h"
+#include "csrc/pipeline/timeline.h"
 #include "csrc/pipeline/wire.h"
 
 namespace smp::pipeline {
@@ -83,6 +84,8 @@ class Server {
     /// How long contexts may take to unwind after a failure elsewhere.
     std::chrono::milliseconds unwind_timeout = std::chrono::seconds(5);
     std::vector<std::string> module_names;  ///< by module id, for errors
+    /// Whoever made it may record the steps; null: the server makes its own.
+    std::shared_ptr<Timeline> timeline;
   };
 
   /// What was sent since the beginning, without what was sent to oneself.
@@ -118,6 +121,10 @@ class Server {
 
   bool is_driver() const { return pp_rank_ == 0; }
   int global_rank() const { return options_.global_rank; }
+  Timeline& timeline() const { return *timeline_; }
+  const std::vector<std::string>& module_names() const {
+    return options_.module_names;
+  }
 
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
@@ -264,6 +271,7 @@ class Server {
   const std::shared_ptr<comm::Mailbox> mailbox_;
   const std::shared_ptr<comm::FaultBoard> faults_;
   const std::unique_ptr<Policy> policy_;
+  const std::shared_ptr<Timeline> timeline_;
   ContextThreads threads_;
   Scheduler scheduler_;
   StructureCache structures_;

@@ -70,6 +70,7 @@ from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 # `step` and `partition` are submodules and public functions at once; as in the documented
 # interface the attribute is the function.
 from smp.step import step  # noqa: E402
+from smp.timeline import trace  # noqa: E402
 
 __all__ = [
     "DP_GROUP",
@@ -135,4 +136,5 @@ __all__ = [
     "tp_barrier",
     "tp_rank",
     "tp_size",
+    "trace",
 ]

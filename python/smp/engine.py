@@ -63,6 +63,7 @@ class Engine:
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
         self._weight_hooks: list[RemovableHandle] = []
+        self._running_mb = 0
 
     @property
     def partitioned(self) -> bool:
@@ -143,6 +144,7 @@ class Engine:
             device=str(current.device),
             timeout_s=current.settings.timeout_s,
             module_names=decision.names,
+            timeline=current.timeline,
         )
         self.server.set_error_reporter(links.report_raised)
         self.server.set_microbatch_done(self._microbatch_done)
@@ -258,23 +260,36 @@ class Engine:
         engines: Sequence[Engine],
     ) -> None:
         device = str(self._current.device)
+        timeline = self._current.timeline
+        timeline.begin_step(self._num_steps - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(seed, mb), device)
                 for engine in engines:
                     engine._begin_microbatch(mb)
+                timeline.begin_run(False, mb)
                 with _C.TaskScope(self._num_steps, mb):
                     body(mb)
+                timeline.end_run()
                 for engine in engines:
                     engine._microbatch_done(mb)
+            timeline.end_step()
         finally:
             for engine in engines:
                 engine._inside_step = False
 
     def _begin_microbatch(self, mb: int) -> None:
         self._inside_step = True
+        self._running_mb = mb
         if self._weights is not None:
             self._weight = self._weights[mb]
+
+    def begin_backward_alone(self) -> None:
+        """A body without a server goes on with its backward: another box in the timeline."""
+        timeline = self._current.timeline
+        if self._inside_step and timeline.is_on:
+            timeline.end_run()
+            timeline.begin_run(True, self._running_mb)
 
     def _microbatch_done(self, mb: int) -> None:
         if self.link is not None:

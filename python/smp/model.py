@@ -158,6 +158,7 @@ class DistributedModel(nn.Module):
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if server is None:
+            self._engine.begin_backward_alone()
             torch.autograd.backward(tensors, grad_tensors)
             return
         if not self._engine.in_step():
