@@ -1,4 +1,4 @@
-"""Intermediate activations and gradients go from the rank that made them to the rank that reads them."""
+"""Activations and gradients go from the rank that made them to the rank that reads them."""
 
 from __future__ import annotations
 
