@@ -15,6 +15,7 @@
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/object_exchange.h"
 #include "csrc/comm/shared_memory.h"
+#include "csrc/comm/test_delays.h"
 
 namespace py = pybind11;
 
@@ -281,6 +282,9 @@ void bind_comm(py::module_& m) {
   bind_liveness(m);
 
   bind_mailbox(m);
+  m.def("set_delays", &comm::TestDelays::set, py::arg("seed"),
+        py::arg("max_us"),
+        "Random pauses in the transport of this process; 0 ends them.");
 
   py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
       m, "ObjectExchange", "Byte strings between ranks; every call blocks.")

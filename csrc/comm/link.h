@@ -9,6 +9,7 @@
 
 #include "csrc/comm/fault_board.h"
 #include "csrc/comm/message.h"
+#include "csrc/comm/test_delays.h"
 
 namespace smp::comm {
 
@@ -26,6 +27,8 @@ struct LinkOwner {
   std::shared_ptr<FaultBoard> faults;
   /// Runs the handler of the message's channel; any thread.
   std::function<void(Message&&)> deliver;
+  /// Outlives the link.
+  TestDelays* delays = nullptr;
 };
 
 /// One way to reach some of the ranks. A peer is served by one link only, so

@@ -15,6 +15,7 @@
 #include "csrc/comm/fork_guard.h"
 #include "csrc/comm/self_link.h"
 #include "csrc/comm/shared_memory_link.h"
+#include "csrc/comm/test_delays.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -50,6 +51,7 @@ struct Mailbox::Impl {
   const std::shared_ptr<FaultBoard> faults;
   const int self;
   const ForkGuard fork_guard;
+  TestDelays delays;
   std::array<Inbox, static_cast<size_t>(Channel::kCount)> inboxes;
 
   std::vector<std::unique_ptr<Link>> links;
@@ -68,9 +70,11 @@ Mailbox::Impl::Impl(CommunicatorPtr the_world,
     : world(std::move(the_world)),
       faults(std::move(the_faults)),
       self(world->group_rank()),
+      delays(self),
       link_of(world->size(), nullptr) {
   const LinkOwner owner{
-      self, faults, [this](Message&& message) { deliver(std::move(message)); }};
+      self, faults, [this](Message&& message) { deliver(std::move(message)); },
+      &delays};
   auto add = [&](std::unique_ptr<Link> link, const std::vector<int>& ranks) {
     for (const int rank : ranks) link_of.at(rank) = link.get();
     links.push_back(std::move(link));
@@ -93,6 +97,7 @@ Mailbox::Impl::Impl(CommunicatorPtr the_world,
 
 void Mailbox::Impl::post(int dst, Message message) {
   fork_guard.check("the mailbox");
+  delays.pause(TestDelays::Place::kPost);
   SMP_CHECK(dst >= 0 && dst < world->size(), "cannot send to global_rank ", dst,
             ": ranks are 0 to ", world->size() - 1);
   std::shared_lock lock(gate);
@@ -103,6 +108,7 @@ void Mailbox::Impl::post(int dst, Message message) {
 }
 
 void Mailbox::Impl::deliver(Message&& message) {
+  delays.pause(TestDelays::Place::kDeliver);
   Inbox& inbox = inboxes[static_cast<size_t>(message.channel)];
   std::lock_guard lock(inbox.mutex);
   if (!inbox.handler) {

@@ -25,19 +25,6 @@ constexpr milliseconds kLeftGrace{2000};
 // How often the sending thread looks at that, while something is unsent.
 constexpr milliseconds kLookEvery{200};
 
-// Writes until all is written or the ring is full.
-size_t write_pieces(RingWriter& ring, const uint8_t* from, size_t size) {
-  size_t done = 0;
-  while (done < size) {
-    const size_t wanted = std::min(size - done, kPublishBytes);
-    const size_t written = ring.write(from + done, wanted);
-    if (written == 0) break;
-    done += written;
-    if (done < size) ring.publish();
-  }
-  return done;
-}
-
 at::Tensor copy_of(const uint8_t* from, size_t size) {
   at::Tensor copy =
       at::empty({static_cast<int64_t>(size)}, at::TensorOptions(at::kByte));
@@ -86,12 +73,32 @@ void SharedMemoryLink::post(int dst, Message message) {
   count_sent(parts.num_bytes());
 }
 
+// Lets the peer see what was written.
+void SharedMemoryLink::publish(Peer& peer) {
+  owner_.delays->pause(TestDelays::Place::kPublish);
+  peer.to.publish();
+}
+
+// Writes until all is written or the ring is full.
+size_t SharedMemoryLink::write_pieces(Peer& peer, const uint8_t* from,
+                                      size_t size) {
+  size_t done = 0;
+  while (done < size) {
+    const size_t wanted = std::min(size - done, kPublishBytes);
+    const size_t written = peer.to.write(from + done, wanted);
+    if (written == 0) break;
+    done += written;
+    if (done < size) publish(peer);
+  }
+  return done;
+}
+
 // With the lock of the peer, and header and blob in its scratch.
 void SharedMemoryLink::write_or_keep(Peer& peer, const wire::Parts& parts) {
   Outgoing kept{{}, Clock::now()};
   bool fits = peer.backlog.empty();
   auto put = [&](const uint8_t* begin, size_t size, const at::Tensor& owner) {
-    const size_t done = fits ? write_pieces(peer.to, begin, size) : 0;
+    const size_t done = fits ? write_pieces(peer, begin, size) : 0;
     if (done == size) return;
     fits = false;
     const at::Tensor keeper =
@@ -105,7 +112,7 @@ void SharedMemoryLink::write_or_keep(Peer& peer, const wire::Parts& parts) {
     put(begin_of(one.data), one.data.nbytes(),
         one.is_callers ? at::Tensor() : one.data);
   }
-  if (was_writer) peer.to.publish();
+  if (was_writer) publish(peer);
   if (fits) return;
   peer.backlog.push_back(std::move(kept));
   add_unsent(1);
@@ -129,14 +136,14 @@ bool SharedMemoryLink::send_some(Peer& peer, Outgoing& outgoing) {
   while (!outgoing.pieces.empty() && budget > 0) {
     Piece& piece = outgoing.pieces.front();
     const size_t wanted = std::min(piece.size, budget);
-    const size_t written = write_pieces(peer.to, piece.begin, wanted);
+    const size_t written = write_pieces(peer, piece.begin, wanted);
     piece.begin += written;
     piece.size -= written;
     budget -= written;
     if (piece.size == 0) outgoing.pieces.pop_front();
     if (written < wanted) break;
   }
-  if (budget < kTurnBytes) peer.to.publish();
+  if (budget < kTurnBytes) publish(peer);
   if (!outgoing.pieces.empty()) return budget < kTurnBytes;
   end_first(peer);
   return true;

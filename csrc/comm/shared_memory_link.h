@@ -66,6 +66,8 @@ class SharedMemoryLink final : public Link {
     bool is_broken = false;
   };
 
+  void publish(Peer& peer);
+  size_t write_pieces(Peer& peer, const uint8_t* from, size_t size);
   void write_or_keep(Peer& peer, const wire::Parts& parts);
   Outgoing* first_unsent(Peer& peer);
   bool send_some(Peer& peer, Outgoing& outgoing);

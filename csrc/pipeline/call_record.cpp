@@ -35,8 +35,9 @@ void CallRecords::drop_microbatch(int64_t mb) {
 }
 
 void CallRecords::clear() {
+  std::map<Key, CallRecord> dropped;  // graphs are freed without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  records_.clear();
+  dropped.swap(records_);
 }
 
 int64_t CallRecords::size() const {

@@ -46,6 +46,8 @@ std::string Operation::encode() const {
 
 Operation Operation::decode(const std::string& bytes) {
   SMP_CHECK(bytes.size() == 1 + sizeof(double), "a damaged operation");
+  SMP_CHECK(bytes[0] >= 0 && bytes[0] <= static_cast<char>(Code::kNeg),
+            "unknown operation ", int{bytes[0]});
   Operation operation;
   operation.code = static_cast<Code>(bytes[0]);
   std::memcpy(&operation.scalar, bytes.data() + 1, sizeof(double));

@@ -20,6 +20,14 @@ class Reader {
     offset_ += sizeof(T);
     return value;
   }
+  /// A number of things that take at least `bytes_each`.
+  template <typename T>
+  size_t next_count(size_t bytes_each) {
+    const size_t count = next<T>();
+    SMP_CHECK(count * bytes_each <= bytes_.size() - offset_,
+              "a description of results ends early");
+    return count;
+  }
   std::string rest() const { return bytes_.substr(offset_); }
 
  private:
@@ -30,6 +38,23 @@ class Reader {
 template <typename T>
 void append(std::string& bytes, T value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+TensorMeta next_tensor(Reader& reader) {
+  TensorMeta tensor;
+  const auto dtype = reader.next<int8_t>();
+  SMP_CHECK(dtype >= 0 && dtype < static_cast<int>(at::ScalarType::Undefined),
+            "a description of results has the unknown dtype ", int{dtype});
+  tensor.dtype = static_cast<at::ScalarType>(dtype);
+  tensor.requires_grad = reader.next<char>() != 0;
+  tensor.sizes.resize(reader.next_count<uint8_t>(sizeof(int64_t)));
+  auto num_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  for (int64_t& size : tensor.sizes) {
+    size = reader.next<int64_t>();
+    SMP_CHECK(size >= 0 && !__builtin_mul_overflow(num_bytes, size, &num_bytes),
+              "a description of results has a tensor of impossible size");
+  }
+  return tensor;
 }
 
 }  // namespace
@@ -59,25 +84,25 @@ ResultMeta ResultMeta::decode(const std::string& bytes) {
   const char flags = reader.next<char>();
   result.has_values = (flags & 1) != 0;
   result.shares_memory = (flags & 2) != 0;
-  result.tensors.resize(reader.next<uint32_t>());
-  result.changed_args.resize(reader.next<uint8_t>());
+  result.tensors.resize(reader.next_count<uint32_t>(3));
+  result.changed_args.resize(reader.next_count<uint8_t>(1));
+  SMP_CHECK(result.changed_args.size() <= result.tensors.size(),
+            "a description of results lacks arguments that were changed");
   for (int& idx : result.changed_args) idx = reader.next<uint8_t>();
-  result.views.resize(reader.next<uint32_t>());
+  result.views.resize(reader.next_count<uint32_t>(17));
   for (ViewOfArgument& view : result.views) {
     view.result_idx = reader.next<int>();
     view.argument_idx = reader.next<int>();
     view.offset = reader.next<int64_t>();
-    view.sizes.resize(reader.next<uint8_t>());
+    view.sizes.resize(reader.next_count<uint8_t>(16));
     view.strides.resize(view.sizes.size());
     for (int64_t& size : view.sizes) size = reader.next<int64_t>();
     for (int64_t& stride : view.strides) stride = reader.next<int64_t>();
+    SMP_CHECK(view.result_idx >= 0 && view.argument_idx >= 0 &&
+                  static_cast<size_t>(view.result_idx) < result.tensors.size(),
+              "a description of results has a view of nothing");
   }
-  for (TensorMeta& tensor : result.tensors) {
-    tensor.dtype = static_cast<at::ScalarType>(reader.next<int8_t>());
-    tensor.requires_grad = reader.next<char>() != 0;
-    tensor.sizes.resize(reader.next<uint8_t>());
-    for (int64_t& size : tensor.sizes) size = reader.next<int64_t>();
-  }
+  for (TensorMeta& tensor : result.tensors) tensor = next_tensor(reader);
   result.structure = reader.rest();
   return result;
 }

@@ -236,9 +236,9 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   find_shared(opened, result.tensors, (header.flags & kStrided) == 0, meta);
   for (size_t i = 0; i < opened.size(); ++i) {
     if (opened[i]._version() == versions[i]) continue;
-    SMP_CHECK(i < 256, "module '", module_name(header.module_id),
+    SMP_CHECK(i < 255, "module '", module_name(header.module_id),
               "' changed its tensor argument number ", i,
-              " in place; this works for the first 256 only");
+              " in place; this works for the first 255 only");
     meta.changed_args.push_back(static_cast<int>(i));
     result.tensors.emplace_back();
     result.tensors.back().data = std::move(opened[i]);

@@ -41,6 +41,27 @@ TEST(StructureCache, changing_structures_do_not_fill_the_memory) {
   EXPECT_FALSE(cache.on_send(1, "7").second) << "the known ones stay known";
 }
 
+TEST(StructureCache, all_that_is_kept_for_a_peer_has_a_limit) {
+  StructureCache cache;
+  std::string bytes(StructureCache::kMaxBytes, 'x');
+  size_t num_kept = 0;
+  for (int i = 0; i < 200; ++i) {
+    bytes[0] = static_cast<char>(i);
+    if (cache.on_send(1, bytes).first != 0) ++num_kept;
+  }
+  EXPECT_EQ(num_kept * StructureCache::kMaxBytes,
+            StructureCache::kMaxBytesPerPeer);
+  EXPECT_GT(cache.on_send(2, bytes).first, 0) << "another peer has its own";
+}
+
+TEST(StructureCache, ids_of_two_peers_are_two_structures) {
+  StructureCache cache;
+  EXPECT_EQ(cache.on_receive(1, 5, "one"), "one");
+  EXPECT_EQ(cache.on_receive(2, 5, "two"), "two");
+  EXPECT_EQ(cache.on_receive(1, 5, ""), "one");
+  EXPECT_EQ(cache.on_receive(2, 5, ""), "two");
+}
+
 TEST(StructureCache, an_unknown_id_names_the_peer) {
   StructureCache cache;
   try {

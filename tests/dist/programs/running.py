@@ -15,7 +15,8 @@ from tests.dist.programs.language import WIDTH, Program
 from tests.reference.single_process import make_optimizer
 from tests.reference.tolerances import TOLERANCE, assert_close, relative_difference
 
-MAX_DELAY_US = 2000
+MAX_DELAY_US = 2000  # in forward and backward
+MAX_TRANSPORT_DELAY_US = 500
 
 
 @dataclass
@@ -142,16 +143,19 @@ def run_distributed(rank: int, texts: list[str], delay_seed: int | None = None) 
     How they run (pipeline size, schedule, ...) is as the first of them says.
     """
     import smp
+    from smp import _C
 
     programs = [Program.from_text(text) for text in texts]
     if delay_seed is not None:
         Interpreter.delays = Delays(delay_seed, rank, MAX_DELAY_US)
+        _C.set_delays(delay_seed, MAX_TRANSPORT_DELAY_US)
     torch.manual_seed(77)
     try:
         _init(programs[0])
         return _train(programs, smp.DistributedModel(Bundle([_make_root(p) for p in programs])))
     finally:
         Interpreter.delays = no_delays
+        _C.set_delays(0, 0)
         smp.shutdown()
 
 
