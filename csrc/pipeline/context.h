@@ -36,6 +36,8 @@ struct Context {
   const char* waits_for = "";  ///< while suspended: for tables of who waits
   int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
   std::condition_variable resumed;
+  /// Step bodies: the next turn begins the backward, without its data yet.
+  bool turns_round = false;
 
   /// Generators while another context runs.
   std::optional<memory::RandomState> random_state;

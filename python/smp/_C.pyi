@@ -413,6 +413,9 @@ class Server:
         pp_ranks: Sequence[int],
         order_ranks: Sequence[int],
         policy: str,
+        actions: str | None,
+        num_chunks: int,
+        chunk_idxs: Sequence[int],
         active_microbatches: int,
         deterministic: bool,
         device: str,
@@ -425,6 +428,7 @@ class Server:
     def begin_step(self, name: str, num_microbatches: int) -> int: ...
     def close(self) -> None: ...
     def end_backward(self) -> None: ...
+    def executed_actions(self) -> str: ...
     def executed_order(self) -> list[str]: ...
     def compute(
         self, name: str, handles: Sequence[Tensor], with_scalar: bool, scalar: float

@@ -169,6 +169,7 @@ class Engine:
             decision.names,
             current.global_rank,
             current.device,
+            later_stages=decision.later_stages if self.server.is_driver else (),
         )
         self.link.connect(self.server)
         current.server = self.server

@@ -139,6 +139,17 @@ class Decision:
         return hashlib.sha256("\n".join(self.lines).encode()).digest()
 
     @cached_property
+    def later_stages(self) -> list[int]:
+        """Modules with state of partition 0 that are not in its first chunk."""
+        return [
+            idx
+            for idx, (partition_idx, chunk) in enumerate(
+                zip(self.partition_idxs, self.chunk_idxs, strict=False)
+            )
+            if partition_idx == 0 and chunk > 0 and not self.index.is_stateless[idx]
+        ]
+
+    @cached_property
     def owner_partitions(self) -> list[int | None]:
         """Partition that must run each module; None without state: it runs where it is called."""
         return [
