@@ -208,6 +208,13 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
         push(ref, header.mb, static_cast<int>(header.index));
       });
       break;
+    case Kind::kRelease:
+      after.push_back([this, header, tensors = std::move(message.tensors)] {
+        for (const comm::MessageTensor& tensor : tensors) {
+          store_.release(tensor.ref, header.mb);
+        }
+      });
+      break;
     case Kind::kData:
       after.push_back(
           [this, header, tensors = std::move(message.tensors)] {
