@@ -124,7 +124,8 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
                                    training, structure, mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
-                        std::move(result.changed_args), result.shares_memory);
+                        std::move(result.changed_args), result.shares_memory,
+                        std::move(result.views));
 }
 
 py::tuple await_output(Server& server) {
@@ -284,6 +285,12 @@ void bind_pipeline(py::module_& m) {
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },
       "True inside a step body or the service of a request.");
+  py::class_<pipeline::ViewOfArgument>(m, "ViewOfArgument")
+      .def_readonly("result_idx", &pipeline::ViewOfArgument::result_idx)
+      .def_readonly("argument_idx", &pipeline::ViewOfArgument::argument_idx)
+      .def_readonly("sizes", &pipeline::ViewOfArgument::sizes)
+      .def_readonly("strides", &pipeline::ViewOfArgument::strides)
+      .def_readonly("offset", &pipeline::ViewOfArgument::offset);
   py::class_<RefState>(m, "RefState", "What is known of a handle.")
       .def_readonly("home_rank", &RefState::home_rank)
       .def_readonly("is_of_this_step", &RefState::is_of_this_step);

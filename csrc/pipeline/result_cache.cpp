@@ -27,15 +27,28 @@ class Reader {
   size_t offset_ = 0;
 };
 
+template <typename T>
+void append(std::string& bytes, T value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
 }  // namespace
 
 std::string ResultMeta::encode() const {
   std::string bytes;
   bytes.push_back(static_cast<char>(has_values + 2 * shares_memory));
-  const auto count = static_cast<uint32_t>(tensors.size());
-  bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
+  append(bytes, static_cast<uint32_t>(tensors.size()));
   bytes.push_back(static_cast<char>(changed_args.size()));
   for (const int idx : changed_args) bytes.push_back(static_cast<char>(idx));
+  append(bytes, static_cast<uint32_t>(views.size()));
+  for (const ViewOfArgument& view : views) {
+    append(bytes, view.result_idx);
+    append(bytes, view.argument_idx);
+    append(bytes, view.offset);
+    append(bytes, static_cast<uint8_t>(view.strides.size()));
+    for (const int64_t size : view.sizes) append(bytes, size);
+    for (const int64_t stride : view.strides) append(bytes, stride);
+  }
   for (const TensorMeta& tensor : tensors) tensor.append_to(bytes);
   return bytes + structure;
 }
@@ -49,6 +62,16 @@ ResultMeta ResultMeta::decode(const std::string& bytes) {
   result.tensors.resize(reader.next<uint32_t>());
   result.changed_args.resize(reader.next<uint8_t>());
   for (int& idx : result.changed_args) idx = reader.next<uint8_t>();
+  result.views.resize(reader.next<uint32_t>());
+  for (ViewOfArgument& view : result.views) {
+    view.result_idx = reader.next<int>();
+    view.argument_idx = reader.next<int>();
+    view.offset = reader.next<int64_t>();
+    view.sizes.resize(reader.next<uint8_t>());
+    view.strides.resize(view.sizes.size());
+    for (int64_t& size : view.sizes) size = reader.next<int64_t>();
+    for (int64_t& stride : view.strides) stride = reader.next<int64_t>();
+  }
   for (TensorMeta& tensor : result.tensors) {
     tensor.dtype = static_cast<at::ScalarType>(reader.next<int8_t>());
     tensor.requires_grad = reader.next<char>() != 0;

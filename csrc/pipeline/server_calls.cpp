@@ -264,8 +264,14 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                   module_name(module_id), "' returned ", metas.size(),
                   " tensors to another rank; at most ", kMaxResults - 1,
                   " can travel");
+  std::vector<bool> is_view(metas.size());
+  for (const ViewOfArgument& view : call.expected->result.views) {
+    is_view.at(view.result_idx) = true;
+  }
   for (size_t i = 0; i < metas.size(); ++i) {
-    call.results.push_back(name_result(context, header, owner_rank,
+    call.results.emplace_back();
+    if (is_view[i]) continue;
+    call.results.back() = (name_result(context, header, owner_rank,
                                        static_cast<int>(i), metas[i], route,
                                        hops));
   }

@@ -31,6 +31,7 @@ enum Flags : int64_t {
   kGradEnabled = 1,
   kTraining = 2,
   kWantsMeta = 4,  ///< the caller waits to be told what comes
+  kStrided = 8,    ///< an argument has gaps or another order at its caller
   kFlagBits = 8,   ///< above: how many of the last tensors are only released
 };
 

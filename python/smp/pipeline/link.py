@@ -15,7 +15,7 @@ from smp import _C
 from smp.pipeline import autocast, caches, functions
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
-from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite
+from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
 
 if TYPE_CHECKING:
     from smp._C import Server
@@ -138,7 +138,7 @@ class PipelineLink:
         structure, tensors, used_caches = self._codec.pack((args, kwargs, state))
         for cache in used_caches:
             caches.check_unfilled(cache, self._layers_of(module_id), self._names[module_id])
-        answer, results, changed, shares_memory = server.remote_call(
+        answer, results, changed, shares_memory, views = server.remote_call(
             owner,
             module_id,
             self._root.training,
@@ -149,6 +149,8 @@ class PipelineLink:
         if changed:
             for idx, handle in zip(changed, results[-len(changed) :], strict=True):
                 rewrite(tensors[idx], handle)
+        for view in views:
+            results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._names[module_id], [*tensors, *results])))
         return self._codec.unpack(answer, results, tensors)
@@ -210,6 +212,7 @@ class PipelineLink:
         """Driver: sends the model's output to the other ranks of the replica."""
         for watched in _watched.get():
             watched.check()
+        _watched.set(())
         structure, tensors = self._codec.pack_result(output)
         self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 

@@ -263,6 +263,15 @@ def _state(tensor: Tensor) -> tuple[int, Any]:
     return (0 if tensor.is_inference() else tensor._version), tensor.grad_fn
 
 
+def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
+    """A result that is a view of an argument, made from the caller's own tensor."""
+    tensor = resolve(tensor)
+    if isinstance(tensor, RemoteTensor) and tensor.is_away() and tensor._whole is None:
+        return tensor._view("as_strided", (tuple(view.sizes), tuple(view.strides), view.offset), {})
+    local = localize(tensor)
+    return local.as_strided(view.sizes, view.strides, local.storage_offset() + view.offset)
+
+
 def _localized(value: Any) -> Any:
     kind = type(value)
     if kind is RemoteTensor:
