@@ -41,7 +41,10 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
                                     std::shared_ptr<comm::FaultBoard> faults,
                                     int global_rank, std::vector<int> pp_ranks,
                                     std::vector<int> order_ranks,
-                                    std::string policy, int active_microbatches,
+                                    std::string policy,
+                                    std::optional<std::string> actions,
+                                    int num_chunks, std::vector<int> chunk_idxs,
+                                    int active_microbatches,
                                     bool deterministic,
                                     const std::string& device, double timeout_s,
                                     std::vector<std::string> module_names,
@@ -52,6 +55,9 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
   options.pp_ranks = std::move(pp_ranks);
   options.order_ranks = std::move(order_ranks);
   options.policy = std::move(policy);
+  options.actions = std::move(actions);
+  options.num_chunks = num_chunks;
+  options.chunk_idxs = std::move(chunk_idxs);
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
   options.device = c10::Device(device);
@@ -209,6 +215,7 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"),
+           py::arg("actions"), py::arg("num_chunks"), py::arg("chunk_idxs"),
            py::arg("active_microbatches"), py::arg("deterministic"),
            py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
            py::arg("timeline") = nullptr)
@@ -283,6 +290,8 @@ void bind_pipeline(py::module_& m) {
           "Bytes of tensors sent since the beginning, by global rank.")
       .def("executed_order", &executed_order,
            "Tasks of the last step in the order in which they began.")
+      .def("executed_actions", &Server::executed_actions,
+           "The last step in the text form of a schedule.")
       .def("close", &Server::close, release_gil());
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },

@@ -3,6 +3,7 @@
 #include <c10/core/AutogradState.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "csrc/common/check.h"
@@ -60,6 +61,9 @@ void Scheduler::begin_step(const StepOptions& options) {
   options_ = options;
   in_step_ = true;
   executed_.clear();
+  order_ = schedule::ExecutedOrder();
+  last_action_.reset();
+  ended_microbatches_.clear();
   cancel_reason_ = nullptr;
   num_bodies_in_flight_ = 0;
   idle_since_ = Clock::now();
@@ -124,6 +128,14 @@ bool Scheduler::body_may_start_locked() const {
 StepProgress Scheduler::progress_locked() const {
   StepProgress progress;
   progress.num_microbatches = options_.num_microbatches;
+  if (options_.lets_wait) {
+    progress.num_partitions = options_.num_partitions;
+    progress.num_chunks = options_.num_chunks;
+    progress.depth = options_.depth;
+    progress.active_microbatches = options_.active_microbatches;
+    progress.begun = order_.begun();
+    progress.ended = ended_microbatches_;
+  }
   if (!options_.is_driver) return progress;
   progress.num_forwards_pending = body_may_start_locked() ? 1 : 0;
   for (const auto& [context, owned] : contexts_) {
@@ -136,46 +148,135 @@ StepProgress Scheduler::progress_locked() const {
   return progress;
 }
 
-// Asks the policy (or the agreed order) and takes the choice off the lists.
-Context* Scheduler::choose_locked() {
+// The action of a schedule to which the next turn of a context belongs. Bodies
+// of other ranks follow the driver and compute nothing of the model. The
+// driver's body is the forward of its first chunk; then it waits for what
+// others return and asks them for gradients, which is nobody's action; from
+// when its own gradients come it is the backward of that chunk.
+std::optional<Action> Scheduler::action_of(const Context& context) const {
+  const TaskKey& key = context.key;
+  if (key.module_id < TaskKey::kStepBody) return std::nullopt;
+  if (key.module_id == TaskKey::kStepBody) {
+    const bool is_action = key.phase == Phase::kForward
+                               ? context.state == Context::State::kNotStarted
+                               : !context.turns_round;
+    if (!options_.is_driver || !is_action) return std::nullopt;
+    return Action{key.phase, key.mb, 0};
+  }
+  const auto idx = static_cast<size_t>(key.module_id);
+  const bool is_known =
+      options_.chunk_idxs && idx < options_.chunk_idxs->size();
+  return Action{key.phase, key.mb, is_known ? (*options_.chunk_idxs)[idx] : 0};
+}
+
+// Those in `ready_`, and the next body if it may start.
+std::vector<ReadyTask> Scheduler::ready_tasks_locked() const {
   std::vector<ReadyTask> tasks;
   tasks.reserve(ready_.size() + 1);
-  for (const Context* context : ready_) {
-    tasks.push_back({context->key, context->arrival,
-                     context->state == Context::State::kNotStarted});
+  const auto add = [&](const Context& context) {
+    const auto action = action_of(context);
+    tasks.push_back({context.key, context.arrival,
+                     context.state == Context::State::kNotStarted,
+                     action ? action->chunk : 0});
+  };
+  for (const Context* context : ready_) add(*context);
+  if (body_may_start_locked()) add(*bodies_to_start_.front());
+  return tasks;
+}
+
+std::optional<size_t> Scheduler::find_agreed_locked(
+    const std::vector<ReadyTask>& tasks) {
+  if (agreed_.empty() || agreed_.front().first != options_.step) {
+    return std::nullopt;
   }
-  const bool offers_body = body_may_start_locked();
-  if (offers_body) {
-    tasks.push_back({bodies_to_start_.front()->key,
-                     bodies_to_start_.front()->arrival, true});
-  }
-  std::optional<size_t> choice;
-  if (options_.order == OrderRole::kFollower) {
-    if (agreed_.empty() || agreed_.front().first != options_.step) {
-      return nullptr;
-    }
-    for (size_t i = 0; i < tasks.size() && !choice; ++i) {
-      if (tasks[i].key == agreed_.front().second) choice = i;
-    }
-    if (!choice) return nullptr;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (tasks[i].key != agreed_.front().second) continue;
     agreed_.pop_front();
-  } else {
-    choice = options_.policy->pick(tasks, progress_locked());
-    if (!choice) return nullptr;
+    return i;
   }
+  return std::nullopt;
+}
+
+// What belongs to no action is short and others wait for it; an action of
+// several modules is not interrupted; all else is the policy's.
+std::optional<size_t> Scheduler::pick_locked(
+    const std::vector<ReadyTask>& tasks) const {
+  if (options_.lets_wait) {
+    std::optional<size_t> at_once;
+    std::optional<size_t> further;
+    const auto earlier = [&](size_t i, const std::optional<size_t>& other) {
+      return !other || tasks[i].arrival < tasks[*other].arrival;
+    };
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      const Context& context =
+          i < ready_.size() ? *ready_[i] : *bodies_to_start_.front();
+      const auto action = action_of(context);
+      if (!action && earlier(i, at_once)) at_once = i;
+      if (action && action == last_action_ && earlier(i, further)) further = i;
+    }
+    if (at_once) return at_once;
+    if (further) return further;
+  }
+  return options_.policy->pick(tasks, progress_locked());
+}
+
+// Asks the policy (or the agreed order) and takes the choice off the lists.
+Context* Scheduler::choose_locked() {
+  const std::vector<ReadyTask> tasks = ready_tasks_locked();
+  const auto choice = options_.order == OrderRole::kFollower
+                          ? find_agreed_locked(tasks)
+                          : pick_locked(tasks);
+  return choice ? take_locked(*choice) : nullptr;
+}
+
+Context* Scheduler::take_locked(size_t choice) {
   Context* chosen = nullptr;
-  if (*choice == ready_.size()) {
+  if (choice == ready_.size()) {
     chosen = bodies_to_start_.front();
     bodies_to_start_.pop_front();
     ++num_bodies_in_flight_;
   } else {
-    chosen = ready_[*choice];
-    ready_.erase(ready_.begin() + static_cast<int64_t>(*choice));
+    chosen = ready_[choice];
+    ready_.erase(ready_.begin() + static_cast<int64_t>(choice));
   }
   if (options_.order == OrderRole::kLeader && order_sink_) {
     order_sink_(options_.step, chosen->key);
   }
   return chosen;
+}
+
+std::string Scheduler::run_held_back() {
+  Lock lock(mutex_);
+  if (running_ || !in_step_ || cancel_reason_ || !options_.lets_wait ||
+      options_.order == OrderRole::kFollower) {
+    return {};
+  }
+  const std::vector<ReadyTask> tasks = ready_tasks_locked();
+  const auto rank = [&](size_t i) {
+    return std::tuple(tasks[i].key.mb, tasks[i].key.phase == Phase::kForward,
+                      tasks[i].arrival);
+  };
+  std::optional<size_t> best;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (!best || rank(i) < rank(*best)) best = i;
+  }
+  if (!best) return {};
+  Context* chosen = take_locked(*best);
+  std::string what = chosen->where;
+  switch_to_locked(chosen);
+  return what;
+}
+
+void Scheduler::end_microbatch(int64_t mb) {
+  Lock lock(mutex_);
+  ended_microbatches_.push_back(mb);
+  dispatch_locked();
+}
+
+void Scheduler::skip_action(const Action& action) {
+  Lock lock(mutex_);
+  order_.skip(action);
+  dispatch_locked();
 }
 
 void Scheduler::start_locked(Context* context) {
@@ -184,8 +285,14 @@ void Scheduler::start_locked(Context* context) {
     const auto [awaited, rank] = reason_of(*context);
     timeline_->begin_run(context->key, awaited, rank);
   }
-  stats_.idle_ns += (Clock::now() - idle_since_).count();
+  turn_began_ = Clock::now();
+  stats_.idle_ns += (turn_began_ - idle_since_).count();
   ++stats_.num_switches;
+  if (const auto action = action_of(*context)) {
+    order_.add(*action, context->key.resume > 0);
+    last_action_ = action;
+  }
+  context->turns_round = false;
   if (context->state == Context::State::kNotStarted) {
     executed_.push_back(context->key);
     ++stats_.num_contexts;
@@ -194,8 +301,10 @@ void Scheduler::start_locked(Context* context) {
 
 void Scheduler::dispatch_locked() {
   if (running_ || !in_step_ || cancel_reason_) return;
-  Context* chosen = choose_locked();
-  if (!chosen) return;
+  if (Context* chosen = choose_locked()) switch_to_locked(chosen);
+}
+
+void Scheduler::switch_to_locked(Context* chosen) {
   const bool is_new = chosen->state == Context::State::kNotStarted;
   start_locked(chosen);
   chosen->state = Context::State::kRunning;
@@ -206,10 +315,16 @@ void Scheduler::dispatch_locked() {
   }
 }
 
-void Scheduler::release_baton_locked() {
+void Scheduler::end_turn_locked() {
   running_ = nullptr;
   if (is_recorded()) timeline_->end_run();
   idle_since_ = Clock::now();
+  longest_turn_ = std::max<std::chrono::nanoseconds>(longest_turn_,
+                                                     idle_since_ - turn_began_);
+}
+
+void Scheduler::release_baton_locked() {
+  end_turn_locked();
   dispatch_locked();
 }
 
@@ -261,6 +376,7 @@ void Scheduler::enter_phase(Phase phase) {
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
+  context->turns_round = phase == Phase::kBackward;
   ++context->key.resume;
   context->waits_for = "its turn";
   context->waits_for_rank = -1;
@@ -352,14 +468,18 @@ Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
   if (generators_owner_ == context) generators_owner_ = nullptr;
-  if (context->key.module_id == TaskKey::kStepBody) --num_bodies_in_flight_;
+  if (context->key.module_id == TaskKey::kStepBody) {
+    --num_bodies_in_flight_;
+    // A backward that never had to wait for gradients was part of this turn.
+    if (options_.is_driver && context->key.phase == Phase::kBackward) {
+      order_.add({Phase::kBackward, context->key.mb, 0}, /*goes_on=*/true);
+    }
+  }
   const bool held_baton = running_ == context;
   contexts_.erase(context);
   Context* next = nullptr;
   if (held_baton) {
-    running_ = nullptr;
-    if (is_recorded()) timeline_->end_run();
-    idle_since_ = Clock::now();
+    end_turn_locked();
     if (in_step_ && !cancel_reason_) next = choose_locked();
   }
   if (next) {
@@ -430,6 +550,16 @@ std::string Scheduler::describe() const {
 Scheduler::Stats Scheduler::stats() const {
   Lock lock(mutex_);
   return stats_;
+}
+
+std::chrono::nanoseconds Scheduler::longest_turn() const {
+  Lock lock(mutex_);
+  return longest_turn_;
+}
+
+std::string Scheduler::executed_actions() const {
+  Lock lock(mutex_);
+  return schedule::to_string(order_.entries());
 }
 
 std::vector<TaskKey> Scheduler::executed_order() const {

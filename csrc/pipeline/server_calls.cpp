@@ -132,14 +132,24 @@ void Server::order_push(RemoteRef& ref, int dst) {
 
 // Sorts what was released meanwhile by the ranks that hold it.
 void Server::drain_releases(int64_t mb) {
+  std::vector<comm::MessageTensor> own;
   for (ReleaseList::Released& released : releases_->take()) {
     for (const int holder : released.holders) {
-      if (holder == options_.global_rank) {
+      if (holder == options_.global_rank && options_.num_chunks > 1) {
+        own.emplace_back();
+        own.back().ref = released.ref;
+      } else if (holder == options_.global_rank) {
         store_.release(released.ref, mb);
       } else {
         to_release_[holder].push_back(released.ref);
       }
     }
+  }
+  // Must not overtake the requests that a rank with several stages sends to
+  // itself.
+  if (!own.empty()) {
+    post(options_.global_rank, header_of(Kind::kRelease, mb), {},
+         std::move(own));
   }
 }
 
@@ -359,7 +369,8 @@ at::Tensor Server::fetch(const RemoteRefPtr& ref) {
 at::Tensor Server::fetch_to_own(const RemoteRefPtr& ref) {
   at::Tensor data = fetch(ref);
   if (ref->kept.defined()) return data.clone();
-  if (ref->home_rank != options_.global_rank) {
+  // With several stages here a request of this rank to itself may want it too.
+  if (ref->home_rank != options_.global_rank && options_.num_chunks == 1) {
     // The store's copy goes to the caller; who asks again gets a new one.
     store_.release(ref->ref, ref->mb);
     std::erase(ref->copies, options_.global_rank);

@@ -281,17 +281,13 @@ void Server::run_backward(const Header& header, int caller, Call& call,
     root_grads.push_back(to_device(std::move(grads[i].data)));
   }
   record.outputs.clear();
-  torch::autograd::backward(roots, root_grads);
-  std::vector<at::Tensor> input_grads(record.inputs.size());
+  std::vector<at::Tensor> input_grads =
+      run_graph(header, call.module_id, record, roots, root_grads);
   std::string defined;
-  for (size_t i = 0; i < record.inputs.size(); ++i) {
-    if (record.inputs[i].requires_grad()) {
-      input_grads[i] = record.inputs[i].grad();
-    }
-    const RemoteRefPtr ref = remote_ref_of(input_grads[i]);
-    if (ref) input_grads[i] = fetch_to_own(ref);
-    defined += input_grads[i].defined() ? '1' : '0';
+  for (const at::Tensor& grad : input_grads) {
+    defined += grad.defined() ? '1' : '0';
   }
+  roots.clear();
   record = {};
   if (header.flags & kWantsMeta) {
     Header answer = header;
@@ -307,6 +303,25 @@ void Server::run_backward(const Header& header, int caller, Call& call,
               "of its parent");
   }
   offer(header, caller, input_grads, hops);
+}
+
+// Gradients of the inputs; those of parameters are added, now or later.
+std::vector<at::Tensor> Server::run_graph(
+    const Header& header, int64_t module_id, CallRecord& record,
+    const std::vector<at::Tensor>& roots,
+    const std::vector<at::Tensor>& root_grads) {
+  if (auto grads = begin_split_backward(header, module_id, record, roots,
+                                        root_grads)) {
+    return *std::move(grads);
+  }
+  torch::autograd::backward(roots, root_grads);
+  std::vector<at::Tensor> grads(record.inputs.size());
+  for (size_t i = 0; i < record.inputs.size(); ++i) {
+    if (record.inputs[i].requires_grad()) grads[i] = record.inputs[i].grad();
+    const RemoteRefPtr ref = remote_ref_of(grads[i]);
+    if (ref) grads[i] = fetch_to_own(ref);
+  }
+  return grads;
 }
 
 void Server::run_operation(const Header& header, int caller, const Call& call,

@@ -15,6 +15,7 @@ enum class Kind : int64_t {
   kBackwardMeta,     ///< owner → caller: which arguments have gradients
   kOperation,        ///< caller → owner: arithmetic on tensors that are there
   kPush,             ///< anyone → home of a ref: send its data to a rank
+  kRelease,          ///< to oneself: refs that no later message names
   kData,             ///< home of refs → those who need them
   kRequestsDone,     ///< owner → caller: all requests of a context are done
   kModelOutput,      ///< driver → others: what the root module returned

@@ -415,6 +415,9 @@ class Server:
         pp_ranks: Sequence[int],
         order_ranks: Sequence[int],
         policy: str,
+        actions: str | None,
+        num_chunks: int,
+        chunk_idxs: Sequence[int],
         active_microbatches: int,
         deterministic: bool,
         device: str,
@@ -429,6 +432,7 @@ class Server:
     def close(self) -> None: ...
     def data_bytes_to(self) -> dict[int, int]: ...
     def end_backward(self) -> None: ...
+    def executed_actions(self) -> str: ...
     def executed_order(self) -> list[str]: ...
     def compute(
         self, name: str, handles: Sequence[Tensor], with_scalar: bool, scalar: float

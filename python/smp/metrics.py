@@ -73,6 +73,20 @@ def executed_order() -> list[str]:
     return [] if server is None else server.executed_order()
 
 
+def executed_schedule() -> str:
+    """What this rank did in the last step, in the text form of `smp.schedule`: ``"0: F0 F1 B0"``.
+
+    The lines of all pipeline ranks together are a schedule, which can be compared with a plan. The
+    driver's backward stands where gradients came to its own modules; it has no ``W``, since nobody
+    waits for gradients of its inputs. Arithmetic and losses that run at the home of their tensors
+    belong to no action. Empty with one pipeline rank or before the partition.
+    """
+    current = runtime.current()
+    if current.server is None:
+        return ""
+    return f"{current.ranks['pp']}: {current.server.executed_actions()}".rstrip()
+
+
 def transformer_flops_per_token(
     num_params: int, num_layers: int, hidden: int, seq_len: int
 ) -> float:

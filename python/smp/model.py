@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _C, microbatch, runtime
 from smp.engine import Engine
 from smp.model_parts import PARTIAL_MARK, ModelParts, alias_forwards
+from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
@@ -259,6 +260,11 @@ class DistributedModel(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    @property
+    def _decision(self) -> Decision | None:
+        """Which rank owns which module; None before the partition."""
+        return self._engine.decision
 
     def _parts(self) -> ModelParts:
         if self._engine.parts is None:

@@ -84,6 +84,8 @@ class WrappedModel(Protocol):
 
     @property
     def _label(self) -> str: ...
+    @property
+    def _decision(self) -> Any: ...
 
 
 class Runtime:

@@ -52,7 +52,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
-    frozenset({"model_parts"}),
+    frozenset({"chosen_schedule", "model_parts", "partition_report"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),

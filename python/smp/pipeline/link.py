@@ -28,6 +28,9 @@ _watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
 # Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
 _FUNCTION = -3
 
+# True in the service of a request: modules of this rank then run where they are called.
+_serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
+
 
 class PipelineLink:
     """Connects a partitioned model with the server of this rank.
@@ -43,6 +46,8 @@ class PipelineLink:
         names: of the modules, for errors.
         global_rank: of this process.
         device: of this process.
+        later_stages: modules of this rank that a step body does not run itself: they belong to a
+            later stage of this rank, and are requests to itself, so that the body runs ahead.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class PipelineLink:
         names: Sequence[str],
         global_rank: int,
         device: torch.device,
+        later_stages: Sequence[int] = (),
     ) -> None:
         self._root = root
         self._modules = modules
@@ -68,6 +74,8 @@ class PipelineLink:
             for i, owner in enumerate(owners)
             if owner is not None and owner != global_rank and modules[i] is not root
         ]
+        self._remote += [(i, global_rank) for i in later_stages]
+        self._later_stages = frozenset(later_stages)
 
     @property
     def server(self) -> Server:
@@ -100,8 +108,12 @@ class PipelineLink:
     def _stub(
         self, server: Server, module: nn.Module, module_id: int, owner: int
     ) -> Callable[..., Any]:
+        own_forward = module.forward if module_id in self._later_stages else None
+
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if own_forward is not None and _serving.get():
+                return own_forward(*args, **kwargs)
             return self._call(server, owner, module_id, args, kwargs)
 
         return forward
@@ -175,6 +187,7 @@ class PipelineLink:
     def _run(
         self, module_id: int, mb: int, is_first: bool, structure: bytes, tensors: list[Tensor]
     ) -> tuple[bytes, list[Tensor], bool]:
+        _serving.set(True)  # in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
         args, kwargs, state = self._codec.unpack(structure, tensors, own_caches=own_caches)
         if module_id == _FUNCTION:
