@@ -5,10 +5,12 @@ function(smp_add_bindings)
   set(folder ${CMAKE_SOURCE_DIR}/csrc/bindings)
   file(GLOB bind_files CONFIGURE_DEPENDS ${folder}/bind_*.cpp)
   get_property(rooms GLOBAL PROPERTY smp_rooms)
-  # Lower layers first: types before their users. Room comm has two files.
+  # Lower layers first: types before their users. Some rooms have two files.
   set(names ${rooms})
   list(FIND names comm comm_idx)
   list(INSERT names ${comm_idx} communicator)
+  list(FIND names pipeline pipeline_idx)
+  list(INSERT names ${pipeline_idx} timeline)
 
   set(declarations "")
   set(calls "")

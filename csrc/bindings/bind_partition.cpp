@@ -114,8 +114,10 @@ void bind_partition(py::module_& m) {
       .def("add_value", &ModuleTree::add_value, py::arg("producer_idx"),
            py::arg("num_bytes"), py::arg("consumer_idxs"),
            py::arg("needs_grad"), py::arg("source_values") = std::vector<int>{},
+           py::arg("compute") = 0.0, py::arg("activation_bytes") = 0,
            "A tensor that own code of one node makes and that of others reads; "
-           "returns its id.")
+           "returns its id. With sources a split module leaves it, and its "
+           "costs, to where the last of them is.")
       .def("execution_order", &partition::execution_order,
            "All nodes in the order of execution, parents before children.")
       .def_property("compute_per_byte", &ModuleTree::compute_per_byte,

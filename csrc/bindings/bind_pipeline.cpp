@@ -41,21 +41,30 @@ std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
                                     std::shared_ptr<comm::FaultBoard> faults,
                                     int global_rank, std::vector<int> pp_ranks,
                                     std::vector<int> order_ranks,
-                                    std::string policy, int active_microbatches,
+                                    std::string policy,
+                                    std::optional<std::string> actions,
+                                    int num_chunks, std::vector<int> chunk_idxs,
+                                    int active_microbatches,
                                     bool deterministic,
                                     const std::string& device, double timeout_s,
-                                    std::vector<std::string> module_names) {
+                                    std::vector<std::string> module_names,
+                                    std::shared_ptr<pipeline::Timeline>
+                                        timeline) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
   options.order_ranks = std::move(order_ranks);
   options.policy = std::move(policy);
+  options.actions = std::move(actions);
+  options.num_chunks = num_chunks;
+  options.chunk_idxs = std::move(chunk_idxs);
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
   options.device = c10::Device(device);
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   options.module_names = std::move(module_names);
+  options.timeline = std::move(timeline);
   return {new Server(std::move(options), std::move(mailbox), std::move(faults),
                      enter_python_thread),
           [](Server* server) {
@@ -118,7 +127,8 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
                                    training, structure, mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
-                        std::move(result.changed_args), result.shares_memory);
+                        std::move(result.changed_args), result.shares_memory,
+                        std::move(result.views));
 }
 
 py::tuple await_output(Server& server) {
@@ -179,7 +189,9 @@ py::dict stats(const Server& server) {
   result["headers"] = sent.headers;
   result["pushes"] = sent.pushes;
   result["fetches"] = sent.fetches;
-  result["data_bytes"] = sent.data_bytes;
+  int64_t data_bytes = 0;
+  for (const auto& [rank, num_bytes] : sent.data_bytes) data_bytes += num_bytes;
+  result["data_bytes"] = data_bytes;
   result["stored"] = server.num_stored();
   result["served_calls"] = server.num_served_calls();
   result["records"] = server.num_records();
@@ -203,8 +215,10 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"),
+           py::arg("actions"), py::arg("num_chunks"), py::arg("chunk_idxs"),
            py::arg("active_microbatches"), py::arg("deterministic"),
-           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"))
+           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
+           py::arg("timeline") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")
@@ -232,6 +246,7 @@ void bind_pipeline(py::module_& m) {
              });
            })
       .def_property_readonly("is_driver", &Server::is_driver)
+      .def_property_readonly("module_names", &Server::module_names)
       .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
            py::arg("num_microbatches"),
            "Opens the next step; returns the driver's number of microbatches.")
@@ -269,12 +284,24 @@ void bind_pipeline(py::module_& m) {
       .def("end_backward", &Server::end_backward, release_gil())
       .def("await_backward", &Server::await_backward, release_gil())
       .def("stats", &stats)
+      .def(
+          "data_bytes_to",
+          [](const Server& server) { return server.stats().data_bytes; },
+          "Bytes of tensors sent since the beginning, by global rank.")
       .def("executed_order", &executed_order,
            "Tasks of the last step in the order in which they began.")
+      .def("executed_actions", &Server::executed_actions,
+           "The last step in the text form of a schedule.")
       .def("close", &Server::close, release_gil());
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },
       "True inside a step body or the service of a request.");
+  py::class_<pipeline::ViewOfArgument>(m, "ViewOfArgument")
+      .def_readonly("result_idx", &pipeline::ViewOfArgument::result_idx)
+      .def_readonly("argument_idx", &pipeline::ViewOfArgument::argument_idx)
+      .def_readonly("sizes", &pipeline::ViewOfArgument::sizes)
+      .def_readonly("strides", &pipeline::ViewOfArgument::strides)
+      .def_readonly("offset", &pipeline::ViewOfArgument::offset);
   py::class_<RefState>(m, "RefState", "What is known of a handle.")
       .def_readonly("home_rank", &RefState::home_rank)
       .def_readonly("is_of_this_step", &RefState::is_of_this_step);

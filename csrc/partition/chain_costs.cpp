@@ -8,6 +8,8 @@ namespace smp::partition {
 
 namespace {
 
+constexpr double kRounding = 1e-9;
+
 Cost minus(const Cost& a, const Cost& b) {
   return {
       a.param_bytes - b.param_bytes, a.activation_bytes - b.activation_bytes,
@@ -23,6 +25,8 @@ struct ChainCosts::ValueSpan {
   int made = -1;
   std::vector<int> readers;  // items, in the end ascending
   bool driver_reads = false;
+  int owner = -1;  // the module above units whose code leaves it to others
+  Cost cost;       // of that
 
   void add_reader(int item) {
     if (item >= 0) {
@@ -33,18 +37,22 @@ struct ChainCosts::ValueSpan {
   }
 };
 
-// A module above units, of which the chain has the items [begin, end).
+// A module above units, of which the chain has the items [begin, end); begin
+// is -1 if it is on stage 0 in any case.
 struct ChainCosts::Span {
+  int owner;
   int begin;
   int end;
   Cost cost;
 };
 
 ChainCosts::ChainCosts(const Objective& objective,
-                       const std::vector<int>& positions, int end)
+                       const std::vector<int>& positions)
     : objective_(objective), decisions_(objective.decisions()) {
-  add_units(positions, end);
-  const std::vector<Span> spans = find_spans();
+  add_units(positions);
+  std::vector<Span> spans = find_spans();
+  const std::vector<ValueSpan> values = find_value_spans();
+  add_own_costs(values, &spans);
   const size_t size = static_cast<size_t>(num_items_ + 1) * (num_items_ + 1);
   costs_.resize(size);
   transfers_.assign(size, 0);
@@ -53,13 +61,11 @@ ChainCosts::ChainCosts(const Objective& objective,
   first_transfers_.assign(num_items_ + 1, 0);
   fill_costs(spans);
   fill_split_loads(spans);
-  if (!decisions_.tree().values().empty()) fill_transfers();
+  if (!values.empty()) fill_transfers(values);
 }
 
-void ChainCosts::add_units(const std::vector<int>& positions, int end) {
-  num_items_ = static_cast<int>(
-      std::lower_bound(positions.begin(), positions.end(), end) -
-      positions.begin());
+void ChainCosts::add_units(const std::vector<int>& positions) {
+  num_items_ = static_cast<int>(positions.size()) - 1;
   item_of_unit_.assign(decisions_.num_units(), -1);
   item_costs_.resize(num_items_);
   const std::vector<int>& free_units = decisions_.free_units();
@@ -69,16 +75,8 @@ void ChainCosts::add_units(const std::vector<int>& positions, int end) {
     }
   }
   for (int id = 0; id < decisions_.num_units(); ++id) {
-    const Cost& cost = objective_.cost_of_unit(id);
-    if (item_of_unit_[id] >= 0) {
-      item_costs_[item_of_unit_[id]] += cost;
-    } else {
-      has_fixed_units_ = true;
-      fixed_ += cost;
-      if (decisions_.units()[id].pinned) continue;
-      fixed_.activation_bytes -= cost.activation_bytes;
-      fixed_.late_activation_bytes += cost.activation_bytes;
-    }
+    const int item = item_of_unit_[id];
+    (item >= 0 ? item_costs_[item] : fixed_) += objective_.cost_of_unit(id);
   }
 }
 
@@ -87,33 +85,54 @@ std::vector<ChainCosts::Span> ChainCosts::find_spans() {
   first_item_.assign(decisions_.num_nodes(), -1);
   for (int idx = 0; idx < decisions_.num_nodes(); ++idx) {
     if (decisions_.unit_of(idx) >= 0 || decisions_.owner(idx) != idx) continue;
-    const Cost& cost = objective_.cost_of_owner(idx);
     int first = num_items_;
     int last = -1;
-    bool on_driver = idx == 0;
     for (int id : decisions_.below(idx)) {
-      const int item = item_of_unit_[id];
-      on_driver = on_driver || item < 0;
-      first = std::min(first, item);
-      last = std::max(last, item);
+      first = std::min(first, item_of_unit_[id]);
+      last = std::max(last, item_of_unit_[id]);
     }
-    if (on_driver) {
-      fixed_ += cost;
-      continue;
-    }
+    if (idx == 0) first = -1;
     first_item_[idx] = first;
-    if (first == last) {
-      item_costs_[first] += cost;
+    spans.push_back(Span{idx, first, last + 1, objective_.cost_of_owner(idx)});
+  }
+  return spans;
+}
+
+// What a module leaves to the ranks that have the data costs the same whether
+// it is split or not. Of the rest only modules of several items remain.
+void ChainCosts::add_own_costs(const std::vector<ValueSpan>& values,
+                               std::vector<Span>* spans) {
+  std::vector<Cost> left(decisions_.num_nodes());
+  int furthest = -1;
+  for (const ValueSpan& value : values) {
+    furthest = std::max(furthest, value.made);
+    if (value.owner < 0) continue;
+    left[value.owner] += value.cost;
+    Cost cost = value.cost;
+    if (value.made < furthest) {
+      std::swap(cost.activation_bytes, cost.late_activation_bytes);
+    }
+    (value.made >= 0 ? item_costs_[value.made] : fixed_) += cost;
+  }
+  std::vector<Span> long_ones;
+  for (Span& span : *spans) {
+    const double rounding = kRounding * span.cost.compute;
+    span.cost = minus(span.cost, left[span.owner]);
+    if (span.cost.compute < rounding) span.cost.compute = 0;
+    if (span.begin < 0) {
+      fixed_ += span.cost;
+    } else if (span.begin + 1 == span.end) {
+      item_costs_[span.begin] += span.cost;
     } else {
-      spans.push_back(Span{first, last + 1, cost});
+      long_ones.push_back(span);
     }
   }
+  *spans = std::move(long_ones);
   sums_.assign(1, Cost{});
   for (const Cost& cost : item_costs_) {
     sums_.push_back(sums_.back());
     sums_.back() += cost;
   }
-  return spans;
 }
 
 void ChainCosts::fill_costs(const std::vector<Span>& spans) {
@@ -159,10 +178,12 @@ std::vector<ChainCosts::ValueSpan> ChainCosts::find_value_spans() const {
     span.crossing_bytes = value.needs_grad ? 2 * bytes : bytes;
     span.kept_bytes = value.needs_grad ? bytes : 0;
     span.made = place_of(value.producer_idx);
-    const bool by_unit =
-        decisions_.unit_of(decisions_.owner(value.producer_idx)) >= 0;
-    if (!value.source_values.empty() && !by_unit) {
+    const int owner = decisions_.owner(value.producer_idx);
+    if (!value.source_values.empty() && decisions_.unit_of(owner) < 0) {
       span.made = std::max(span.made, spans[value.source_values.back()].made);
+      span.owner = owner;
+      span.cost.compute = value.compute;
+      span.cost.activation_bytes = static_cast<double>(value.activation_bytes);
     }
     for (int source : value.source_values) spans[source].add_reader(span.made);
     for (int consumer : value.consumer_idxs) {
@@ -182,8 +203,7 @@ std::vector<ChainCosts::ValueSpan> ChainCosts::find_value_spans() const {
   return spans;
 }
 
-void ChainCosts::fill_transfers() {
-  const std::vector<ValueSpan> spans = find_value_spans();
+void ChainCosts::fill_transfers(const std::vector<ValueSpan>& spans) {
   std::vector<std::vector<int>> made(num_items_);
   std::vector<std::vector<int>> reads(num_items_);
   for (size_t id = 0; id < spans.size(); ++id) {

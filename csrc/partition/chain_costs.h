@@ -10,13 +10,12 @@ namespace smp::partition {
 /// between two neighbouring positions at which a cut is allowed.
 class ChainCosts {
  public:
-  /// @param positions, end  as for split_chain
-  ChainCosts(const Objective& objective, const std::vector<int>& positions,
-             int end);
+  /// @param positions  as for split_chain
+  ChainCosts(const Objective& objective, const std::vector<int>& positions);
 
   int num_items() const { return num_items_; }
-  /// Is there something on stage 0 that is not in the chain?
-  bool has_fixed_units() const { return has_fixed_units_; }
+  /// May stage 0 do without items?
+  bool begins_pinned() const { return decisions_.begins_pinned(); }
 
   /// Load of the segment as stage `stage`, without `split_load`; for stage 0
   /// with what is fixed there. Infinite above the memory limit.
@@ -36,17 +35,18 @@ class ChainCosts {
     return static_cast<size_t>(i) * (num_items_ + 1) + j;
   }
   int place_of(int node_idx) const;
-  void add_units(const std::vector<int>& positions, int end);
+  void add_units(const std::vector<int>& positions);
   std::vector<Span> find_spans();
   void fill_costs(const std::vector<Span>& spans);
   void fill_split_loads(const std::vector<Span>& spans);
   std::vector<ValueSpan> find_value_spans() const;
-  void fill_transfers();
+  void add_own_costs(const std::vector<ValueSpan>& values,
+                     std::vector<Span>* spans);
+  void fill_transfers(const std::vector<ValueSpan>& spans);
 
   const Objective& objective_;
   const DecisionTree& decisions_;
   int num_items_ = 0;
-  bool has_fixed_units_ = false;
   std::vector<int> item_of_unit_;  // -1: on stage 0 in any case
   std::vector<int> first_item_;    // of a module above units; -1 as above
   std::vector<Cost> item_costs_;

@@ -70,8 +70,7 @@ class Splitter {
 
   // Items at which stages begin, with the number of items at the end.
   std::optional<std::vector<int>> best_begin() const {
-    const int fewest = num_stages_ - (costs_.has_fixed_units() ? 1 : 0);
-    if (n_ < fewest) return std::nullopt;
+    if (n_ < num_stages_ - 1 + first_end()) return std::nullopt;
     double low = smallest_maximum();
     if (low == kInfinity) return std::nullopt;
     std::optional<std::vector<int>> best = cut_within(low * (1 + kRounding));
@@ -88,9 +87,8 @@ class Splitter {
     return best;
   }
 
-  // The last stages get at least one item each, and stage 0 may get none if
-  // something else is there.
-  int first_end() const { return costs_.has_fixed_units() ? 0 : 1; }
+  // Each stage gets at least one item, or stage 0 what is pinned there.
+  int first_end() const { return costs_.begins_pinned() ? 0 : 1; }
 
   // c(k, i) = min over j > i of max(load of [i, j), c(k+1, j)), from the end.
   double smallest_maximum() const {
@@ -193,10 +191,9 @@ std::vector<int> ChainCut::unit_stages(const DecisionTree& decisions) const {
 
 std::optional<ChainSplit> split_chain(const Objective& objective,
                                       const std::vector<int>& positions,
-                                      int end,
                                       const std::vector<double>& extra_loads,
                                       double most) {
-  const ChainCosts costs(objective, positions, end);
+  const ChainCosts costs(objective, positions);
   return Splitter(costs, extra_loads, most).run(positions);
 }
 

@@ -8,10 +8,11 @@
 namespace smp::partition {
 
 /// A way to cut the free units, which are in the order of execution, into
-/// stages: stage `k` has the units in `[begin[k], begin[k + 1])`, and what is
-/// behind the last entry is on stage 0 again, where the driver is.
+/// stages: stage `k` has the units in `[begin[k], begin[k + 1])`.
 struct ChainCut {
-  std::vector<int> begin;  ///< num_stages + 1 positions, ascending from 0
+  /// num_stages + 1 positions, ascending from 0 to the number of free units.
+  /// Only stage 0 may be without one, see DecisionTree::begins_pinned.
+  std::vector<int> begin;
 
   /// Stage per unit, pinned ones included.
   std::vector<int> unit_stages(const DecisionTree& decisions) const;
@@ -29,15 +30,13 @@ struct ChainSplit {
 /// Exact for chains, where a value is read by neighbouring stages. It counts
 /// what a value costs its sender once for all stages that read it, and nothing
 /// for what the driver sends and split modules read.
-/// @param positions  where cuts are allowed, ascending, with 0 and `end`
-/// @param end  first unit of those at the end that stay on stage 0
+/// @param positions  where cuts are allowed, ascending, with both ends
 /// @param extra_loads  per stage, counted on top
 /// @param most  the largest load that is of interest
 /// @return nothing if there are too few positions, too little memory, or only
 ///     cuts with a larger load
 std::optional<ChainSplit> split_chain(const Objective& objective,
                                       const std::vector<int>& positions,
-                                      int end,
                                       const std::vector<double>& extra_loads,
                                       double most);
 

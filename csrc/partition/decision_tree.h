@@ -33,6 +33,13 @@ class DecisionTree {
   /// In the order of execution.
   const std::vector<Unit>& units() const { return units_; }
   int num_units() const { return static_cast<int>(units_.size()); }
+  /// Whether execution begins with a unit that is on stage 0 in any case, so
+  /// that stage 0 needs no free one.
+  bool begins_pinned() const { return !units_.empty() && units_[0].pinned; }
+  /// How many stages can get a unit each.
+  int most_stages() const {
+    return static_cast<int>(free_units_.size()) + (begins_pinned() ? 1 : 0);
+  }
   /// Ids of the units that are not pinned, in the order of execution.
   const std::vector<int>& free_units() const { return free_units_; }
 

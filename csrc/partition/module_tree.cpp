@@ -117,21 +117,28 @@ void ModuleTree::set_order(const std::vector<int>& node_idxs) {
 
 int ModuleTree::add_value(int producer_idx, int64_t num_bytes,
                           std::vector<int> consumer_idxs, bool needs_grad,
-                          std::vector<int> source_values) {
+                          std::vector<int> source_values, double compute,
+                          int64_t activation_bytes) {
   const int id = static_cast<int>(values_.size());
   check_idx(producer_idx);
   for (int idx : consumer_idxs) check_idx(idx);
   SMP_CHECK_VALUE(num_bytes >= 0, "module tree: value ", id, " of '",
                   nodes_[producer_idx].name, "' has ", num_bytes,
                   " bytes; they must not be negative");
-  std::sort(source_values.begin(), source_values.end());
-  SMP_CHECK_VALUE(source_values.empty() ||
-                      (source_values.front() >= 0 && source_values.back() < id),
+  SMP_CHECK_VALUE(std::all_of(source_values.begin(), source_values.end(),
+                              [id](int s) { return s >= 0 && s < id; }),
                   "module tree: sources of value ", id, " of '",
                   nodes_[producer_idx].name,
                   "' must be values added before, in [0, ", id, ")");
+  check_costs(nodes_[producer_idx].name, compute, activation_bytes);
+  SMP_CHECK_VALUE(
+      !source_values.empty() || (compute == 0 && activation_bytes == 0),
+      "module tree: value ", id, " of '", nodes_[producer_idx].name,
+      "' has costs of its own, but no sources; without them they are its "
+      "producer's");
   values_.push_back(Value{producer_idx, num_bytes, std::move(consumer_idxs),
-                          needs_grad, std::move(source_values)});
+                          needs_grad, std::move(source_values), compute,
+                          activation_bytes});
   return id;
 }
 

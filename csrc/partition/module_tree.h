@@ -35,9 +35,11 @@ class ModuleTree {
     int64_t num_bytes = 0;
     std::vector<int> consumer_idxs;
     bool needs_grad = false;
-    /// Not empty for arithmetic that a split module leaves to the rank that has
-    /// the data: ids of the values it is made of, in ascending order.
+    /// Not empty for what a split module leaves to the rank that has the data:
+    /// ids of the values it is made of. It is made where the last one is.
     std::vector<int> source_values;
+    double compute = 0;            ///< of making it, part of its producer's
+    int64_t activation_bytes = 0;  ///< kept for that, part of its producer's
   };
 
   /// Appends a node and returns its index.
@@ -69,13 +71,16 @@ class ModuleTree {
   /// reads it, and its gradient comes back the same way.
   ///
   /// The own code of a split module runs on partition 0. What it makes is there
-  /// unless `source_values` are given: then the value is made where the latest
-  /// of them is, and the others go there. In a whole module everything is made
-  /// where the module is.
-  /// @throws ValueError if a node or a source does not exist
+  /// unless `source_values` are given: then the value is made where the last of
+  /// them is, the others go there, and `compute` and `activation_bytes` (parts
+  /// of the module's own costs) count there. In a whole module everything is
+  /// made where the module is.
+  /// @throws ValueError if a node or a source does not exist, or if a cost is
+  ///     negative or is given without sources
   int add_value(int producer_idx, int64_t num_bytes,
                 std::vector<int> consumer_idxs, bool needs_grad,
-                std::vector<int> source_values = {});
+                std::vector<int> source_values = {}, double compute = 0,
+                int64_t activation_bytes = 0);
 
   /// What a byte over a boundary costs in the unit of `compute`.
   void set_compute_per_byte(double compute_per_byte);

@@ -114,8 +114,10 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
   result.transfer_bytes.assign(num_stages, 0);
   result.memory_bytes.assign(num_partitions, 0);
   result.boundary_bytes.assign(num_partitions * num_partitions, 0);
-  add_nodes(stages, &result);
-  add_values(stages, &result);
+  const std::vector<int> furthest = add_nodes(stages, &result);
+  if (!decisions_.tree().values().empty() && num_partitions > 1) {
+    add_values(stages, place_values(stages, furthest, &result), &result);
+  }
   for (int s = 0; s < num_stages; ++s) {
     result.loads.push_back(load(result.param_bytes[s], result.kept_bytes[s],
                                 result.compute[s],
@@ -134,31 +136,59 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
   return result;
 }
 
-void Objective::add_nodes(const std::vector<int>& stages,
-                          Evaluation* result) const {
+std::vector<int> Objective::add_nodes(const std::vector<int>& stages,
+                                      Evaluation* result) const {
   // Backward comes back from the furthest stage that a microbatch has reached,
   // so what is made after that is kept no longer than there.
+  std::vector<int> reached(stages.size(), 0);
   int furthest = 0;
   for (int idx : decisions_.order()) {
     const ModuleTree::Node& node = decisions_.tree().node(idx);
     const int stage = stages[idx];
     furthest = std::max(furthest, stage);
+    reached[idx] = furthest;
     const auto activations = static_cast<double>(node.activation_bytes);
     result->param_bytes[stage] += static_cast<double>(node.param_bytes);
     result->compute[stage] += node.compute;
     result->activation_bytes[stage] += activations;
     result->kept_bytes[stage] += kept(furthest) * activations;
   }
+  return reached;
+}
+
+std::vector<int> Objective::place_values(const std::vector<int>& stages,
+                                         const std::vector<int>& furthest,
+                                         Evaluation* result) const {
+  std::vector<signed char> split(stages.size(), -1);  // -1: not asked yet
+  std::vector<int> places;
+  int reached = 0;
+  for (const ModuleTree::Value& value : decisions_.tree().values()) {
+    const int owner = decisions_.owner(value.producer_idx);
+    if (split[owner] < 0) split[owner] = decisions_.is_split(owner, stages);
+    const int from = stages[value.producer_idx];
+    const bool leaves = split[owner] && !value.source_values.empty();
+    const int to = leaves ? places[value.source_values.back()] : from;
+    places.push_back(to);
+    reached = std::max(reached, to);
+    if (!leaves) continue;
+    const auto activations = static_cast<double>(value.activation_bytes);
+    result->compute[from] -= value.compute;
+    result->compute[to] += value.compute;
+    result->activation_bytes[from] -= activations;
+    result->activation_bytes[to] += activations;
+    result->kept_bytes[from] -=
+        kept(furthest[value.producer_idx]) * activations;
+    result->kept_bytes[to] += kept(reached) * activations;
+  }
+  return places;
 }
 
 void Objective::add_values(const std::vector<int>& stages,
+                           const std::vector<int>& places,
                            Evaluation* result) const {
   const std::vector<ModuleTree::Value>& values = decisions_.tree().values();
   const int num_partitions = options_.num_partitions;
-  if (values.empty() || num_partitions == 1) return;
   const size_t n = values.size();
-  std::vector<signed char> split(stages.size(), -1);  // -1: not asked yet
-  std::vector<int> places(n);
   // Stages that read a value of another partition, one per partition.
   std::vector<std::vector<int>> readers(n);
   auto read = [&](size_t value, int stage) {
@@ -170,13 +200,7 @@ void Objective::add_values(const std::vector<int>& stages,
     readers[value].push_back(stage);
   };
   for (size_t id = 0; id < n; ++id) {
-    const ModuleTree::Value& value = values[id];
-    const int owner = decisions_.owner(value.producer_idx);
-    if (split[owner] < 0) split[owner] = decisions_.is_split(owner, stages);
-    places[id] = stages[value.producer_idx];
-    if (value.source_values.empty()) continue;
-    if (split[owner]) places[id] = places[value.source_values.back()];
-    for (int source : value.source_values) read(source, places[id]);
+    for (int source : values[id].source_values) read(source, places[id]);
   }
   for (size_t id = 0; id < n; ++id) {
     const ModuleTree::Value& value = values[id];

@@ -89,8 +89,15 @@ class Objective {
   double kept(int stage) const { return kept_[stage]; }
 
   void sum_costs();
-  void add_nodes(const std::vector<int>& stages, Evaluation* result) const;
-  void add_values(const std::vector<int>& stages, Evaluation* result) const;
+  /// @return per node the furthest stage that a microbatch has reached before
+  std::vector<int> add_nodes(const std::vector<int>& stages,
+                             Evaluation* result) const;
+  /// @return stage per value
+  std::vector<int> place_values(const std::vector<int>& stages,
+                                const std::vector<int>& furthest,
+                                Evaluation* result) const;
+  void add_values(const std::vector<int>& stages,
+                  const std::vector<int>& places, Evaluation* result) const;
 
   const DecisionTree& decisions_;
   const PartitionOptions options_;

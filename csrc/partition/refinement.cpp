@@ -23,8 +23,7 @@ struct Candidate {
   ChainCut cut;
   int depth = 0;
   Evaluation evaluation;
-  bool returns = false;  // units at the end are on stage 0
-  bool opens = false;    // a layer whose own code needs data, see opens_
+  bool opens = false;  // a layer whose own code needs data, see opens_
 };
 
 class Refiner {
@@ -34,7 +33,6 @@ class Refiner {
         decisions_(objective.decisions()),
         num_stages_(objective.options().num_stages()),
         num_free_(static_cast<int>(decisions_.free_units().size())),
-        has_pinned_(num_free_ < decisions_.num_units()),
         has_values_(!decisions_.tree().values().empty()) {
     find_depths();
   }
@@ -43,24 +41,33 @@ class Refiner {
     if (auto cut = cut_of(tree_split)) consider(*cut, depth_of(*cut));
     std::set<int> depths{depths_.begin() + 1, depths_.end() - 1};
     if (depths.empty()) depths.insert(0);  // one unit, and pinned ones
-    for (int depth : depths) cut_at(depth);
+    std::vector<int> tried;
+    for (const bool may_open : {false, true}) {
+      for (int depth : depths) {
+        std::vector<int> positions = positions_at(depth, may_open);
+        if (positions != tried) cut_at(positions, depth, may_open);
+        tried = std::move(positions);
+      }
+    }
     if (candidates_.empty()) return std::nullopt;
     return choose().cut.unit_stages(decisions_);
   }
 
  private:
   // depths_[i]: what a cut before the free unit at i opens. opens_[i]: whether
-  // a layer of a list, or a module in one, is cut there whose own code works
-  // on data; they would pass through the driver, which has to wait for them.
-  // Without values nobody knows, and each layer may be such a one.
+  // a layer of a list, or a module in one, is cut there whose own code reads
+  // data of others; they would pass through the driver, which has to wait for
+  // them. Without values nobody knows, and each layer may be such a one.
   void find_depths() {
     depths_.assign(num_free_ + 1, 0);
     opens_.assign(num_free_ + 1, false);
     std::vector<bool> reads(decisions_.num_nodes(), !has_values_);
     for (const ModuleTree::Value& value : decisions_.tree().values()) {
       for (int consumer : value.consumer_idxs) {
-        const int owner = decisions_.owner(consumer);
-        if (consumer != value.producer_idx) reads[owner] = true;
+        // What the driver has made, for a module that is split, is there.
+        const bool from_above = value.source_values.empty() &&
+                                is_above(value.producer_idx, consumer);
+        if (!from_above) reads[decisions_.owner(consumer)] = true;
       }
     }
     for (int i = 1; i < num_free_; ++i) {
@@ -75,6 +82,13 @@ class Refiner {
         opens_[i] = opens_[i] || reads[a];
       }
     }
+  }
+
+  // Whether the first is the second or above it.
+  bool is_above(int idx, int other_idx) const {
+    while (other_idx > idx)
+      other_idx = decisions_.tree().node(other_idx).parent_idx;
+    return other_idx == idx;
   }
 
   int place(int position) const {
@@ -105,42 +119,25 @@ class Refiner {
     return complete ? std::optional(cut) : std::nullopt;
   }
 
-  void cut_at(int depth) {
+  std::vector<int> positions_at(int depth, bool may_open) const {
     std::vector<int> positions{0};
     for (int i = 1; i < num_free_; ++i) {
-      if (depths_[i] <= depth) positions.push_back(i);
+      if (depths_[i] > depth || (opens_[i] && !may_open)) continue;
+      positions.push_back(i);
     }
     positions.push_back(num_free_);
-    cut_before(num_free_, positions, depth);
-    // Without values nobody knows what the way back costs.
-    if (!has_values_ || candidates_.empty()) return;
-    const int num_items = static_cast<int>(positions.size()) - 1;
-    const int num_tries = std::max(4, 512 / num_items);
-    Cost returning;
-    for (int k = 1; k <= num_tries && k < num_items; ++k) {
-      const int end = positions[num_items - k];
-      for (int i = end; i < positions[num_items - k + 1]; ++i) {
-        returning += objective_.cost_of_unit(decisions_.free_units()[i]);
-      }
-      returning.activation_bytes = 0;  // not kept for long at the end
-      const double worth = smallest_load(depth, true);
-      if (objective_.load(returning, 0, 0) > worth) return;
-      cut_before(end, positions, depth);
-    }
+    return positions;
   }
 
-  // The chain cut does not know all that values cost. What it missed is given
-  // back to it, and it may choose again.
-  void cut_before(int end, const std::vector<int>& positions, int depth) {
+  void cut_at(const std::vector<int>& positions, int depth, bool may_open) {
     // In a short chain everything is tried; in a long one what may pay.
     double worth = std::numeric_limits<double>::infinity();
-    if (positions.size() > kShort) {
-      worth = smallest_load(depth, end < num_free_) *
-              (only_opens(depth) ? 1 - kGainOfOpening : 1 - kTolerance / 2);
-    }
+    if (positions.size() > kShort) worth = worthwhile_load(depth, may_open);
+    // The chain cut does not know all that values cost. What it missed is given
+    // back to it, and it may choose again.
     std::vector<double> missed(num_stages_, 0);
     for (int round = 0; round < kRounds; ++round) {
-      const auto split = split_chain(objective_, positions, end, missed, worth);
+      const auto split = split_chain(objective_, positions, missed, worth);
       if (!split) return;
       const double expected =
           *std::max_element(split->loads.begin(), split->loads.end());
@@ -158,23 +155,17 @@ class Refiner {
     }
   }
 
-  // Is there nothing at this depth but cuts that open a layer?
-  bool only_opens(int depth) const {
-    for (int i = 1; i < num_free_; ++i) {
-      if (depths_[i] == depth && !opens_[i]) return false;
-    }
-    return true;
-  }
-
-  // Of the candidates that are preferred to such a one if they are as good.
-  double smallest_load(int depth, bool returns) const {
-    double smallest = std::numeric_limits<double>::infinity();
+  // What is above it would not be chosen, with what there is.
+  double worthwhile_load(int depth, bool may_open) const {
+    double worth = std::numeric_limits<double>::infinity();
     for (const Candidate& c : candidates_) {
-      if (c.depth > depth || c.returns > returns) continue;
-      if (c.evaluation.excess_bytes > 0) continue;
-      smallest = std::min(smallest, c.evaluation.largest_load);
+      if (c.evaluation.excess_bytes > 0 || c.depth > depth) continue;
+      if (c.opens && !may_open) continue;
+      const double gain =
+          may_open && !c.opens ? kGainOfOpening : kTolerance / 2;
+      worth = std::min(worth, c.evaluation.largest_load * (1 - gain));
     }
-    return smallest;
+    return worth;
   }
 
   Evaluation evaluate(const ChainCut& cut) const {
@@ -183,8 +174,7 @@ class Refiner {
   }
 
   void consider(const ChainCut& cut, int depth) {
-    Candidate candidate{cut, depth, evaluate(cut), cut.begin.back() < num_free_,
-                        false};
+    Candidate candidate{cut, depth, evaluate(cut), false};
     for (int position : cut.begin) {
       candidate.opens = candidate.opens || opens_[position];
     }
@@ -196,8 +186,7 @@ class Refiner {
   ChainCut move_boundaries(const ChainCut& cut,
                            const std::vector<int>& positions) const {
     Search search{cut, evaluate(cut), false};
-    const bool may_return = cut.begin.back() < num_free_;
-    const int num_boundaries = may_return ? num_stages_ : num_stages_ - 1;
+    const int num_boundaries = num_stages_ - 1;
     for (int pass = 0; pass < kMostPasses; ++pass) {
       search.moved = false;
       for (int k = 1; k <= num_boundaries; ++k) {
@@ -248,12 +237,10 @@ class Refiner {
   // Boundaries [first, last] of the trial have moved.
   void attempt(const ChainCut& trial, int first, int last,
                Search* search) const {
-    for (int k = first - 1; k <= last && k < num_stages_; ++k) {
-      if (trial.begin[k] >= trial.begin[k + 1]) return;
+    for (int k = first - 1; k <= last; ++k) {
+      const bool may_be_empty = k == 0 && decisions_.begins_pinned();
+      if (trial.begin[k] + (may_be_empty ? 0 : 1) > trial.begin[k + 1]) return;
     }
-    const bool first_is_empty = trial.begin[1] == 0;
-    const bool returns = trial.begin.back() < num_free_;
-    if (first_is_empty && !returns && !has_pinned_) return;
     Evaluation evaluation = evaluate(trial);
     if (!is_better(evaluation, search->best)) return;
     search->cut = trial;
@@ -309,13 +296,10 @@ class Refiner {
     }
     limit *= 1 + kTolerance;
     const Candidate* best = nullptr;
-    const auto kind = [](const Candidate* c) {
-      return std::pair(c->depth, c->returns);
-    };
     for (const Candidate* c : candidates) {
       if (c->evaluation.largest_load > limit) continue;
-      if (best == nullptr || kind(c) < kind(best) ||
-          (kind(c) == kind(best) &&
+      if (best == nullptr || c->depth < best->depth ||
+          (c->depth == best->depth &&
            is_better(c->evaluation, best->evaluation))) {
         best = c;
       }
@@ -327,7 +311,6 @@ class Refiner {
   const DecisionTree& decisions_;
   const int num_stages_;
   const int num_free_;
-  const bool has_pinned_;
   const bool has_values_;
   std::vector<int> depths_;
   std::vector<bool> opens_;

@@ -11,16 +11,16 @@ namespace smp::partition {
 /// layers: there the cut is decided above the level where layers can be cut.
 ///
 /// Candidates are the tree split and, for each depth of the tree, the best cut
-/// of the chain of units between modules of that depth, with and without units
-/// at the end that return to stage 0; the boundaries of each are then moved as
-/// long as that helps. The shallowest candidate within `kTolerance` of the best
-/// is taken, and of those one that does not return if there is one.
+/// of the chain of units between modules of that depth; the boundaries of each
+/// are then moved as long as that helps. The shallowest candidate within
+/// `kTolerance` of the best is taken.
 ///
 /// A cut through a layer of a list (a transformer block), or through a module
-/// in it, whose own code works on data makes these data pass through the
-/// driver. It is taken only if the largest load falls by more than 10 %. If the
-/// tree has no values, every cut through a layer counts as such, and one layer
-/// must also be heavier than the mean load.
+/// in it, whose own code reads data makes these data pass through the driver.
+/// It is taken only if the largest load falls by more than 10 %. What the code
+/// leaves to the rank that has the data (`Value::source_values`) is not meant.
+/// If the tree has no values, every cut through a layer counts as such, and one
+/// layer must also be heavier than the mean load.
 /// @param unit_stages  the tree split, per unit
 /// @return stage per unit; nothing if the memory limit allows none
 std::optional<std::vector<int>> refine(const Objective& objective,

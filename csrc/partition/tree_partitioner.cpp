@@ -16,8 +16,7 @@ namespace {
 
 void check_num_stages(const DecisionTree& decisions,
                       const PartitionOptions& options) {
-  const int num_free = static_cast<int>(decisions.free_units().size());
-  const int most = num_free + (num_free < decisions.num_units() ? 1 : 0);
+  const int most = decisions.most_stages();
   SMP_CHECK_VALUE(
       options.num_stages() <= most,
       "partition: the model cannot be split into ", options.num_stages(),

@@ -13,9 +13,8 @@ namespace smp::partition {
 /// and deterministic.
 ///
 /// Units (see DecisionTree) are in the order of execution: their stages do not
-/// fall, except that units at the end may be on stage 0 again. Modules above
-/// units follow: a module that is cut is on partition 0, as the root is. Every
-/// stage gets a unit.
+/// fall, and every stage gets a unit. Modules above units follow: a module that
+/// is cut is on partition 0, as the root is.
 /// @throws ValueError if there are more stages than units, if no assignment
 ///     was found that keeps the memory limit, or an option is out of range
 /// Source: the tree algorithm described for automatic model splitting in

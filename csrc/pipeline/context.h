@@ -35,7 +35,10 @@ struct Context {
   int64_t arrival = 0;
   const char* waits_for = "";  ///< while suspended: for tables of who waits
   int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
+  int64_t waits_since_ns = 0;  ///< see Timeline; 0 while nothing is recorded
   std::condition_variable resumed;
+  /// Step bodies: the next turn begins the backward, without its data yet.
+  bool turns_round = false;
 
   /// Generators while another context runs.
   std::optional<memory::RandomState> random_state;

@@ -112,7 +112,9 @@ void require_unused_grad(at::Tensor& output) {
 }
 
 at::Tensor materialize(Server& server, const at::Tensor& handle) {
-  at::Tensor data = server.fetch_to_own(remote_ref_of(handle));
+  const RemoteRefPtr ref = remote_ref_of(handle);
+  at::Tensor data = server.fetch_to_own(ref);
+  ref->is_local = true;
   if (handle.requires_grad()) {
     auto edges = torch::autograd::collect_next_edges(handle);
     torch::autograd::create_gradient_edge(
@@ -129,17 +131,21 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
   int64_t flags = 0;
   if (grad) flags |= kGradEnabled;
   if (training) flags |= kTraining;
+  for (const at::Tensor& input : inputs) {
+    if (!input.is_contiguous()) flags |= kStrided;
+  }
   IssuedCall call = server.call_forward(owner_global_rank, module_id, flags,
                                         structure, mode, inputs);
   RemoteResult result;
   result.structure = call.expected->result.structure;
   result.shares_memory = call.expected->result.shares_memory;
+  result.views = call.expected->result.views;
   result.changed_args = call.expected->result.changed_args;
   std::vector<bool> output_has_grad;
   bool any = false;
   for (const RemoteRefPtr& ref : call.results) {
-    result.tensors.push_back(server.make_handle(ref));
-    output_has_grad.push_back(grad && ref->meta.requires_grad);
+    result.tensors.push_back(ref ? server.make_handle(ref) : at::Tensor());
+    output_has_grad.push_back(ref && grad && ref->meta.requires_grad);
     any = any || output_has_grad.back();
   }
   call.results.clear();  // the handles hold them

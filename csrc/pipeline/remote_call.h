@@ -11,11 +11,13 @@ namespace smp::pipeline {
 /// What a remote call looks like to its caller.
 struct RemoteResult {
   std::string structure;  ///< pickled results without tensors
-  /// Handles: true shape, dtype and graph, data elsewhere.
+  /// Handles: true shape, dtype and graph, data elsewhere. Undefined for views
+  /// of arguments.
   std::vector<at::Tensor> tensors;
   /// Arguments that the module changed in place; what they are now are the
   /// last of `tensors`.
   std::vector<int> changed_args;
+  std::vector<ViewOfArgument> views;
   bool shares_memory = false;  ///< see ResultMeta
 };
 

@@ -69,6 +69,9 @@ struct RemoteRef {
   /// Other ranks which have the data or will get them.
   std::vector<int> copies;
   std::vector<int> foreseen;  ///< of `copies`, those not asked for yet
+  /// The handle has the data already, and may have changed them.
+  bool is_local = false;
+  int num_published = 0;  ///< owners of this that only keep it for other ranks
   /// The data, when the tensor is to outlive its microbatch.
   at::Tensor kept;
   std::shared_ptr<Route> route;  ///< null: not learned

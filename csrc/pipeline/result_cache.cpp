@@ -35,6 +35,11 @@ class Reader {
   size_t offset_ = 0;
 };
 
+template <typename T>
+void append(std::string& bytes, T value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
 TensorMeta next_tensor(Reader& reader) {
   TensorMeta tensor;
   const auto dtype = reader.next<int8_t>();
@@ -57,10 +62,18 @@ TensorMeta next_tensor(Reader& reader) {
 std::string ResultMeta::encode() const {
   std::string bytes;
   bytes.push_back(static_cast<char>(has_values + 2 * shares_memory));
-  const auto count = static_cast<uint32_t>(tensors.size());
-  bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
+  append(bytes, static_cast<uint32_t>(tensors.size()));
   bytes.push_back(static_cast<char>(changed_args.size()));
   for (const int idx : changed_args) bytes.push_back(static_cast<char>(idx));
+  append(bytes, static_cast<uint32_t>(views.size()));
+  for (const ViewOfArgument& view : views) {
+    append(bytes, view.result_idx);
+    append(bytes, view.argument_idx);
+    append(bytes, view.offset);
+    append(bytes, static_cast<uint8_t>(view.strides.size()));
+    for (const int64_t size : view.sizes) append(bytes, size);
+    for (const int64_t stride : view.strides) append(bytes, stride);
+  }
   for (const TensorMeta& tensor : tensors) tensor.append_to(bytes);
   return bytes + structure;
 }
@@ -76,6 +89,19 @@ ResultMeta ResultMeta::decode(const std::string& bytes) {
   SMP_CHECK(result.changed_args.size() <= result.tensors.size(),
             "a description of results lacks arguments that were changed");
   for (int& idx : result.changed_args) idx = reader.next<uint8_t>();
+  result.views.resize(reader.next_count<uint32_t>(17));
+  for (ViewOfArgument& view : result.views) {
+    view.result_idx = reader.next<int>();
+    view.argument_idx = reader.next<int>();
+    view.offset = reader.next<int64_t>();
+    view.sizes.resize(reader.next_count<uint8_t>(16));
+    view.strides.resize(view.sizes.size());
+    for (int64_t& size : view.sizes) size = reader.next<int64_t>();
+    for (int64_t& stride : view.strides) stride = reader.next<int64_t>();
+    SMP_CHECK(view.result_idx >= 0 && view.argument_idx >= 0 &&
+                  static_cast<size_t>(view.result_idx) < result.tensors.size(),
+              "a description of results has a view of nothing");
+  }
   for (TensorMeta& tensor : result.tensors) tensor = next_tensor(reader);
   result.structure = reader.rest();
   return result;

@@ -12,6 +12,16 @@
 
 namespace smp::pipeline {
 
+/// A result that is a view of an argument. The caller makes it again from what
+/// it gave, so that writing to one shows in the other as it should.
+struct ViewOfArgument {
+  int result_idx = 0;
+  int argument_idx = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t offset = 0;  ///< from the first element of the argument
+};
+
 /// What a module returns: everything but the data.
 struct ResultMeta {
   std::vector<TensorMeta> tensors;
@@ -23,7 +33,9 @@ struct ResultMeta {
   /// to call, so the caller must wait for it each time.
   bool has_values = false;
 
-  /// Results share memory with arguments or with each other.
+  std::vector<ViewOfArgument> views;  ///< their data do not travel
+  /// Results share memory with arguments, in other ways than as views, or with
+  /// each other.
   bool shares_memory = false;
 
   std::string encode() const;

@@ -3,6 +3,7 @@
 #include <c10/core/AutogradState.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "csrc/common/check.h"
@@ -31,6 +32,17 @@ const char* words(Context::State state) {
   return "";
 }
 
+// What a context waited for that gets the baton now, and whom.
+std::pair<const char*, int> reason_of(const Context& context) {
+  if (context.state != Context::State::kNotStarted) {
+    return {context.waits_for, context.waits_for_rank};
+  }
+  return {context.key.module_id == TaskKey::kStepBody
+              ? "a place among the active microbatches"
+              : "a request and its tensors",
+          -1};
+}
+
 }  // namespace
 
 Context* current_context() { return context_of_thread; }
@@ -39,8 +51,9 @@ void keep_backward_on_this_thread() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
-Scheduler::Scheduler(ContextThreads* threads, c10::Device device)
-    : threads_(threads), device_(device) {}
+Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
+                     Timeline* timeline)
+    : threads_(threads), device_(device), timeline_(timeline) {}
 
 void Scheduler::begin_step(const StepOptions& options) {
   Lock lock(mutex_);
@@ -48,9 +61,15 @@ void Scheduler::begin_step(const StepOptions& options) {
   options_ = options;
   in_step_ = true;
   executed_.clear();
+  order_ = schedule::ExecutedOrder();
+  last_action_.reset();
+  ended_microbatches_.clear();
   cancel_reason_ = nullptr;
   num_bodies_in_flight_ = 0;
   idle_since_ = Clock::now();
+  if (is_recorded()) {
+    timeline_->begin_step(options.step, options.num_microbatches);
+  }
 }
 
 void Scheduler::end_step() {
@@ -59,6 +78,7 @@ void Scheduler::end_step() {
              "a step ended with work left: ", contexts_.size(), " contexts");
   if (in_step_) stats_.idle_ns += (Clock::now() - idle_since_).count();
   in_step_ = false;
+  if (is_recorded()) timeline_->end_step();
 }
 
 void Scheduler::add_body(int mb, std::string where, uint64_t seed,
@@ -108,6 +128,14 @@ bool Scheduler::body_may_start_locked() const {
 StepProgress Scheduler::progress_locked() const {
   StepProgress progress;
   progress.num_microbatches = options_.num_microbatches;
+  if (options_.lets_wait) {
+    progress.num_partitions = options_.num_partitions;
+    progress.num_chunks = options_.num_chunks;
+    progress.depth = options_.depth;
+    progress.active_microbatches = options_.active_microbatches;
+    progress.begun = order_.begun();
+    progress.ended = ended_microbatches_;
+  }
   if (!options_.is_driver) return progress;
   progress.num_forwards_pending = body_may_start_locked() ? 1 : 0;
   for (const auto& [context, owned] : contexts_) {
@@ -120,41 +148,96 @@ StepProgress Scheduler::progress_locked() const {
   return progress;
 }
 
-// Asks the policy (or the agreed order) and takes the choice off the lists.
-Context* Scheduler::choose_locked() {
+// The action of a schedule to which the next turn of a context belongs. Bodies
+// of other ranks follow the driver and compute nothing of the model. The
+// driver's body is the forward of its first chunk; then it waits for what
+// others return and asks them for gradients, which is nobody's action; from
+// when its own gradients come it is the backward of that chunk.
+std::optional<Action> Scheduler::action_of(const Context& context) const {
+  const TaskKey& key = context.key;
+  if (key.module_id < TaskKey::kStepBody) return std::nullopt;
+  if (key.module_id == TaskKey::kStepBody) {
+    const bool is_action = key.phase == Phase::kForward
+                               ? context.state == Context::State::kNotStarted
+                               : !context.turns_round;
+    if (!options_.is_driver || !is_action) return std::nullopt;
+    return Action{key.phase, key.mb, 0};
+  }
+  const auto idx = static_cast<size_t>(key.module_id);
+  const bool is_known =
+      options_.chunk_idxs && idx < options_.chunk_idxs->size();
+  return Action{key.phase, key.mb, is_known ? (*options_.chunk_idxs)[idx] : 0};
+}
+
+// Those in `ready_`, and the next body if it may start.
+std::vector<ReadyTask> Scheduler::ready_tasks_locked() const {
   std::vector<ReadyTask> tasks;
   tasks.reserve(ready_.size() + 1);
-  for (const Context* context : ready_) {
-    tasks.push_back({context->key, context->arrival,
-                     context->state == Context::State::kNotStarted});
+  const auto add = [&](const Context& context) {
+    const auto action = action_of(context);
+    tasks.push_back({context.key, context.arrival,
+                     context.state == Context::State::kNotStarted,
+                     action ? action->chunk : 0});
+  };
+  for (const Context* context : ready_) add(*context);
+  if (body_may_start_locked()) add(*bodies_to_start_.front());
+  return tasks;
+}
+
+std::optional<size_t> Scheduler::find_agreed_locked(
+    const std::vector<ReadyTask>& tasks) {
+  if (agreed_.empty() || agreed_.front().first != options_.step) {
+    return std::nullopt;
   }
-  const bool offers_body = body_may_start_locked();
-  if (offers_body) {
-    tasks.push_back({bodies_to_start_.front()->key,
-                     bodies_to_start_.front()->arrival, true});
-  }
-  std::optional<size_t> choice;
-  if (options_.order == OrderRole::kFollower) {
-    if (agreed_.empty() || agreed_.front().first != options_.step) {
-      return nullptr;
-    }
-    for (size_t i = 0; i < tasks.size() && !choice; ++i) {
-      if (tasks[i].key == agreed_.front().second) choice = i;
-    }
-    if (!choice) return nullptr;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (tasks[i].key != agreed_.front().second) continue;
     agreed_.pop_front();
-  } else {
-    choice = options_.policy->pick(tasks, progress_locked());
-    if (!choice) return nullptr;
+    return i;
   }
+  return std::nullopt;
+}
+
+// What belongs to no action is short and others wait for it; an action of
+// several modules is not interrupted; all else is the policy's.
+std::optional<size_t> Scheduler::pick_locked(
+    const std::vector<ReadyTask>& tasks) const {
+  if (options_.lets_wait) {
+    std::optional<size_t> at_once;
+    std::optional<size_t> further;
+    const auto earlier = [&](size_t i, const std::optional<size_t>& other) {
+      return !other || tasks[i].arrival < tasks[*other].arrival;
+    };
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      const Context& context =
+          i < ready_.size() ? *ready_[i] : *bodies_to_start_.front();
+      const auto action = action_of(context);
+      if (!action && earlier(i, at_once)) at_once = i;
+      if (action && action == last_action_ && earlier(i, further)) further = i;
+    }
+    if (at_once) return at_once;
+    if (further) return further;
+  }
+  return options_.policy->pick(tasks, progress_locked());
+}
+
+// Asks the policy (or the agreed order) and takes the choice off the lists.
+Context* Scheduler::choose_locked() {
+  const std::vector<ReadyTask> tasks = ready_tasks_locked();
+  const auto choice = options_.order == OrderRole::kFollower
+                          ? find_agreed_locked(tasks)
+                          : pick_locked(tasks);
+  return choice ? take_locked(*choice) : nullptr;
+}
+
+Context* Scheduler::take_locked(size_t choice) {
   Context* chosen = nullptr;
-  if (*choice == ready_.size()) {
+  if (choice == ready_.size()) {
     chosen = bodies_to_start_.front();
     bodies_to_start_.pop_front();
     ++num_bodies_in_flight_;
   } else {
-    chosen = ready_[*choice];
-    ready_.erase(ready_.begin() + static_cast<int64_t>(*choice));
+    chosen = ready_[choice];
+    ready_.erase(ready_.begin() + static_cast<int64_t>(choice));
   }
   if (options_.order == OrderRole::kLeader && order_sink_) {
     order_sink_(options_.step, chosen->key);
@@ -162,10 +245,54 @@ Context* Scheduler::choose_locked() {
   return chosen;
 }
 
+std::string Scheduler::run_held_back() {
+  Lock lock(mutex_);
+  if (running_ || !in_step_ || cancel_reason_ || !options_.lets_wait ||
+      options_.order == OrderRole::kFollower) {
+    return {};
+  }
+  const std::vector<ReadyTask> tasks = ready_tasks_locked();
+  const auto rank = [&](size_t i) {
+    return std::tuple(tasks[i].key.mb, tasks[i].key.phase == Phase::kForward,
+                      tasks[i].arrival);
+  };
+  std::optional<size_t> best;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (!best || rank(i) < rank(*best)) best = i;
+  }
+  if (!best) return {};
+  Context* chosen = take_locked(*best);
+  std::string what = chosen->where;
+  switch_to_locked(chosen);
+  return what;
+}
+
+void Scheduler::end_microbatch(int64_t mb) {
+  Lock lock(mutex_);
+  ended_microbatches_.push_back(mb);
+  dispatch_locked();
+}
+
+void Scheduler::skip_action(const Action& action) {
+  Lock lock(mutex_);
+  order_.skip(action);
+  dispatch_locked();
+}
+
 void Scheduler::start_locked(Context* context) {
   running_ = context;
-  stats_.idle_ns += (Clock::now() - idle_since_).count();
+  if (is_recorded()) {
+    const auto [awaited, rank] = reason_of(*context);
+    timeline_->begin_run(context->key, awaited, rank);
+  }
+  turn_began_ = Clock::now();
+  stats_.idle_ns += (turn_began_ - idle_since_).count();
   ++stats_.num_switches;
+  if (const auto action = action_of(*context)) {
+    order_.add(*action, context->key.resume > 0);
+    last_action_ = action;
+  }
+  context->turns_round = false;
   if (context->state == Context::State::kNotStarted) {
     executed_.push_back(context->key);
     ++stats_.num_contexts;
@@ -174,8 +301,10 @@ void Scheduler::start_locked(Context* context) {
 
 void Scheduler::dispatch_locked() {
   if (running_ || !in_step_ || cancel_reason_) return;
-  Context* chosen = choose_locked();
-  if (!chosen) return;
+  if (Context* chosen = choose_locked()) switch_to_locked(chosen);
+}
+
+void Scheduler::switch_to_locked(Context* chosen) {
   const bool is_new = chosen->state == Context::State::kNotStarted;
   start_locked(chosen);
   chosen->state = Context::State::kRunning;
@@ -186,9 +315,16 @@ void Scheduler::dispatch_locked() {
   }
 }
 
-void Scheduler::release_baton_locked() {
+void Scheduler::end_turn_locked() {
   running_ = nullptr;
+  if (is_recorded()) timeline_->end_run();
   idle_since_ = Clock::now();
+  longest_turn_ = std::max<std::chrono::nanoseconds>(longest_turn_,
+                                                     idle_since_ - turn_began_);
+}
+
+void Scheduler::release_baton_locked() {
+  end_turn_locked();
   dispatch_locked();
 }
 
@@ -222,6 +358,7 @@ comm::Message Scheduler::wait(Slot& slot, const char* waits_for,
     context->state = Context::State::kSuspended;
     context->waits_for = waits_for;
     context->waits_for_rank = waits_for_rank;
+    context->waits_since_ns = is_recorded() ? Timeline::now_ns() : 0;
     slot.waiter = context;
   }
   release_baton_locked();
@@ -239,7 +376,10 @@ void Scheduler::enter_phase(Phase phase) {
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
+  context->turns_round = phase == Phase::kBackward;
   ++context->key.resume;
+  context->waits_for = "its turn";
+  context->waits_for_rank = -1;
   make_ready_locked(context);
   release_baton_locked();
   wait_for_baton(lock, context);
@@ -251,6 +391,11 @@ void Scheduler::fill(Slot& slot, comm::Message message) {
   Lock lock(mutex_);
   slot.message = std::move(message);
   if (slot.waiter && slot.waiter->state == Context::State::kSuspended) {
+    const Context& waiter = *slot.waiter;
+    if (is_recorded()) {
+      timeline_->record_wait(waiter.key, waiter.waits_since_ns,
+                             waiter.waits_for, waiter.waits_for_rank);
+    }
     make_ready_locked(slot.waiter);
     dispatch_locked();
   }
@@ -323,13 +468,18 @@ Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
   if (generators_owner_ == context) generators_owner_ = nullptr;
-  if (context->key.module_id == TaskKey::kStepBody) --num_bodies_in_flight_;
+  if (context->key.module_id == TaskKey::kStepBody) {
+    --num_bodies_in_flight_;
+    // A backward that never had to wait for gradients was part of this turn.
+    if (options_.is_driver && context->key.phase == Phase::kBackward) {
+      order_.add({Phase::kBackward, context->key.mb, 0}, /*goes_on=*/true);
+    }
+  }
   const bool held_baton = running_ == context;
   contexts_.erase(context);
   Context* next = nullptr;
   if (held_baton) {
-    running_ = nullptr;
-    idle_since_ = Clock::now();
+    end_turn_locked();
     if (in_step_ && !cancel_reason_) next = choose_locked();
   }
   if (next) {
@@ -400,6 +550,16 @@ std::string Scheduler::describe() const {
 Scheduler::Stats Scheduler::stats() const {
   Lock lock(mutex_);
   return stats_;
+}
+
+std::chrono::nanoseconds Scheduler::longest_turn() const {
+  Lock lock(mutex_);
+  return longest_turn_;
+}
+
+std::string Scheduler::executed_actions() const {
+  Lock lock(mutex_);
+  return schedule::to_string(order_.entries());
 }
 
 std::vector<TaskKey> Scheduler::executed_order() const {

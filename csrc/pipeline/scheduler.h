@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -18,10 +19,13 @@
 
 #include "csrc/pipeline/context.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/timeline.h"
 #include "csrc/schedule/policy.h"
+#include "csrc/schedule/schedule_text.h"
 
 namespace smp::pipeline {
 
+using schedule::Action;
 using schedule::Policy;
 using schedule::ReadyTask;
 using schedule::StepProgress;
@@ -45,6 +49,14 @@ class Scheduler {
     bool is_driver = true;
     OrderRole order = OrderRole::kFree;
     int64_t step = 0;
+    int num_partitions = 1;
+    int num_chunks = 1;
+    int depth = 0;  ///< see schedule::StepProgress
+    /// Chunk by module id; null: all are chunk 0. Must outlive the step.
+    const std::vector<int>* chunk_idxs = nullptr;
+    /// Whether the policy is told what is under way, so that it may let
+    /// forwards wait. Then what belongs to no action runs at once.
+    bool lets_wait = false;
   };
 
   struct Stats {
@@ -58,7 +70,9 @@ class Scheduler {
   using ErrorSink =
       std::function<void(const Context&, const std::exception_ptr&)>;
 
-  Scheduler(ContextThreads* threads, c10::Device device);
+  /// @param timeline  records who has the baton and who waits; may be null
+  Scheduler(ContextThreads* threads, c10::Device device,
+            Timeline* timeline = nullptr);
 
   void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
   /// Called in the thread of a context whose work raised, before cancelling.
@@ -97,6 +111,17 @@ class Scheduler {
   /// Adds the next task that the leader published.
   void add_agreed(int64_t step, const TaskKey& key);
 
+  /// Nothing of a microbatch is kept on any rank any more.
+  void end_microbatch(int64_t mb);
+  /// An action of the schedule has nothing to do here.
+  void skip_action(const Action& action);
+  /// Starts the best of the ready tasks although the policy waits for another
+  /// one. @return what was started; empty if nothing is held back or an agreed
+  ///     order counts
+  std::string run_held_back();
+  /// The longest time for which a context held the baton.
+  std::chrono::nanoseconds longest_turn() const;
+
   /// Waits until all bodies and services have ended or the step is cancelled.
   /// @return true when it has ended, cancelled or not; false after `timeout`.
   bool wait_until_idle(std::chrono::milliseconds timeout);
@@ -112,6 +137,9 @@ class Scheduler {
   Stats stats() const;
   /// Tasks in the order in which they first ran in the last step.
   std::vector<TaskKey> executed_order() const;
+  /// The last step in the text form of a schedule. The driver's backward stands
+  /// where its own gradients came, and not where it asked others for theirs.
+  std::string executed_actions() const;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -119,8 +147,16 @@ class Scheduler {
   void add_locked(std::unique_ptr<Context> context);
   void make_ready_locked(Context* context);
   Context* choose_locked();
+  std::vector<ReadyTask> ready_tasks_locked() const;
+  std::optional<size_t> find_agreed_locked(const std::vector<ReadyTask>& tasks);
+  std::optional<size_t> pick_locked(const std::vector<ReadyTask>& tasks) const;
+  Context* take_locked(size_t choice);
+  void switch_to_locked(Context* chosen);
+  std::optional<Action> action_of(const Context& context) const;
   void dispatch_locked();
   void start_locked(Context* context);
+  bool is_recorded() const { return timeline_ && timeline_->is_on(); }
+  void end_turn_locked();
   void release_baton_locked();
   void wait_for_baton(Lock& lock, Context* context);
   void run_context(Context* context);
@@ -132,6 +168,7 @@ class Scheduler {
 
   ContextThreads* const threads_;
   const c10::Device device_;
+  Timeline* const timeline_;
   OrderSink order_sink_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;
@@ -150,6 +187,11 @@ class Scheduler {
   int64_t next_arrival_ = 0;
   std::exception_ptr cancel_reason_;
   std::vector<TaskKey> executed_;
+  schedule::ExecutedOrder order_;
+  std::optional<Action> last_action_;
+  std::vector<int64_t> ended_microbatches_;
+  std::chrono::nanoseconds longest_turn_{0};
+  std::chrono::steady_clock::time_point turn_began_;
   Stats stats_;
   std::chrono::steady_clock::time_point idle_since_;
 };

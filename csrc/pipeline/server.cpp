@@ -9,8 +9,18 @@
 
 #include "csrc/common/check.h"
 #include "csrc/memory/random_state.h"
+#include "csrc/schedule/schedule_text.h"
 
 namespace smp::pipeline {
+namespace {
+
+std::unique_ptr<Policy> policy_of(const Server::Options& options) {
+  return options.actions ? schedule::make_listed_policy(
+                               schedule::parse_actions(*options.actions))
+                         : schedule::make_policy(options.policy);
+}
+
+}  // namespace
 
 Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
                std::shared_ptr<comm::FaultBoard> faults,
@@ -18,9 +28,11 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
     : options_(std::move(options)),
       mailbox_(std::move(mailbox)),
       faults_(std::move(faults)),
-      policy_(schedule::make_policy(options_.policy)),
+      policy_(policy_of(options_)),
+      timeline_(options_.timeline ? options_.timeline
+                                  : std::make_shared<Timeline>()),
       threads_(std::move(thread_enter)),
-      scheduler_(&threads_, options_.device),
+      scheduler_(&threads_, options_.device, timeline_.get()),
       releases_(std::make_shared<ReleaseList>()) {
   const auto& ranks = options_.pp_ranks;
   const auto found =
@@ -133,6 +145,10 @@ void Server::post(int dst, Header header, const std::string& structure,
     ++stats_.headers;
     if (data_bytes > 0) stats_.data_bytes[dst] += data_bytes;
   }
+  if (timeline_->is_on()) {
+    timeline_->record_tensors(TimelineEvent::Kind::kSent, options_.global_rank,
+                              dst, message);
+  }
   mailbox_->post(dst, std::move(message));
 }
 
@@ -153,6 +169,11 @@ void Server::on_message(comm::Message&& message) {
 
 void Server::take_message(comm::Message&& message) {
   const Header header = Header::read_from(message);
+  if (timeline_->is_on()) {
+    timeline_->record_tensors(TimelineEvent::Kind::kReceived,
+                              options_.global_rank, message.source_rank,
+                              message);
+  }
   // In the order of arrival, so that an id never precedes its bytes.
   message.bytes = structures_.on_receive(
       message.source_rank, header.structure_id, std::move(message.bytes));
@@ -193,6 +214,13 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
     case Kind::kPush:
       after.push_back([this, header, ref = message.tensors.at(0).ref] {
         push(ref, header.mb, static_cast<int>(header.index));
+      });
+      break;
+    case Kind::kRelease:
+      after.push_back([this, header, tensors = std::move(message.tensors)] {
+        for (const comm::MessageTensor& tensor : tensors) {
+          store_.release(tensor.ref, header.mb);
+        }
       });
       break;
     case Kind::kData:
@@ -247,6 +275,7 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   step_end_seen_ = false;
   num_microbatches_ended_ = 0;
   bodies_done_.clear();
+  weights_.clear();
   visits_.clear();
   if (is_driver()) {
     Header header;
@@ -329,6 +358,14 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
                      : OrderRole::kFollower;
   }
   step.step = step_;
+  step.num_partitions = static_cast<int>(options_.pp_ranks.size());
+  step.num_chunks = options_.num_chunks;
+  step.depth = pp_rank_;
+  step.chunk_idxs = &options_.chunk_idxs;
+  // The rules of the others count on a chain, which visits each rank once per
+  // chunk. "interleaved" and "simple" take graphs of any shape at full speed.
+  step.lets_wait =
+      policy_->name() != "interleaved" && policy_->name() != "simple";
   return step;
 }
 
@@ -406,6 +443,7 @@ void Server::end_microbatch_locked(int mb, Actions& after) {
 }
 
 void Server::finish_microbatch(int mb) {
+  if (must_wait_for_weights(mb)) return;
   std::vector<RemoteRefPtr> unpublished;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -419,6 +457,7 @@ void Server::finish_microbatch(int mb) {
   records_.drop_microbatch(mb);
   store_.drop_microbatch(mb);
   if (microbatch_done_) microbatch_done_(mb);
+  scheduler_.end_microbatch(mb);
 }
 
 }  // namespace smp::pipeline

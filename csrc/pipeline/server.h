@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -28,6 +29,7 @@
 #include "csrc/pipeline/scheduler.h"
 #include "csrc/pipeline/structure_cache.h"
 #include "csrc/pipeline/tensor_store.h"
+#include "csrc/pipeline/timeline.h"
 #include "csrc/pipeline/wire.h"
 
 namespace smp::pipeline {
@@ -76,13 +78,23 @@ class Server {
     std::vector<int> pp_ranks;     ///< global ranks of this replica
     std::vector<int> order_ranks;  ///< dp peers of this rank, leader first
     std::string policy = "interleaved";
+    /// What this rank does, in the text form; in place of the policy.
+    std::optional<std::string> actions;
+    int num_chunks = 1;            ///< parts of the model on each rank
+    std::vector<int> chunk_idxs;   ///< by module id; empty: all are chunk 0
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
     /// How long contexts may take to unwind after a failure elsewhere.
     std::chrono::milliseconds unwind_timeout = std::chrono::seconds(5);
+    /// How long a rank may be idle because the schedule waits for something
+    /// while other work is there; then it does that. At least 20 times its
+    /// longest turn.
+    std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
     std::vector<std::string> module_names;  ///< by module id, for errors
+    /// Whoever made it may record the steps; null: the server makes its own.
+    std::shared_ptr<Timeline> timeline;
   };
 
   /// What was sent since the beginning, without what was sent to oneself.
@@ -118,6 +130,10 @@ class Server {
 
   bool is_driver() const { return pp_rank_ == 0; }
   int global_rank() const { return options_.global_rank; }
+  Timeline& timeline() const { return *timeline_; }
+  const std::vector<std::string>& module_names() const {
+    return options_.module_names;
+  }
 
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
@@ -172,6 +188,7 @@ class Server {
   std::vector<TaskKey> executed_order() const {
     return scheduler_.executed_order();
   }
+  std::string executed_actions() const { return scheduler_.executed_actions(); }
   Stats stats() const;
   int64_t num_served_calls() const { return num_served_calls_; }
   int64_t num_records() const { return records_.size(); }
@@ -245,6 +262,10 @@ class Server {
                     const Route::Hops& hops);
   void run_operation(const Header& header, int caller, const Call& call,
                      const Route::Hops& hops);
+  std::vector<at::Tensor> run_graph(const Header& header, int64_t module_id,
+                                    CallRecord& record,
+                                    const std::vector<at::Tensor>& roots,
+                                    const std::vector<at::Tensor>& root_grads);
   void check_expected(const Header& header, int caller,
                       const ResultMeta& actual) const;
   void offer(const Header& header, int caller,
@@ -252,9 +273,20 @@ class Server {
   void push(const comm::Ref& ref, int64_t mb, int dst);
   void finish_service(const Header& header, const Service& service);
 
+  // server_weights.cpp: weight gradients that are put off
+  std::optional<std::vector<at::Tensor>> begin_split_backward(
+      const Header& header, int64_t module_id, const CallRecord& record,
+      const std::vector<at::Tensor>& roots,
+      const std::vector<at::Tensor>& root_grads);
+  void add_weight_task(const Header& header, int64_t module_id,
+                       std::function<void()> add_weight_grads);
+  void finish_weight_task(int mb);
+  bool must_wait_for_weights(int mb);
+
   // server_wait.cpp: waiting, faults, words
   void wait_until(std::unique_lock<std::mutex>& lock,
                   const std::function<bool()>& done);
+  void run_held_back();
   std::vector<int> ranks_needed() const;
   std::string describe_wait() const;
   void on_fault();
@@ -268,6 +300,7 @@ class Server {
   const std::shared_ptr<comm::Mailbox> mailbox_;
   const std::shared_ptr<comm::FaultBoard> faults_;
   const std::unique_ptr<Policy> policy_;
+  const std::shared_ptr<Timeline> timeline_;
   ContextThreads threads_;
   Scheduler scheduler_;
   StructureCache structures_;
@@ -298,6 +331,11 @@ class Server {
   std::map<int, int> bodies_done_;  // driver: per microbatch, over all ranks
   // Driver: what was published stays until all bodies are over.
   std::map<int, std::vector<RemoteRefPtr>> published_;
+  struct Weights {
+    int num_pending = 0;
+    bool others_are_done = false;  // the microbatch is over but for these
+  };
+  std::map<int, Weights> weights_;  // by microbatch
   int num_microbatches_ended_ = 0;
   std::atomic<bool> step_end_seen_{false};
 

@@ -132,14 +132,24 @@ void Server::order_push(RemoteRef& ref, int dst) {
 
 // Sorts what was released meanwhile by the ranks that hold it.
 void Server::drain_releases(int64_t mb) {
+  std::vector<comm::MessageTensor> own;
   for (ReleaseList::Released& released : releases_->take()) {
     for (const int holder : released.holders) {
-      if (holder == options_.global_rank) {
+      if (holder == options_.global_rank && options_.num_chunks > 1) {
+        own.emplace_back();
+        own.back().ref = released.ref;
+      } else if (holder == options_.global_rank) {
         store_.release(released.ref, mb);
       } else {
         to_release_[holder].push_back(released.ref);
       }
     }
+  }
+  // Must not overtake the requests that a rank with several stages sends to
+  // itself.
+  if (!own.empty()) {
+    post(options_.global_rank, header_of(Kind::kRelease, mb), {},
+         std::move(own));
   }
 }
 
@@ -270,8 +280,14 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                   module_name(module_id), "' returned ", metas.size(),
                   " tensors to another rank; at most ", kMaxResults - 1,
                   " can travel");
+  std::vector<bool> is_view(metas.size());
+  for (const ViewOfArgument& view : call.expected->result.views) {
+    is_view.at(view.result_idx) = true;
+  }
   for (size_t i = 0; i < metas.size(); ++i) {
-    call.results.push_back(name_result(context, header, owner_rank,
+    call.results.emplace_back();
+    if (is_view[i]) continue;
+    call.results.back() = (name_result(context, header, owner_rank,
                                        static_cast<int>(i), metas[i], route,
                                        hops));
   }
@@ -369,7 +385,8 @@ at::Tensor Server::fetch(const RemoteRefPtr& ref) {
 at::Tensor Server::fetch_to_own(const RemoteRefPtr& ref) {
   at::Tensor data = fetch(ref);
   if (ref->kept.defined()) return data.clone();
-  if (ref->home_rank != options_.global_rank) {
+  // With several stages here a request of this rank to itself may want it too.
+  if (ref->home_rank != options_.global_rank && options_.num_chunks == 1) {
     // The store's copy goes to the caller; who asks again gets a new one.
     store_.release(ref->ref, ref->mb);
     std::erase(ref->copies, options_.global_rank);
@@ -389,9 +406,10 @@ at::Tensor Server::make_handle(const RemoteRefPtr& ref) {
 void Server::settle(Context& context) {
   context.caller.sent.clear();
   for (const auto& weak : std::exchange(context.caller.refs, {})) {
-    if (const RemoteRefPtr ref = weak.lock(); ref && !ref->kept.defined()) {
-      ref->kept = fetch_to_own(ref);
-    }
+    const RemoteRefPtr ref = weak.lock();
+    if (!ref || ref->kept.defined() || ref->is_local) continue;
+    // Besides this one, and those that keep it for other ranks.
+    if (ref.use_count() > 1 + ref->num_published) ref->kept = fetch_to_own(ref);
   }
 }
 
@@ -445,6 +463,7 @@ void Server::publish_output(const std::string& structure,
       if (!is_away) ref = store_output(context, tensors[i]);
       sent[i].ref = ref->ref;
       home = ref->home_rank;
+      ++ref->num_published;
       std::lock_guard<std::mutex> lock(mutex_);
       published_[static_cast<int>(header.mb)].push_back(ref);
     }

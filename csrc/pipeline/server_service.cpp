@@ -31,25 +31,40 @@ Route::Hops take_hops(std::string& bytes) {
   return hops;
 }
 
-// Whether results share memory with arguments or with each other.
-bool share_memory(const std::vector<at::Tensor>& arguments,
-                  const std::vector<comm::MessageTensor>& results) {
-  const auto storage_of = [](const at::Tensor& tensor) -> const void* {
-    return tensor.has_storage() && tensor.numel() > 0
-               ? tensor.storage().unsafeGetStorageImpl()
-               : nullptr;
-  };
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.numel() > 0
+             ? tensor.storage().unsafeGetStorageImpl()
+             : nullptr;
+}
+
+// Finds results that are views of arguments, and says of others whether they
+// share memory with arguments or with each other.
+void find_shared(const std::vector<at::Tensor>& arguments,
+                 const std::vector<comm::MessageTensor>& results,
+                 bool callers_are_contiguous, ResultMeta& meta) {
   for (size_t i = 0; i < results.size(); ++i) {
-    const void* const storage = storage_of(results[i].data);
+    const at::Tensor& result = results[i].data;
+    const void* const storage = storage_of(result);
     if (!storage) continue;
-    for (const at::Tensor& argument : arguments) {
-      if (storage_of(argument) == storage) return true;
+    bool is_view = false;
+    for (size_t j = 0; j < arguments.size() && !is_view; ++j) {
+      if (storage_of(arguments[j]) != storage) continue;
+      if (result.scalar_type() == arguments[j].scalar_type() &&
+          arguments[j].is_contiguous() && callers_are_contiguous &&
+          result.requires_grad() == arguments[j].requires_grad()) {
+        is_view = true;
+        meta.views.push_back({static_cast<int>(i), static_cast<int>(j),
+                              result.sizes().vec(), result.strides().vec(),
+                              result.storage_offset() -
+                                  arguments[j].storage_offset()});
+      } else {
+        meta.shares_memory = true;
+      }
     }
-    for (size_t j = 0; j < i; ++j) {
-      if (storage_of(results[j].data) == storage) return true;
+    for (size_t j = 0; j < i && !is_view; ++j) {
+      if (storage_of(results[j].data) == storage) meta.shares_memory = true;
     }
   }
-  return false;
 }
 
 class OpenInputNode : public torch::autograd::Node {
@@ -218,7 +233,7 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   ResultMeta meta;
   meta.structure = std::move(result.structure);
   meta.has_values = result.has_values;
-  meta.shares_memory = share_memory(opened, result.tensors);
+  find_shared(opened, result.tensors, (header.flags & kStrided) == 0, meta);
   for (size_t i = 0; i < opened.size(); ++i) {
     if (opened[i]._version() == versions[i]) continue;
     SMP_CHECK(i < 255, "module '", module_name(header.module_id),
@@ -236,6 +251,10 @@ void Server::run_forward(const Header& header, int caller, Call& call,
     record.outputs.push_back(meta.tensors.back().requires_grad ? tensor.data
                                                                : at::Tensor());
     data.push_back(tensor.data.detach());
+  }
+  for (const ViewOfArgument& view : meta.views) {
+    record.outputs[view.result_idx] = at::Tensor();
+    data[view.result_idx] = at::Tensor();
   }
   check_expected(header, caller, meta);
   result.tensors.clear();
@@ -262,17 +281,13 @@ void Server::run_backward(const Header& header, int caller, Call& call,
     root_grads.push_back(to_device(std::move(grads[i].data)));
   }
   record.outputs.clear();
-  torch::autograd::backward(roots, root_grads);
-  std::vector<at::Tensor> input_grads(record.inputs.size());
+  std::vector<at::Tensor> input_grads =
+      run_graph(header, call.module_id, record, roots, root_grads);
   std::string defined;
-  for (size_t i = 0; i < record.inputs.size(); ++i) {
-    if (record.inputs[i].requires_grad()) {
-      input_grads[i] = record.inputs[i].grad();
-    }
-    const RemoteRefPtr ref = remote_ref_of(input_grads[i]);
-    if (ref) input_grads[i] = fetch_to_own(ref);
-    defined += input_grads[i].defined() ? '1' : '0';
+  for (const at::Tensor& grad : input_grads) {
+    defined += grad.defined() ? '1' : '0';
   }
+  roots.clear();
   record = {};
   if (header.flags & kWantsMeta) {
     Header answer = header;
@@ -288,6 +303,25 @@ void Server::run_backward(const Header& header, int caller, Call& call,
               "of its parent");
   }
   offer(header, caller, input_grads, hops);
+}
+
+// Gradients of the inputs; those of parameters are added, now or later.
+std::vector<at::Tensor> Server::run_graph(
+    const Header& header, int64_t module_id, CallRecord& record,
+    const std::vector<at::Tensor>& roots,
+    const std::vector<at::Tensor>& root_grads) {
+  if (auto grads = begin_split_backward(header, module_id, record, roots,
+                                        root_grads)) {
+    return *std::move(grads);
+  }
+  torch::autograd::backward(roots, root_grads);
+  std::vector<at::Tensor> grads(record.inputs.size());
+  for (size_t i = 0; i < record.inputs.size(); ++i) {
+    if (record.inputs[i].requires_grad()) grads[i] = record.inputs[i].grad();
+    const RemoteRefPtr ref = remote_ref_of(grads[i]);
+    if (ref) grads[i] = fetch_to_own(ref);
+  }
+  return grads;
 }
 
 void Server::run_operation(const Header& header, int caller, const Call& call,

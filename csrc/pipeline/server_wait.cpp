@@ -6,6 +6,7 @@
 
 #include "csrc/comm/fault_aware_wait.h"
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 #include "csrc/pipeline/server.h"
 
 namespace smp::pipeline {
@@ -40,6 +41,11 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     const bool waits = scheduler_.baton_is_free();
     if (seen != progress || !waits) last_progress = now;
     progress = seen;
+    if (waits && now - last_progress >= std::max<Clock::duration>(
+                                            options_.hold_back_timeout,
+                                            20 * scheduler_.longest_turn())) {
+      run_held_back();
+    }
     const std::string what = describe_wait();
     blocked.update(waits && now - last_progress >= kPoll, what);
     for (const int rank : ranks_needed()) {
@@ -56,6 +62,18 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
         " s in ", what);
     lock.lock();
   }
+}
+
+// A schedule that waits for what does not come costs time, and not the step.
+void Server::run_held_back() {
+  const std::string what = scheduler_.run_held_back();
+  if (what.empty()) return;
+  SMP_LOG(kWarning,
+          "the pipeline schedule waited for a task that did not "
+          "come, so this rank went on with ",
+          what,
+          "; the schedule does not "
+          "fit the calls that the model makes");
 }
 
 // Without whom the wait cannot end. Others may have left: they are done.
@@ -113,7 +131,9 @@ std::string Server::describe_task(Phase phase, int64_t mb,
                                   int64_t module_id) const {
   return "module '" + module_name(module_id) + "', microbatch " +
          std::to_string(mb) +
-         (phase == Phase::kForward ? ", forward" : ", backward");
+         (phase == Phase::kForward    ? ", forward"
+          : phase == Phase::kBackward ? ", backward"
+                                      : ", weight gradients");
 }
 
 }  // namespace smp::pipeline

@@ -18,6 +18,8 @@ const char* to_string(Kind kind) {
       return "operation";
     case Kind::kPush:
       return "push";
+    case Kind::kRelease:
+      return "release";
     case Kind::kData:
       return "data";
     case Kind::kRequestsDone:

@@ -15,6 +15,7 @@ enum class Kind : int64_t {
   kBackwardMeta,     ///< owner → caller: which arguments have gradients
   kOperation,        ///< caller → owner: arithmetic on tensors that are there
   kPush,             ///< anyone → home of a ref: send its data to a rank
+  kRelease,          ///< to oneself: refs that no later message names
   kData,             ///< home of refs → those who need them
   kRequestsDone,     ///< owner → caller: all requests of a context are done
   kModelOutput,      ///< driver → others: what the root module returned
@@ -30,6 +31,7 @@ enum Flags : int64_t {
   kGradEnabled = 1,
   kTraining = 2,
   kWantsMeta = 4,  ///< the caller waits to be told what comes
+  kStrided = 8,    ///< an argument has gaps or another order at its caller
   kFlagBits = 8,   ///< above: how many of the last tensors are only released
 };
 

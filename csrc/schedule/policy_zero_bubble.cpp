@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <set>
 #include <tuple>
+#include <utility>
 
 #include "csrc/schedule/in_flight.h"
 #include "csrc/schedule/policy.h"
@@ -19,10 +21,15 @@ class ZeroBubblePolicy final : public Policy {
 
   std::optional<size_t> pick(const std::vector<ReadyTask>& ready,
                              const StepProgress& progress) const override {
-    const auto num_weights = std::ranges::count_if(
-        ready,
-        [](const ReadyTask& task) { return task.key.phase == Phase::kWeight; });
-    if (num_weights > progress.depth) return oldest(ready, Phase::kWeight);
+    std::set<std::pair<int64_t, int64_t>> weights;  // of several modules each
+    for (const ReadyTask& task : ready) {
+      if (task.key.phase == Phase::kWeight) {
+        weights.insert({task.key.mb, task.chunk});
+      }
+    }
+    if (static_cast<int>(weights.size()) > progress.depth) {
+      return oldest(ready, Phase::kWeight);
+    }
     // One forward and one backward in turn: a forward that may run has its
     // turn, since after it as many are kept as this rank may keep.
     const auto forward = oldest(ready, Phase::kForward);

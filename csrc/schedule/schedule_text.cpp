@@ -88,12 +88,18 @@ Schedule parse_schedule(const std::string& text) {
 void ExecutedOrder::add(const TaskKey& key) {
   const std::optional<int64_t> chunk = chunk_of_(key);
   if (!chunk) return;
-  const Action action{key.phase, key.mb, *chunk};
+  add({key.phase, key.mb, *chunk}, key.resume > 0);
+}
+
+void ExecutedOrder::add(const Action& action, bool goes_on) {
   const bool is_first = seen_.insert(action).second;
   if (is_first) begun_.push_back(action);
-  const bool goes_on = key.resume > 0 && !is_first;
   const bool in_a_row = !entries_.empty() && entries_.back() == action;
-  if (!goes_on && !in_a_row) entries_.push_back(action);
+  if ((is_first || !goes_on) && !in_a_row) entries_.push_back(action);
+}
+
+void ExecutedOrder::skip(const Action& action) {
+  if (seen_.insert(action).second) begun_.push_back(action);
 }
 
 ActionList executed_actions(const std::vector<TaskKey>& executed,
@@ -101,6 +107,7 @@ ActionList executed_actions(const std::vector<TaskKey>& executed,
   ExecutedOrder order([&](const TaskKey& key) -> std::optional<int64_t> {
     const auto it = chunk_of_module.find(key.module_id);
     if (it != chunk_of_module.end()) return it->second;
+    if (key.module_id < TaskKey::kStepBody) return std::nullopt;
     SMP_CHECK_VALUE(key.module_id == TaskKey::kStepBody, "task ",
                     to_string(key), " runs module ", key.module_id,
                     ", which has no chunk; name the chunk of every module that "

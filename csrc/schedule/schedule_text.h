@@ -42,10 +42,15 @@ class ExecutedOrder {
   /// action and is left out.
   using ChunkOf = std::function<std::optional<int64_t>(const TaskKey&)>;
 
-  explicit ExecutedOrder(ChunkOf chunk_of) : chunk_of_(std::move(chunk_of)) {}
+  explicit ExecutedOrder(ChunkOf chunk_of = {})
+      : chunk_of_(std::move(chunk_of)) {}
 
   /// Takes note of a task that begins or goes on.
   void add(const TaskKey& key);
+  /// The same for who knows the action. @param goes_on  after a suspension
+  void add(const Action& action, bool goes_on);
+  /// Takes note of an action that will not run: `begun` has it, the text not.
+  void skip(const Action& action);
 
   /// For the text form.
   const ActionList& entries() const { return entries_; }
@@ -60,7 +65,9 @@ class ExecutedOrder {
 };
 
 /// @param chunk_of_module chunk by module id; bodies (`TaskKey::kStepBody`) are
-///        chunk 0 unless the map says otherwise.
+///        chunk 0 unless the map says otherwise. What has a lower id
+///        (arithmetic and functions at the home of their tensors) belongs to no
+///        action.
 /// @throws ValueError if a module is missing in the map
 ActionList executed_actions(const std::vector<TaskKey>& executed,
                             const std::map<int64_t, int64_t>& chunk_of_module);

@@ -22,7 +22,8 @@ TaskKey parse_task_key(const std::string& text) {
   key.mb = reader.number("the microbatch");
   if (reader.skip(':')) {
     reader.expect('m', "the module, as in F0:m5");
-    key.module_id = reader.number("the module");
+    const int64_t sign = reader.skip('-') ? -1 : 1;  // see pipeline/wire.h
+    key.module_id = sign * reader.number("the module");
   }
   if (reader.skip('.')) key.visit = reader.number("the visit");
   if (reader.skip('/')) key.resume = reader.number("the resumption");

@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import metrics, model  # noqa: E402
+from smp import metrics, model, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -65,11 +65,13 @@ from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
+from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 
 # `step` and `partition` are submodules and public functions at once; as in the documented
 # interface the attribute is the function.
 from smp.step import step  # noqa: E402
+from smp.timeline import trace  # noqa: E402
 
 __all__ = [
     "DP_GROUP",
@@ -93,6 +95,7 @@ __all__ = [
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "explain_partition",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",
@@ -126,6 +129,8 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "save",
+    "save_partition",
+    "schedule",
     "send",
     "set_partition",
     "shutdown",
@@ -135,4 +140,5 @@ __all__ = [
     "tp_barrier",
     "tp_rank",
     "tp_size",
+    "trace",
 ]

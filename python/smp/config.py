@@ -16,10 +16,12 @@ import dataclasses
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PIPELINES = ("interleaved", "simple", "virtual_interleaved", "zero_bubble")
 PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))
 
 
@@ -82,6 +84,24 @@ def _to_choice(value: object, choices: tuple[str, ...]) -> object:
     return value
 
 
+def _to_text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError
+    return value
+
+
+def _to_bytes(value: object) -> int:
+    """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``."""
+    if not isinstance(value, str):
+        return _to_int(value, 1)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", value)
+    if match is None:
+        raise ValueError
+    unit = match[2] or ""
+    base = 1024 if unit.endswith("i") else 1000
+    return _to_int(round(float(match[1]) * base ** " KMGT".index(unit[:1] or " ")), 1)
+
+
 def _key(default: object, kind: Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
@@ -100,6 +120,15 @@ def _float(default: float | None, low: float, high: float) -> Any:
     return _key(default, Kind(words, lambda v: _to_float(v, low, high), default is None))
 
 
+def _text(default: str | None) -> Any:
+    return _key(default, Kind("a text that is not empty", _to_text, default is None))
+
+
+def _size(default: int | None) -> Any:
+    words = "a number of bytes above 0, or a text like '12GiB'"
+    return _key(default, Kind(words, _to_bytes, default is None))
+
+
 def _choice(default: str, *choices: str) -> Any:
     words = "one of " + ", ".join(repr(c) for c in choices)
     return _key(default, Kind(words, lambda v: _to_choice(v, choices)))
@@ -116,7 +145,7 @@ class Config:
     """Number of partitions of the model; alias `partitions`."""
     microbatches: int = _int(1, 1)
     """Parts into which a step cuts its batch; 1 means no pipelining."""
-    pipeline: str = _choice("interleaved", "interleaved", "simple")
+    pipeline: str = _choice("interleaved", *PIPELINES)
     """Schedule of microbatches."""
     optimize: str = _choice("memory", "memory", "speed")
     """Default of `memory_weight`; communication style of tensor parallelism."""
@@ -132,7 +161,8 @@ class Config:
     ddp: bool = _bool(False)
     """Needed for any data parallelism."""
     active_microbatches: int = _int(None, 1)
-    """Microbatches in flight. None: `pp + 2` (all, for the simple schedule)."""
+    """Microbatches in flight. None: `pp + 2`, all for the simple schedule and for one from a
+    file, `2 * pp` with virtual stages, `pp` for zero_bubble."""
     deterministic_server: bool = _bool(False)
     """Data-parallel ranks serve requests in one agreed order."""
     offload_activations: bool = _bool(False)
@@ -181,6 +211,15 @@ class Config:
     use_times: bool = _bool(False)
     """Default of `DistributedModel(trace_execution_times=...)`."""
 
+    partition_file: str = _text(None)
+    """Partition to use instead of deciding one; `smp.save_partition` writes such files."""
+    partition_memory_limit: int = _size(None)
+    """The most that a rank may hold, in bytes or as "12GiB"; None for no limit."""
+    virtual_stages: int = _int(None, 1)
+    """Parts of the model per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
+    schedule_file: str = _text(None)
+    """Schedule in its text form, in place of `pipeline`."""
+
     @property
     def partitions(self) -> int:
         """Alias of `pipeline_parallel_degree`."""
@@ -191,8 +230,8 @@ class Config:
         """Config with these keys and defaults for the others.
 
         Args:
-            values: key (aliases allowed) to value; `None` means the default for
-                `memory_weight` and `active_microbatches`.
+            values: key (aliases allowed) to value; `None` means the default for keys
+                whose default depends on others.
         Raises:
             ValueError: for an unknown key, a bad value, or values that do not
                 go together.
@@ -200,6 +239,7 @@ class Config:
         full = {**_DEFAULTS, **normalize(values).values}
         full["memory_weight"] = _resolve_memory_weight(full)
         full["active_microbatches"] = _resolve_active_microbatches(full)
+        full["virtual_stages"] = _resolve_virtual_stages(full)
         config = cls(**full)
         for rule in _RULES:
             rule(config)
@@ -317,13 +357,51 @@ def _resolve_memory_weight(values: Mapping[str, Any]) -> float:
 
 
 def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
-    """Given value or default, at most `microbatches`."""
+    """Given value or default, at most `microbatches`. As csrc/schedule has them."""
     microbatches = int(values["microbatches"])
     active = values["active_microbatches"]
-    if active is None:
+    if active is None and values["schedule_file"] is None:
         pp = int(values["pipeline_parallel_degree"])
-        active = pp + 2 if values["pipeline"] == "interleaved" else microbatches
-    return min(int(active), microbatches)
+        defaults = {"interleaved": pp + 2, "virtual_interleaved": 2 * pp, "zero_bubble": pp}
+        active = defaults.get(values["pipeline"])
+    return microbatches if active is None else min(int(active), microbatches)
+
+
+def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
+    stages = values["virtual_stages"]
+    if stages is None:
+        return 2 if values["pipeline"] == "virtual_interleaved" else 1
+    return int(stages)
+
+
+def check_schedule(config: Config) -> None:
+    """Keys that say how microbatches and stages follow each other go together."""
+    if config.schedule_file is not None and config.pipeline != "interleaved":
+        raise config_error(
+            "schedule_file",
+            config.schedule_file,
+            f"pipeline={config.pipeline!r} names a schedule as well",
+            "give one of the two",
+        )
+    if config.virtual_stages > 1 and config.pipeline != "virtual_interleaved":
+        raise config_error(
+            "virtual_stages",
+            config.virtual_stages,
+            "has an effect with pipeline='virtual_interleaved' only",
+            "set that, or leave virtual_stages at 1",
+        )
+    if (
+        config.virtual_stages > 1
+        and config.pipeline_parallel_degree > 1
+        and not config.auto_partition
+        and config.partition_file is None
+    ):
+        raise config_error(
+            "virtual_stages",
+            config.virtual_stages,
+            "smp.partition names ranks only, not their stages",
+            "set auto_partition=True, give a partition_file, or use another schedule",
+        )
 
 
 def check_default_partition(config: Config) -> None:
@@ -365,6 +443,7 @@ def check_sharding_kinds(config: Config) -> None:
 
 _RULES: tuple[Callable[[Config], None], ...] = (
     check_default_partition,
+    check_schedule,
     check_ddp_needed,
     check_one_half_precision,
     check_sharding_kinds,

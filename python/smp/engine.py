@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, comm, data_parallel, memory, runtime
+from smp.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.model_parts import PARTIAL_MARK, ModelParts
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
-from smp.partition.together import decide_together
+from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineLink
 
@@ -54,6 +55,7 @@ class Engine:
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self.parts: ModelParts | None = None
+        self.decision: Decision | None = None
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self._reducer: _C.Reducer | None = None
@@ -63,6 +65,7 @@ class Engine:
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
         self._weight_hooks: list[RemovableHandle] = []
+        self._running_mb = 0
 
     @property
     def partitioned(self) -> bool:
@@ -90,9 +93,17 @@ class Engine:
         def make_trace() -> Trace | None:
             return None if run_body is None else self._trace(run_body)
 
-        decision = decide_together(
-            self._root, config, current.sizes["pp"], make_trace if traces else None
+        schedule = choose_schedule(config, current.sizes["pp"])
+        wishes = Wishes(
+            plan=config.partition_file,
+            num_chunks=schedule.num_chunks,
+            memory_limit_bytes=config.partition_memory_limit or 0,
+            kept=schedule.kept_microbatches,
         )
+        decision = decide_together(
+            self._root, config, current.sizes["pp"], make_trace if traces else None, wishes
+        )
+        self.decision = decision
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
@@ -112,7 +123,7 @@ class Engine:
             passes_per_reduction=self._passes_per_reduction,
         )
         if current.sizes["pp"] > 1:
-            self._open_server(decision)
+            self._open_server(decision, schedule)
         current.on_shutdown(self.close)
 
     def _trace(self, run_body: Callable[[], object]) -> Trace | None:
@@ -125,7 +136,7 @@ class Engine:
             self.capture = None
             outside.restore()
 
-    def _open_server(self, decision: Decision) -> None:
+    def _open_server(self, decision: Decision, schedule: ChosenSchedule) -> None:
         current = self._current
         assert self._reducer is not None and current.links is not None
         links = current.links
@@ -137,12 +148,16 @@ class Engine:
             global_rank=current.global_rank,
             pp_ranks=list(current.groups["pp"]),
             order_ranks=list(current.groups["dp"]),
-            policy=config.pipeline,
+            policy=schedule.policy,
+            actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
+            num_chunks=schedule.num_chunks,
+            chunk_idxs=decision.chunk_idxs or [0] * len(decision.modules),
             active_microbatches=config.active_microbatches or 0,
             deterministic=config.deterministic_server,
             device=str(current.device),
             timeout_s=current.settings.timeout_s,
             module_names=decision.names,
+            timeline=current.timeline,
         )
         self.server.set_error_reporter(links.report_raised)
         self.server.set_microbatch_done(self._microbatch_done)
@@ -156,6 +171,7 @@ class Engine:
             decision.names,
             current.global_rank,
             current.device,
+            later_stages=decision.later_stages if self.server.is_driver else (),
         )
         self.link.connect(self.server)
         current.server = self.server
@@ -258,23 +274,36 @@ class Engine:
         engines: Sequence[Engine],
     ) -> None:
         device = str(self._current.device)
+        timeline = self._current.timeline
+        timeline.begin_step(self._num_steps - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(seed, mb), device)
                 for engine in engines:
                     engine._begin_microbatch(mb)
+                timeline.begin_run(False, mb)
                 with _C.TaskScope(self._num_steps, mb):
                     body(mb)
+                timeline.end_run()
                 for engine in engines:
                     engine._microbatch_done(mb)
+            timeline.end_step()
         finally:
             for engine in engines:
                 engine._inside_step = False
 
     def _begin_microbatch(self, mb: int) -> None:
         self._inside_step = True
+        self._running_mb = mb
         if self._weights is not None:
             self._weight = self._weights[mb]
+
+    def begin_backward_alone(self) -> None:
+        """A body without a server goes on with its backward: another box in the timeline."""
+        timeline = self._current.timeline
+        if self._inside_step and timeline.is_on:
+            timeline.end_run()
+            timeline.begin_run(True, self._running_mb)
 
     def _microbatch_done(self, mb: int) -> None:
         if self.link is not None:

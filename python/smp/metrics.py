@@ -22,7 +22,10 @@ from smp import runtime
 Counters = Mapping[str, float]
 """Counters by name, as `server_stats` gives them."""
 
-_SERVER_COUNTERS = ("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records")
+_SERVER_COUNTERS = (
+    *("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records", "stored"),
+    *("headers", "pushes", "fetches", "data_bytes"),
+)
 
 
 def server_stats() -> dict[str, float]:
@@ -33,6 +36,10 @@ def server_stats() -> dict[str, float]:
         - ``contexts``, ``switches``: executions started, and changes from one to another.
         - ``remote_calls``, ``served_calls``: modules run elsewhere for this rank, and here for
           others.
+        - ``headers``: messages that told others what to do or how far they are; ``pushes``: orders
+          to send a tensor on; ``fetches``: waits for the data of another rank; ``data_bytes``:
+          tensors sent.
+        - ``stored``: tensors kept now for others; 0 between steps.
         - ``records``: calls kept now for their backward; 0 between steps.
         - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
           this rank and all others, without the data-parallel reduction.
@@ -64,6 +71,20 @@ def executed_order() -> list[str]:
     """
     server = runtime.current().server
     return [] if server is None else server.executed_order()
+
+
+def executed_schedule() -> str:
+    """What this rank did in the last step, in the text form of `smp.schedule`: ``"0: F0 F1 B0"``.
+
+    The lines of all pipeline ranks together are a schedule, which can be compared with a plan. The
+    driver's backward stands where gradients came to its own modules; it has no ``W``, since nobody
+    waits for gradients of its inputs. Arithmetic and losses that run at the home of their tensors
+    belong to no action. Empty with one pipeline rank or before the partition.
+    """
+    current = runtime.current()
+    if current.server is None:
+        return ""
+    return f"{current.ranks['pp']}: {current.server.executed_actions()}".rstrip()
 
 
 def transformer_flops_per_token(

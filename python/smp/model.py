@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _C, microbatch, runtime
 from smp.engine import Engine
 from smp.model_parts import PARTIAL_MARK, ModelParts, alias_forwards
+from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
@@ -158,6 +159,7 @@ class DistributedModel(nn.Module):
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if server is None:
+            self._engine.begin_backward_alone()
             torch.autograd.backward(tensors, grad_tensors)
             return
         if not self._engine.in_step():
@@ -258,6 +260,11 @@ class DistributedModel(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    @property
+    def _decision(self) -> Decision | None:
+        """Which rank owns which module; None before the partition."""
+        return self._engine.decision
 
     def _parts(self) -> ModelParts:
         if self._engine.parts is None:

@@ -84,6 +84,8 @@ class WrappedModel(Protocol):
 
     @property
     def _label(self) -> str: ...
+    @property
+    def _decision(self) -> Any: ...
 
 
 class Runtime:
@@ -104,6 +106,7 @@ class Runtime:
         models: wrapped models, in the order in which they were made.
         optimizer: the last one wrapped, if any.
         server: module server of a partitioned model with several pipeline ranks.
+        timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions.
     """
 
@@ -131,6 +134,7 @@ class Runtime:
         self.models: list[WrappedModel] = []
         self.optimizer: object | None = None
         self.server: _C.Server | None = None
+        self.timeline = _C.Timeline()
         self.num_steps = 0
         self.pid = os.getpid()
         self.links: Links | None = None
@@ -243,6 +247,11 @@ class Runtime:
             raise
 
     # ---- steps -----------------------------------------------------------------
+
+    @property
+    def running_step(self) -> str | None:
+        """Name of the step function that runs now."""
+        return self._running_step
 
     @contextmanager
     def exclusive_step(self, name: str) -> Iterator[None]:

@@ -45,8 +45,10 @@ WITH_DROPOUT = (
 )
 
 
-def run_of(case: str, pp: int, schedule: str = "interleaved", static: bool = False) -> Run:
-    return Run(case, pp, 1, schedule, config=(("static_mode", static),))
+def run_of(
+    case: str, pp: int, schedule: str = "interleaved", static: bool = False, **config: Any
+) -> Run:
+    return Run(case, pp, 1, schedule, config=(("static_mode", static), *config.items()))
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -94,8 +96,10 @@ def test_dropout_depends_on_the_seed_and_neither_on_schedule_nor_static_mode(
     pool: Pool, family: str
 ) -> None:
     case = f"{family}+dropout"
-    first = run_of(case, 2)
-    others = [first] + [run_of(case, 2, *variant) for variant in VARIANTS[1:]]
+    # A schedule keeps activations of its own number of microbatches, so with memory in the balance
+    # the partition would depend on it, and random numbers are a function of the partition.
+    first = run_of(case, 2, memory_weight=0.0)
+    others = [first] + [run_of(case, 2, *variant, memory_weight=0.0) for variant in VARIANTS[1:]]
     results: list[Any] = pool.run(2, train_seeded, [first, *others], timeout=120)
     records = [[rank[i] for rank in results] for i in range(1 + len(others))]
     check_was_distributed(records[0], first)

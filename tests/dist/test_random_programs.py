@@ -28,6 +28,8 @@ from tests.dist.programs.strategy import bundles
 
 NUM_PROGRAMS = int(os.environ.get("SMP_NUM_PROGRAMS", "300"))
 SHRINK = bool(os.environ.get("SMP_SHRINK"))
+# Results of a callee that share memory with each other, and are then written to.
+REFUSAL = "results that share memory, and one of them was changed in place"
 BUNDLE = 6  # programs per start and end of smp, which cost more than a program
 
 
@@ -38,6 +40,7 @@ class Seen:
         self.wanted = wanted
         self.equal: set[str] = set()
         self.rejected: set[str] = set()
+        self.refused: set[str] = set()
         self.instructions: Counter[str] = Counter()
 
     @property
@@ -49,7 +52,7 @@ class Seen:
         found = {}
         for program in programs:
             text = program.text()
-            if text in self.equal:
+            if text in self.equal or text in self.refused:
                 continue
             try:
                 found[text] = (program, run_plain(program))
@@ -89,15 +92,26 @@ def delays_of(texts: list[str]) -> int | None:
 
 
 def run_bundle(pool: Pool, texts: list[str], pp: int, delay_seed: int | None) -> Any:
-    """[program][rank]; a bundle that fails is run again one by one, to say which it was."""
+    """[program][rank], None for a program that smp refuses by name.
+
+    A bundle that fails is run again one by one, to say which it was.
+    """
     try:
         results = pool.run(pp, run_distributed, texts, delay_seed, timeout=60)
     except AssertionError:
-        for text in texts:
-            with naming(text, delay_seed):
-                pool.run(pp, run_distributed, [text], delay_seed, timeout=30)
-        raise
+        return [run_alone(pool, text, pp, delay_seed) for text in texts]
     return [[ranks[i] for ranks in results] for i in range(len(texts))]
+
+
+def run_alone(pool: Pool, text: str, pp: int, delay_seed: int | None) -> Any:
+    with naming(text, delay_seed):
+        try:
+            results: list[Any] = pool.run(pp, run_distributed, [text], delay_seed, timeout=30)
+        except AssertionError as error:
+            if REFUSAL in str(error):
+                return None
+            raise
+    return [ranks[0] for ranks in results]
 
 
 class naming:  # noqa: N801  (reads as a statement)
@@ -122,6 +136,9 @@ def check_equal(pool: Pool, seen: Seen, programs: list[Program]) -> None:
     delay_seed = delays_of(texts)
     results = run_bundle(pool, texts, programs[0].pp, delay_seed)
     for (text, (program, plain)), records in zip(news.items(), results, strict=True):
+        if records is None:
+            seen.refused.add(text)
+            continue
         with naming(text, delay_seed):
             compare(records, plain)
         seen.add(text, program)
@@ -133,6 +150,7 @@ def test_random_programs_equal_plain_autograd(pool: Pool) -> None:
     print(f"{len(seen.equal)} programs, {len(seen.rejected)} rejected; {seen.instructions}")
     assert seen.enough
     assert len(seen.rejected) <= NUM_PROGRAMS // 4, "autograd refuses too much of what is made"
+    assert len(seen.refused) <= NUM_PROGRAMS // 20, f"smp refuses too much: {len(seen.refused)}"
     for instruction in ("call", "route", "loop", "branch", "each", "columns_", "call_no_grad"):
         assert seen.instructions[instruction] >= NUM_PROGRAMS // 50, f"too little '{instruction}'"
 
@@ -161,6 +179,10 @@ def test_random_programs_with_dropout_are_bitwise_equal_whatever_is_late(pool: P
         texts, pp = list(news), programs[0].pp
         first, second = (run_bundle(pool, texts, pp, delay_seed) for delay_seed in (1, 2))
         for (text, (program, _)), a, b in zip(news.items(), first, second, strict=True):
+            if a is None or b is None:
+                assert a is b, "refused only once"
+                seen.refused.add(text)
+                continue
             with naming(text, 2):
                 assert_identical(a, b)
             seen.add(text, program)

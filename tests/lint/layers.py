@@ -35,7 +35,7 @@ CPP_NARROW: dict[str, frozenset[str]] = {
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
-    frozenset({"config_sources", "settings"}),
+    frozenset({"config_sources", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous"}),
     frozenset({"runtime"}),
@@ -49,10 +49,10 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "nn",
             "partition",
             "pipeline",
-            "schedule",
+            "timeline",
         }
     ),
-    frozenset({"model_parts"}),
+    frozenset({"chosen_schedule", "model_parts", "partition_report"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from smp.pipeline import caches
 from smp.pipeline.packing import Codec
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ class Box:
 
 
 def round_trip(value: Any, arguments: list[Tensor] | None = None) -> Any:
-    data, tensors = CODEC.pack(value, arguments or [])
+    data, tensors = CODEC.pack_result(value, arguments or [])
     return CODEC.unpack(data, tensors, arguments or [])
 
 
@@ -52,7 +54,7 @@ def test_plain_structures_come_back_equal(value: Any) -> None:
 
 def test_tensors_are_taken_out_in_order_and_each_once() -> None:
     q, k = torch.randn(2), torch.randn(3)
-    _, tensors = CODEC.pack({"a": (q, [k, q]), "b": Box(k, "x")})
+    _, tensors = CODEC.pack_result({"a": (q, [k, q]), "b": Box(k, "x")})
     assert [id(t) for t in tensors] == [id(q), id(k)]
 
 
@@ -65,7 +67,7 @@ def test_objects_with_tensors_come_back_with_the_same_tensors() -> None:
 
 def test_a_result_that_is_an_argument_is_the_callers_own_tensor() -> None:
     argument = torch.randn(2)
-    data, tensors = CODEC.pack([argument, torch.zeros(1)], [argument])
+    data, tensors = CODEC.pack_result([argument, torch.zeros(1)], [argument])
     assert len(tensors) == 1
     own = torch.randn(2)
     assert CODEC.unpack(data, tensors, [own])[0] is own
@@ -73,22 +75,44 @@ def test_a_result_that_is_an_argument_is_the_callers_own_tensor() -> None:
 
 def test_modules_of_the_model_travel_as_references() -> None:
     other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    data, tensors = CODEC.pack({"module": MODEL[0]})
+    data, tensors = CODEC.pack_result({"module": MODEL[0]})
     assert tensors == []
     assert Codec(list(other.modules()), CPU).unpack(data, tensors)["module"] is other[0]
 
 
 def test_a_device_becomes_the_receivers_own() -> None:
-    data, tensors = CODEC.pack(torch.device("cpu"))
+    data, tensors = CODEC.pack_result(torch.device("cpu"))
     assert Codec([], torch.device("cpu", 0)).unpack(data, tensors) == torch.device("cpu", 0)
 
 
 def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(ValueError, match="cannot travel"):
-        CODEC.pack({"f": lambda x: x})
+        CODEC.pack_result({"f": lambda x: x})
 
 
-def test_attention_caches_are_refused_with_the_remedy() -> None:
+def test_each_rank_has_an_attention_cache_of_its_own_without_contents() -> None:
+    transformers = pytest.importorskip("transformers")
+    cache = transformers.DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+
+    def travel() -> None:
+        data, tensors, used = CODEC.pack((cache, {"past_key_values": cache}))
+        assert not tensors and used == [cache]
+        own: dict[int, Any] = {}
+        first, second = CODEC.unpack(data, tensors, own_caches=own)
+        assert first is second["past_key_values"] and first is not cache
+        assert first.get_seq_length() == 0 and cache.get_seq_length() == 2
+        again, _ = CODEC.unpack(data, tensors, own_caches=own)
+        assert again is first, "one cache per microbatch"
+        answer, _ = CODEC.pack_result([first])
+        assert CODEC.unpack(answer, [])[0] is first
+
+    contextvars.copy_context().run(travel)
+
+
+def test_a_cache_that_a_remote_layer_would_have_to_read_is_refused_with_the_remedy() -> None:
     cache = pytest.importorskip("transformers").DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    caches.check_unfilled(cache, frozenset({0}), "h.0")
     with pytest.raises(ValueError, match="use_cache=False"):
-        CODEC.pack({"past_key_values": cache})
+        caches.check_unfilled(cache, frozenset({1}), "h.1")

@@ -48,7 +48,10 @@ class TracedValue:
         num_bytes: of the tensor.
         consumers: indices of the modules that read it.
         needs_grad: whether a gradient comes back.
-        sources: for arithmetic that the engine leaves where the data are: the values it is made of.
+        sources: for what the engine leaves where the data are: the values it is made of. It is
+            made where the last one is.
+        flops: forward and backward of making it, if it has sources; part of its producer's.
+        activation_bytes: kept for that; part of its producer's.
     """
 
     producer: int
@@ -56,6 +59,8 @@ class TracedValue:
     consumers: tuple[int, ...]
     needs_grad: bool
     sources: tuple[int, ...] = ()
+    flops: float = 0.0
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -139,6 +139,17 @@ class Decision:
         return hashlib.sha256("\n".join(self.lines).encode()).digest()
 
     @cached_property
+    def later_stages(self) -> list[int]:
+        """Modules with state of partition 0 that are not in its first chunk."""
+        return [
+            idx
+            for idx, (partition_idx, chunk) in enumerate(
+                zip(self.partition_idxs, self.chunk_idxs, strict=False)
+            )
+            if partition_idx == 0 and chunk > 0 and not self.index.is_stateless[idx]
+        ]
+
+    @cached_property
     def owner_partitions(self) -> list[int | None]:
         """Partition that must run each module; None without state: it runs where it is called."""
         return [
@@ -150,7 +161,11 @@ class Decision:
 
 
 def partition_options(
-    config: PartitionConfig, pp_size: int, num_chunks: int = 1, memory_limit_bytes: int = 0
+    config: PartitionConfig,
+    pp_size: int,
+    num_chunks: int = 1,
+    memory_limit_bytes: int = 0,
+    kept: Sequence[int] | None = None,
 ) -> _C.PartitionOptions:
     """What the partitioner needs to know of the configuration.
 
@@ -159,26 +174,34 @@ def partition_options(
         pp_size: number of partitions.
         num_chunks: stages per partition, for schedules with virtual stages.
         memory_limit_bytes: the most that a partition may hold; 0 for no limit.
+        kept: microbatches of activations that the schedule keeps on each rank; None: as the
+            policy of ``config`` does.
     """
     weight = 0.8 if config.memory_weight is None else config.memory_weight
     return _C.PartitionOptions(
         pp_size,
         memory_weight=weight,
         num_chunks=num_chunks,
-        kept_microbatches=kept_microbatches(config, pp_size),
+        kept_microbatches=kept_microbatches(config, pp_size, num_chunks) if kept is None else kept,
         memory_limit_bytes=memory_limit_bytes,
     )
 
 
-def kept_microbatches(config: PartitionConfig, pp_size: int) -> list[int]:
+def kept_microbatches(config: PartitionConfig, pp_size: int, num_chunks: int = 1) -> list[int]:
     """How many microbatches of activations the schedule keeps on each rank."""
     active = config.microbatches
     if config.active_microbatches is not None:
         active = min(active, config.active_microbatches)
-    if config.pipeline == "simple":
+    ranks = range(pp_size)
+    if config.pipeline in ("simple", "zero_bubble"):
+        # With zero_bubble what waits for its weight gradients makes up for fewer forwards.
         return [active] * pp_size
+    if config.pipeline == "virtual_interleaved" and num_chunks > 1:
+        # Parts of microbatches; as csrc/schedule/policy_virtual_interleaved.cpp lets them.
+        units = [(num_chunks - 1) * pp_size + 2 * (pp_size - 1 - r) + 1 for r in ranks]
+        return [min(active, -(-u // num_chunks)) for u in units]
     # One less for each rank in front; as csrc/schedule/in_flight.h lets them.
-    return [min(active, max(active, pp_size) - r) for r in range(pp_size)]
+    return [min(active, max(active, pp_size) - r) for r in ranks]
 
 
 def decide(
@@ -191,6 +214,7 @@ def decide(
     plan: str | Path | None = None,
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
+    kept: Sequence[int] | None = None,
 ) -> Decision:
     """Assigns every module to a pipeline rank. Deterministic; not collective.
 
@@ -204,13 +228,14 @@ def decide(
         plan: a partition file (see `smp.partition.plan_file`) to follow instead.
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
+        kept: see `partition_options`.
     Raises:
         ValueError: a mark is out of range; modules that must stay together are marked for
             different partitions; the model has too few modules for ``pp_size``, or is too large
             for the memory limit; the file does not fit the model.
     """
     index = build_tree(root) if index is None else index
-    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes)
+    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes, kept)
     if plan is not None:
         assignment = plan_file.read(plan, index, pp_size, num_chunks)
         _check_memory(index, assignment, options)

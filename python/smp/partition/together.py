@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -12,11 +14,29 @@ from smp.partition.decide import Decision, PartitionConfig, agree, decide
 from smp.partition.tree import ModuleIndex, build_tree
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a decision besides the configuration's own keys; as for `decide`.
+
+    Attributes:
+        plan: a partition file to follow; only the first rank reads it.
+        num_chunks: stages per rank.
+        memory_limit_bytes: the most that a rank may hold; 0 for no limit.
+        kept: microbatches of activations that the schedule keeps on each rank.
+    """
+
+    plan: str | Path | None = None
+    num_chunks: int = 1
+    memory_limit_bytes: int = 0
+    kept: Sequence[int] | None = None
+
+
 def decide_together(
     root: nn.Module,
     config: PartitionConfig,
     pp_size: int,
     make_trace: Callable[[], Trace | None] | None = None,
+    wishes: Wishes | None = None,
 ) -> Decision:
     """The partition, equal on all ranks. Collective over all ranks.
 
@@ -24,17 +44,20 @@ def decide_together(
         root: the user's model.
         config, pp_size: as for `decide`.
         make_trace: traces the model; called on the first rank only, whose decision counts. None
-            where nothing can be measured or nothing depends on it: all ranks decide then.
+            where nothing can be measured or nothing depends on it: all ranks decide then, unless
+            there is a file.
+        wishes: further ones.
 
     Raises:
         ValueError: on every rank, when the first one cannot decide or ranks have different models.
     """
     current = runtime.current()
-    if make_trace is None or current.world_size == 1:
-        index = build_tree(root, None if make_trace is None else make_trace())
-        decision = decide(root, config, pp_size, index=index)
+    wishes = wishes or Wishes()
+    if current.world_size == 1 or (make_trace is None and wishes.plan is None):
+        trace = None if make_trace is None else make_trace()
+        decision = _decide(root, config, pp_size, trace, wishes)
     elif current.global_rank == 0:
-        decision = _decide_for_all(root, config, pp_size, make_trace)
+        decision = _decide_for_all(root, config, pp_size, make_trace, wishes)
     else:
         given = comm.allgather(None, comm.WORLD)[0]
         if isinstance(given, str):
@@ -44,21 +67,46 @@ def decide_together(
     return decision
 
 
+def _decide(
+    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
+) -> Decision:
+    try:
+        return decide(
+            root,
+            config,
+            pp_size,
+            index=build_tree(root, trace),
+            plan=wishes.plan,
+            num_chunks=wishes.num_chunks,
+            memory_limit_bytes=wishes.memory_limit_bytes,
+            kept=wishes.kept,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"{_C.rank_prefix()}partition file {wishes.plan}: {error.strerror or error}; only the "
+            "first rank reads it, check the path there"
+        ) from None
+
+
 def _decide_for_all(
     root: nn.Module,
     config: PartitionConfig,
     pp_size: int,
-    make_trace: Callable[[], Trace | None],
+    make_trace: Callable[[], Trace | None] | None,
+    wishes: Wishes,
 ) -> Decision:
     # What the step function raises before it calls the model is nobody else's: the others hear of
     # it as of any failure of a rank. A refusal is everybody's.
-    trace = make_trace()
+    trace = None if make_trace is None else make_trace()
     try:
-        decision = decide(root, config, pp_size, index=build_tree(root, trace))
+        decision = _decide(root, config, pp_size, trace, wishes)
     except ValueError as error:
         comm.allgather(str(error).removeprefix(_C.rank_prefix()), comm.WORLD)
         raise
-    comm.allgather((decision.partition_idxs, decision.num_chunks, decision.chunk_idxs), comm.WORLD)
+    comm.allgather(
+        (decision.partition_idxs, decision.num_chunks, decision.chunk_idxs, decision.decided_by),
+        comm.WORLD,
+    )
     return decision
 
 
@@ -68,13 +116,12 @@ def _follow(
     partition_idxs: Sequence[int],
     num_chunks: int,
     chunk_idxs: Sequence[int],
+    decided_by: str,
 ) -> Decision:
     """The first rank's decision for this rank's modules, which `agree` compares afterwards."""
     num_nodes = len(index.modules)
     # Another number of modules has to reach the comparison, whose error says what differs.
     if len(partition_idxs) != num_nodes:
         partition_idxs, num_chunks, chunk_idxs = [0] * num_nodes, 1, []
-    return Decision.of(
-        index,
-        _C.make_assignment(index.tree, pp_size, partition_idxs, num_chunks, chunk_idxs),
-    )
+    assignment = _C.make_assignment(index.tree, pp_size, partition_idxs, num_chunks, chunk_idxs)
+    return Decision.of(index, assignment, decided_by=decided_by)

@@ -147,7 +147,11 @@ class _Run:
         recorder = Recorder(
             self._modules,
             [
-                kind_of(module) != _C.NodeKind.INDIVISIBLE and any(True for _ in module.children())
+                kind_of(module) != _C.NodeKind.INDIVISIBLE
+                and (
+                    any(True for _ in module.children())
+                    or not any(True for _ in module.parameters(recurse=False))
+                )
                 for module in self._modules
             ],
             trace_flops.flops_per_byte(device_type),
@@ -156,7 +160,8 @@ class _Run:
         args, kwargs = call
         try:
             with around_forwards(self._modules, recorder.wrap), recorder.watching():
-                recorder.add_outputs(self._root(*args, **kwargs))
+                # What it returns stays where it was made.
+                self._root(*args, **kwargs)
         except Exception as error:
             raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
         return Trace(
@@ -180,6 +185,8 @@ class _Run:
                     tuple(sorted(raw.consumers)),
                     raw.needs_grad,
                     raw.sources,
+                    raw.flops,
+                    raw.activation_bytes,
                 )
                 for raw in recorder.values
             ),
@@ -224,7 +231,13 @@ class _Run:
             replace(cost, activation_bytes=num_bytes)
             for cost, num_bytes in zip(traced.costs, gauge.own_bytes, strict=True)
         )
-        return replace(traced, costs=costs)
+        values = []
+        for value in traced.values:
+            before = traced.costs[value.producer].activation_bytes
+            share = value.activation_bytes / before if before else 0.0
+            measured = int(share * costs[value.producer].activation_bytes)
+            values.append(replace(value, activation_bytes=measured))
+        return replace(traced, costs=costs, values=tuple(values))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,9 +28,38 @@ _FLOPS_PER_LINK_BYTE = {"cpu": 20.0, "cuda": 2000.0}
 # Reads rows of a table that may be far larger than what is read.
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather, aten.take}
 
-# Sums and scalings. The engine computes them where the data are, see docs/design/pipeline.md.
-_ARITHMETIC = {aten.add, aten.add_, aten.sub, aten.sub_, aten.neg}
-_SCALING = {aten.mul, aten.mul_, aten.div, aten.div_}
+
+class Rule(Enum):
+    """Who computes an operator in the code of a module that is split over ranks."""
+
+    HERE = "here"  # the rank of the code, to which the data go
+    VIEW = "view"  # nobody: it travels with the data
+    ALL = "all"  # who has the data, if no operand is of the rank of the code
+    SCALE = "scale"  # the same, and the second operand may be a number
+    NUMBER = "number"  # the same, and it must be
+    FIRST = "first"  # who has the first operand; the others go there
+
+
+# What the engine leaves to the rank that has the data: smp/pipeline/functions.py, by the operators
+# that its functions lead to. What is not here and is no view is computed HERE.
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.neg), Rule.ALL),
+    **dict.fromkeys((aten.mul, aten.mul_), Rule.SCALE),
+    **dict.fromkeys((aten.div, aten.div_), Rule.NUMBER),
+    **dict.fromkeys(
+        (
+            *(aten.relu, aten.gelu, aten.silu, aten.tanh, aten.sigmoid, aten._softmax),
+            *(aten.leaky_relu, aten.elu, aten.mish, aten.softplus),
+            # Dropout, with and without a kernel of its own.
+            *(aten.native_dropout, aten.empty_like, aten.bernoulli, aten.bernoulli_),
+            *(aten._log_softmax, aten.nll_loss_forward, aten.nll_loss2d_forward, aten.mse_loss),
+            *(aten.smooth_l1_loss, aten.binary_cross_entropy, aten.abs, aten.xlogy),
+            *(aten.binary_cross_entropy_with_logits, aten.sum, aten.mean),
+            *(aten.clone, aten._to_copy),
+        ),
+        Rule.FIRST,
+    ),
+}
 
 # Autograd and the tracer itself cause these; they read nothing.
 _IGNORED = {aten.detach, aten.alias, aten.lift_fresh, aten.is_same_size}
@@ -56,15 +86,30 @@ def is_ignored(func: OpOverload) -> bool:
     return func.namespace == "prim" or func._overloadpacket in _IGNORED
 
 
-def stays_remote(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether the engine computes this on handles, where the data are.
+def is_view(func: OpOverload) -> bool:
+    """Whether the result is its argument in another shape."""
+    # The second half of a reshape; its argument is not used again.
+    return func.is_view or func._overloadpacket is aten._unsafe_view
 
-    Sums and differences of tensors, and products with numbers.
+
+def rule_of(func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]) -> Rule:
+    """Who computes this call, in the code of a module that is split.
+
+    Args:
+        func, args: the call.
+        inputs: the tensors in it.
     """
-    packet = func._overloadpacket
-    if packet in _ARITHMETIC:
-        return True
-    return packet in _SCALING and len(args) > 1 and not isinstance(args[1], Tensor)
+    if is_view(func):
+        return Rule.VIEW
+    rule = _RULES.get(func._overloadpacket, Rule.HERE)
+    if rule in (Rule.HERE, Rule.FIRST):
+        return rule
+    has_number = len(args) > 1 and not isinstance(args[1], Tensor)
+    if (rule is Rule.ALL and has_number) or (rule is Rule.NUMBER and not has_number):
+        return Rule.HERE
+    first = inputs[0]
+    same = all(t.shape == first.shape and t.dtype == first.dtype for t in inputs[1:])
+    return Rule.ALL if same and first.is_floating_point() else Rule.HERE
 
 
 def _attention(query: Sequence[int], value: Sequence[int], key: Sequence[int]) -> int:
@@ -132,7 +177,7 @@ def operator_cost(
         inputs, outputs: the tensors in them.
         flops_per_byte: of the device.
     """
-    if func.is_view or is_ignored(func):
+    if is_view(func) or is_ignored(func):
         return 0.0, 0.0
     inputs = list(inputs)
     needs_grad = [t for t in inputs if t.requires_grad] if torch.is_grad_enabled() else []

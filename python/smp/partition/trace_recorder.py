@@ -63,6 +63,8 @@ class RawValue:
     consumers: set[int] = field(default_factory=set)
     needs_grad: bool = False
     sources: tuple[int, ...] = ()
+    flops: float = 0.0
+    activation_bytes: int = 0
 
 
 def _key(tensor: Tensor) -> StorageWeakRef:
@@ -114,6 +116,7 @@ class Recorder(TorchDispatchMode):
         self._arguments: list[Any] = []
         self._value_of: dict[StorageWeakRef, int] = {}
         self._saved: set[StorageWeakRef] = set()
+        self._saved_since: dict[StorageWeakRef, int] = {}  # the last operator
         self._holders: dict[StorageWeakRef, set[int]] = {}
         self._buffers: set[StorageWeakRef] = set()
         for idx, module in enumerate(modules):
@@ -160,13 +163,6 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors(arguments):
             self._new_value(0, tensor)
 
-    def add_outputs(self, result: Any) -> None:
-        """Tensors that the model returns; the root's rank reads them."""
-        for tensor in _tensors(result):
-            value_idx = self._value_of.get(_key(tensor))
-            if value_idx is not None:
-                self._read(value_idx, 0, tensor)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records operators and what autograd saves."""
@@ -177,9 +173,23 @@ class Recorder(TorchDispatchMode):
         key = _key(tensor)
         if self._stack and key not in self._saved and not self._belongs_to_model(key):
             self._saved.add(key)
-            self.costs[self._stack[-1]].activation_bytes += tensor.untyped_storage().nbytes()
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.costs[self._stack[-1]].activation_bytes += num_bytes
+            value = self._made_away(key)
+            if value is not None:
+                value.activation_bytes += num_bytes
+            else:
+                self._saved_since[key] = num_bytes
         # The tensor itself would hold its own graph in a cycle.
         return tensor.detach()
+
+    def _made_away(self, key: StorageWeakRef) -> RawValue | None:
+        """What the code that runs now has made where the data are."""
+        value_idx = self._value_of.get(key)
+        if value_idx is None:
+            return None
+        value = self.values[value_idx]
+        return value if value.sources and value.producer == self._stack[-1] else None
 
     def _belongs_to_model(self, key: StorageWeakRef) -> bool:
         return key in self._holders or key in self._buffers
@@ -206,7 +216,13 @@ class Recorder(TorchDispatchMode):
         )
         cost.forward_flops += forward
         cost.backward_flops += backward
-        self._follow(func, args, kwargs, inputs, outputs)
+        made = self._follow(func, args, kwargs, inputs, outputs)
+        if made is not None:
+            made.flops = forward + backward
+            made.activation_bytes = sum(
+                self._saved_since.get(key, 0) for key in {_key(t) for t in inputs}
+            )
+        self._saved_since.clear()
         return out
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,8 +238,12 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         inputs: list[Tensor],
         outputs: list[Tensor],
-    ) -> None:
-        """Who made what is read here, and what is made here."""
+    ) -> RawValue | None:
+        """Who made what is read here, and what is made here.
+
+        Returns:
+            The first value that is left to the rank that has the data.
+        """
         idx = self._stack[-1]
         read: dict[int, Tensor] = {}
         known: set[StorageWeakRef] = set()
@@ -235,28 +255,51 @@ class Recorder(TorchDispatchMode):
             value_idx = self._value_of.get(key)
             if value_idx is not None:
                 read[value_idx] = tensor
-        written = _written_tensors(func, args, kwargs)
-        made = [t for t in outputs if _key(t) not in known]
-        # Sums with tensors that are no values (parameters, constants) are read where they are,
-        # and in a module that is always whole it makes no difference.
-        remote = (
-            self._may_split[idx]
-            and bool(read)
-            and len(read) == len(known)
-            and trace_flops.stays_remote(func, args)
-        )
+        rule = trace_flops.rule_of(func, args, inputs)
+        sources = self._sources(rule, inputs)
         for value_idx, tensor in read.items():
-            if remote:
+            if sources or rule is trace_flops.Rule.VIEW:
                 self.values[value_idx].needs_grad |= tensor.requires_grad
             else:
                 self._read(value_idx, idx, tensor)
-        sources = tuple(sorted(read)) if remote else ()
-        for tensor in made:
-            self._new_value(idx, tensor, sources)
-        for tensor in written:
-            before = self._value_of.get(_key(tensor))
-            if sources or (before is not None and self.values[before].producer != idx):
+        num_before = len(self.values)
+        for tensor in outputs:
+            if _key(tensor) not in known:
                 self._new_value(idx, tensor, sources)
+        for tensor in _written_tensors(func, args, kwargs):
+            before = self._value_of.get(_key(tensor))
+            if sources or (before is not None and not self._is_made_here(before)):
+                self._new_value(idx, tensor, sources)
+        return self.values[num_before] if sources and len(self.values) > num_before else None
+
+    def _sources(self, rule: trace_flops.Rule, inputs: list[Tensor]) -> tuple[int, ...]:
+        """What the result is made of where the data are; empty if it is made here."""
+        # In a module that is always whole it makes no difference.
+        if not self._may_split[self._stack[-1]]:
+            return ()
+        values = [self._value_of.get(_key(tensor)) for tensor in inputs]
+        if rule is trace_flops.Rule.FIRST:
+            if values[0] is None or self._is_of_the_caller(values[0]):
+                return ()
+            others = {v for v in values if v is not None and v != values[0]}
+            return (*sorted(others), values[0])
+        if rule is not trace_flops.Rule.ALL:
+            return ()
+        known = {v for v in values if v is not None and not self._is_of_the_caller(v)}
+        return tuple(sorted(known)) if None not in values and known == set(values) else ()
+
+    def _is_of_the_caller(self, value_idx: int) -> bool:
+        """Made by operators of the code that runs now, or of what called it.
+
+        If the code is that of a module that is split, so are all that are above it, and such a
+        value is on their rank.
+        """
+        value = self.values[value_idx]
+        return not value.sources and value.producer in self._stack
+
+    def _is_made_here(self, value_idx: int) -> bool:
+        value = self.values[value_idx]
+        return not value.sources and value.producer == self._stack[-1]
 
     def _new_value(self, producer: int, tensor: Tensor, sources: tuple[int, ...] = ()) -> None:
         key = _key(tensor)

@@ -163,8 +163,16 @@ def _add_trace(
 
 
 def _add_values(tree: _C.ModuleTree, trace: Trace, idxs: list[int]) -> None:
-    """Adds the values that may cross a boundary, and those that such are made of."""
-    used = [any(c != value.producer for c in value.consumers) for value in trace.values]
+    """Adds the values that may cross a boundary, and those that such are made of.
+
+    A value that is left to the rank with the data has costs there, and crosses to its own maker.
+    """
+    used = [
+        any(c != value.producer or value.sources for c in value.consumers)
+        or value.flops > 0
+        or value.activation_bytes > 0
+        for value in trace.values
+    ]
     for i in reversed(range(len(used))):
         if used[i]:
             for source in trace.values[i].sources:
@@ -172,12 +180,16 @@ def _add_values(tree: _C.ModuleTree, trace: Trace, idxs: list[int]) -> None:
     new_ids: dict[int, int] = {}
     for i, value in enumerate(trace.values):
         if used[i]:
+            cost = trace.costs[value.producer]
+            flops = cost.forward_flops + cost.backward_flops
             new_ids[i] = tree.add_value(
                 idxs[value.producer],
                 value.num_bytes,
                 [idxs[c] for c in value.consumers],
                 value.needs_grad,
                 [new_ids[source] for source in value.sources],
+                cost.compute * value.flops / flops if flops else 0.0,
+                value.activation_bytes,
             )
 
 

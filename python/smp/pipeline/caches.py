@@ -12,7 +12,6 @@ import itertools
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import nn
 
 _seen: ContextVar[dict[int, Any] | None] = ContextVar("smp_caches", default=None)
@@ -58,7 +57,8 @@ def number_of(cache: Any) -> int | None:
 
 def emptied(cache: Any) -> Any:
     """A cache of the same kind without contents."""
-    memo: dict[int, Any] = {id(tensor): None for tensor in _tensors(cache, set())}
+    contents = (vars(layer).get(name) for layer in _layers(cache) for name in ("keys", "values"))
+    memo: dict[int, Any] = {id(tensor): None for tensor in contents if tensor is not None}
     empty = copy.deepcopy(cache, memo)
     for layer in _layers(empty):
         if hasattr(layer, "is_initialized"):
@@ -96,20 +96,3 @@ def _parts(cache: Any) -> list[Any]:
 
 def _layers(cache: Any) -> list[Any]:
     return list(itertools.chain.from_iterable(getattr(p, "layers", ()) for p in _parts(cache)))
-
-
-def _tensors(value: Any, visited: set[int]) -> list[torch.Tensor]:
-    if id(value) in visited:
-        return []
-    visited.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, list | tuple):
-        items = list(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        items = list(vars(value).values())
-    else:
-        return []
-    return [tensor for item in items for tensor in _tensors(item, visited)]

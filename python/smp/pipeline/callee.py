@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,13 +25,12 @@ class Watched:
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._name = name
-        self._tensors = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+        self._tensors = [(tensor, _version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
         """Raises when one of them was changed in place: the others should have changed too."""
-        for reference, version in self._tensors:
-            tensor = reference()
-            if tensor is not None and _version(tensor) != version:
+        for tensor, version in self._tensors:
+            if _version(tensor) != version:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}module '{self._name}' on another rank returned a view of "
                     "its argument, or results that share memory, and one of them was changed in "
@@ -55,7 +53,7 @@ class ValueWatch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(

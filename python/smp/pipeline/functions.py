@@ -32,9 +32,18 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
+#: What makes a new tensor of the same shape, dtype and device.
+LIKE: frozenset[Any] = frozenset(
+    {
+        *(torch.ones_like, torch.zeros_like, torch.full_like, torch.empty_like),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+    }
+)
+
 #: What concerns the gradient of a handle, whoever made it.
 HOOKS: frozenset[Any] = frozenset(
-    {Tensor.register_hook, Tensor.retain_grad, Tensor.grad.__get__, Tensor.retains_grad.__get__}
+    {Tensor.register_hook, Tensor.retain_grad, *_getters("grad", "retains_grad")}
 )
 
 #: Arithmetic that is done at the home of the tensors, by operator.
@@ -81,11 +90,33 @@ VIEWS: dict[Any, str] = {
     Tensor.unsqueeze: "unsqueeze",
     Tensor.select: "select",
     Tensor.narrow: "narrow",
+    Tensor.reshape: "reshape",
+    torch.reshape: "reshape",
+    Tensor.flatten: "flatten",
+    torch.flatten: "flatten",
+    Tensor.unflatten: "unflatten",
 }
 
 #: Functions that run at the home of their first argument: losses, whose operand is large and whose
-#: result is not, and copies.
+#: result is not, what stands between the layers of a block, and copies.
 SHIPPED: dict[Any, str] = {
+    functional.gelu: "gelu",
+    functional.relu: "relu",
+    torch.relu: "relu",
+    Tensor.relu: "relu",
+    functional.silu: "silu",
+    functional.leaky_relu: "leaky_relu",
+    functional.elu: "elu",
+    functional.mish: "mish",
+    functional.softplus: "softplus",
+    functional.tanh: "tanh",
+    torch.tanh: "tanh",
+    Tensor.tanh: "tanh",
+    functional.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
+    Tensor.sigmoid: "sigmoid",
+    functional.softmax: "softmax",
+    functional.dropout: "dropout",
     functional.cross_entropy: "cross_entropy",
     functional.nll_loss: "nll_loss",
     functional.mse_loss: "mse_loss",
@@ -93,6 +124,8 @@ SHIPPED: dict[Any, str] = {
     functional.smooth_l1_loss: "smooth_l1_loss",
     functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
     functional.log_softmax: "log_softmax",
+    functional.kl_div: "kl_div",
+    functional.binary_cross_entropy: "binary_cross_entropy",
     Tensor.sum: "sum",
     torch.sum: "sum",
     Tensor.mean: "mean",
@@ -123,6 +156,18 @@ def apply(recipe: Recipe, tensor: Tensor) -> Tensor:
     for name, args, kwargs in recipe:
         tensor = getattr(Tensor, name)(tensor, *args, **dict(kwargs))
     return tensor
+
+
+#: Which argument after the first asks an activation function to write to its input.
+_INPLACE_AT = {"relu": 0, "silu": 0, "mish": 0, "leaky_relu": 1, "elu": 1, "dropout": 2}
+
+
+def writes_in_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller of an activation function asked for ``inplace``."""
+    position = _INPLACE_AT.get(name)
+    if position is None:
+        return False
+    return bool(args[position] if len(args) > position else kwargs.get("inplace"))
 
 
 def is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ from smp import _C
 from smp.pipeline import autocast, caches, functions
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
-from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite
+from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
 
 if TYPE_CHECKING:
     from smp._C import Server
@@ -27,6 +27,9 @@ _watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
 
 # Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
 _FUNCTION = -3
+
+# True in the service of a request: modules of this rank then run where they are called.
+_serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
 
 
 class PipelineLink:
@@ -43,6 +46,8 @@ class PipelineLink:
         names: of the modules, for errors.
         global_rank: of this process.
         device: of this process.
+        later_stages: modules of this rank that a step body does not run itself: they belong to a
+            later stage of this rank, and are requests to itself, so that the body runs ahead.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class PipelineLink:
         names: Sequence[str],
         global_rank: int,
         device: torch.device,
+        later_stages: Sequence[int] = (),
     ) -> None:
         self._root = root
         self._modules = modules
@@ -68,6 +74,8 @@ class PipelineLink:
             for i, owner in enumerate(owners)
             if owner is not None and owner != global_rank and modules[i] is not root
         ]
+        self._remote += [(i, global_rank) for i in later_stages]
+        self._later_stages = frozenset(later_stages)
 
     @property
     def server(self) -> Server:
@@ -100,8 +108,12 @@ class PipelineLink:
     def _stub(
         self, server: Server, module: nn.Module, module_id: int, owner: int
     ) -> Callable[..., Any]:
+        own_forward = module.forward if module_id in self._later_stages else None
+
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if own_forward is not None and _serving.get():
+                return own_forward(*args, **kwargs)
             return self._call(server, owner, module_id, args, kwargs)
 
         return forward
@@ -111,8 +123,11 @@ class PipelineLink:
     ) -> Any:
         """Has a function of `smp.pipeline.functions` run where its first argument is."""
         base = handle if handle._whole is None else handle._whole
-        owner = _C.ref_state(base).home_rank
-        return self._call(self.server, owner, _FUNCTION, (name, handle, *args), dict(kwargs))
+        state = _C.ref_state(base)
+        assert state is not None
+        return self._call(
+            self.server, state.home_rank, _FUNCTION, (name, handle, *args), dict(kwargs)
+        )
 
     def _call(
         self,
@@ -126,7 +141,7 @@ class PipelineLink:
         structure, tensors, used_caches = self._codec.pack((args, kwargs, state))
         for cache in used_caches:
             caches.check_unfilled(cache, self._layers_of(module_id), self._names[module_id])
-        answer, results, changed, shares_memory = server.remote_call(
+        answer, results, changed, shares_memory, views = server.remote_call(
             owner,
             module_id,
             self._root.training,
@@ -137,6 +152,8 @@ class PipelineLink:
         if changed:
             for idx, handle in zip(changed, results[-len(changed) :], strict=True):
                 rewrite(tensors[idx], handle)
+        for view in views:
+            results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._names[module_id], [*tensors, *results])))
         return self._codec.unpack(answer, results, tensors)
@@ -170,6 +187,7 @@ class PipelineLink:
     def _run(
         self, module_id: int, mb: int, is_first: bool, structure: bytes, tensors: list[Tensor]
     ) -> tuple[bytes, list[Tensor], bool]:
+        _serving.set(True)  # in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
         args, kwargs, state = self._codec.unpack(structure, tensors, own_caches=own_caches)
         if module_id == _FUNCTION:
@@ -197,6 +215,7 @@ class PipelineLink:
         """Driver: sends the model's output to the other ranks of the replica."""
         for watched in _watched.get():
             watched.check()
+        _watched.set(())
         structure, tensors = self._codec.pack_result(output)
         self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 

@@ -96,8 +96,8 @@ class _ResultPacker(_Packer):
 
 
 class _EmptyCachePacker(_Packer):
-    def reduce_cache(self, cache: Any) -> Any:
-        return NotImplemented
+    def reducer_override(self, obj: Any) -> Any:
+        return super().reducer_override(obj) if isinstance(obj, torch.device) else NotImplemented
 
 
 class Codec:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
             kwargs: Mapping[str, Any],
         ) -> Any: ...
 
+
 _aten = torch.ops.aten
 
 
@@ -57,7 +58,7 @@ class RemoteTensor(Tensor):
     @staticmethod
     def make(link: Link, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
         """A handle that stands for nothing yet."""
-        handle: RemoteTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle: RemoteTensor = Tensor._make_wrapper_subclass(
             RemoteTensor, sizes, dtype=dtype, device=link.device
         )
         handle._link = link
@@ -83,9 +84,7 @@ class RemoteTensor(Tensor):
         """Is the tensor still what the other rank has made?"""
         if self._whole is not None and not self._whole.is_untouched():
             return False
-        return self._local is None or (
-            self._mark is not None and _state(self._local) == self._mark
-        )
+        return self._local is None or (self._mark is not None and _state(self._local) == self._mark)
 
     def is_away(self) -> bool:
         """Has nothing brought the data here, and may they stay where they are?"""
@@ -124,9 +123,15 @@ class RemoteTensor(Tensor):
                 self._shadow = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return self._shadow
 
-    def _view(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteTensor:
+    def _view(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> RemoteTensor | None:
+        # None where PyTorch would make a copy.
         step = (name, args, tuple(sorted(kwargs.items())))
-        shadow = functions.apply((step,), self._meta())
+        whole = self._meta()
+        shadow = functions.apply((step,), whole)
+        if shadow is not whole and shadow._base is None:
+            return None
         view = RemoteTensor.make(self._link, shadow.shape, shadow.dtype)
         view._shadow = shadow
         view._whole = self if self._whole is None else self._whole
@@ -151,6 +156,9 @@ class RemoteTensor(Tensor):
                 if first._local is None:
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **kwargs)
+            elif func in functions.LIKE and first._local is None:
+                template = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                return func(template, *_localized(args[1:]), **_localized(kwargs))
             elif func in functions.HOOKS and first._whole is None and first.is_untouched():
                 # On the handle itself, through which all gradients flow.
                 with torch._C.DisableTorchFunctionSubclass():
@@ -170,7 +178,7 @@ class RemoteTensor(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -209,7 +217,9 @@ def _from_afar(
         name = functions.VIEWS[func]
         plain = functions.is_plain(args) and functions.is_plain(list(kwargs.values()))
         if plain and (name != "__getitem__" or functions.is_basic_index(args[0])):
-            return handle._view(name, args, kwargs)
+            view = handle._view(name, args, kwargs)
+            if view is not None:
+                return view
     elif func in functions.IN_PLACE:
         if handle._whole is None and _may_stay_away((handle, *args), kwargs):
             if torch.is_grad_enabled() or not handle.requires_grad:
@@ -221,6 +231,8 @@ def _from_afar(
             return handle
         if name == "float" and handle.dtype == torch.float32:
             return handle
+        if functions.writes_in_place(name, args, kwargs):
+            return NotImplemented
         if name == "to":
             keeps = functions.keeps_type(handle, args, kwargs)
             if keeps is not False:
@@ -261,6 +273,15 @@ def _spread_gradient(recipe: functions.Recipe, sizes: tuple[int, ...], grad: Ten
 
 def _state(tensor: Tensor) -> tuple[int, Any]:
     return (0 if tensor.is_inference() else tensor._version), tensor.grad_fn
+
+
+def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
+    """A result that is a view of an argument, made from the caller's own tensor."""
+    tensor = resolve(tensor)
+    if isinstance(tensor, RemoteTensor) and tensor.is_away() and tensor._whole is None:
+        return tensor._view("as_strided", (tuple(view.sizes), tuple(view.strides), view.offset), {})
+    local = localize(tensor)
+    return local.as_strided(view.sizes, view.strides, local.storage_offset() + view.offset)
 
 
 def _localized(value: Any) -> Any:

@@ -67,7 +67,8 @@ class ModelTree {
                           6.0 * kTokens * width * shape.vocabulary,
                           kTokens * shape.vocabulary * 2);
     read(hidden, head);
-    read(value(head, shape.vocabulary, {}), 0);
+    // The loss is made where the logits are.
+    value(head, shape.vocabulary, {});
     if (shape.tied_head) tree.tie(wte, head);
     flush();
   }

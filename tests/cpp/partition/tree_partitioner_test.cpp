@@ -28,9 +28,7 @@ Assignment solve_bytes(const ModuleTree& tree, int num_partitions) {
 }
 
 int num_placeable(const ModuleTree& tree) {
-  const DecisionTree decisions(tree);
-  const int num_free = static_cast<int>(decisions.free_units().size());
-  return num_free + (num_free < decisions.num_units() ? 1 : 0);
+  return DecisionTree(tree).most_stages();
 }
 
 bool subtree_has_state(const ModuleTree& tree, int idx) {
@@ -70,6 +68,14 @@ TEST(Solve, RandomTreesKeepEveryRule) {
       bytes[p] += tree.node(idx).param_bytes;
     }
     EXPECT_EQ(static_cast<int>(used.size()), num_partitions);
+    const DecisionTree decisions(tree);
+    int previous = 0;
+    for (int id : decisions.free_units()) {
+      const int place = decisions.units()[id].place_idx;
+      EXPECT_GE(assignment.partition_idxs[place], previous);
+      EXPECT_LE(assignment.partition_idxs[place], previous + 1);
+      previous = assignment.partition_idxs[place];
+    }
     EXPECT_EQ(assignment.load_bytes, bytes);
     EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}),
               tree.total_param_bytes());

@@ -59,8 +59,14 @@ inline void add_random_values(std::mt19937& random, ModuleTree* tree,
         units[i], bytes(), sum ? std::vector<int>{} : readers(i + 1), true);
     if (sum) {
       const int parent_idx = tree->node(units[i]).parent_idx;
-      values.push_back(tree->add_value(parent_idx, bytes(), readers(i + 1),
-                                       true, {made, values.back()}));
+      // The last source is where it is made: a sum at what came latest, an
+      // activation function with an earlier tensor at its first argument.
+      const ModuleTree::Node& parent = tree->node(parent_idx);
+      const bool costs = random() % 2 == 0;
+      values.push_back(
+          tree->add_value(parent_idx, bytes(), readers(i + 1), true,
+                          {values.back(), made}, costs ? parent.compute / 8 : 0,
+                          costs ? parent.activation_bytes / 8 : 0));
     } else {
       values.push_back(made);
     }

@@ -1,0 +1,269 @@
+#include "csrc/pipeline/split_backward.h"
+
+#include <ATen/ops/clone.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace smp::pipeline {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Engine;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+/// What lies below a node.
+struct Reach {
+  bool input = false;
+  bool param = false;
+};
+
+// Nodes of this library send requests, or suspend their context; nodes with
+// hooks would call them twice; a reentrant checkpoint refuses to run for some
+// gradients only.
+bool may_run_in_two_parts(Node& node) {
+  if (dynamic_cast<AccumulateGrad*>(&node)) return true;
+  if (!node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+      !node.post_hooks().empty() || !node.retains_grad_hooks().empty()) {
+    return false;
+  }
+  const std::string name = node.name();
+  return name == "SmpArgumentBackward" ||
+         (!name.starts_with("Smp") && name != "CheckpointFunctionBackward");
+}
+
+/// The local graph below some edges, and what is where in it.
+class Graph {
+ public:
+  Graph(const edge_list& roots, const std::vector<at::Tensor>& inputs) {
+    for (const at::Tensor& input : inputs) {
+      if (!input.requires_grad()) continue;
+      held_.push_back(torch::autograd::impl::grad_accumulator(input));
+      inputs_.insert(held_.back().get());
+    }
+    for (const Edge& root : roots) visit(root.function.get());
+  }
+
+  bool may_be_split() const { return may_be_split_ && has_param_; }
+  Reach reach(const Node* node) const { return reach_.at(node); }
+  bool contains(const Node* node) const { return reach_.contains(node); }
+  /// Children before parents.
+  const std::vector<Node*>& nodes() const { return nodes_; }
+
+  /// Leads to parameters and not to inputs.
+  bool is_for_weights(const Edge& edge) const {
+    if (!edge.is_valid()) return false;
+    const Reach below = reach(edge.function.get());
+    return below.param && !below.input;
+  }
+
+ private:
+  // Depth first without recursion: graphs are as deep as models are.
+  void visit(Node* root) {
+    if (reach_.contains(root)) return;
+    std::vector<std::pair<Node*, size_t>> path{{root, 0}};
+    reach_[root] = {};
+    while (!path.empty()) {
+      auto& [node, next] = path.back();
+      if (next < node->num_outputs()) {
+        Node* const child = node->next_edge(next++).function.get();
+        if (child && reach_.try_emplace(child).second) {
+          path.emplace_back(child, 0);
+        }
+        continue;
+      }
+      finish(*node);
+      path.pop_back();
+    }
+  }
+
+  void finish(Node& node) {
+    Reach below;
+    if (dynamic_cast<AccumulateGrad*>(&node)) {
+      (inputs_.contains(&node) ? below.input : below.param) = true;
+    }
+    for (const Edge& edge : node.next_edges()) {
+      if (!edge.is_valid()) continue;
+      const Reach child = reach_.at(edge.function.get());
+      below.input |= child.input;
+      below.param |= child.param;
+    }
+    reach_[&node] = below;
+    nodes_.push_back(&node);
+    has_param_ |= below.param;
+    may_be_split_ = may_be_split_ && may_run_in_two_parts(node);
+  }
+
+  std::vector<std::shared_ptr<Node>> held_;
+  std::unordered_set<const Node*> inputs_;
+  std::unordered_map<const Node*, Reach> reach_;
+  std::vector<Node*> nodes_;
+  bool may_be_split_ = true;
+  bool has_param_ = false;
+};
+
+/// Where the second part begins, and with which gradients.
+struct Rest {
+  edge_list edges;
+  variable_list grads;
+
+  void add(Edge edge, at::Tensor grad) {
+    if (!grad.defined()) return;
+    edges.push_back(std::move(edge));
+    grads.push_back(std::move(grad));
+  }
+};
+
+/// Where the two parts meet.
+///
+/// A node of PyTorch computes only what is asked of it, so one that is shared
+/// runs twice, each time for other gradients: the second part begins with what
+/// came in. A node of somebody else computes everything at once; it runs in
+/// the first part, and the second one begins with what came out.
+class Meeting {
+ public:
+  explicit Meeting(const Graph& graph) {
+    std::unordered_set<const Node*> begun;  // by what came out
+    for (Node* node : graph.nodes()) {
+      if (!graph.reach(node).input) continue;
+      bool is_shared = false;
+      for (const Edge& edge : node->next_edges()) {
+        if (!graph.is_for_weights(edge)) continue;
+        is_shared = true;
+        if (!node->is_traceable() && begun.insert(edge.function.get()).second) {
+          add_edges(edge.function);
+        }
+      }
+      if (!is_shared || !node->is_traceable()) continue;
+      const std::shared_ptr<Node> shared = node->getptr();
+      shared_.emplace(node, shared);
+      add_edges(shared);
+    }
+    for (Node* node : graph.nodes()) {
+      const bool runs_second = !graph.reach(node).input || is_shared(node);
+      for (const Edge& edge : node->next_edges()) {
+        // Else the first part would run, for the sake of what came out, a node
+        // that the second part runs as well.
+        is_clear_ &= !runs_second || !graph.is_for_weights(edge) ||
+                     !begun.contains(edge.function.get());
+      }
+    }
+  }
+
+  bool is_clear() const { return is_clear_; }
+  const edge_list& edges() const { return edges_; }
+  bool is_shared(Node* node) const { return shared_.contains(node); }
+
+  // The second part shall neither run nor keep what the first one has done.
+  void cut(const Graph& graph) {
+    for (Node* node : graph.nodes()) {
+      if (graph.reach(node).input && !is_shared(node)) {
+        node->release_variables();
+      }
+    }
+    for (const auto& [key, node] : shared_) {
+      for (Edge& edge : node->next_edges()) {
+        if (!graph.is_for_weights(edge)) edge = Edge();
+      }
+    }
+  }
+
+ private:
+  void add_edges(const std::shared_ptr<Node>& node) {
+    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
+      edges_.emplace_back(node, i);
+    }
+  }
+
+  std::unordered_map<Node*, std::shared_ptr<Node>> shared_;
+  edge_list edges_;
+  bool is_clear_ = true;
+};
+
+// As it would lie in `.grad`: it goes to other ranks and may be written to.
+at::Tensor dense(at::Tensor grad) {
+  if (!grad.defined() || grad.is_sparse() ||
+      grad.is_non_overlapping_and_dense()) {
+    return grad;
+  }
+  return grad.clone(at::MemoryFormat::Contiguous);
+}
+
+std::function<void()> second_part(Rest rest) {
+  auto kept = std::make_shared<Rest>(std::move(rest));
+  return [kept] {
+    const Rest rest = std::exchange(*kept, {});
+    if (rest.edges.empty()) return;
+    Engine::get_default_engine().execute(rest.edges, rest.grads,
+                                         /*keep_graph=*/false,
+                                         /*create_graph=*/false,
+                                         /*accumulate_grad=*/true);
+  };
+}
+
+}  // namespace
+
+std::optional<InputBackward> run_input_backward(
+    const std::vector<at::Tensor>& roots,
+    const std::vector<at::Tensor>& root_grads,
+    const std::vector<at::Tensor>& inputs) {
+  edge_list root_edges;
+  for (const at::Tensor& root : roots) {
+    root_edges.push_back(torch::autograd::impl::gradient_edge(root));
+  }
+  const Graph graph(root_edges, inputs);
+  if (!graph.may_be_split()) return std::nullopt;
+  Meeting meeting(graph);
+  if (!meeting.is_clear()) return std::nullopt;
+
+  Rest rest;
+  edge_list first_edges;
+  variable_list first_grads;
+  for (size_t i = 0; i < root_edges.size(); ++i) {
+    if (graph.is_for_weights(root_edges[i])) {
+      rest.add(root_edges[i], root_grads[i]);
+    } else {
+      first_edges.push_back(root_edges[i]);
+      first_grads.push_back(root_grads[i]);
+    }
+  }
+  edge_list wanted;
+  std::vector<size_t> wanted_inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].requires_grad()) continue;
+    Edge edge(torch::autograd::impl::grad_accumulator(inputs[i]), 0);
+    if (!graph.contains(edge.function.get())) continue;
+    wanted_inputs.push_back(i);
+    wanted.push_back(std::move(edge));
+  }
+  InputBackward result;
+  result.input_grads.resize(inputs.size());
+  if (!wanted.empty()) {
+    const edge_list& met = meeting.edges();
+    wanted.insert(wanted.end(), met.begin(), met.end());
+    variable_list grads = Engine::get_default_engine().execute(
+        first_edges, first_grads, /*keep_graph=*/true, /*create_graph=*/false,
+        /*accumulate_grad=*/false, wanted);
+    for (size_t i = 0; i < wanted_inputs.size(); ++i) {
+      result.input_grads[wanted_inputs[i]] = dense(std::move(grads[i]));
+    }
+    for (size_t i = 0; i < met.size(); ++i) {
+      rest.add(met[i], std::move(grads[wanted_inputs.size() + i]));
+    }
+    meeting.cut(graph);
+  }
+  result.add_weight_grads = second_part(std::move(rest));
+  return result;
+}
+
+}  // namespace smp::pipeline

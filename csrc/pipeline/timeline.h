@@ -1,0 +1,93 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "csrc/comm/message.h"
+#include "csrc/schedule/task.h"
+
+namespace smp::pipeline {
+
+/// Something that happened on a rank. What does not apply is left as it is.
+struct TimelineEvent {
+  enum class Kind : int8_t {
+    kRun,       ///< a task held the baton
+    kWait,      ///< a suspended task had not yet what it needs
+    kIdle,      ///< nobody held the baton
+    kSent,      ///< a tensor left this rank
+    kReceived,  ///< a tensor arrived
+    kStep,      ///< one call of a step function
+  };
+
+  Kind kind = Kind::kRun;
+  /// Run, wait: the task. Idle: the task that ended it; microbatch -1 if none
+  /// did. Tensors: the microbatch.
+  schedule::TaskKey key;
+  int64_t step = -1;
+  /// What was waited for, or the message that carried a tensor: a literal.
+  const char* what = "";
+  int peer = -1;         ///< global rank at the other end
+  int64_t begin_ns = 0;  ///< of Timeline::now_ns
+  int64_t end_ns = 0;
+  /// Names a tensor between one sender and one receiver. Step: the number of
+  /// microbatches.
+  comm::Ref ref;
+  int64_t bytes = 0;
+};
+
+/// Records what a rank does. Off by default: then a call costs one relaxed
+/// load. Keeps the youngest events. All methods may be called by any thread.
+class Timeline {
+ public:
+  struct Recording {
+    std::vector<TimelineEvent> events;  ///< by the time they were known
+    int64_t num_dropped = 0;            ///< older ones
+  };
+
+  /// Nanoseconds of the machine's monotonic clock, equal in all its processes.
+  static int64_t now_ns();
+
+  /// Begins a recording of at most `capacity` events; between steps.
+  /// @throws ValueError for a capacity below 1
+  void start(int64_t capacity);
+  void stop() { on_.store(false, std::memory_order_relaxed); }
+  /// Hands over what was recorded.
+  Recording take();
+  bool is_on() const { return on_.load(std::memory_order_relaxed); }
+
+  void begin_step(int64_t step, int num_microbatches);
+  void end_step();
+  /// A task gets the baton. @param awaited  what the rank waited for until now
+  void begin_run(const schedule::TaskKey& key, const char* awaited,
+                 int awaited_rank);
+  /// The task that runs gives the baton back.
+  void end_run();
+  /// A suspended task has got what it waits for since `since_ns`.
+  void record_wait(const schedule::TaskKey& key, int64_t since_ns,
+                   const char* awaited, int awaited_rank);
+  /// The tensors of a pipeline message that have data; `kind` says which way.
+  void record_tensors(TimelineEvent::Kind kind, int global_rank, int peer,
+                      const comm::Message& message);
+
+ private:
+  void add_locked(TimelineEvent event);
+  void end_idle_locked(int64_t now, const schedule::TaskKey& key,
+                       const char* awaited, int awaited_rank);
+
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  size_t capacity_ = 0;
+  std::vector<TimelineEvent> ring_;
+  size_t oldest_ = 0;  // once the ring is full
+  int64_t num_dropped_ = 0;
+  int64_t step_ = -1;
+  int64_t num_microbatches_ = 0;
+  int64_t step_since_ns_ = 0;  // 0: outside of a step
+  int64_t free_since_ns_ = 0;  // 0: somebody holds the baton
+  int64_t run_since_ns_ = 0;   // 0: nobody does
+  schedule::TaskKey running_;
+};
+
+}  // namespace smp::pipeline

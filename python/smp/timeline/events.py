@@ -1,0 +1,105 @@
+"""What the recorder of one rank knows, as Python values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+PHASES = "FBW"
+_STEP_BODY = -1
+_OPERATION = -2
+
+
+class Event(NamedTuple):
+    """One event; times in nanoseconds. See csrc/pipeline/timeline.h for what applies to which."""
+
+    kind: str
+    """"run", "wait", "idle", "sent", "received" or "step"."""
+    step: int
+    phase: int
+    mb: int
+    module_id: int
+    visit: int
+    resume: int
+    what: str
+    peer: int
+    begin_ns: int
+    end_ns: int
+    ref_rank: int
+    ref_id: int
+    num_bytes: int
+
+    @property
+    def task(self) -> str:
+        """The text of `smp.metrics.executed_order`."""
+        module = "" if self.module_id == _STEP_BODY else f":m{self.module_id}"
+        visit = f".{self.visit}" if self.visit else ""
+        resume = f"/{self.resume}" if self.resume else ""
+        return f"{PHASES[self.phase]}{self.mb}{module}{visit}{resume}"
+
+    @property
+    def is_body(self) -> bool:
+        """Whether the user's step function ran, not a module for another rank."""
+        return self.module_id == _STEP_BODY
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """What one rank tells rank 0 about itself.
+
+    Attributes:
+        rank: global rank.
+        pp_rank: its partition.
+        replica: global ranks of its pipeline group.
+        place: words for its place in the grid.
+        machine: equal for ranks that share a clock.
+        module_names: by module id; empty without a server.
+        policy, active_microbatches: how its tasks were scheduled.
+        events: by the time they were known; clock of this rank until `aligned`.
+        num_dropped: older events that found no room.
+        offset_ns: what this rank's clock shows when that of rank 0 shows 0.
+        uncertainty_ns: the offset is at most so much larger or smaller.
+    """
+
+    rank: int
+    pp_rank: int
+    replica: tuple[int, ...]
+    place: str
+    machine: str
+    module_names: tuple[str, ...]
+    policy: str
+    active_microbatches: int | None
+    events: tuple[Event, ...]
+    num_dropped: int = 0
+    offset_ns: int = 0
+    uncertainty_ns: int = 0
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    def name_of(self, event: Event) -> str:
+        """Module of a task, or what ran instead of one."""
+        if event.is_body:
+            return "step function"
+        if event.module_id == _OPERATION:
+            return "tensor arithmetic"
+        if event.module_id >= len(self.module_names):
+            return f"module {event.module_id}"
+        return self.module_names[event.module_id] or "(root)"
+
+    def aligned(self, offset_ns: int, uncertainty_ns: int) -> RankRecording:
+        """The same on the clock of rank 0."""
+        moved = tuple(
+            event._replace(begin_ns=event.begin_ns - offset_ns, end_ns=event.end_ns - offset_ns)
+            for event in self.events
+        )
+        return replace(self, events=moved, offset_ns=offset_ns, uncertainty_ns=uncertainty_ns)
+
+
+def to_events(rows: list[tuple[Any, ...]]) -> tuple[Event, ...]:
+    """Events of the C++ recorder."""
+    return tuple(Event(*row) for row in rows)
