@@ -402,11 +402,14 @@ void Scheduler::fill(Slot& slot, comm::Message message) {
 }
 
 void Scheduler::cancel(std::exception_ptr reason) {
+  // Ended without the lock: their work may hold graphs and Python objects.
+  std::vector<std::unique_ptr<Context>> dropped;
   Lock lock(mutex_);
   if (!in_step_ || cancel_reason_) return;
   cancel_reason_ = std::move(reason);
   for (auto it = contexts_.begin(); it != contexts_.end();) {
     if (it->first->state == Context::State::kNotStarted) {
+      dropped.push_back(std::move(it->second));
       it = contexts_.erase(it);
     } else {
       it->first->resumed.notify_one();

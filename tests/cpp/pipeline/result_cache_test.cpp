@@ -16,6 +16,7 @@ ResultMeta two_results() {
   meta.structure = "structure";
   meta.tensors = {{{2, 3}, at::kFloat, true}, {{}, at::kLong, false}};
   meta.changed_args = {4};
+  meta.views = {{1, 0, {3, 2}, {1, 3}, 5}};
   return meta;
 }
 
@@ -24,6 +25,14 @@ void expect_equal(const ResultMeta& a, const ResultMeta& b) {
   EXPECT_EQ(a.changed_args, b.changed_args);
   EXPECT_EQ(a.has_values, b.has_values);
   EXPECT_EQ(a.shares_memory, b.shares_memory);
+  ASSERT_EQ(a.views.size(), b.views.size());
+  for (size_t i = 0; i < a.views.size(); ++i) {
+    EXPECT_EQ(a.views[i].result_idx, b.views[i].result_idx);
+    EXPECT_EQ(a.views[i].argument_idx, b.views[i].argument_idx);
+    EXPECT_EQ(a.views[i].sizes, b.views[i].sizes);
+    EXPECT_EQ(a.views[i].strides, b.views[i].strides);
+    EXPECT_EQ(a.views[i].offset, b.views[i].offset);
+  }
   ASSERT_EQ(a.tensors.size(), b.tensors.size());
   for (size_t i = 0; i < a.tensors.size(); ++i) {
     EXPECT_EQ(a.tensors[i].sizes, b.tensors[i].sizes);
@@ -57,7 +66,7 @@ TEST(ResultMeta, limits_of_the_format_survive) {
 }
 
 TEST(ResultMeta, whatever_differs_shows_in_the_digest) {
-  std::vector<ResultMeta> metas(9, two_results());
+  std::vector<ResultMeta> metas(11, two_results());
   metas[1].structure = "structurf";
   metas[2].tensors[0].sizes = {3, 2};
   metas[3].tensors[0].dtype = at::kDouble;
@@ -65,7 +74,9 @@ TEST(ResultMeta, whatever_differs_shows_in_the_digest) {
   metas[5].changed_args = {3};
   metas[6].has_values = true;
   metas[7].shares_memory = true;
-  metas[8].tensors.pop_back();
+  metas[8].tensors[1].sizes = {1};
+  metas[9].views[0].strides = {2, 1};
+  metas[10].views.clear();
   std::set<int64_t> digests;
   for (const ResultMeta& meta : metas) {
     EXPECT_NE(meta.digest(), 0);
@@ -80,6 +91,10 @@ void expect_error_or_sense(const std::string& bytes) {
   try {
     const ResultMeta meta = ResultMeta::decode(bytes);
     EXPECT_LE(meta.changed_args.size(), meta.tensors.size());
+    for (const ViewOfArgument& view : meta.views) {
+      EXPECT_LT(static_cast<size_t>(view.result_idx), meta.tensors.size());
+      EXPECT_EQ(view.sizes.size(), view.strides.size());
+    }
     for (const TensorMeta& tensor : meta.tensors) {
       EXPECT_GE(tensor.num_bytes(), 0);
     }
@@ -114,6 +129,9 @@ TEST(ResultMeta, sizes_and_dtypes_that_do_not_exist_are_an_error) {
   }
   meta = two_results();
   meta.changed_args = {0, 1, 2};
+  EXPECT_THROW(ResultMeta::decode(meta.encode()), Error);
+  meta = two_results();
+  meta.views[0].result_idx = 2;
   EXPECT_THROW(ResultMeta::decode(meta.encode()), Error);
 }
 

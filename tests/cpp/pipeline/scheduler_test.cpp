@@ -141,6 +141,25 @@ TEST_F(SchedulerTest, an_exception_ends_waiting_contexts_and_is_kept) {
   }
 }
 
+TEST_F(SchedulerTest, work_that_never_starts_is_freed_without_the_lock) {
+  begin("interleaved", 1, 1);
+  Slot slot;
+  scheduler.add_body(0, "body", 0, [&] {
+    std::string seen;
+    {
+      const std::shared_ptr<int> held(new int, [&](int* number) {
+        delete number;
+        seen = scheduler.describe();
+      });
+      scheduler.add_service({Phase::kForward, 0, 1, 0, 0}, "service", 0,
+                            [held] { FAIL() << "started"; });
+    }
+    scheduler.cancel(std::make_exception_ptr(Error("the reason")));
+    EXPECT_EQ(seen, "body: running");
+  });
+  finish();
+}
+
 TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
   policy = schedule::make_policy("interleaved");
   Scheduler::StepOptions options;

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -129,11 +130,13 @@ TEST_P(Faults, leave_nothing_and_are_known_everywhere) {
   const auto [fault, policy, has_handles] = GetParam();
   const RankSettings settings{
       .size = 3, .policy = policy, .has_handles = has_handles};
+  std::barrier between_steps(settings.size);
   run_servers(settings, [&, fault = fault](Rank& self) {
     FaultyRank faulty(self, fault);
     self.step(kMicrobatches, [&](int mb) { faulty.body(mb); });
     self.expect_empty();
     faulty.arm();
+    between_steps.arrive_and_wait();  // else it may end the first step
     const std::string text =
         failure_of(self, kMicrobatches, [&](int mb) { faulty.body(mb); });
     EXPECT_TRUE(contains(text, "broken")) << text;
@@ -174,7 +177,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 // A module whose result is not what it was for the same kind of arguments.
 TEST(Mismatch, of_results_is_an_error_that_names_the_module_on_all_ranks) {
-  run_servers({.size = 3}, [](Rank& self) {
+  std::barrier between_steps(3);
+  run_servers({.size = 3}, [&](Rank& self) {
     bool is_armed = false;
     self.modules[1] = [&](std::vector<at::Tensor> inputs) {
       const at::Tensor y = compute(inputs[0], self.w);
@@ -187,6 +191,7 @@ TEST(Mismatch, of_results_is_an_error_that_names_the_module_on_all_ranks) {
     };
     self.step(2, body);
     is_armed = true;
+    between_steps.arrive_and_wait();  // else it may end the first step
     const std::string text = failure_of(self, 2, body);
     EXPECT_TRUE(contains(text, "'stage1'")) << text;
     EXPECT_TRUE(contains(text, "returned something else than before")) << text;
@@ -195,7 +200,8 @@ TEST(Mismatch, of_results_is_an_error_that_names_the_module_on_all_ranks) {
 }
 
 TEST(Mismatch, of_gradients_is_an_error_that_names_the_module_on_all_ranks) {
-  run_servers({.size = 2}, [](Rank& self) {
+  std::barrier between_steps(2);
+  run_servers({.size = 2}, [&](Rank& self) {
     bool is_armed = false;
     self.modules[1] = [&](std::vector<at::Tensor> inputs) {
       const at::Tensor y =
@@ -209,6 +215,7 @@ TEST(Mismatch, of_gradients_is_an_error_that_names_the_module_on_all_ranks) {
     };
     self.step(2, body);
     is_armed = true;
+    between_steps.arrive_and_wait();  // else it may end the first step
     const std::string text = failure_of(self, 2, body);
     EXPECT_TRUE(contains(text,
                          "arguments of module 'stage1' that get gradients"

@@ -100,9 +100,11 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   const RankSettings& settings = ranks.settings;
   Server::Options options;
   options.global_rank = rank;
-  for (int r = 0; r < settings.size; ++r) {
-    options.pp_ranks.push_back(r);
-    options.module_names.push_back("stage" + std::to_string(r));
+  for (int r = 0; r < settings.size; ++r) options.pp_ranks.push_back(r);
+  options.num_chunks = settings.num_chunks;
+  for (int i = 0; i < settings.num_modules(); ++i) {
+    options.module_names.push_back("stage" + std::to_string(i));
+    options.chunk_idxs.push_back(i / settings.size);
   }
   options.policy = settings.policy;
   options.active_microbatches = settings.active_microbatches;
@@ -142,13 +144,14 @@ Call Rank::serve(Call call) {
   return result;
 }
 
-RemoteResult Rank::call(int owner, const std::vector<at::Tensor>& inputs,
+RemoteResult Rank::call(int module, const std::vector<at::Tensor>& inputs,
                         const std::string& structure) {
-  return remote_call(*server, owner, owner, true, structure, "mode", inputs);
+  return remote_call(*server, module % size(), module, true, structure, "mode",
+                     inputs);
 }
 
-at::Tensor Rank::call_one(int owner, const at::Tensor& input) {
-  return call(owner, {input}).tensors.at(0);
+at::Tensor Rank::call_one(int module, const at::Tensor& input) {
+  return call(module, {input}).tensors.at(0);
 }
 
 at::Tensor Rank::leave(const at::Tensor& tensor) {
@@ -183,7 +186,8 @@ void Rank::follow(int mb) {
 void Rank::chain(int mb) {
   if (!server->is_driver()) return follow(mb);
   at::Tensor x = leave(compute(make_input(mb), w));
-  for (int r = 1; r < size(); ++r) x = call_one(r, x);
+  const int num_modules = ranks_.settings.num_modules();
+  for (int i = 1; i < num_modules; ++i) x = call_one(i, x);
   train_on(mb, arrive(x).sum());
 }
 

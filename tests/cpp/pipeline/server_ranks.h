@@ -37,6 +37,9 @@ struct RankSettings {
   bool has_handles = true;
   bool has_shared_memory = false;
   int active_microbatches = 0;
+  int num_chunks = 1;
+
+  int num_modules() const { return size * num_chunks; }
 };
 
 class Ranks {
@@ -52,8 +55,9 @@ class Ranks {
   std::vector<comm::SharedMemoryPtr> memories;
 };
 
-/// One rank: a server, and module r on rank r, which computes tanh(x W_r)
-/// unless `modules` says otherwise.
+/// One rank: a server, and its modules. Module i, "stage<i>", is on rank
+/// i % size and computes tanh(x W) with the rank's W unless `modules` says
+/// otherwise.
 class Rank {
  public:
   /// Gets the arguments and returns the results.
@@ -65,10 +69,10 @@ class Rank {
 
   int size() const { return ranks_.settings.size; }
 
-  /// Calls module `rank`, whose name is "stage<rank>", where it lives.
-  RemoteResult call(int rank, const std::vector<at::Tensor>& inputs,
+  /// Calls a module where it lives.
+  RemoteResult call(int module, const std::vector<at::Tensor>& inputs,
                     const std::string& structure = "call");
-  at::Tensor call_one(int rank, const at::Tensor& input);
+  at::Tensor call_one(int module, const at::Tensor& input);
   /// A tensor of this rank that gets real gradients although it is an argument
   /// elsewhere.
   at::Tensor leave(const at::Tensor& tensor);

@@ -18,11 +18,13 @@ namespace {
 
 // What one process computes: losses, and gradients by rank.
 struct Plain {
-  Plain(int size, int num_microbatches) {
+  Plain(int size, int num_microbatches, int num_chunks = 1) {
     for (int r = 0; r < size; ++r) weights.push_back(make_weight(r));
     for (int mb = 0; mb < num_microbatches; ++mb) {
       at::Tensor x = make_input(mb);
-      for (const at::Tensor& weight : weights) x = compute(x, weight);
+      for (int i = 0; i < size * num_chunks; ++i) {
+        x = compute(x, weights[i % size]);
+      }
       const at::Tensor loss = x.sum();
       losses.push_back(loss.item<double>());
       torch::autograd::backward({loss}, {});
@@ -57,12 +59,33 @@ TEST_P(Chain, over_ranks_matches_one_process) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Layouts, Chain,
-    ::testing::Combine(::testing::Values(2, 3, 4),
-                       ::testing::Values("interleaved", "simple"),
-                       ::testing::Values(1, 2, 8), ::testing::Bool(),
-                       ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Layouts, Chain,
+                         ::testing::Combine(::testing::Values(2, 3, 4),
+                                            ::testing::Values("interleaved",
+                                                              "simple",
+                                                              "zero_bubble"),
+                                            ::testing::Values(1, 2, 8),
+                                            ::testing::Bool(),
+                                            ::testing::Bool()));
+
+// Several stages on each rank: requests of a rank to itself.
+TEST(VirtualStages, match_one_process) {
+  for (const char* policy : {"virtual_interleaved", "interleaved"}) {
+    const RankSettings settings{.size = 3, .policy = policy, .num_chunks = 2};
+    const Plain plain(settings.size, 6, settings.num_chunks);
+    run_servers(settings, [&](Rank& self) {
+      for (int step = 1; step <= 3; ++step) {
+        self.step_of_chains(6);
+        EXPECT_EQ(self.losses, plain.losses);
+        const at::Tensor expected = plain.weights[self.rank].grad().mul(step);
+        EXPECT_TRUE(at::allclose(self.w.grad(), expected, 1e-12, 1e-13));
+        EXPECT_EQ(self.server->num_served_calls(),
+                  step * 6 * (self.rank == 0 ? 1 : 2));
+        self.expect_empty();
+      }
+    });
+  }
+}
 
 TEST(Server, evaluation_keeps_no_graph) {
   run_servers({.size = 3}, [](Rank& self) {

@@ -115,6 +115,7 @@ TEST(TimelineTest, a_scheduler_tells_runs_waits_and_idle_times) {
     scheduler.wait(slot, "a test", 3);
     scheduler.enter_phase(Phase::kBackward);
   });
+  while (scheduler.awaited_ranks().empty()) std::this_thread::yield();
   std::this_thread::sleep_for(milliseconds(5));
   scheduler.fill(slot, {});
   ASSERT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(20)));
