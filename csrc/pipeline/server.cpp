@@ -190,7 +190,7 @@ void Server::take_message(comm::Message&& message) {
     }
   }
   // Frees graphs and adds gradients: not under the mutex.
-  for (const auto& action : after) action();
+  for (auto& action : after) action();
 }
 
 void Server::handle_locked(const Header& header, comm::Message&& message,
@@ -224,11 +224,12 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       });
       break;
     case Kind::kData:
-      after.push_back([this, header, tensors = std::move(message.tensors)] {
-        for (const comm::MessageTensor& tensor : tensors) {
-          store_.put(tensor.ref, header.mb, tensor.data);
-        }
-      });
+      after.push_back(
+          [this, header, tensors = std::move(message.tensors)]() mutable {
+            for (comm::MessageTensor& tensor : tensors) {
+              store_.put(tensor.ref, header.mb, std::move(tensor.data));
+            }
+          });
       break;
     case Kind::kRequestsDone:
       handle_done_locked(header, message.source_rank);
@@ -391,7 +392,7 @@ void Server::replay_early_messages() {
         later.push_back(std::move(message));
       }
     }
-    for (const auto& action : after) action();
+    for (auto& action : after) action();
   }
 }
 
@@ -428,7 +429,7 @@ void Server::finish_body(int mb) {
   } else {
     post(driver_rank(), header_of(Kind::kBodyDone, mb), {}, {});
   }
-  for (const auto& action : after) action();
+  for (auto& action : after) action();
 }
 
 void Server::end_microbatch_locked(int mb, Actions& after) {

@@ -371,10 +371,10 @@ at::Tensor Server::fetch(const RemoteRefPtr& ref) {
   }
   std::erase(ref->foreseen, options_.global_rank);
   const auto slot = std::make_shared<Slot>();
-  store_.when_available(ref->ref, ref->mb, [this, slot](const at::Tensor& t) {
+  store_.when_available(ref->ref, ref->mb, [this, slot](at::Tensor t) {
     comm::Message message;
     message.tensors.resize(1);
-    message.tensors[0].data = t;
+    message.tensors[0].data = std::move(t);
     scheduler_.fill(*slot, std::move(message));
   });
   comm::Message message =

@@ -137,8 +137,8 @@ void Server::serve(const Header& header, comm::Message&& message) {
     }
     queues_.expect(*service);
     store_.when_available(tensor.ref, header.mb,
-                          [this, service, call, i](const at::Tensor& data) {
-                            call->tensors[i].data = data;
+                          [this, service, call, i](at::Tensor data) {
+                            call->tensors[i].data = std::move(data);
                             queues_.arrived(service);
                           });
   }
@@ -176,10 +176,10 @@ void Server::offer(const Header& header, int caller,
 }
 
 void Server::push(const comm::Ref& ref, int64_t mb, int dst) {
-  store_.when_available(ref, mb, [this, ref, mb, dst](const at::Tensor& data) {
+  store_.when_available(ref, mb, [this, ref, mb, dst](at::Tensor data) {
     std::vector<comm::MessageTensor> tensors(1);
     tensors[0].ref = ref;
-    tensors[0].data = data;
+    tensors[0].data = std::move(data);
     post(dst, header_of(Kind::kData, mb), {}, std::move(tensors));
   });
 }

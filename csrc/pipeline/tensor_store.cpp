@@ -4,8 +4,7 @@
 
 namespace smp::pipeline {
 
-void TensorStore::put(const comm::Ref& ref, int64_t mb,
-                      const at::Tensor& tensor) {
+void TensorStore::put(const comm::Ref& ref, int64_t mb, at::Tensor tensor) {
   std::vector<Callback> callbacks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -15,11 +14,15 @@ void TensorStore::put(const comm::Ref& ref, int64_t mb,
     callbacks = std::exchange(entry.waiting, {});
     if (entry.is_released) {
       entries_.erase(ref);
+    } else if (callbacks.empty()) {
+      entry.data = std::move(tensor);
     } else {
       entry.data = tensor;
     }
   }
-  for (const Callback& callback : callbacks) callback(tensor);
+  for (size_t i = 0; i < callbacks.size(); ++i) {
+    callbacks[i](i + 1 < callbacks.size() ? tensor : std::move(tensor));
+  }
 }
 
 void TensorStore::when_available(const comm::Ref& ref, int64_t mb,
@@ -32,7 +35,7 @@ void TensorStore::when_available(const comm::Ref& ref, int64_t mb,
     data = entry.data;
     if (!data.defined()) entry.waiting.push_back(std::move(callback));
   }
-  if (data.defined()) callback(data);
+  if (data.defined()) callback(std::move(data));
 }
 
 at::Tensor TensorStore::find(const comm::Ref& ref) const {

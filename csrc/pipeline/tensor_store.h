@@ -14,13 +14,14 @@ namespace smp::pipeline {
 
 /// The data of refs on one rank, and who waits for data that are still to be
 /// made or to arrive. Thread-safe; callbacks run without its lock, in the
-/// order in which they were given, in the thread that brings the data.
+/// order in which they were given, in the thread that brings the data. That
+/// thread keeps no reference behind: who gets the data last may free them.
 class TensorStore {
  public:
-  using Callback = std::function<void(const at::Tensor&)>;
+  using Callback = std::function<void(at::Tensor)>;
 
   /// Brings the data of a ref. A second time is ignored.
-  void put(const comm::Ref& ref, int64_t mb, const at::Tensor& tensor);
+  void put(const comm::Ref& ref, int64_t mb, at::Tensor tensor);
   /// Calls back when the data are here, at once if they are.
   void when_available(const comm::Ref& ref, int64_t mb, Callback callback);
   /// The data if they are here, else an undefined tensor.
