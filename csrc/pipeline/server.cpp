@@ -49,9 +49,8 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
   });
   if (options_.deterministic && options_.order_ranks.size() > 1 &&
       options_.order_ranks.front() == options_.global_rank) {
-    scheduler_.set_order_sink([this](int64_t step, const TaskKey& key) {
-      publish_order(step, key);
-    });
+    scheduler_.set_order_sink(
+        [this](int64_t step, const TaskKey& key) { publish_order(step, key); });
   }
   fault_subscription_ = faults_->subscribe([this] { on_fault(); });
   mailbox_->set_handler(
@@ -201,10 +200,8 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
     case Kind::kBackwardRequest:
     case Kind::kOperation:
       after.push_back([this, header,
-                       shared = std::make_shared<comm::Message>(
-                           std::move(message))] {
-        serve(header, std::move(*shared));
-      });
+                       shared = std::make_shared<comm::Message>(std::move(
+                           message))] { serve(header, std::move(*shared)); });
       break;
     case Kind::kForwardMeta:
     case Kind::kBackwardMeta: {
@@ -227,12 +224,11 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       });
       break;
     case Kind::kData:
-      after.push_back(
-          [this, header, tensors = std::move(message.tensors)] {
-            for (const comm::MessageTensor& tensor : tensors) {
-              store_.put(tensor.ref, header.mb, tensor.data);
-            }
-          });
+      after.push_back([this, header, tensors = std::move(message.tensors)] {
+        for (const comm::MessageTensor& tensor : tensors) {
+          store_.put(tensor.ref, header.mb, tensor.data);
+        }
+      });
       break;
     case Kind::kRequestsDone:
       handle_done_locked(header, message.source_rank);
@@ -319,9 +315,13 @@ void Server::run_step(int num_microbatches, uint64_t seed,
                           finish_body(mb);
                         });
   }
-  replay_early_messages();
   std::exception_ptr failure;
-  {
+  try {
+    replay_early_messages();
+  } catch (...) {  // a damaged message
+    failure = std::current_exception();
+  }
+  if (!failure) {
     std::unique_lock<std::mutex> lock(mutex_);
     try {
       wait_until(lock, [this, num_microbatches] {

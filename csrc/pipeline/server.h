@@ -193,6 +193,8 @@ class Server {
   int64_t num_served_calls() const { return num_served_calls_; }
   int64_t num_records() const { return records_.size(); }
   int64_t num_stored() const { return store_.size(); }
+  int64_t num_queued() const { return queues_.size(); }
+  int num_threads() const { return threads_.num_threads(); }
 
   /// Ends threads; nothing is sent afterwards. May be called twice.
   void close();
@@ -225,6 +227,8 @@ class Server {
 
   // server_calls.cpp: what contexts of this rank ask of others
   Context& calling_context(const std::string& what) const;
+  void check_arguments(int64_t module_id,
+                       const std::vector<at::Tensor>& inputs) const;
   Header request_header(Context& context, Kind kind);
   comm::MessageTensor address(Context& context, int dst,
                               const at::Tensor& tensor);

@@ -210,6 +210,21 @@ RemoteRefPtr Server::name_result(Context& context, const Header& header,
   return ref;
 }
 
+// Before anything is noted as sent.
+void Server::check_arguments(int64_t module_id,
+                             const std::vector<at::Tensor>& inputs) const {
+  SMP_CHECK_VALUE(static_cast<int64_t>(inputs.size()) < kMaxResults, "module '",
+                  module_name(module_id), "' on another rank gets ",
+                  inputs.size(), " tensors; at most ", kMaxResults - 1,
+                  " can travel");
+  for (const at::Tensor& input : inputs) {
+    SMP_CHECK_VALUE(input.layout() == at::kStrided, "module '",
+                    module_name(module_id),
+                    "' on another rank gets a tensor of layout ",
+                    input.layout(), "; only dense tensors can travel");
+  }
+}
+
 IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                                 int64_t flags, const std::string& structure,
                                 const std::string& mode,
@@ -220,6 +235,7 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                                      std::to_string(owner_rank) + ",");
   std::string key = std::to_string(module_id) + '/' + std::to_string(flags) +
                     '/' + mode + '/' + structure;
+  check_arguments(module_id, inputs);
   for (const at::Tensor& input : inputs) TensorMeta::of(input).append_to(key);
   IssuedCall call;
   call.owner_rank = owner_rank;

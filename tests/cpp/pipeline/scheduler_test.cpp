@@ -152,7 +152,7 @@ TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
   scheduler.begin_step(options);
   std::vector<int64_t> ran;
   for (const int64_t module_id : {1, 2, 3}) {
-    scheduler.add_service(Phase::kForward, 0, module_id, "service", 0,
+    scheduler.add_service({Phase::kForward, 0, module_id, 0, 0}, "service", 0,
                           [&ran, module_id] { ran.push_back(module_id); });
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(20));

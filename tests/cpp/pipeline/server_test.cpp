@@ -2,224 +2,187 @@
 
 #include "csrc/pipeline/server.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/allclose.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/max.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/tanh.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <atomic>
-
-#include "csrc/comm/local_world.h"
 #include "csrc/common/check.h"
-#include "csrc/common/task_scope.h"
-#include "csrc/pipeline/remote_call.h"
-#include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/pipeline/server_ranks.h"
 
 namespace smp::pipeline {
 namespace {
 
-at::Tensor weight(int rank) {
-  // A fixed, different matrix per rank.
-  at::Tensor w = at::empty({4, 4}, at::kDouble);
-  for (int i = 0; i < 16; ++i) {
-    w.data_ptr<double>()[i] =
-        0.1 * (1 + rank) + 0.05 * (i / 4) - 0.03 * (i % 4) * (rank + 1);
-  }
-  return w.set_requires_grad(true);
-}
-
-at::Tensor input(int mb) {
-  at::Tensor x = at::empty({2, 4}, at::kDouble);
-  for (int i = 0; i < 8; ++i) {
-    x.data_ptr<double>()[i] = 0.1 * (i + 1) * (mb + 1);
-  }
-  return x;
-}
-
-// One rank: module r computes tanh(x W_r); ranks above 0 serve it.
-struct Rank {
-  Rank(int rank, int size, comm::CommunicatorPtr world,
-       const std::string& policy)
-      : rank(rank), size(size), w(weight(rank)) {
-    faults = std::make_shared<comm::FaultBoard>(rank);
-    mailbox = std::make_shared<comm::Mailbox>(world, faults);
-    Server::Options options;
-    options.global_rank = rank;
-    for (int r = 0; r < size; ++r) {
-      options.pp_ranks.push_back(r);
-      options.module_names.push_back("stage" + std::to_string(r));
+// What one process computes: losses, and gradients by rank.
+struct Plain {
+  Plain(int size, int num_microbatches) {
+    for (int r = 0; r < size; ++r) weights.push_back(make_weight(r));
+    for (int mb = 0; mb < num_microbatches; ++mb) {
+      at::Tensor x = make_input(mb);
+      for (const at::Tensor& weight : weights) x = compute(x, weight);
+      const at::Tensor loss = x.sum();
+      losses.push_back(loss.item<double>());
+      torch::autograd::backward({loss}, {});
     }
-    options.policy = policy;
-    options.timeout = std::chrono::seconds(20);
-    server = std::make_unique<Server>(options, mailbox, faults);
-    server->set_forward_handler([this](Call call) {
-      Call result;
-      result.structure = "result";
-      result.tensors.resize(1);
-      result.tensors[0].data = at::tanh(at::mm(call.tensors[0].data, w));
-      return result;
-    });
   }
-
-  ~Rank() {
-    server->close();
-    mailbox->close();
-  }
-
-  // Body of a step: the driver runs the chain, the others follow.
-  void body(int mb) {
-    if (!server->is_driver()) {
-      Call output = server->await_output();
-      losses[mb] = output.tensors[0].data.item<double>();
-      server->await_backward();
-      return;
-    }
-    at::Tensor x = at::tanh(at::mm(input(mb), w));
-    for (int r = 1; r < size; ++r) {
-      Call result = remote_call(*server, r, r, true, "call", {x});
-      x = result.tensors[0].data;
-    }
-    at::Tensor loss = x.sum();
-    Call output;
-    output.structure = "loss";
-    output.tensors.resize(1);
-    output.tensors[0].data = loss.detach().clone();
-    server->publish_output(output);
-    losses[mb] = loss.item<double>();
-    server->begin_backward();
-    torch::autograd::backward({loss}, {});
-    server->end_backward();
-  }
-
-  void step(int num_microbatches) {
-    losses.assign(num_microbatches, 0);
-    ASSERT_EQ(server->begin_step("train", num_microbatches), num_microbatches);
-    server->run_step(num_microbatches, 1, [this](int mb) { body(mb); });
-  }
-
-  int rank;
-  int size;
-  at::Tensor w;
-  std::shared_ptr<comm::FaultBoard> faults;
-  std::shared_ptr<comm::Mailbox> mailbox;
-  std::unique_ptr<Server> server;
+  std::vector<at::Tensor> weights;
   std::vector<double> losses;
 };
 
-class ServerTest
-    : public ::testing::TestWithParam<std::tuple<int, std::string, int>> {};
+class Chain : public ::testing::TestWithParam<
+                  std::tuple<int, std::string, int, bool, bool>> {};
 
-TEST_P(ServerTest, chain_over_ranks_matches_one_process) {
-  const auto [size, policy, num_microbatches] = GetParam();
-  std::vector<at::Tensor> weights;
-  for (int r = 0; r < size; ++r) weights.push_back(weight(r));
-  std::vector<double> losses;
-  for (int mb = 0; mb < num_microbatches; ++mb) {
-    at::Tensor x = input(mb);
-    for (const at::Tensor& w : weights) x = at::tanh(at::mm(x, w));
-    at::Tensor loss = x.sum();
-    losses.push_back(loss.item<double>());
-    torch::autograd::backward({loss}, {});
-  }
-  comm::run_ranks(size, [&](int rank, comm::CommunicatorPtr world) {
-    Rank self(rank, size, world, policy);
-    self.step(num_microbatches);
-    EXPECT_EQ(self.losses, losses);
-    EXPECT_TRUE(at::allclose(self.w.grad(), weights[rank].grad(), 1e-13));
-    EXPECT_GT(self.w.grad().abs().max().item<double>(), 0);
-    if (rank > 0) {
-      EXPECT_EQ(self.server->num_served_calls(), num_microbatches);
+TEST_P(Chain, over_ranks_matches_one_process) {
+  const auto [size, policy, num_microbatches, has_handles, has_memory] =
+      GetParam();
+  const Plain plain(size, num_microbatches);
+  const RankSettings settings{.size = size,
+                              .policy = policy,
+                              .has_handles = has_handles,
+                              .has_shared_memory = has_memory};
+  run_servers(settings, [&](Rank& self) {
+    for (int step = 1; step <= 3; ++step) {
+      self.step_of_chains(num_microbatches);
+      EXPECT_EQ(self.losses, plain.losses);
+      const at::Tensor expected = plain.weights[self.rank].grad().mul(step);
+      EXPECT_TRUE(at::allclose(self.w.grad(), expected, 1e-12, 1e-13));
+      EXPECT_GT(self.w.grad().abs().max().item<double>(), 0);
+      EXPECT_EQ(self.server->num_served_calls(),
+                self.rank == 0 ? 0 : step * num_microbatches);
+      self.expect_empty();
     }
-    EXPECT_EQ(self.server->num_records(), 0);
-    self.step(num_microbatches);  // a second step on the same server
-    EXPECT_EQ(self.losses, losses);
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, ServerTest,
-                         ::testing::Combine(::testing::Values(2, 3, 4),
-                                            ::testing::Values("interleaved",
-                                                              "simple"),
-                                            ::testing::Values(1, 2, 8)));
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, Chain,
+    ::testing::Combine(::testing::Values(2, 3, 4),
+                       ::testing::Values("interleaved", "simple"),
+                       ::testing::Values(1, 2, 8), ::testing::Bool(),
+                       ::testing::Bool()));
 
-TEST(Server, exception_in_a_module_reaches_the_rank_it_happened_on) {
-  comm::run_ranks(2, [](int rank, comm::CommunicatorPtr world) {
-    Rank self(rank, 2, world, "interleaved");
-    std::string where;
-    self.server->set_error_reporter(
-        [&](const std::string& place, const std::string&) { where = place; });
-    if (rank == 1) {
-      self.server->set_forward_handler(
-          [](Call) -> Call { throw std::runtime_error("broken module"); });
-    }
-    if (rank == 0) {
-      // In processes the liveness channel brings the news; here, this thread.
-      std::thread news([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(300));
-        comm::Fault fault;
-        fault.global_rank = 1;
-        fault.text = "broken module";
-        self.faults->report(fault);
-      });
-      EXPECT_THROW(self.step(2), PeerFailure);
-      news.join();
-    } else {
-      EXPECT_THROW(self.step(2), std::runtime_error);
-      EXPECT_EQ(where, "module 'stage1', microbatch 0, forward");
-    }
+TEST(Server, evaluation_keeps_no_graph) {
+  run_servers({.size = 3}, [](Rank& self) {
+    self.step(2, [&](int mb) {
+      const at::NoGradGuard no_grad;
+      if (self.rank != 0) {
+        const ModelOutput output = self.server->await_output();
+        EXPECT_FALSE(output.tensors.at(0).requires_grad);
+        return;
+      }
+      at::Tensor x = self.call_one(2, self.call_one(1, make_input(mb)));
+      EXPECT_FALSE(x.requires_grad());
+      const at::Tensor sum = self.arrive(x).sum();
+      const at::Tensor expected =
+          compute(compute(make_input(mb), make_weight(1)), make_weight(2));
+      EXPECT_EQ(sum.item<double>(), expected.sum().item<double>());
+      self.server->publish_output("sum", {sum});
+    });
+    self.expect_empty();
+    EXPECT_FALSE(self.w.grad().defined());
   });
 }
 
 TEST(Server, ranks_that_run_different_step_functions_are_told) {
-  comm::run_ranks(2, [](int rank, comm::CommunicatorPtr world) {
-    Rank self(rank, 2, world, "interleaved");
-    if (rank == 0) {
+  run_servers({.size = 2}, [](Rank& self) {
+    if (self.rank == 0) {
       self.server->begin_step("train", 2);
-    } else {
-      try {
-        self.server->begin_step("evaluate", 2);
-        FAIL() << "no error";
-      } catch (const Error& e) {
-        EXPECT_NE(std::string(e.what()).find("'evaluate' here but 'train'"),
-                  std::string::npos)
-            << e.what();
-      }
+      return;
+    }
+    try {
+      self.server->begin_step("evaluate", 2);
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("'evaluate' here but 'train'"),
+                std::string::npos)
+          << e.what();
+    }
+  });
+}
+
+TEST(Server, results_that_get_no_gradient_leave_no_record) {
+  run_servers({.size = 2}, [](Rank& self) {
+    for (int step = 0; step < 2; ++step) {
+      self.step(3, [&](int mb) {
+        if (self.rank != 0) return self.follow(mb);
+        self.call_one(1, make_input(mb));  // its result is not used
+        self.train_on(mb, compute(make_input(mb), self.w).sum());
+      });
+      self.expect_empty();
+    }
+    EXPECT_EQ(self.server->num_served_calls(), self.rank * 6);
+    EXPECT_EQ(self.w.grad().defined(), self.rank == 0);
+  });
+}
+
+TEST(Server, a_call_outside_of_a_step_says_so) {
+  run_servers({.size = 2}, [](Rank& self) {
+    if (self.rank != 0) return;
+    try {
+      self.call_one(1, make_input(0));
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      const std::string text = e.what();
+      EXPECT_NE(text.find("'stage1'"), std::string::npos) << text;
+      EXPECT_NE(text.find("@smp.step"), std::string::npos) << text;
     }
   });
 }
 
 TEST(Server, a_second_backward_through_a_remote_call_is_refused) {
-  comm::run_ranks(2, [](int rank, comm::CommunicatorPtr world) {
-    Rank self(rank, 2, world, "interleaved");
-    self.server->begin_step("train", 1);
-    std::string refused;
-    self.server->run_step(1, 0, [&](int) {
-      if (rank == 1) return;
-      auto [result, id] = self.server->call_forward(1, [] {
-        Call call;
-        call.module_id = 1;
-        call.flags = kGradEnabled;
-        call.tensors.resize(1);
-        call.tensors[0].data = input(0);
-        return call;
-      }());
-      self.server->call_backward(id, {result.tensors[0].data});
-      refused = "asked once";
-    });
-    if (rank == 0) {
-      EXPECT_EQ(refused, "asked once");
+  run_servers({.size = 2}, [](Rank& self) {
+    const auto body = [&](int mb) {
+      if (self.rank != 0) return self.follow(mb);
+      const at::Tensor loss =
+          self.arrive(self.call_one(1, make_input(mb))).sum();
+      torch::autograd::backward({loss}, {}, /*keep_graph=*/true);
+      self.train_on(mb, loss);
+    };
+    EXPECT_THROW(self.step(1, body), Error);
+    if (self.rank == 1) {
+      ASSERT_EQ(self.errors.size(), 1u);
+      EXPECT_NE(self.errors[0].find("its backward ran already"),
+                std::string::npos)
+          << self.errors[0];
     }
-    EXPECT_EQ(self.server->num_records(), 0);
+    self.expect_empty();
   });
-  CallRecords records;
-  records.put({0, 7}, {});
-  records.take({0, 7});
-  EXPECT_THROW(records.take({0, 7}), Error);
+}
+
+TEST(Server, several_results_some_without_gradient) {
+  run_servers({.size = 2}, [](Rank& self) {
+    self.modules[1] = [&](std::vector<at::Tensor> inputs) {
+      const at::Tensor y = compute(inputs[0], self.w);
+      // The mask, and the number of rows, get no gradient.
+      return std::vector{y, y.detach(), y.sum(0)};
+    };
+    for (int step = 0; step < 3; ++step) {
+      self.w.mutable_grad().reset();
+      self.step(2, [&](int mb) {
+        if (self.rank != 0) return self.follow(mb);
+        const auto results = self.call(1, {make_input(mb)}).tensors;
+        EXPECT_TRUE(results.at(0).requires_grad());
+        EXPECT_FALSE(results.at(1).requires_grad());
+        const at::Tensor a = self.arrive(results[0]);
+        const at::Tensor b = self.arrive(results[1]);
+        // In step 1 only the last one gets a gradient.
+        self.train_on(
+            mb, (step == 1 ? self.arrive(results[2]).sum() : a.mul(b).sum()));
+      });
+      self.expect_empty();
+      if (self.rank == 0) continue;
+      const at::Tensor w = make_weight(1);
+      for (int mb = 0; mb < 2; ++mb) {
+        const at::Tensor y = compute(make_input(mb), w);
+        torch::autograd::backward(
+            {step == 1 ? y.sum() : y.mul(y.detach()).sum()}, {});
+      }
+      EXPECT_TRUE(at::allclose(self.w.grad(), w.grad(), 1e-12, 1e-13));
+    }
+  });
 }
 
 }  // namespace

@@ -1,0 +1,215 @@
+#include "tests/cpp/pipeline/server_ranks.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <cmath>
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::pipeline {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Gradients come as handles; what the rank computes itself needs the data.
+class LeaveNode : public torch::autograd::Node {
+ public:
+  LeaveNode(Server& server, torch::autograd::edge_list&& edges)
+      : Node(std::move(edges)), server_(server) {}
+  std::string name() const override { return "LeaveBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    const RemoteRefPtr ref = remote_ref_of(grads[0]);
+    if (!ref) return std::move(grads);
+    return {server_.fetch_to_own(ref)};
+  }
+
+ private:
+  Server& server_;
+};
+
+at::Tensor filled(int64_t rows, const std::function<double(int64_t)>& value) {
+  at::Tensor tensor = at::empty({rows, kWidth}, at::kDouble);
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    tensor.data_ptr<double>()[i] = value(i);
+  }
+  return tensor;
+}
+
+// What is read by mistake shows in the loss.
+at::Tensor make_handle(const TensorMeta& meta) {
+  const double hint = at::isFloatingType(meta.dtype) ? std::nan("") : 0;
+  return at::full({}, hint, meta.dtype).expand(meta.sizes).detach();
+}
+
+}  // namespace
+
+at::Tensor make_weight(int rank) {
+  return filled(kWidth,
+                [&](int64_t i) {
+                  return 0.02 * (1 + rank) * ((i * 7 + rank) % 11 - 5);
+                })
+      .set_requires_grad(true);
+}
+
+at::Tensor make_input(int mb) {
+  return filled(kRows, [&](int64_t i) { return 0.01 * (mb + 1) * (i % 17); });
+}
+
+at::Tensor compute(const at::Tensor& x, const at::Tensor& weight) {
+  return at::tanh(at::mm(x, weight));
+}
+
+Ranks::Ranks(RankSettings the_settings) : settings(std::move(the_settings)) {
+  for (int rank = 0; rank < settings.size; ++rank) {
+    boards.push_back(std::make_shared<comm::FaultBoard>(rank));
+  }
+  memories.resize(settings.size);
+  if (settings.has_shared_memory) {
+    memories = comm::make_local_shared_memory(settings.size, 50'000);
+  }
+}
+
+void Ranks::tell_others(int rank, const std::string& where,
+                        const std::string& what) {
+  for (int other = 0; other < settings.size; ++other) {
+    if (other == rank) continue;
+    tell(other, {.kind = comm::Fault::Kind::kRaised,
+                 .global_rank = rank,
+                 .where = where,
+                 .text = what});
+  }
+}
+
+void Ranks::tell(int rank, const comm::Fault& fault) {
+  boards.at(rank)->report(fault);
+}
+
+Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
+    : rank(the_rank), w(make_weight(the_rank)), ranks_(ranks) {
+  mailbox = std::make_shared<comm::Mailbox>(
+      world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr));
+  const RankSettings& settings = ranks.settings;
+  Server::Options options;
+  options.global_rank = rank;
+  for (int r = 0; r < settings.size; ++r) {
+    options.pp_ranks.push_back(r);
+    options.module_names.push_back("stage" + std::to_string(r));
+  }
+  options.policy = settings.policy;
+  options.active_microbatches = settings.active_microbatches;
+  options.timeout = std::chrono::seconds(20);
+  server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
+  server->set_forward_handler(
+      [this](Call call) { return serve(std::move(call)); });
+  server->set_error_reporter(
+      [this](const std::string& where, const std::string& what) {
+        errors.push_back(where + ": " + what);
+        ranks_.tell_others(rank, where, what);
+      });
+  if (settings.has_handles) {
+    server->set_handle_factory(make_handle);
+  }
+}
+
+Rank::~Rank() {
+  server->close();
+  mailbox->close();
+}
+
+Call Rank::serve(Call call) {
+  std::vector<at::Tensor> inputs;
+  for (auto& tensor : call.tensors) inputs.push_back(std::move(tensor.data));
+  call.tensors.clear();
+  const auto found = modules.find(call.module_id);
+  const auto outputs = found == modules.end()
+                           ? std::vector{compute(inputs.at(0), w)}
+                           : found->second(std::move(inputs));
+  Call result;
+  result.structure = "result";
+  for (const at::Tensor& output : outputs) {
+    result.tensors.emplace_back();
+    result.tensors.back().data = output;
+  }
+  return result;
+}
+
+RemoteResult Rank::call(int owner, const std::vector<at::Tensor>& inputs,
+                        const std::string& structure) {
+  return remote_call(*server, owner, owner, true, structure, "mode", inputs);
+}
+
+at::Tensor Rank::call_one(int owner, const at::Tensor& input) {
+  return call(owner, {input}).tensors.at(0);
+}
+
+at::Tensor Rank::leave(const at::Tensor& tensor) {
+  at::Tensor left = tensor.detach();
+  if (tensor.requires_grad() && at::GradMode::is_enabled()) {
+    torch::autograd::create_gradient_edge(
+        left, std::make_shared<LeaveNode>(
+                  *server, torch::autograd::collect_next_edges(tensor)));
+  }
+  return left;
+}
+
+at::Tensor Rank::arrive(const at::Tensor& handle) {
+  return remote_ref_of(handle) ? materialize(*server, handle) : handle;
+}
+
+void Rank::train_on(int mb, const at::Tensor& loss) {
+  server->publish_output("loss", {loss});
+  losses.at(mb) = loss.item<double>();
+  server->begin_backward();
+  torch::autograd::backward({loss}, {});
+  server->end_backward();
+}
+
+void Rank::follow(int mb) {
+  const ModelOutput output = server->await_output();
+  EXPECT_EQ(output.structure, "loss");
+  losses.at(mb) = output.tensors.at(0).data.item<double>();
+  server->await_backward();
+}
+
+void Rank::chain(int mb) {
+  if (!server->is_driver()) return follow(mb);
+  at::Tensor x = leave(compute(make_input(mb), w));
+  for (int r = 1; r < size(); ++r) x = call_one(r, x);
+  train_on(mb, arrive(x).sum());
+}
+
+void Rank::step(int num_microbatches, const std::function<void(int)>& body) {
+  losses.assign(num_microbatches, 0);
+  ASSERT_EQ(server->begin_step("train", num_microbatches), num_microbatches);
+  server->run_step(num_microbatches, 1, body);
+}
+
+void Rank::expect_empty() const {
+  EXPECT_EQ(server->num_records(), 0) << "rank " << rank;
+  EXPECT_EQ(server->num_stored(), 0) << "rank " << rank;
+  EXPECT_EQ(server->num_queued(), 0) << "rank " << rank;
+}
+
+void run_servers(const RankSettings& settings,
+                 const std::function<void(Rank&, Ranks&)>& body,
+                 std::chrono::milliseconds deadline) {
+  Ranks ranks(settings);
+  comm::run_ranks(
+      settings.size,
+      [&](int rank, const comm::CommunicatorPtr& world) {
+        Rank self(ranks, rank, world);
+        body(self, ranks);
+      },
+      deadline);
+}
+
+}  // namespace smp::pipeline

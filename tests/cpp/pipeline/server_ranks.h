@@ -1,0 +1,116 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/shared_memory.h"
+#include "csrc/pipeline/remote_call.h"
+#include "csrc/pipeline/server.h"
+#include "tests/cpp/comm/run_ranks.h"
+
+namespace smp::pipeline {
+
+/// Sizes of the modules' data: more than what travels inside of requests.
+inline constexpr int64_t kRows = 16;
+inline constexpr int64_t kWidth = 24;
+inline constexpr int64_t kTensorBytes = kRows * kWidth * 8;
+
+/// A fixed, different matrix for each rank, which requires a gradient.
+at::Tensor make_weight(int rank);
+/// Likewise for each microbatch; requires none.
+at::Tensor make_input(int mb);
+/// What module `rank` computes.
+at::Tensor compute(const at::Tensor& x, const at::Tensor& weight);
+
+/// What the ranks of a test have in common.
+struct RankSettings {
+  int size = 2;
+  std::string policy = "interleaved";
+  /// Results are tensors without data; else they are fetched at once.
+  bool has_handles = true;
+  bool has_shared_memory = false;
+  int active_microbatches = 0;
+};
+
+class Ranks {
+ public:
+  explicit Ranks(RankSettings the_settings);
+
+  /// In processes the liveness channel brings such news.
+  void tell_others(int rank, const std::string& where, const std::string& what);
+  void tell(int rank, const comm::Fault& fault);
+
+  const RankSettings settings;
+  std::vector<std::shared_ptr<comm::FaultBoard>> boards;
+  std::vector<comm::SharedMemoryPtr> memories;
+};
+
+/// One rank: a server, and module r on rank r, which computes tanh(x W_r)
+/// unless `modules` says otherwise.
+class Rank {
+ public:
+  /// Gets the arguments and returns the results.
+  using Module =
+      std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
+
+  Rank(Ranks& ranks, int rank, const comm::CommunicatorPtr& world);
+  ~Rank();
+
+  int size() const { return ranks_.settings.size; }
+
+  /// Calls module `rank`, whose name is "stage<rank>", where it lives.
+  RemoteResult call(int rank, const std::vector<at::Tensor>& inputs,
+                    const std::string& structure = "call");
+  at::Tensor call_one(int rank, const at::Tensor& input);
+  /// A tensor of this rank that gets real gradients although it is an argument
+  /// elsewhere.
+  at::Tensor leave(const at::Tensor& tensor);
+  /// The data behind a handle, in its graph.
+  at::Tensor arrive(const at::Tensor& handle);
+
+  /// Driver: hands the loss to the others and runs its backward.
+  void train_on(int mb, const at::Tensor& loss);
+  /// Others: what `train_on` of the driver asks of them.
+  void follow(int mb);
+  /// The body that runs the chain of all modules.
+  void chain(int mb);
+
+  void step(int num_microbatches, const std::function<void(int)>& body);
+  void step_of_chains(int num_microbatches) {
+    step(num_microbatches, [this](int mb) { chain(mb); });
+  }
+  /// That nothing of a step is left.
+  void expect_empty() const;
+
+  const int rank;
+  at::Tensor w;
+  std::map<int64_t, Module> modules;
+  std::vector<double> losses;
+  std::vector<std::string> errors;  ///< of contexts of this rank
+  std::shared_ptr<comm::Mailbox> mailbox;
+  std::unique_ptr<Server> server;
+
+ private:
+  Call serve(Call call);
+
+  Ranks& ranks_;
+};
+
+/// Runs `body` on each rank, as a thread.
+void run_servers(const RankSettings& settings,
+                 const std::function<void(Rank&, Ranks&)>& body,
+                 std::chrono::milliseconds deadline = std::chrono::seconds(60));
+inline void run_servers(
+    const RankSettings& settings, const std::function<void(Rank&)>& body,
+    std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
+  run_servers(settings, [&](Rank& self, Ranks&) { body(self); }, deadline);
+}
+
+}  // namespace smp::pipeline
