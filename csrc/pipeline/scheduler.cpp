@@ -376,6 +376,14 @@ void Scheduler::enter_phase(Phase phase) {
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
+  // What comes first in a backward is issuing requests that other ranks wait
+  // for; a longer task of an older microbatch must not hold that up. Turns are
+  // taken again when this context has to wait.
+  if (phase == Phase::kBackward && options_.order == OrderRole::kFree &&
+      options_.policy->may_begin_backward(progress_locked())) {
+    ++context->key.resume;
+    return;
+  }
   context->turns_round = phase == Phase::kBackward;
   ++context->key.resume;
   context->waits_for = "its turn";
