@@ -287,7 +287,10 @@ def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
     """A result that is a view of an argument, made from the caller's own tensor."""
     tensor = resolve(tensor)
     if isinstance(tensor, RemoteTensor) and tensor.is_away() and tensor._whole is None:
-        return tensor._view("as_strided", (tuple(view.sizes), tuple(view.strides), view.offset), {})
+        geometry = (tuple(view.sizes), tuple(view.strides), view.offset)
+        made = tensor._view("as_strided", geometry, {})
+        assert made is not None
+        return made
     local = localize(tensor)
     return local.as_strided(view.sizes, view.strides, local.storage_offset() + view.offset)
 
