@@ -159,7 +159,7 @@ std::optional<Action> Scheduler::action_of(const Context& context) const {
   if (key.module_id == TaskKey::kStepBody) {
     const bool is_action = key.phase == Phase::kForward
                                ? context.state == Context::State::kNotStarted
-                               : !context.turns_round;
+                               : context.awaits_gradients;
     if (!options_.is_driver || !is_action) return std::nullopt;
     return Action{key.phase, key.mb, 0};
   }
@@ -292,7 +292,6 @@ void Scheduler::start_locked(Context* context) {
     order_.add(*action, context->key.resume > 0);
     last_action_ = action;
   }
-  context->turns_round = false;
   if (context->state == Context::State::kNotStarted) {
     executed_.push_back(context->key);
     ++stats_.num_contexts;
@@ -384,7 +383,6 @@ void Scheduler::enter_phase(Phase phase) {
     ++context->key.resume;
     return;
   }
-  context->turns_round = phase == Phase::kBackward;
   ++context->key.resume;
   context->waits_for = "its turn";
   context->waits_for_rank = -1;

@@ -334,6 +334,7 @@ std::vector<RemoteRefPtr> Server::call_backward(
     meta.requires_grad = false;
     results[i] = name_result(context, header, call.owner_rank,
                              static_cast<int>(i), meta, route, hops);
+    results[i]->is_gradient = true;
   }
   return results;
 }
@@ -357,13 +358,18 @@ RemoteRefPtr Server::call_operation(const Operation& operation,
                std::move(tensors), nullptr);
   TensorMeta meta = youngest->meta;
   meta.requires_grad = false;
-  return name_result(context, header, owner, 0, meta, nullptr, {});
+  const RemoteRefPtr result =
+      name_result(context, header, owner, 0, meta, nullptr, {});
+  result->is_gradient = youngest->is_gradient;
+  return result;
 }
 
 at::Tensor Server::fetch(const RemoteRefPtr& ref) {
   if (ref->kept.defined()) return ref->kept;
-  calling_context("reading a result of a module on global_rank " +
-                  std::to_string(ref->home_rank));
+  Context& context =
+      calling_context("reading a result of a module on global_rank " +
+                      std::to_string(ref->home_rank));
+  context.awaits_gradients |= ref->is_gradient;
   if (!holds(*ref, options_.global_rank)) {
     order_push(*ref, options_.global_rank);
     std::lock_guard<std::mutex> lock(stats_mutex_);
