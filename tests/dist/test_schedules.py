@@ -86,6 +86,8 @@ def write_partition(path: Path, pp: int, num_chunks: int) -> str:
     lines += [f"{i}  {i % pp}.{i // pp}" for i in range(pp * num_chunks)]
     path.write_text("\n".join(lines) + "\n")
     return str(path)
+
+
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", ["simple", "interleaved", *NEW])
 def test_equal_slow_stages_execute_the_plan(

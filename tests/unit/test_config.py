@@ -65,6 +65,11 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "_match_weights": True,
         "overlapping_allreduce": True,
         "use_times": False,
+        # Of our own.
+        "partition_file": None,
+        "partition_memory_limit": None,
+        "schedule_file": None,
+        "virtual_stages": 1,
     }
 
 
