@@ -31,6 +31,7 @@ if TYPE_CHECKING:
             kwargs: Mapping[str, Any],
         ) -> Any: ...
 
+
 _aten = torch.ops.aten
 
 
@@ -83,9 +84,7 @@ class RemoteTensor(Tensor):
         """Is the tensor still what the other rank has made?"""
         if self._whole is not None and not self._whole.is_untouched():
             return False
-        return self._local is None or (
-            self._mark is not None and _state(self._local) == self._mark
-        )
+        return self._local is None or (self._mark is not None and _state(self._local) == self._mark)
 
     def is_away(self) -> bool:
         """Has nothing brought the data here, and may they stay where they are?"""
