@@ -33,9 +33,9 @@ Route::Hops hops_of(const std::shared_ptr<Route>& route) {
 }
 
 bool holds(const RemoteRef& ref, int rank) {
-  return ref.home_rank == rank || std::find(ref.copies.begin(),
-                                            ref.copies.end(),
-                                            rank) != ref.copies.end();
+  return ref.home_rank == rank ||
+         std::find(ref.copies.begin(), ref.copies.end(), rank) !=
+             ref.copies.end();
 }
 
 }  // namespace
@@ -229,10 +229,9 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                                 int64_t flags, const std::string& structure,
                                 const std::string& mode,
                                 const std::vector<at::Tensor>& inputs) {
-  Context& context = calling_context("calling module '" +
-                                     module_name(module_id) +
-                                     "', which lives on global_rank " +
-                                     std::to_string(owner_rank) + ",");
+  Context& context = calling_context(
+      "calling module '" + module_name(module_id) +
+      "', which lives on global_rank " + std::to_string(owner_rank) + ",");
   std::string key = std::to_string(module_id) + '/' + std::to_string(flags) +
                     '/' + mode + '/' + structure;
   check_arguments(module_id, inputs);
@@ -287,9 +286,9 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
   for (size_t i = 0; i < metas.size(); ++i) {
     call.results.emplace_back();
     if (is_view[i]) continue;
-    call.results.back() = (name_result(context, header, owner_rank,
-                                       static_cast<int>(i), metas[i], route,
-                                       hops));
+    call.results.back() =
+        (name_result(context, header, owner_rank, static_cast<int>(i), metas[i],
+                     route, hops));
   }
   return call;
 }
@@ -512,7 +511,8 @@ ModelOutput Server::await_output() {
   comm::Message message = await_notice(
       Kind::kModelOutput, context.num_model_calls++, "the model's output");
   const size_t homes_bytes = message.tensors.size() * sizeof(int32_t);
-  const ResultMeta result = ResultMeta::decode(message.bytes.substr(homes_bytes));
+  const ResultMeta result =
+      ResultMeta::decode(message.bytes.substr(homes_bytes));
   ModelOutput output;
   output.structure = result.structure;
   for (size_t i = 0; i < message.tensors.size(); ++i) {
