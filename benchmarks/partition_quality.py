@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from smp import _C
+from smp.partition.costs import Trace
 from smp.partition.trace import trace
 from smp.partition.tree import ModuleIndex, build_tree
 
@@ -63,6 +64,15 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A module tree with the costs that a trace has found, which took some time."""
+
+    index: ModuleIndex
+    trace: Trace
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Quality:
     """Largest loads of one model over one number of ranks; 1 / ranks would be perfect balance."""
 
@@ -81,17 +91,21 @@ class Quality:
         return self.load / self.exact
 
 
-def traced_index(name: str) -> tuple[ModuleIndex, float]:
-    """The module tree of a model with traced costs, and the seconds that took."""
+def traced(name: str) -> Traced:
+    """One of `SHAPES`, traced."""
+    return traced_model(SHAPES[name]())
+
+
+def traced_model(config: PretrainedConfig, sequence: int = SEQUENCE) -> Traced:
+    """The training forward of a model of the library with one sequence, traced."""
     start = time.perf_counter()
-    config = SHAPES[name]()
     seq2seq = config.is_encoder_decoder
     with torch.device("meta"):
         model = (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM).from_config(config)
-    ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
+    ids = torch.zeros(1, sequence, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
     result = trace(model, (), call, device=torch.device("cpu"))
-    return build_tree(model, result), time.perf_counter() - start
+    return Traced(build_tree(model, result), result, time.perf_counter() - start)
 
 
 def _block_of(index: ModuleIndex, idx: int) -> tuple[int, str]:
@@ -126,8 +140,8 @@ def _items(index: ModuleIndex, places: list[int]) -> list[list[int]]:
 class _Reference:
     """The costs of items, and what splits of them cost."""
 
-    def __init__(self, index: ModuleIndex, options: _C.PartitionOptions) -> None:
-        self._index = index
+    def __init__(self, model: Traced, options: _C.PartitionOptions) -> None:
+        self._index = index = model.index
         self._options = options
         tree = index.tree
         units = _C.unit_places(tree)
@@ -151,6 +165,18 @@ class _Reference:
             cost[0] += tree.param_bytes(idx)
             cost[1] += tree.activation_bytes(idx)
             cost[2] += tree.compute(idx)
+        self._move_away(model.trace, first_below)
+
+    def _move_away(self, trace: Trace, item_of: dict[int, int]) -> None:
+        """What code of split modules leaves to the rank with the data, the loss above all."""
+        node_of = {module: idx for idx, module in enumerate(self._index.modules)}
+        items: list[int] = []
+        for value in trace.values:
+            own = item_of[node_of[trace.modules[value.producer]]]
+            items.append(max(own, items[value.sources[-1]]) if value.sources else own)
+            for sign, item in ((-1, own), (1, items[-1])):
+                self._costs[item][1] += sign * value.activation_bytes
+                self._costs[item][2] += sign * value.flops
 
     def loads(self) -> list[list[float]]:
         """Load of each item on each rank, without transfers."""
@@ -213,8 +239,9 @@ def exact_ends(loads: list[list[float]]) -> list[int]:
     return ends
 
 
-def quality(name: str, index: ModuleIndex, ranks: int, memory_weight: float = 0.8) -> Quality:
+def quality(name: str, model: Traced, ranks: int, memory_weight: float = 0.8) -> Quality:
     """Compares the partition of a traced model with both references."""
+    index = model.index
     options = _C.PartitionOptions(
         ranks, memory_weight=memory_weight, kept_microbatches=list(range(ranks, 0, -1))
     )
@@ -222,7 +249,7 @@ def quality(name: str, index: ModuleIndex, ranks: int, memory_weight: float = 0.
     assignment = _C.solve_partition(index.tree, options)
     solve_s = time.perf_counter() - start
     evaluation = _C.evaluate_partition(index.tree, assignment, options)
-    reference = _Reference(index, options)
+    reference = _Reference(model, options)
     exact = reference.evaluate(exact_ends(reference.loads()))
     equal = reference.evaluate(reference.equal_ends())
     ranks_of_block: dict[int, set[int]] = {}
@@ -249,10 +276,10 @@ def main() -> None:
     parser.add_argument("--ranks", action="append", type=int, help="default: 2, 4, 8, 16")
     chosen = parser.parse_args()
     for name in chosen.model or SHAPES:
-        index, trace_s = traced_index(name)
+        model = traced(name)
         for ranks in chosen.ranks or (2, 4, 8, 16):
-            result = quality(name, index, ranks)
-            line = asdict(result) | {"ratio": result.ratio, "trace_s": trace_s}
+            result = quality(name, model, ranks)
+            line = asdict(result) | {"ratio": result.ratio, "trace_s": model.seconds}
             print(
                 json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in line.items()})
             )

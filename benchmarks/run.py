@@ -1,7 +1,8 @@
-"""Runs all benchmarks: ``python benchmarks/run.py [--only NAME] [--out FILE]``.
+"""Runs the short benchmarks: ``python benchmarks/run.py [--only NAME] [--out FILE]``.
 
 Each benchmark is a script of its own that this one starts on one or two processes, one thread each,
-on the CPU. Every result is one JSON line, in the file and in short on the screen.
+on the CPU. Every result is one JSON line, in the file and in short on the screen. `pipeline.py` is
+run by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,12 @@ class Job:
     repeats: int = 20
 
 
-def pipeline_job(grouping: str, microbatches: int, pipeline: str = "interleaved") -> Job:
-    config = {"shape": MODEL, "batch_size": 16, "microbatches": microbatches}
-    return Job("pipeline_step", 2, config | {"grouping": grouping, "pipeline": pipeline}, 15)
+def overhead_job(num_ranks: int) -> Job:
+    return Job(
+        "remote_overhead",
+        num_ranks,
+        {"num_ranks": num_ranks, "calls": 10_000, "calls_per_step": 200},
+    )
 
 
 # Bytes and number of messages per turn.
@@ -43,11 +48,8 @@ MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
 
 JOBS = (
     Job("transport", 2, {"messages": MESSAGES}),
-    Job("remote_call", 2, {"payload_bytes": [4, 65536, 1048576]}),
-    pipeline_job("halves", 4),
-    pipeline_job("halves", 8),
-    pipeline_job("halves", 4, "simple"),
-    pipeline_job("blocks", 4),
+    overhead_job(2),
+    overhead_job(3),
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 1}, 15),
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
@@ -55,24 +57,40 @@ JOBS = (
 )
 
 
-def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
-    """Results of one benchmark; raises RuntimeError with its output if it failed."""
+def launch(
+    script: str,
+    num_processes: int,
+    config: dict[str, Any],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    arguments: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Results of one worker script; raises RuntimeError with its output if it failed."""
     launcher = []
-    if job.num_processes > 1:
+    if num_processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += [f"--nproc-per-node={job.num_processes}"]
-    arguments = [f"--config={json.dumps(job.config)}", f"--repeats={repeats}"]
-    command = [sys.executable, *launcher, str(FOLDER / f"{job.script}.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        launcher += [f"--nproc-per-node={num_processes}"]
+    command = [sys.executable, *launcher, str(FOLDER / f"{script}.py")]
+    command += [f"--config={json.dumps(config)}", *arguments]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        command,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{job.script} {job.config} failed:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(f"{script} {config} failed:\n{done.stdout}\n{done.stderr}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        raise RuntimeError(f"{job.script} {job.config} printed no result:\n{done.stdout}")
+        raise RuntimeError(f"{script} {config} printed no result:\n{done.stdout}")
     return [json.loads(line.removeprefix(MARK)) for line in lines]
+
+
+def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
+    """Results of one benchmark."""
+    arguments = [f"--repeats={repeats}"]
+    return launch(job.script, job.num_processes, job.config, os.environ, TIMEOUT_S, arguments)
 
 
 def headline(result: dict[str, Any]) -> str:

@@ -37,19 +37,15 @@ void enter_python_thread(const std::function<void()>& body) {
   PyGILState_Release(state);
 }
 
-std::shared_ptr<Server> make_server(std::shared_ptr<comm::Mailbox> mailbox,
-                                    std::shared_ptr<comm::FaultBoard> faults,
-                                    int global_rank, std::vector<int> pp_ranks,
-                                    std::vector<int> order_ranks,
-                                    std::string policy,
-                                    std::optional<std::string> actions,
-                                    int num_chunks, std::vector<int> chunk_idxs,
-                                    int active_microbatches,
-                                    bool deterministic,
-                                    const std::string& device, double timeout_s,
-                                    std::vector<std::string> module_names,
-                                    std::shared_ptr<pipeline::Timeline>
-                                        timeline) {
+std::shared_ptr<Server> make_server(
+    std::shared_ptr<comm::Mailbox> mailbox,
+    std::shared_ptr<comm::FaultBoard> faults, int global_rank,
+    std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
+    std::optional<std::string> actions, int num_chunks,
+    std::vector<int> chunk_idxs, int active_microbatches, bool deterministic,
+    const std::string& device, double timeout_s,
+    std::vector<std::string> module_names,
+    std::shared_ptr<pipeline::Timeline> timeline) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -82,7 +78,8 @@ void set_forward_handler(Server& server, py::function handler) {
     }
     const py::tuple result = (*kept)(
         call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
-        (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure), std::move(tensors));
+        (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure),
+        std::move(tensors));
     Call answer;
     answer.structure = result[0].cast<std::string>();
     for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
@@ -95,15 +92,15 @@ void set_forward_handler(Server& server, py::function handler) {
 }
 
 void set_handle_factory(Server& server, py::function factory) {
-  server.set_handle_factory(
-      [kept = keep(std::move(factory))](const pipeline::TensorMeta& meta) {
-        py::gil_scoped_acquire gil;
-        return (*kept)(py::tuple(py::cast(meta.sizes)),
-                       py::reinterpret_borrow<py::object>(
-                           reinterpret_cast<PyObject*>(
-                               torch::getTHPDtype(meta.dtype))))
-            .cast<at::Tensor>();
-      });
+  server.set_handle_factory([kept = keep(std::move(factory))](
+                                const pipeline::TensorMeta& meta) {
+    py::gil_scoped_acquire gil;
+    return (*kept)(
+               py::tuple(py::cast(meta.sizes)),
+               py::reinterpret_borrow<py::object>(
+                   reinterpret_cast<PyObject*>(torch::getTHPDtype(meta.dtype))))
+        .cast<at::Tensor>();
+  });
 }
 
 void run_step(Server& server, int num_microbatches, uint64_t seed,
@@ -214,8 +211,8 @@ void bind_pipeline(py::module_& m) {
       m, "Server", "One rank's part in the pipeline; see pipeline/server.h.")
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
-           py::arg("order_ranks"), py::arg("policy"),
-           py::arg("actions"), py::arg("num_chunks"), py::arg("chunk_idxs"),
+           py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
+           py::arg("num_chunks"), py::arg("chunk_idxs"),
            py::arg("active_microbatches"), py::arg("deterministic"),
            py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
            py::arg("timeline") = nullptr)
@@ -252,11 +249,12 @@ void bind_pipeline(py::module_& m) {
            "Opens the next step; returns the driver's number of microbatches.")
       .def("run_step", &run_step, py::arg("num_microbatches"), py::arg("seed"),
            py::arg("body"), "Runs body(mb) for each microbatch and serves.")
-      .def("remote_call", &remote_call, py::arg("owner_global_rank"),
-           py::arg("module_id"), py::arg("training"), py::arg("structure"),
-           py::arg("mode"), py::arg("tensors"),
-           "Has a module run on its owner: structure and handles of the result, "
-           "and which arguments it changed (their handles are the last).")
+      .def(
+          "remote_call", &remote_call, py::arg("owner_global_rank"),
+          py::arg("module_id"), py::arg("training"), py::arg("structure"),
+          py::arg("mode"), py::arg("tensors"),
+          "Has a module run on its owner: structure and handles of the result, "
+          "and which arguments it changed (their handles are the last).")
       .def("set_handle_factory", &set_handle_factory,
            "factory(sizes, dtype) -> tensor without data")
       .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")

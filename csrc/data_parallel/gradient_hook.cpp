@@ -25,8 +25,7 @@ class TakingHook final : public torch::autograd::FunctionPreHook {
     if (!sink || !grads[0].defined()) return grads;
     // A gradient that is still on another rank: reading it may suspend this
     // thread, which must not happen under the locks of those who add it up.
-    const bool is_away =
-        grads[0].unsafeGetTensorImpl()->is_python_dispatch();
+    const bool is_away = grads[0].unsafeGetTensorImpl()->is_python_dispatch();
     (*sink)(param_idx_, is_away ? at::clone(grads[0]) : grads[0]);
     // AccumulateGrad returns at once when its gradient is undefined.
     return {at::Tensor()};

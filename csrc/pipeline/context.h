@@ -37,8 +37,9 @@ struct Context {
   int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
   int64_t waits_since_ns = 0;  ///< see Timeline; 0 while nothing is recorded
   std::condition_variable resumed;
-  /// Step bodies: the next turn begins the backward, without its data yet.
-  bool turns_round = false;
+  /// Has asked for the data of a gradient. Written by its own thread while it
+  /// runs, read by others while it does not.
+  bool awaits_gradients = false;
 
   /// Generators while another context runs.
   std::optional<memory::RandomState> random_state;

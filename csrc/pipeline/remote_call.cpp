@@ -102,8 +102,9 @@ void link_view(const at::Tensor& view, const at::Tensor& base,
   if (!base.requires_grad() || !at::GradMode::is_enabled()) return;
   at::Tensor output = view;
   torch::autograd::create_gradient_edge(
-      output, std::make_shared<AwayViewNode>(
-                  std::move(spread), torch::autograd::collect_next_edges(base)));
+      output,
+      std::make_shared<AwayViewNode>(
+          std::move(spread), torch::autograd::collect_next_edges(base)));
 }
 
 void require_unused_grad(at::Tensor& output) {

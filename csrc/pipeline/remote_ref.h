@@ -64,6 +64,7 @@ struct RemoteRef {
   int home_rank = -1;  ///< global rank that has the data first
   /// An ordinary tensor of this rank, which got a name as an argument.
   bool is_argument = false;
+  bool is_gradient = false;  ///< came out of a backward
   int64_t mb = 0;
   TensorMeta meta;
   /// Other ranks which have the data or will get them.

@@ -159,7 +159,7 @@ std::optional<Action> Scheduler::action_of(const Context& context) const {
   if (key.module_id == TaskKey::kStepBody) {
     const bool is_action = key.phase == Phase::kForward
                                ? context.state == Context::State::kNotStarted
-                               : !context.turns_round;
+                               : context.awaits_gradients;
     if (!options_.is_driver || !is_action) return std::nullopt;
     return Action{key.phase, key.mb, 0};
   }
@@ -292,7 +292,6 @@ void Scheduler::start_locked(Context* context) {
     order_.add(*action, context->key.resume > 0);
     last_action_ = action;
   }
-  context->turns_round = false;
   if (context->state == Context::State::kNotStarted) {
     executed_.push_back(context->key);
     ++stats_.num_contexts;
@@ -376,7 +375,14 @@ void Scheduler::enter_phase(Phase phase) {
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
-  context->turns_round = phase == Phase::kBackward;
+  // What comes first in a backward is issuing requests that other ranks wait
+  // for; a longer task of an older microbatch must not hold that up. Turns are
+  // taken again when this context has to wait.
+  if (phase == Phase::kBackward && options_.order == OrderRole::kFree &&
+      options_.policy->may_begin_backward(progress_locked())) {
+    ++context->key.resume;
+    return;
+  }
   ++context->key.resume;
   context->waits_for = "its turn";
   context->waits_for_rank = -1;

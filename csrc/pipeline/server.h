@@ -80,8 +80,8 @@ class Server {
     std::string policy = "interleaved";
     /// What this rank does, in the text form; in place of the policy.
     std::optional<std::string> actions;
-    int num_chunks = 1;            ///< parts of the model on each rank
-    std::vector<int> chunk_idxs;   ///< by module id; empty: all are chunk 0
+    int num_chunks = 1;           ///< parts of the model on each rank
+    std::vector<int> chunk_idxs;  ///< by module id; empty: all are chunk 0
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);

@@ -33,9 +33,9 @@ Route::Hops hops_of(const std::shared_ptr<Route>& route) {
 }
 
 bool holds(const RemoteRef& ref, int rank) {
-  return ref.home_rank == rank || std::find(ref.copies.begin(),
-                                            ref.copies.end(),
-                                            rank) != ref.copies.end();
+  return ref.home_rank == rank ||
+         std::find(ref.copies.begin(), ref.copies.end(), rank) !=
+             ref.copies.end();
 }
 
 }  // namespace
@@ -229,10 +229,9 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
                                 int64_t flags, const std::string& structure,
                                 const std::string& mode,
                                 const std::vector<at::Tensor>& inputs) {
-  Context& context = calling_context("calling module '" +
-                                     module_name(module_id) +
-                                     "', which lives on global_rank " +
-                                     std::to_string(owner_rank) + ",");
+  Context& context = calling_context(
+      "calling module '" + module_name(module_id) +
+      "', which lives on global_rank " + std::to_string(owner_rank) + ",");
   std::string key = std::to_string(module_id) + '/' + std::to_string(flags) +
                     '/' + mode + '/' + structure;
   check_arguments(module_id, inputs);
@@ -287,9 +286,9 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
   for (size_t i = 0; i < metas.size(); ++i) {
     call.results.emplace_back();
     if (is_view[i]) continue;
-    call.results.back() = (name_result(context, header, owner_rank,
-                                       static_cast<int>(i), metas[i], route,
-                                       hops));
+    call.results.back() =
+        (name_result(context, header, owner_rank, static_cast<int>(i), metas[i],
+                     route, hops));
   }
   return call;
 }
@@ -334,6 +333,7 @@ std::vector<RemoteRefPtr> Server::call_backward(
     meta.requires_grad = false;
     results[i] = name_result(context, header, call.owner_rank,
                              static_cast<int>(i), meta, route, hops);
+    results[i]->is_gradient = true;
   }
   return results;
 }
@@ -357,13 +357,18 @@ RemoteRefPtr Server::call_operation(const Operation& operation,
                std::move(tensors), nullptr);
   TensorMeta meta = youngest->meta;
   meta.requires_grad = false;
-  return name_result(context, header, owner, 0, meta, nullptr, {});
+  const RemoteRefPtr result =
+      name_result(context, header, owner, 0, meta, nullptr, {});
+  result->is_gradient = youngest->is_gradient;
+  return result;
 }
 
 at::Tensor Server::fetch(const RemoteRefPtr& ref) {
   if (ref->kept.defined()) return ref->kept;
-  calling_context("reading a result of a module on global_rank " +
-                  std::to_string(ref->home_rank));
+  Context& context =
+      calling_context("reading a result of a module on global_rank " +
+                      std::to_string(ref->home_rank));
+  context.awaits_gradients |= ref->is_gradient;
   if (!holds(*ref, options_.global_rank)) {
     order_push(*ref, options_.global_rank);
     std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -506,7 +511,8 @@ ModelOutput Server::await_output() {
   comm::Message message = await_notice(
       Kind::kModelOutput, context.num_model_calls++, "the model's output");
   const size_t homes_bytes = message.tensors.size() * sizeof(int32_t);
-  const ResultMeta result = ResultMeta::decode(message.bytes.substr(homes_bytes));
+  const ResultMeta result =
+      ResultMeta::decode(message.bytes.substr(homes_bytes));
   ModelOutput output;
   output.structure = result.structure;
   for (size_t i = 0; i < message.tensors.size(); ++i) {

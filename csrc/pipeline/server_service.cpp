@@ -53,10 +53,10 @@ void find_shared(const std::vector<at::Tensor>& arguments,
           arguments[j].is_contiguous() && callers_are_contiguous &&
           result.requires_grad() == arguments[j].requires_grad()) {
         is_view = true;
-        meta.views.push_back({static_cast<int>(i), static_cast<int>(j),
-                              result.sizes().vec(), result.strides().vec(),
-                              result.storage_offset() -
-                                  arguments[j].storage_offset()});
+        meta.views.push_back(
+            {static_cast<int>(i), static_cast<int>(j), result.sizes().vec(),
+             result.strides().vec(),
+             result.storage_offset() - arguments[j].storage_offset()});
       } else {
         meta.shares_memory = true;
       }
@@ -113,19 +113,18 @@ void Server::serve(const Header& header, comm::Message&& message) {
   service->make_ready = [this, header, caller, call, hops, phase, visit,
                          weak = std::weak_ptr<Service>(service)] {
     const std::shared_ptr<Service> service = weak.lock();
-    scheduler_.add_service(
-        {phase, header.mb, call->module_id, visit, 0},
-        service->where, static_cast<uint64_t>(header.path),
-        [this, header, caller, call, hops, service] {
-          if (header.kind == Kind::kForwardRequest) {
-            run_forward(header, caller, *call, hops);
-          } else if (header.kind == Kind::kBackwardRequest) {
-            run_backward(header, caller, *call, hops);
-          } else {
-            run_operation(header, caller, *call, hops);
-          }
-          finish_service(header, *service);
-        });
+    scheduler_.add_service({phase, header.mb, call->module_id, visit, 0},
+                           service->where, static_cast<uint64_t>(header.path),
+                           [this, header, caller, call, hops, service] {
+                             if (header.kind == Kind::kForwardRequest) {
+                               run_forward(header, caller, *call, hops);
+                             } else if (header.kind == Kind::kBackwardRequest) {
+                               run_backward(header, caller, *call, hops);
+                             } else {
+                               run_operation(header, caller, *call, hops);
+                             }
+                             finish_service(header, *service);
+                           });
   };
   queues_.add(service);
   for (size_t i = 0; i < num_tensors; ++i) {
@@ -165,8 +164,8 @@ void Server::offer(const Header& header, int caller,
                    const Route::Hops& hops) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined()) continue;
-    const comm::Ref ref{caller, header.request_id * kMaxResults +
-                                    static_cast<int64_t>(i)};
+    const comm::Ref ref{
+        caller, header.request_id * kMaxResults + static_cast<int64_t>(i)};
     // Before the data are: they may be released as soon as they are stored.
     for (const auto& [idx, rank] : hops) {
       if (idx == static_cast<int>(i)) push(ref, header.mb, rank);
@@ -296,7 +295,7 @@ void Server::run_backward(const Header& header, int caller, Call& call,
   } else {
     SMP_CHECK(defined == call.structure, "the arguments of module '",
               module_name(call.module_id),
-              "' that get gradients changed from one call to the next (", 
+              "' that get gradients changed from one call to the next (",
               call.structure, ", now ", defined,
               "), and its caller on global_rank ", caller,
               " went on with what it had seen. Put the module on the partition "
@@ -310,8 +309,8 @@ std::vector<at::Tensor> Server::run_graph(
     const Header& header, int64_t module_id, CallRecord& record,
     const std::vector<at::Tensor>& roots,
     const std::vector<at::Tensor>& root_grads) {
-  if (auto grads = begin_split_backward(header, module_id, record, roots,
-                                        root_grads)) {
+  if (auto grads =
+          begin_split_backward(header, module_id, record, roots, root_grads)) {
     return *std::move(grads);
   }
   torch::autograd::backward(roots, root_grads);

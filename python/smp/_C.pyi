@@ -1,7 +1,7 @@
 """Types of the C++ core; what the names mean is written in csrc/bindings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -475,22 +475,15 @@ class Timeline:
     def take(self) -> tuple[list[tuple[Any, ...]], int]: ...
 
 class RefState:
-    @property
-    def home_rank(self) -> int: ...
-    @property
-    def is_of_this_step(self) -> bool: ...
+    home_rank: Final[int]
+    is_of_this_step: Final[bool]
 
 class ViewOfArgument:
-    @property
-    def result_idx(self) -> int: ...
-    @property
-    def argument_idx(self) -> int: ...
-    @property
-    def sizes(self) -> list[int]: ...
-    @property
-    def strides(self) -> list[int]: ...
-    @property
-    def offset(self) -> int: ...
+    result_idx: Final[int]
+    argument_idx: Final[int]
+    sizes: Final[list[int]]
+    strides: Final[list[int]]
+    offset: Final[int]
 
 def link_view(view: Tensor, base: Tensor, spread: Callable[[Tensor], Tensor]) -> None: ...
 def ref_state(tensor: Tensor) -> RefState | None: ...
@@ -502,24 +495,16 @@ class BoundaryCost:
     ) -> None: ...
 
 class RankUsage:
-    @property
-    def bubble_ms(self) -> float: ...
-    @property
-    def busy_ms(self) -> float: ...
-    @property
-    def peak_activation_bytes(self) -> int: ...
-    @property
-    def peak_activations(self) -> int: ...
+    bubble_ms: Final[float]
+    busy_ms: Final[float]
+    peak_activation_bytes: Final[int]
+    peak_activations: Final[int]
 
 class SimulationResult:
-    @property
-    def executed(self) -> str: ...
-    @property
-    def makespan_ms(self) -> float: ...
-    @property
-    def ranks(self) -> list[RankUsage]: ...
-    @property
-    def timeline(self) -> list[TimelineEntry]: ...
+    executed: Final[str]
+    makespan_ms: Final[float]
+    ranks: Final[list[RankUsage]]
+    timeline: Final[list[TimelineEntry]]
 
 class StageCost:
     def __init__(

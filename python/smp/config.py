@@ -94,12 +94,12 @@ def _to_bytes(value: object) -> int:
     """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``."""
     if not isinstance(value, str):
         return _to_int(value, 1)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B\s*", value)
     if match is None:
         raise ValueError
     unit = match[2] or ""
     base = 1024 if unit.endswith("i") else 1000
-    return _to_int(round(float(match[1]) * base ** " KMGT".index(unit[:1] or " ")), 1)
+    return _to_int(round(float(match[1]) * base ** " KMGT".index(unit[:1].upper() or " ")), 1)
 
 
 def _key(default: object, kind: Kind) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +20,7 @@ from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
+from smp.pipeline.remote_tensor import RemoteTensor
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -168,11 +170,14 @@ class DistributedModel(nn.Module):
             server.await_backward()
             return
         weight = self._engine.root_weight(microbatch.current_share().weight)
-        if weight != 1.0:
-            tensors, grad_tensors = _weighted(tensors, grad_tensors, weight)
+        # Whoever waits for no forward need not wait for the value of a loss on another rank: its
+        # owner runs the backward right behind. The simple schedule has all forwards first.
+        ahead = self._runtime.config.pipeline != "simple"
+        if ahead or weight != 1.0:
+            tensors, grad_tensors = _weighted(tensors, grad_tensors, weight, ahead)
         server.begin_backward()
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
-        torch.autograd.backward([resolve(root) for root in roots], grad_tensors)
+        _run_backward(tuple(resolve(root) for root in roots), grad_tensors)
         server.end_backward()
 
     def _raise_outside_step(self, what: str) -> NoReturn:
@@ -405,8 +410,15 @@ def _weighted(
     tensors: Tensor | Sequence[Tensor],
     grad_tensors: Tensor | Sequence[Tensor | None] | None,
     weight: float,
+    ahead: bool,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """The same backward with all gradients multiplied by ``weight``."""
+    """The same backward with all gradients multiplied by ``weight``.
+
+    Args:
+        tensors, grad_tensors: of `DistributedModel.backward`.
+        weight: factor.
+        ahead: not to wait for tensors that are on another rank.
+    """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if grad_tensors is None:
         grads: list[Tensor | None] = [None] * len(tensors)
@@ -414,10 +426,31 @@ def _weighted(
         grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors)
     for i, (tensor, grad) in enumerate(zip(tensors, grads, strict=False)):
         if grad is not None:
-            grads[i] = grad * weight
+            grads[i] = grad if weight == 1.0 else grad * weight
+        elif tensor.numel() == 1 and ahead:
+            grads[i] = torch.full(tensor.shape, weight, dtype=tensor.dtype, device=tensor.device)
         elif tensor.numel() == 1:  # autograd refuses others without a gradient
             grads[i] = torch.full_like(tensor, weight)
     return tensors, grads
+
+
+def _run_backward(
+    roots: tuple[Tensor, ...], grad_tensors: Tensor | Sequence[Tensor | None] | None
+) -> None:
+    known = grad_tensors is not None and all(grad is not None for grad in grad_tensors)
+    if known and any(isinstance(root, RemoteTensor) for root in roots):
+        # torch.autograd.backward would ask handles for their data first.
+        _engine_run_backward(
+            roots,
+            tuple(grad_tensors or ()),
+            False,  # keep_graph
+            False,  # create_graph
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    else:
+        torch.autograd.backward(roots, grad_tensors)
 
 
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:

@@ -67,8 +67,10 @@ def save_partition(path: str | Path) -> None:
 
 
 def _decision(what: str) -> Decision:
-    models = runtime.current().models
-    decision: Decision | None = None if not models else models[-1]._decision
+    current = runtime.current()
+    # With several models this raises and lists them.
+    model = current.model if current.models else None
+    decision: Decision | None = None if model is None else model._decision
     if decision is None:
         raise RuntimeError(
             f"{_C.rank_prefix()}{what}: no model is partitioned yet; wrap one in "

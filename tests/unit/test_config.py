@@ -65,6 +65,10 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "_match_weights": True,
         "overlapping_allreduce": True,
         "use_times": False,
+        "partition_file": None,
+        "partition_memory_limit": None,
+        "virtual_stages": 1,
+        "schedule_file": None,
     }
 
 
@@ -322,3 +326,74 @@ def test_any_values_are_accepted_or_refused_in_the_common_form(
         assert Config.from_dict(cfg.to_dict()) == cfg
         assert world_size % (cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree) == 0
         assert 1 <= cfg.active_microbatches <= cfg.microbatches
+
+
+# ---- partition and schedule ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (4096, 4096),
+        ("12GiB", 12 * 2**30),
+        ("1.5 TB", 1_500_000_000_000),
+        (" 800 MB ", 800_000_000),
+        ("3kB", 3000),
+        ("7B", 7),
+    ],
+)
+def test_a_memory_limit_is_a_number_of_bytes_or_a_text_with_a_unit(
+    value: object, num_bytes: int
+) -> None:
+    assert Config.from_dict({"partition_memory_limit": value}).partition_memory_limit == num_bytes
+
+
+@pytest.mark.parametrize("value", [0, -1, "12", "12 GB free", "0.1B", "GiB", True])
+def test_other_memory_limits_are_refused(value: object) -> None:
+    assert "a number of bytes above 0, or a text like '12GiB'" in refusal(
+        {"partition_memory_limit": value}
+    )
+
+
+@pytest.mark.parametrize("key", ["partition_file", "schedule_file"])
+def test_a_file_is_a_path_that_is_not_empty(key: str) -> None:
+    assert getattr(Config.from_dict({key: "a/b.txt"}), key) == "a/b.txt"
+    for value in ("", "  ", 3):
+        assert "is not a text that is not empty" in refusal({key: value})
+
+
+def test_each_schedule_has_its_number_of_active_microbatches_and_stages() -> None:
+    base = {"partitions": 4, "microbatches": 16}
+    expected = {
+        "interleaved": (6, 1),
+        "simple": (16, 1),
+        "virtual_interleaved": (8, 2),
+        "zero_bubble": (4, 1),
+    }
+    for pipeline, (active, stages) in expected.items():
+        cfg = Config.from_dict(base | {"pipeline": pipeline})
+        assert (cfg.active_microbatches, cfg.virtual_stages) == (active, stages)
+    assert Config.from_dict(base | {"schedule_file": "f"}).active_microbatches == 16
+    given = Config.from_dict(base | {"pipeline": "virtual_interleaved", "virtual_stages": 3})
+    assert given.virtual_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"schedule_file": "f", "pipeline": "simple"}, "give one of the two"),
+        ({"virtual_stages": 2}, "has an effect with pipeline='virtual_interleaved' only"),
+        (
+            {"partitions": 2, "pipeline": "virtual_interleaved", "auto_partition": False},
+            "smp.partition names ranks only, not their stages",
+        ),
+        ({"pipeline": "zero-bubble"}, "'zero_bubble'"),
+    ],
+)
+def test_keys_of_the_schedule_go_together(values: dict[str, Any], text: str) -> None:
+    assert text in refusal(values, values.get("partitions", 1))
+
+
+def test_a_partition_file_says_where_virtual_stages_are() -> None:
+    values = {"partitions": 2, "pipeline": "virtual_interleaved", "auto_partition": False}
+    assert Config.from_dict(values | {"partition_file": "f"}).virtual_stages == 2

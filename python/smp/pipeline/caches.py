@@ -71,16 +71,21 @@ def emptied(cache: Any) -> Any:
 
 
 def check_unfilled(cache: Any, layer_idxs: frozenset[int], where: str) -> None:
-    """Raises when layers of another rank would need contents that are here."""
-    for part in _parts(cache):
-        layers = getattr(part, "layers", ())
-        for idx in layer_idxs:
-            if idx < len(layers) and getattr(layers[idx], "is_initialized", False):
-                raise ValueError(
-                    f"the attention cache for layer {idx} in {where} is filled already; contents "
-                    "are not shared between pipeline ranks: set use_cache=False in the model's "
-                    "configuration or in its call"
-                )
+    """Raises when layers of another rank would need contents that are here.
+
+    Of a cache for encoder and decoder, a cut between self-attention and cross-attention leaves one
+    of its parts filled; that is no sign of contents from before.
+    """
+    parts = [part for part in _parts(cache) if hasattr(part, "layers")]
+    for idx in layer_idxs:
+        layers = [part.layers[idx] for part in parts if idx < len(part.layers)]
+        filled = [getattr(layer, "is_initialized", False) for layer in layers]
+        if filled and all(filled) and len(filled) == len(parts):
+            raise ValueError(
+                f"the attention cache for layer {idx} in {where} is filled already; contents "
+                "are not shared between pipeline ranks: set use_cache=False in the model's "
+                "configuration or in its call"
+            )
 
 
 def layer_idxs(module: nn.Module) -> frozenset[int]:

@@ -58,14 +58,13 @@ AT_HOME: dict[Any, str] = {
 }
 
 #: Python functions that lead to the operators above and to nothing else.
-ARITHMETIC: frozenset[Any] = frozenset(
-    {
-        *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
-        *(torch.sub, Tensor.sub, Tensor.__sub__),
-        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
-        *(torch.div, Tensor.div, Tensor.__truediv__, torch.neg, Tensor.neg, Tensor.__neg__),
-    }
-)
+ARITHMETIC: dict[Any, str] = {
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), "add"),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), "sub"),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), "mul"),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), "div"),
+    **dict.fromkeys((torch.neg, Tensor.neg, Tensor.__neg__), "neg"),
+}
 
 #: In-place arithmetic, and what gives the same out of place.
 IN_PLACE: dict[Any, Callable[..., Tensor]] = {
@@ -139,7 +138,7 @@ SHIPPED: dict[Any, str] = {
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     name: getattr(functional if hasattr(functional, name) else Tensor, name)
-    for name in SHIPPED.values()
+    for name in (*SHIPPED.values(), *ARITHMETIC.values())
 }
 
 #: Names of views and their arguments after the first, in the order of application.

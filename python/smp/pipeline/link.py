@@ -119,15 +119,12 @@ class PipelineLink:
         return forward
 
     def call_function(
-        self, name: str, handle: RemoteTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, name: str, home: RemoteTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Has a function of `smp.pipeline.functions` run where its first argument is."""
-        base = handle if handle._whole is None else handle._whole
-        state = _C.ref_state(base)
+        """Has a function of `smp.pipeline.functions` run where ``home`` is."""
+        state = _C.ref_state(home if home._whole is None else home._whole)
         assert state is not None
-        return self._call(
-            self.server, state.home_rank, _FUNCTION, (name, handle, *args), dict(kwargs)
-        )
+        return self._call(self.server, state.home_rank, _FUNCTION, (name, *args), dict(kwargs))
 
     def _call(
         self,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         def call_function(
             self,
             name: str,
-            handle: RemoteTensor,
+            home: RemoteTensor,
             args: tuple[Any, ...],
             kwargs: Mapping[str, Any],
         ) -> Any: ...
@@ -167,9 +167,14 @@ class RemoteTensor(Tensor):
                 result = _from_afar(func, first, tuple(args[1:]), kwargs)
                 if result is not NotImplemented:
                     return result
-        elif func in functions.ARITHMETIC and _may_stay_away(args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        elif func in functions.ARITHMETIC:
+            if _may_stay_away(args, kwargs):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            handle = _away_operand(args, kwargs)
+            if handle is not None:
+                name = functions.ARITHMETIC[func]
+                return handle._link.call_function(name, handle, tuple(args), kwargs)
         localized = _localized(args)
         result = func(*localized, **_localized(kwargs))
         # What works in place, or has nothing to do, returns the very tensor it got.
@@ -213,6 +218,9 @@ def _from_afar(
         if _may_stay_away((handle, *args), kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(handle, *args, **kwargs)
+        if _away_operand((handle, *args), kwargs) is not None:
+            name = functions.ARITHMETIC[func]
+            return handle._link.call_function(name, handle, (handle, *args), kwargs)
     elif func in functions.VIEWS:
         name = functions.VIEWS[func]
         plain = functions.is_plain(args) and functions.is_plain(list(kwargs.values()))
@@ -237,7 +245,7 @@ def _from_afar(
             keeps = functions.keeps_type(handle, args, kwargs)
             if keeps is not False:
                 return handle if keeps else NotImplemented
-        return handle._link.call_function(name, handle, args, kwargs)
+        return handle._link.call_function(name, handle, (handle, *args), kwargs)
     return NotImplemented
 
 
@@ -279,7 +287,10 @@ def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
     """A result that is a view of an argument, made from the caller's own tensor."""
     tensor = resolve(tensor)
     if isinstance(tensor, RemoteTensor) and tensor.is_away() and tensor._whole is None:
-        return tensor._view("as_strided", (tuple(view.sizes), tuple(view.strides), view.offset), {})
+        geometry = (tuple(view.sizes), tuple(view.strides), view.offset)
+        made = tensor._view("as_strided", geometry, {})
+        assert made is not None
+        return made
     local = localize(tensor)
     return local.as_strided(view.sizes, view.strides, local.storage_offset() + view.offset)
 
@@ -333,6 +344,25 @@ def _may_stay_away(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
             elif not _is_number(other):
                 return False
     return True
+
+
+def _away_operand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteTensor | None:
+    """The handle in a sum of a handle and a tensor of this rank, which goes to the handle.
+
+    Such a sum is the residual connection of a block that begins here and ends on a later rank, and
+    what follows it is there as well.
+    """
+    if len(args) != 2 or any(key != "alpha" for key in kwargs):
+        return None
+    handles = [arg for arg in args if type(arg) is RemoteTensor]
+    locals_ = [arg for arg in args if type(arg) is Tensor]
+    if len(handles) != 1 or len(locals_) != 1:
+        return None
+    handle, local = handles[0], locals_[0]
+    if handle._whole is not None or not handle.is_away() or not handle.dtype.is_floating_point:
+        return None
+    same = handle.shape == local.shape and handle.dtype == local.dtype
+    return handle if same and handle.device == local.device else None
 
 
 def _compute_at_home(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -183,6 +183,95 @@ TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
   EXPECT_EQ(ran, (std::vector<int64_t>{3, 1, 2}));
 }
 
+// Rank 1 of 2 under a policy that lets forwards wait; module 7 is chunk 0,
+// module 8 chunk 1.
+class WaitingSchedulerTest : public SchedulerTest {
+ protected:
+  void begin(std::unique_ptr<Policy> chosen) {
+    policy = std::move(chosen);
+    Scheduler::StepOptions options;
+    options.policy = policy.get();
+    options.num_microbatches = 2;
+    options.active_microbatches = 2;
+    options.num_partitions = 2;
+    options.depth = 1;
+    options.is_driver = false;
+    options.chunk_idxs = &chunk_idxs;
+    options.lets_wait = true;
+    scheduler.begin_step(options);
+  }
+
+  void add(Phase phase, int64_t mb, int64_t module_id) {
+    const TaskKey key{phase, mb, module_id, 0, 0};
+    scheduler.add_service(key, "task " + schedule::to_string(key), 0, [] {});
+    pause();
+  }
+
+  static void pause() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+
+  const std::vector<int> chunk_idxs{0, 0, 0, 0, 0, 0, 0, 0, 1};
+};
+
+TEST_F(WaitingSchedulerTest, a_forward_waits_for_the_backward_before_it) {
+  begin(schedule::make_zero_bubble_policy());
+  add(Phase::kForward, 0, 7);
+  add(Phase::kForward, 1, 7);
+  EXPECT_EQ(scheduler.executed_actions(), "F0") << "rank 1 of 2 keeps one";
+  add(Phase::kBackward, 0, 7);
+  finish();
+  EXPECT_EQ(scheduler.executed_actions(), "F0 B0 F1");
+}
+
+TEST_F(WaitingSchedulerTest, the_end_of_a_microbatch_lets_the_next_one_in) {
+  begin(schedule::make_zero_bubble_policy());
+  add(Phase::kForward, 0, 7);
+  add(Phase::kForward, 1, 7);
+  scheduler.end_microbatch(0);  // nobody asked for its gradients
+  finish();
+  EXPECT_EQ(scheduler.executed_actions(), "F0 F1");
+}
+
+TEST_F(WaitingSchedulerTest, what_belongs_to_no_action_runs_at_once) {
+  begin(schedule::make_listed_policy(schedule::parse_actions("F0.1 B0.1")));
+  add(Phase::kBackward, 0, 8);
+  EXPECT_EQ(scheduler.executed_actions(), "");
+  bool computed = false;
+  scheduler.add_service({Phase::kForward, 0, -2, 0, 0}, "arithmetic", 0,
+                        [&] { computed = true; });
+  bool followed = false;
+  scheduler.add_body(0, "body", 0, [&] { followed = true; });
+  pause();
+  EXPECT_TRUE(computed && followed);
+  add(Phase::kForward, 0, 8);
+  finish();
+  EXPECT_EQ(scheduler.executed_actions(), "F0.1 B0.1");
+}
+
+TEST_F(WaitingSchedulerTest, a_list_passes_over_what_has_nothing_to_do) {
+  begin(schedule::make_listed_policy(schedule::parse_actions("B0 W0 F1")));
+  add(Phase::kBackward, 0, 7);
+  add(Phase::kForward, 1, 7);
+  EXPECT_EQ(scheduler.executed_actions(), "B0");
+  scheduler.skip_action({Phase::kWeight, 0, 0});
+  finish();
+  EXPECT_EQ(scheduler.executed_actions(), "B0 F1");
+}
+
+TEST_F(WaitingSchedulerTest, what_a_list_holds_back_can_be_run_all_the_same) {
+  begin(schedule::make_listed_policy(schedule::parse_actions("B1 F0 F1")));
+  EXPECT_EQ(scheduler.run_held_back(), "") << "nothing is there";
+  add(Phase::kForward, 1, 7);
+  add(Phase::kForward, 0, 7);
+  EXPECT_EQ(scheduler.executed_actions(), "");
+  EXPECT_EQ(scheduler.run_held_back(), "task F0:m7");
+  pause();
+  EXPECT_EQ(scheduler.run_held_back(), "task F1:m7");
+  finish();
+  EXPECT_EQ(scheduler.executed_actions(), "F0 F1");
+}
+
 TEST(ContextThreads, threads_are_reused_and_nested_jobs_get_their_own) {
   ContextThreads threads;
   std::atomic<int> done{0};

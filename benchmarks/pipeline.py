@@ -1,0 +1,106 @@
+"""smp against torch's 1F1B and against the ideal pipeline: ``python benchmarks/pipeline.py``.
+
+Trains a GPT-style model, as plain modules and as Hugging Face GPT-J, on two ranks with one thread
+each: smp with its own partition, `torch.distributed.pipelining` cut by hand into equal blocks, and
+the model in one process, in turns and in the same processes. With ``--ranks 4`` on two cores only
+the CPU seconds say something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from allocation_meter import preloaded
+from environment import REPO, describe
+from pipeline_report import AIMS, MAX_PREDICTION_ERROR
+from run import launch
+
+SHAPE = {"num_layers": 8, "hidden": 512, "num_heads": 8, "vocab_size": 4096, "seq_len": 128}
+QUICK = {"num_layers": 8, "hidden": 128, "num_heads": 4, "vocab_size": 1024, "seq_len": 64}
+REPEATS = {4: 5, 8: 4, 16: 3}
+TIMEOUT_S = 3600
+
+
+def worker_config(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "shape": QUICK if args.quick else SHAPE,
+        "microbatch_size": 4,
+        "num_ranks": args.ranks,
+        "kinds": args.models,
+        "microbatches": [[m, args.repeats or REPEATS.get(m, 3)] for m in args.microbatches],
+        "one_process_microbatches": 4 if args.quick else 2,
+        # On more ranks than cores they would disturb each other.
+        "one_process_everywhere": args.ranks <= len(os.sched_getaffinity(0)),
+        "memory_weight": args.memory_weight,
+        "cut": args.cut,
+    }
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """Aims that one result of smp misses."""
+    missed = []
+    for name, most in AIMS.items():
+        is_time = name in ("ratio_to_1f1b", "ratio_to_ideal")
+        if is_time and result["num_processes"] > result["environment"]["num_cores"]:
+            continue
+        if result[name] > most:
+            missed.append(f"{name} {result[name]:.3f} (at most {most})")
+    if result["num_processes"] <= result["environment"]["num_cores"]:
+        if abs(result["ratio_to_simulated"] - 1) > MAX_PREDICTION_ERROR:
+            missed.append(f"ratio_to_simulated {result['ratio_to_simulated']:.3f}")
+    return missed
+
+
+def show(result: dict[str, Any]) -> None:
+    skipped = {"benchmark", "config", "environment", "repeats", "warmup", "num_processes"}
+    print(f"--- {result['model']} m={result['microbatches']} {result['contender']}")
+    for name, value in result.items():
+        if name in skipped | {"model", "microbatches", "contender"}:
+            continue
+        values = value if isinstance(value, list) else [value]
+        words = [f"{v:.5g}" if isinstance(v, float) else str(v) for v in values]
+        print(f"    {name}: {' '.join(words)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, under a minute")
+    parser.add_argument("--models", nargs="+", default=["plain", "gptj"])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--memory-weight", type=float, default=0.0)
+    parser.add_argument("--cut", default="", help="partition smp by hand in front of this module")
+    parser.add_argument("--out", type=Path, default=REPO / "build" / "bench" / "pipeline.jsonl")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    environment = describe()
+    results = launch(
+        "pipeline_worker",
+        args.ranks,
+        worker_config(args),
+        preloaded(os.environ, REPO / "build" / "bench"),
+        TIMEOUT_S,
+    )
+    missed = []
+    with args.out.open("a", encoding="utf-8") as file:
+        for result in results:
+            result["environment"] = environment
+            file.write(json.dumps(result) + "\n")
+            show(result)
+            if result["contender"] == "smp":
+                case = f"{result['model']} m={result['microbatches']}"
+                missed += [f"{case}: {text}" for text in verdict(result)]
+    print(f"results are in {args.out}")
+    for text in missed:
+        print(f"MISSED {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

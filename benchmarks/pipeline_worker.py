@@ -1,0 +1,140 @@
+"""One process of `pipeline`: measures all cases, rank 0 prints the results."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from allocation_meter import AllocationMeter
+from models import GptShape
+from pipeline_contenders import Case, Contender, OneProcess, with_smp, with_torch
+from pipeline_models import make_batch, make_model
+from pipeline_report import report
+from torch import distributed
+from workers import Worker
+
+import smp
+from smp.metrics import server_stats
+
+
+@dataclass
+class Samples:
+    """Repeats of one contender on this rank."""
+
+    step_s: list[float] = field(default_factory=list)
+    """Between two barriers."""
+    cpu_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    """Above what was there when the step began."""
+    own_bytes: int = 0
+    """Kept between steps: parameters, optimizer, gradients that are not given back."""
+    losses: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    """Of one step."""
+
+
+class Race:
+    """Lets contenders take turns in the same processes.
+
+    Args:
+        case: what they train.
+        meter: of this process.
+    """
+
+    def __init__(self, case: Case, meter: AllocationMeter) -> None:
+        self.case = case
+        self.meter = meter
+        self.contenders: dict[str, Contender | None] = {}
+        self.samples: dict[str, Samples] = {}
+
+    def enter(self, name: str, make: Any) -> Any:
+        """Makes a contender with ``make() -> (contender, other)`` and runs it once."""
+        before = self.meter.restart()
+        contender, other = make()
+        self.contenders[name] = contender
+        self.samples[name] = Samples()
+        if contender is not None:
+            self.samples[name].losses.append(contender.run())
+            contender.finish()
+        distributed.barrier()
+        gc.collect()
+        self.samples[name].own_bytes = self.meter.live() - before
+        return other
+
+    def add(self, name: str, contender: Contender | None) -> None:
+        """One that has run before, or stands aside on this rank."""
+        self.contenders[name] = contender
+        self.samples[name] = Samples()
+
+    def turn(self) -> None:
+        """One step of everybody."""
+        for name, contender in self.contenders.items():
+            samples = self.samples[name]
+            distributed.barrier()
+            before = server_stats() if name == "smp" else {}
+            live = self.meter.restart()
+            cpu_s, started_s = time.process_time(), time.perf_counter()
+            loss = contender.run() if contender is not None else math.nan
+            samples.cpu_s.append(time.process_time() - cpu_s)
+            distributed.barrier()
+            samples.step_s.append(time.perf_counter() - started_s)
+            samples.peak_bytes.append(self.meter.peak() - live)
+            samples.losses.append(loss)
+            if before:
+                samples.counters = _difference(server_stats(), before)
+            if contender is not None:
+                contender.finish()
+
+
+def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
+    names = [name for name, value in after.items() if isinstance(value, int | float)]
+    return {name: after[name] - before[name] for name in names}
+
+
+def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> None:
+    config = worker.config
+    shape = GptShape(**config["shape"])
+    num_ranks = config["num_ranks"]
+    worker.start(
+        {
+            "pipeline_parallel_degree": num_ranks,
+            "microbatches": microbatches,
+            "active_microbatches": num_ranks,
+            "memory_weight": config["memory_weight"],
+            "auto_partition": not config["cut"],
+        }
+    )
+    batch = make_batch(kind, shape, microbatches * config["microbatch_size"])
+    case = Case(kind, shape, microbatches, num_ranks, batch)
+    meter = AllocationMeter()
+    race = Race(case, meter)
+    ours = race.enter("smp", lambda: with_smp(make_model(kind, shape), case, config["cut"]))
+    race.enter("torch_1f1b", lambda: (with_torch(make_model(kind, shape), case), None))
+    named = smp.allgather([name for name, _ in ours.local_named_modules()], smp.PP_GROUP)
+    owner_of = {name: rank for rank, names in enumerate(named) for name in names}
+    count = min(microbatches, config["one_process_microbatches"])
+    one = OneProcess(make_model(kind, shape), case, count)
+    one.watch(owner_of, meter)
+    contender = one.contender()
+    is_first = smp.pp_rank() == 0
+    race.add("one_process", contender if is_first else None)
+    if config["one_process_everywhere"]:
+        race.add("one_process_everywhere", contender)
+    for _ in range(repeats):
+        race.turn()
+    report(worker, case, race.samples, one, owner_of)
+    smp.shutdown()
+
+
+def main() -> None:
+    worker = Worker("pipeline")
+    for kind in worker.config["kinds"]:
+        for microbatches, repeats in worker.config["microbatches"]:
+            measure_case(worker, kind, microbatches, repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Explaining a running partition, keeping it as a file, and using the file again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+from tests.dist.training import Run, check_runs, init, make_model
+from tests.reference.data import compute_loss, make_batch
+
+CHAIN = Run("chain", 2, 1)
+
+
+def partitioned(run: Run) -> nn.Module:
+    """A model after its first step."""
+    import smp
+
+    init(run)
+    model = make_model(run)
+
+    @smp.step
+    def train(batch: dict[str, Tensor]) -> Tensor:
+        loss = compute_loss(run.case, model, batch)
+        model.backward(loss)
+        return loss
+
+    train(make_batch(run.case, run.dtype, smp.dp_rank(), 0))
+    return model
+
+
+def explanations(rank: int, run: Run) -> tuple[Any, str, str]:
+    import smp
+
+    partitioned(run)
+    whole = smp.explain_partition()
+    one = str(smp.explain_partition("layers.0.linear"))
+    with pytest.raises(ValueError) as refusal:
+        smp.explain_partition("layers.9")
+    return whole, one, str(refusal.value)
+
+
+@pytest.mark.parametrize("skip_tracing", [False, True])
+def test_all_ranks_get_the_explanation_of_the_one_that_traced(
+    pool: Pool, skip_tracing: bool
+) -> None:
+    run = Run("chain", 2, 1, config=(("skip_tracing", skip_tracing),))
+    (whole, one, error), (other, other_one, other_error) = pool.run(2, explanations, run)
+    assert whole == other and one == other_one
+    assert whole.traced is not skip_tracing
+    assert [rank.param_bytes > 0 for rank in whole.ranks] == [True, True]
+    assert (whole.crossing_bytes > 0) is not skip_tracing
+    assert "'layers.0.linear' is on pp_rank " in one and ": largest load " in one
+    for text in (error, other_error):
+        assert "explain_partition: the model has no module 'layers.9'" in text
+
+
+def before_the_partition(rank: int) -> list[str]:
+    import smp
+
+    init(CHAIN)
+    texts = []
+    for call in (smp.explain_partition, lambda: smp.save_partition("nowhere")):
+        with pytest.raises(RuntimeError) as refusal:
+            call()
+        texts.append(str(refusal.value))
+    return texts
+
+
+def test_before_the_partition_there_is_nothing_to_explain_or_to_save(pool: Pool) -> None:
+    for texts in pool.run(2, before_the_partition):
+        assert "smp.explain_partition: no model is partitioned yet" in texts[0]
+        assert "smp.save_partition: no model is partitioned yet" in texts[1]
+
+
+def save(rank: int, run: Run, path: str) -> tuple[str, str]:
+    import smp
+
+    model = partitioned(run)
+    smp.save_partition(path)
+    with pytest.raises(OSError) as refusal:
+        smp.save_partition(f"{path}/not/a/folder")
+    return str(model._decision.text), str(refusal.value)  # type: ignore[union-attr, operator]
+
+
+def test_a_saved_partition_is_used_again_even_if_edited(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "partition"
+    texts = pool.run(2, save, CHAIN, str(path))
+    assert texts[0][0] == texts[1][0]
+    assert all("smp.save_partition: " in text for _, text in texts)
+    again = Run("chain", 2, 1, config=(("partition_file", str(path)),))
+    check_runs(pool, [again])
+    edited = ["smp partition v1", "partitions 2", "layers 1", "layers.0 0", "head 1"]
+    path.write_text("\n".join(edited))
+    (text, _), _ = pool.run(2, save, again, str(tmp_path / "copy"))
+    assert text.endswith("layers.[1-3], head"), "one layer is on the first rank, the rest is not"
+    check_runs(pool, [Run("chain", 2, 1, config=(("partition_file", str(tmp_path / "copy")),))])
+
+
+def refused(rank: int, key: str, value: Any) -> str:
+    import smp
+
+    init(Run("chain", 2, 1, config=((key, value),)))
+    model = make_model(CHAIN)
+
+    @smp.step
+    def train(batch: dict[str, Tensor]) -> None:
+        model.backward(compute_loss("chain", model, batch))
+
+    with pytest.raises(ValueError) as refusal:
+        train(make_batch("chain", torch.float64, 0, 0))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("smp partition v1\npartitions 3\n", "it is for 3 partitions, this run has 2"),
+        ("smp partition v1\npartitions 2\nlayer.0 0\n", "did you mean 'layers.0'"),
+        ("smp partition v1\npartitions 2\nlayers 1\n", "no line is about module 'head'"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_all_ranks_alike(
+    pool: Pool, content: str | None, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "partition"
+    if content is not None:
+        path.write_text(content)
+    first, second = pool.run(2, refused, "partition_file", str(path))
+    assert reason in first and str(path) in first
+    assert first.partition("] ")[2] == second.partition("] ")[2]
+
+
+def test_a_memory_limit_that_no_partition_keeps_is_refused_by_all_ranks(pool: Pool) -> None:
+    texts = pool.run(2, refused, "partition_memory_limit", "1kB")
+    assert texts[0].partition("] ")[2] == texts[1].partition("] ")[2]
+    assert "limit" in texts[0] and "1000" in texts[0]
+
+
+def test_one_process_explains_as_well() -> None:
+    import smp
+
+    smp.init({})
+    try:
+        smp.DistributedModel(nn.Linear(2, 3))
+        explanation = smp.explain_partition()
+        assert [rank.param_bytes for rank in explanation.ranks] == [36]
+    finally:
+        smp.shutdown()
