@@ -16,6 +16,9 @@ using Clock = std::chrono::steady_clock;
 
 thread_local Context* context_of_thread = nullptr;
 
+// Of a context that only waits for the baton.
+const char* const kItsTurn = "its turn";
+
 const char* words(Context::State state) {
   switch (state) {
     case Context::State::kNotStarted:
@@ -65,6 +68,7 @@ void Scheduler::begin_step(const StepOptions& options) {
   last_action_.reset();
   ended_microbatches_.clear();
   cancel_reason_ = nullptr;
+  num_bodies_added_ = 0;
   num_bodies_in_flight_ = 0;
   idle_since_ = Clock::now();
   if (is_recorded()) {
@@ -90,6 +94,7 @@ void Scheduler::add_body(int mb, std::string where, uint64_t seed,
   context->work = std::move(work);
   Lock lock(mutex_);
   if (cancel_reason_) return;
+  ++num_bodies_added_;
   bodies_to_start_.push_back(context.get());
   add_locked(std::move(context));
 }
@@ -137,7 +142,12 @@ StepProgress Scheduler::progress_locked() const {
     progress.ended = ended_microbatches_;
   }
   if (!options_.is_driver) return progress;
-  progress.num_forwards_pending = body_may_start_locked() ? 1 : 0;
+  // The first body runs while the others are still being added.
+  const bool more_may_start =
+      num_bodies_added_ < options_.num_microbatches &&
+      num_bodies_in_flight_ < options_.active_microbatches;
+  progress.num_forwards_pending =
+      body_may_start_locked() || more_may_start ? 1 : 0;
   for (const auto& [context, owned] : contexts_) {
     if (context->key.module_id == TaskKey::kStepBody &&
         context->key.phase == Phase::kForward &&
@@ -378,13 +388,21 @@ void Scheduler::enter_phase(Phase phase) {
   // What comes first in a backward is issuing requests that other ranks wait
   // for; a longer task of an older microbatch must not hold that up. Turns are
   // taken again when this context has to wait.
+  const bool others_were_first = std::any_of(
+      ready_.begin(), ready_.end(),
+      [](const Context* other) { return other->waits_for == kItsTurn; });
   if (phase == Phase::kBackward && options_.order == OrderRole::kFree &&
+      !others_were_first &&
       options_.policy->may_begin_backward(progress_locked())) {
     ++context->key.resume;
+    if (is_recorded()) {
+      timeline_->end_run();
+      timeline_->begin_run(context->key, "", -1);
+    }
     return;
   }
   ++context->key.resume;
-  context->waits_for = "its turn";
+  context->waits_for = kItsTurn;
   context->waits_for_rank = -1;
   make_ready_locked(context);
   release_baton_locked();

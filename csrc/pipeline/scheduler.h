@@ -180,6 +180,7 @@ class Scheduler {
   std::unordered_map<Context*, std::unique_ptr<Context>> contexts_;
   std::vector<Context*> ready_;
   std::deque<Context*> bodies_to_start_;
+  int num_bodies_added_ = 0;
   int num_bodies_in_flight_ = 0;
   std::deque<std::pair<int64_t, TaskKey>> agreed_;
   Context* running_ = nullptr;

@@ -224,6 +224,8 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       });
       break;
     case Kind::kData:
+      // Sent on the way that it took last time, for nobody this time.
+      if (ended_.count(header.mb) > 0) break;
       after.push_back(
           [this, header, tensors = std::move(message.tensors)]() mutable {
             for (comm::MessageTensor& tensor : tensors) {
@@ -276,6 +278,7 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   step_end_seen_ = false;
   num_microbatches_ended_ = 0;
   bodies_done_.clear();
+  ended_.clear();
   weights_.clear();
   visits_.clear();
   if (is_driver()) {
@@ -448,6 +451,7 @@ void Server::finish_microbatch(int mb) {
   std::vector<RemoteRefPtr> unpublished;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    ended_.insert(mb);
     const auto found = published_.find(mb);
     if (found != published_.end()) {
       unpublished = std::move(found->second);

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -337,6 +338,7 @@ class Server {
   };
   std::map<int, Weights> weights_;  // by microbatch
   int num_microbatches_ended_ = 0;
+  std::set<int64_t> ended_;  // microbatches of this step
   std::atomic<bool> step_end_seen_{false};
 
   std::atomic<int64_t> next_request_id_{1};

@@ -89,6 +89,8 @@ TEST_F(SchedulerTest, simple_runs_all_forwards_before_any_backward) {
       scheduler.enter_phase(Phase::kBackward);
       log.push_back("B" + std::to_string(mb));
     });
+    // The first one must wait for those that are still to be added.
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   finish();
   EXPECT_EQ(log, (std::vector<std::string>{"F0", "F1", "F2", "F3", "B0", "B1",
