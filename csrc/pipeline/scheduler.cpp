@@ -397,7 +397,7 @@ void Scheduler::enter_phase(Phase phase) {
     ++context->key.resume;
     if (is_recorded()) {
       timeline_->end_run();
-      timeline_->begin_run(context->key, "", -1);
+      timeline_->begin_run(context->key, kItsTurn, -1);
     }
     return;
   }

@@ -233,6 +233,7 @@ def raise_inside(rank: int, path: str) -> None:
         step(0)
         raise ZeroDivisionError
     assert not Path(path + ".html").exists()
+    smp.barrier()  # rank 0 tries the path before the next trace
     with smp.trace(path):
         step(0)
 
