@@ -318,19 +318,26 @@ def test_meta_parameters_and_placeholders_trace_like_real_ones() -> None:
 
 
 _GPTJ_6B = """
-import resource, time, torch
+import time, torch
 from transformers import GPTJConfig, GPTJForCausalLM
 from smp import _C
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
+
+def resident_kb(kind):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(kind + ":"))
+
 with torch.device("meta"):
     model = GPTJForCausalLM(GPTJConfig())
 ids = torch.zeros(4, 2048, dtype=torch.long)
 batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+resident_before_kb = resident_kb("VmRSS")
 before = time.process_time()
 result = trace(model, (), batch, device=torch.device("cpu"))
 places = _C.solve_partition(build_tree(model, result).tree, _C.PartitionOptions(4)).partition_idxs
-print(time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+print(time.process_time() - before, (resident_kb("VmHWM") - resident_kb("RssFile")) * 1024,
+      (resident_kb("VmHWM") - resident_before_kb) * 1024,
       sum(cost.forward_flops for cost in result.costs), len(set(places)))
 """
 
@@ -339,8 +346,9 @@ def test_gptj_6b_is_traced_and_partitioned_in_5_s_and_1_gb() -> None:
     output = subprocess.run(
         [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, check=True, timeout=300
     ).stdout
-    cpu_s, peak_bytes, flops, num_partitions = map(float, output.split()[-4:])
-    assert cpu_s < 5.0 and peak_bytes < 1e9, output
+    cpu_s, peak_bytes, growth_bytes, flops, num_partitions = map(float, output.split()[-5:])
+    # How much of torch's libraries is resident (RssFile) is the kernel's choice, not ours.
+    assert cpu_s < 5.0 and peak_bytes < 1e9 and growth_bytes < 0.2e9, output
     assert 1.0 < flops / (2 * 6.05e9 * 4 * 2048) < 1.2, "two per weight and token, and attention"
     assert num_partitions == 4
 
