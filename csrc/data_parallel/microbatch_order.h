@@ -3,15 +3,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <vector>
 
 namespace smp::data_parallel {
 
-/// Puts gradients into microbatch order. Those of the first unfinished
-/// microbatch pass at once, those of later ones wait until it is their turn.
-/// Inside one microbatch there is one logical thread of control, so the order
-/// of the calls is kept; all in all the order in which gradients come out does
-/// not depend on how the work on microbatches was interleaved.
+/// Puts the gradients of each parameter into microbatch order: one passes when
+/// no earlier microbatch will give another one to this parameter, else it
+/// waits. Inside one microbatch there is one logical thread of control, so the
+/// order of the calls is kept; all in all the sum of a parameter does not
+/// depend on how the work on microbatches was interleaved.
+///
+/// That a microbatch will give no more is known when it is finished, which a
+/// pipeline rank hears long after its own part. So a parameter may come with
+/// the number of gradients that each microbatch gave it before: then it is
+/// known at once, and nothing waits in memory. If a microbatch gives more than
+/// that, the rest is added when it comes.
 class MicrobatchOrder {
  public:
   using Emit = std::function<void(int param_idx, const at::Tensor& grad)>;
@@ -19,7 +26,9 @@ class MicrobatchOrder {
   explicit MicrobatchOrder(Emit emit) : emit_(std::move(emit)) {}
 
   /// Forgets what is there and expects microbatches [0, num_microbatches).
-  void begin(int num_microbatches);
+  /// @param counts  per parameter: gradients that each microbatch will give;
+  ///                0 where that is not known
+  void begin(int num_microbatches, std::vector<int> counts);
 
   /// @param mb  -1 stands for the first unfinished microbatch
   /// @throws Error when the microbatch is finished or does not exist
@@ -29,20 +38,27 @@ class MicrobatchOrder {
   void finish(int mb);
   void finish_all();
 
+  /// Per parameter: how many gradients each microbatch gave, 0 where they
+  /// differ.
+  std::vector<int> counts() const;
   int cursor() const { return cursor_; }
 
  private:
-  struct Contribution {
-    int param_idx;
-    at::Tensor grad;
+  struct Parameter {
+    int count = 0;               // that each microbatch will give, if not 0
+    int next = 0;                // first microbatch that may still give some
+    std::vector<int> num_given;  // by microbatch
+    std::map<int, std::vector<at::Tensor>> waiting;  // by microbatch
   };
 
-  void advance();
+  int num_microbatches() const { return static_cast<int>(finished_.size()); }
+  int next_of(Parameter& param) const;
+  void drain(int param_idx);
 
   const Emit emit_;
   int cursor_ = 0;  // first unfinished microbatch
   std::vector<bool> finished_;
-  std::vector<std::vector<Contribution>> waiting_;  // by microbatch
+  std::vector<Parameter> params_;
 };
 
 }  // namespace smp::data_parallel

@@ -119,13 +119,15 @@ void Reducer::open(int num_microbatches, Phase phase) {
   keep_old_grads();
   phase_ = phase;
   num_microbatches_ = num_microbatches;
-  order_.begin(num_microbatches);
   active_ = false;
   num_added_.assign(params_.size(), 0);
   num_missing_.assign(buckets_.size(), 0);
   for (FlatBucket& bucket : buckets_) bucket.reset();
   const auto learned = learned_.find(num_microbatches);
-  expected_ = learned == learned_.end() ? nullptr : &learned->second;
+  const bool is_known = learned != learned_.end();
+  order_.begin(num_microbatches, is_known ? learned->second.per_microbatch
+                                          : std::vector<int>(params_.size()));
+  expected_ = is_known ? &learned->second.most : nullptr;
   if (expected_ == nullptr) return;
   for (size_t i = 0; i < params_.size(); ++i) {
     if ((*expected_)[i] > 0) ++num_missing_[plan_.places[i].bucket_idx];

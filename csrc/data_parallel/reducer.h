@@ -148,9 +148,13 @@ class Reducer {
   std::vector<int> num_added_;
   std::map<int, std::vector<at::Tensor>> late_;
 
-  // Gradients per parameter in earlier steps, by number of microbatches.
-  std::map<int, std::vector<int>> learned_;
-  const std::vector<int>* expected_ = nullptr;  // entry of this step, if any
+  // Gradients per parameter in earlier steps.
+  struct Learned {
+    std::vector<int> most;            // of a step
+    std::vector<int> per_microbatch;  // 0: not the same in all of them
+  };
+  std::map<int, Learned> learned_;              // by number of microbatches
+  const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete
 
   // The reduction under way.

@@ -39,7 +39,7 @@ void Reducer::abandon() {
   works_.clear();
   late_.clear();
   phase_ = Phase::kIdle;
-  order_.begin(0);
+  order_.begin(0, {});
   if (!active_) return;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (used_[i]) params_[i].mutable_grad() = old_grads_[i];
@@ -64,7 +64,7 @@ void Reducer::close(Lock& lock) {
   }
   header_work_ = nullptr;
   phase_ = Phase::kIdle;
-  order_.begin(0);
+  order_.begin(0, {});
 }
 
 bool Reducer::any_rank_active(Lock& lock) {
@@ -173,14 +173,18 @@ void Reducer::forget_old_grads() {
   std::fill(old_grads_.begin(), old_grads_.end(), at::Tensor());
 }
 
-// The most gradients that a parameter has got in such a step. A step with fewer
-// is reduced at its end, one with more in a second round.
+// The most gradients that a parameter has got in such a step: a step with fewer
+// is reduced at its end, one with more in a second round. And how many from
+// each microbatch, where that was the same at all times.
 void Reducer::learn_counts() {
   if (!active_) return;
-  std::vector<int>& counts = learned_[num_microbatches_];
-  counts.resize(params_.size(), 0);
+  const auto [found, is_new] = learned_.try_emplace(num_microbatches_);
+  Learned& learned = found->second;
+  const std::vector<int> counts = order_.counts();
+  if (is_new) learned = {num_added_, counts};
   for (size_t i = 0; i < params_.size(); ++i) {
-    counts[i] = std::max(counts[i], num_added_[i]);
+    learned.most[i] = std::max(learned.most[i], num_added_[i]);
+    if (learned.per_microbatch[i] != counts[i]) learned.per_microbatch[i] = 0;
   }
 }
 

@@ -4,19 +4,44 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+namespace torch::autograd {
+struct Node;
+}
+
 namespace smp::pipeline {
 
-/// What the owner of a module keeps of a call until its backward: the local
-/// graph begins at `inputs` (leaves) and ends at `outputs`.
+/// An input of a node of autograd: torch::autograd::Edge for headers.
+struct GraphEdge {
+  std::shared_ptr<torch::autograd::Node> node;  ///< null: there is none
+  uint32_t input_nr = 0;
+
+  /// Where the gradient of a tensor goes, which must require one.
+  static GraphEdge of(const at::Tensor& tensor);
+};
+
+/// Makes a graph begin at `argument`, which has none yet: the node takes the
+/// gradient. A leaf would do the same, but keep the data of the argument for as
+/// long as the graph lives.
+std::shared_ptr<torch::autograd::Node> begin_graph(at::Tensor& argument);
+/// The gradient that came to a node of `begin_graph`; undefined if none did.
+at::Tensor take_grad(torch::autograd::Node& node);
+
+/// As it would lie in `.grad` of a leaf: dense, so that it can be sent.
+at::Tensor dense_grad(at::Tensor grad);
+
+/// What the owner of a module keeps of a call until its backward: where the
+/// local graph begins and ends, and none of the data that are not in it.
 struct CallRecord {
   int64_t mb = 0;
   int64_t module_id = 0;
-  std::vector<at::Tensor> inputs;
-  std::vector<at::Tensor> outputs;
+  /// Of `begin_graph`; null for arguments that need no gradient.
+  std::vector<std::shared_ptr<torch::autograd::Node>> inputs;
+  std::vector<GraphEdge> outputs;
 };
 
 /// Records by (caller's global rank, its request id). Thread-safe.

@@ -14,52 +14,54 @@ ContextThreads::~ContextThreads() { join(); }
 void ContextThreads::run(std::function<void()> job) {
   std::lock_guard<std::mutex> lock(mutex_);
   SMP_ASSERT(!closing_, "a context was started after join");
-  jobs_.push_back(std::move(job));
-  // Queued jobs have claimed an idle thread each; only one beyond those
-  // needs a thread of its own.
-  if (static_cast<int>(jobs_.size()) > num_idle_) {
-    threads_.emplace_back([this] {
-      comm::name_this_thread("smp-context");
-      if (enter_) {
-        enter_([this] { thread_main(); });
-      } else {
-        thread_main();
-      }
-    });
+  if (!idle_.empty()) {
+    Worker& worker = *idle_.back();
+    idle_.pop_back();
+    worker.job = std::move(job);
+    worker.changed.notify_one();
+    return;
   }
-  changed_.notify_one();
+  Worker& worker = *workers_.emplace_back(std::make_unique<Worker>());
+  worker.job = std::move(job);
+  worker.thread = std::thread([this, &worker] {
+    comm::name_this_thread("smp-context");
+    if (enter_) {
+      enter_([&] { thread_main(worker); });
+    } else {
+      thread_main(worker);
+    }
+  });
 }
 
-void ContextThreads::thread_main() {
+void ContextThreads::thread_main(Worker& worker) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    ++num_idle_;
-    changed_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
-    --num_idle_;
-    if (jobs_.empty()) return;
-    std::function<void()> job = std::move(jobs_.front());
-    jobs_.pop_front();
+    worker.changed.wait(lock, [&] { return closing_ || worker.job; });
+    if (!worker.job) return;
+    std::function<void()> job = std::exchange(worker.job, nullptr);
     lock.unlock();
     job();
     job = nullptr;  // release captures without the lock
     lock.lock();
+    idle_.push_back(&worker);
   }
 }
 
 void ContextThreads::join() {
-  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Worker>> workers;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
-    threads.swap(threads_);
-    changed_.notify_all();
+    workers.swap(workers_);
+    for (const auto& worker : workers) worker->changed.notify_all();
   }
-  for (std::thread& thread : threads) thread.join();
+  for (const auto& worker : workers) worker->thread.join();
+  idle_.clear();
 }
 
 int ContextThreads::num_threads() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int>(threads_.size());
+  return static_cast<int>(workers_.size());
 }
 
 }  // namespace smp::pipeline

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -13,6 +12,9 @@ namespace smp::pipeline {
 /// Threads for contexts, created on demand, kept, and joined by `join`. A
 /// context needs a thread of its own because autograd and Python keep their
 /// state on the stack while it waits.
+///
+/// The thread that was used last is used first: libraries for matrix products
+/// keep some MB of working memory in each thread that has ever called them.
 class ContextThreads {
  public:
   /// Runs in each new thread around its whole life: `enter(body)` must call
@@ -31,15 +33,19 @@ class ContextThreads {
   int num_threads() const;
 
  private:
-  void thread_main();
+  struct Worker {
+    std::condition_variable changed;
+    std::function<void()> job;
+    std::thread thread;
+  };
+
+  void thread_main(Worker& worker);
 
   const Enter enter_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> jobs_;
-  int num_idle_ = 0;
   bool closing_ = false;
-  std::vector<std::thread> threads_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<Worker*> idle_;  // the one that was used last at the end
 };
 
 }  // namespace smp::pipeline

@@ -264,9 +264,9 @@ class Server {
   void run_operation(const Header& header, int caller, const Call& call,
                      const Route::Hops& hops);
   std::vector<at::Tensor> run_graph(const Header& header, int64_t module_id,
-                                    CallRecord& record,
-                                    const std::vector<at::Tensor>& roots,
-                                    const std::vector<at::Tensor>& root_grads);
+                                    const CallRecord& record,
+                                    const std::vector<GraphEdge>& roots,
+                                    std::vector<at::Tensor> root_grads);
   void check_expected(const Header& header, int caller,
                       const ResultMeta& actual) const;
   void offer(const Header& header, int caller,
@@ -277,7 +277,7 @@ class Server {
   // server_weights.cpp: weight gradients that are put off
   std::optional<std::vector<at::Tensor>> begin_split_backward(
       const Header& header, int64_t module_id, const CallRecord& record,
-      const std::vector<at::Tensor>& roots,
+      const std::vector<GraphEdge>& roots,
       const std::vector<at::Tensor>& root_grads);
   void add_weight_task(const Header& header, int64_t module_id,
                        std::function<void()> add_weight_grads);

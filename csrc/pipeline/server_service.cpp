@@ -1,9 +1,11 @@
 // What other ranks ask of this one: requests as contexts of their own.
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <memory>
@@ -67,15 +69,39 @@ void find_shared(const std::vector<at::Tensor>& arguments,
   }
 }
 
-class OpenInputNode : public torch::autograd::Node {
+// Gives the gradients of results to their graph, and keeps none of them while
+// it runs, as whoever calls the engine with gradients does.
+class ResultGradsNode : public torch::autograd::Node {
  public:
-  using Node::Node;
-  std::string name() const override { return "SmpArgumentBackward"; }
+  ResultGradsNode(torch::autograd::variable_list grads,
+                  torch::autograd::edge_list edges)
+      : Node(std::move(edges)), grads_(std::move(grads)) {}
+  std::string name() const override { return "SmpResultGradsBackward"; }
   torch::autograd::variable_list apply(
-      torch::autograd::variable_list&& grads) override {
-    return std::move(grads);
+      torch::autograd::variable_list&&) override {
+    return std::exchange(grads_, {});
   }
+
+ private:
+  torch::autograd::variable_list grads_;
 };
+
+// Adds gradients of leaves, and brings those of arguments to their nodes.
+void run_backward_of(const std::vector<GraphEdge>& roots,
+                     std::vector<at::Tensor> root_grads) {
+  if (roots.empty()) return;
+  torch::autograd::edge_list edges;
+  for (const GraphEdge& root : roots) {
+    edges.emplace_back(root.node, root.input_nr);
+  }
+  const at::Tensor begin = at::zeros({}, root_grads[0].options());
+  const auto feed = std::make_shared<ResultGradsNode>(std::move(root_grads),
+                                                      std::move(edges));
+  feed->add_input_metadata(begin);
+  torch::autograd::Engine::get_default_engine().execute(
+      {torch::autograd::Edge(feed, 0)}, {begin}, /*keep_graph=*/false,
+      /*create_graph=*/false, /*accumulate_grad=*/true);
+}
 
 }  // namespace
 
@@ -197,19 +223,14 @@ void Server::check_expected(const Header& header, int caller,
             "arguments only");
 }
 
-// The arguments as the module gets them: behind the leaf of the local graph
-// comes an identity, so that the module may write to them.
+// The arguments as the module gets them: not as leaves, so that it may write to
+// them.
 void Server::open_inputs(Call& call, bool grad, CallRecord& record) const {
   for (comm::MessageTensor& tensor : call.tensors) {
-    const at::Tensor leaf = to_device(std::move(tensor.data)).detach();
-    tensor.data = leaf.detach();
-    if (grad && tensor.requires_grad) {
-      leaf.set_requires_grad(true);
-      torch::autograd::create_gradient_edge(
-          tensor.data, std::make_shared<OpenInputNode>(
-                           torch::autograd::collect_next_edges(leaf)));
-    }
-    record.inputs.push_back(leaf);
+    tensor.data = to_device(std::move(tensor.data)).detach();
+    auto& input = record.inputs.emplace_back();
+    if (!grad || !tensor.requires_grad) continue;
+    input = begin_graph(tensor.data);
   }
 }
 
@@ -247,12 +268,13 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   for (const comm::MessageTensor& tensor : result.tensors) {
     meta.tensors.push_back(TensorMeta::of(tensor.data));
     meta.tensors.back().requires_grad &= grad;
-    record.outputs.push_back(meta.tensors.back().requires_grad ? tensor.data
-                                                               : at::Tensor());
+    record.outputs.push_back(meta.tensors.back().requires_grad
+                                 ? GraphEdge::of(tensor.data)
+                                 : GraphEdge());
     data.push_back(tensor.data.detach());
   }
   for (const ViewOfArgument& view : meta.views) {
-    record.outputs[view.result_idx] = at::Tensor();
+    record.outputs[view.result_idx] = {};
     data[view.result_idx] = at::Tensor();
   }
   check_expected(header, caller, meta);
@@ -272,16 +294,16 @@ void Server::run_backward(const Header& header, int caller, Call& call,
   auto& grads = call.tensors;
   SMP_ASSERT(grads.size() == record.outputs.size(), "got ", grads.size(),
              " gradients for ", record.outputs.size(), " results");
-  std::vector<at::Tensor> roots;
+  std::vector<GraphEdge> roots;
   std::vector<at::Tensor> root_grads;
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (!grads[i].data.defined() || !record.outputs[i].defined()) continue;
+    if (!grads[i].data.defined() || !record.outputs[i].node) continue;
     roots.push_back(std::move(record.outputs[i]));
     root_grads.push_back(to_device(std::move(grads[i].data)));
   }
   record.outputs.clear();
   std::vector<at::Tensor> input_grads =
-      run_graph(header, call.module_id, record, roots, root_grads);
+      run_graph(header, call.module_id, record, roots, std::move(root_grads));
   std::string defined;
   for (const at::Tensor& grad : input_grads) {
     defined += grad.defined() ? '1' : '0';
@@ -305,20 +327,21 @@ void Server::run_backward(const Header& header, int caller, Call& call,
 }
 
 // Gradients of the inputs; those of parameters are added, now or later.
-std::vector<at::Tensor> Server::run_graph(
-    const Header& header, int64_t module_id, CallRecord& record,
-    const std::vector<at::Tensor>& roots,
-    const std::vector<at::Tensor>& root_grads) {
+std::vector<at::Tensor> Server::run_graph(const Header& header,
+                                          int64_t module_id,
+                                          const CallRecord& record,
+                                          const std::vector<GraphEdge>& roots,
+                                          std::vector<at::Tensor> root_grads) {
   if (auto grads =
           begin_split_backward(header, module_id, record, roots, root_grads)) {
     return *std::move(grads);
   }
-  torch::autograd::backward(roots, root_grads);
+  run_backward_of(roots, std::move(root_grads));
   std::vector<at::Tensor> grads(record.inputs.size());
   for (size_t i = 0; i < record.inputs.size(); ++i) {
-    if (record.inputs[i].requires_grad()) grads[i] = record.inputs[i].grad();
+    if (record.inputs[i]) grads[i] = take_grad(*record.inputs[i]);
     const RemoteRefPtr ref = remote_ref_of(grads[i]);
-    if (ref) grads[i] = fetch_to_own(ref);
+    grads[i] = ref ? fetch_to_own(ref) : dense_grad(std::move(grads[i]));
   }
   return grads;
 }

@@ -11,14 +11,16 @@ namespace smp::pipeline {
 // the graph can be run so; the other part becomes a task.
 std::optional<std::vector<at::Tensor>> Server::begin_split_backward(
     const Header& header, int64_t module_id, const CallRecord& record,
-    const std::vector<at::Tensor>& roots,
+    const std::vector<GraphEdge>& roots,
     const std::vector<at::Tensor>& root_grads) {
   if (module_id < 0) return std::nullopt;  // functions have no parameters
   const auto idx = static_cast<size_t>(module_id);
   const int64_t chunk =
       idx < options_.chunk_idxs.size() ? options_.chunk_idxs[idx] : 0;
   if (!policy_->splits_backward(header.mb, chunk)) return std::nullopt;
-  auto first = run_input_backward(roots, root_grads, record.inputs);
+  std::vector<GraphEdge> inputs;
+  for (const auto& input : record.inputs) inputs.push_back({input, 0});
+  auto first = run_input_backward(roots, root_grads, inputs);
   if (!first) {
     // A list must not wait for what will not come.
     scheduler_.skip_action({Phase::kWeight, header.mb, chunk});

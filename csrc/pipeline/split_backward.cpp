@@ -1,6 +1,5 @@
 #include "csrc/pipeline/split_backward.h"
 
-#include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -45,11 +44,9 @@ bool may_run_in_two_parts(Node& node) {
 /// The local graph below some edges, and what is where in it.
 class Graph {
  public:
-  Graph(const edge_list& roots, const std::vector<at::Tensor>& inputs) {
-    for (const at::Tensor& input : inputs) {
-      if (!input.requires_grad()) continue;
-      held_.push_back(torch::autograd::impl::grad_accumulator(input));
-      inputs_.insert(held_.back().get());
+  Graph(const edge_list& roots, const edge_list& inputs) {
+    for (const Edge& input : inputs) {
+      if (input.is_valid()) inputs_.insert(input.function.get());
     }
     for (const Edge& root : roots) visit(root.function.get());
   }
@@ -89,8 +86,10 @@ class Graph {
 
   void finish(Node& node) {
     Reach below;
-    if (dynamic_cast<AccumulateGrad*>(&node)) {
-      (inputs_.contains(&node) ? below.input : below.param) = true;
+    if (inputs_.contains(&node)) {
+      below.input = true;
+    } else if (dynamic_cast<AccumulateGrad*>(&node)) {
+      below.param = true;
     }
     for (const Edge& edge : node.next_edges()) {
       if (!edge.is_valid()) continue;
@@ -104,7 +103,6 @@ class Graph {
     may_be_split_ = may_be_split_ && may_run_in_two_parts(node);
   }
 
-  std::vector<std::shared_ptr<Node>> held_;
   std::unordered_set<const Node*> inputs_;
   std::unordered_map<const Node*, Reach> reach_;
   std::vector<Node*> nodes_;
@@ -190,13 +188,12 @@ class Meeting {
   bool is_clear_ = true;
 };
 
-// As it would lie in `.grad`: it goes to other ranks and may be written to.
-at::Tensor dense(at::Tensor grad) {
-  if (!grad.defined() || grad.is_sparse() ||
-      grad.is_non_overlapping_and_dense()) {
-    return grad;
+edge_list edges_of(const std::vector<GraphEdge>& edges) {
+  edge_list result;
+  for (const GraphEdge& edge : edges) {
+    result.emplace_back(edge.node, edge.input_nr);
   }
-  return grad.clone(at::MemoryFormat::Contiguous);
+  return result;
 }
 
 std::function<void()> second_part(Rest rest) {
@@ -214,14 +211,12 @@ std::function<void()> second_part(Rest rest) {
 }  // namespace
 
 std::optional<InputBackward> run_input_backward(
-    const std::vector<at::Tensor>& roots,
+    const std::vector<GraphEdge>& the_roots,
     const std::vector<at::Tensor>& root_grads,
-    const std::vector<at::Tensor>& inputs) {
-  edge_list root_edges;
-  for (const at::Tensor& root : roots) {
-    root_edges.push_back(torch::autograd::impl::gradient_edge(root));
-  }
-  const Graph graph(root_edges, inputs);
+    const std::vector<GraphEdge>& the_inputs) {
+  const edge_list roots = edges_of(the_roots);
+  const edge_list inputs = edges_of(the_inputs);
+  const Graph graph(roots, inputs);
   if (!graph.may_be_split()) return std::nullopt;
   Meeting meeting(graph);
   if (!meeting.is_clear()) return std::nullopt;
@@ -229,22 +224,21 @@ std::optional<InputBackward> run_input_backward(
   Rest rest;
   edge_list first_edges;
   variable_list first_grads;
-  for (size_t i = 0; i < root_edges.size(); ++i) {
-    if (graph.is_for_weights(root_edges[i])) {
-      rest.add(root_edges[i], root_grads[i]);
+  for (size_t i = 0; i < roots.size(); ++i) {
+    if (graph.is_for_weights(roots[i])) {
+      rest.add(roots[i], root_grads[i]);
     } else {
-      first_edges.push_back(root_edges[i]);
+      first_edges.push_back(roots[i]);
       first_grads.push_back(root_grads[i]);
     }
   }
   edge_list wanted;
   std::vector<size_t> wanted_inputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].requires_grad()) continue;
-    Edge edge(torch::autograd::impl::grad_accumulator(inputs[i]), 0);
-    if (!graph.contains(edge.function.get())) continue;
+    const Edge& edge = inputs[i];
+    if (!edge.is_valid() || !graph.contains(edge.function.get())) continue;
     wanted_inputs.push_back(i);
-    wanted.push_back(std::move(edge));
+    wanted.push_back(edge);
   }
   InputBackward result;
   result.input_grads.resize(inputs.size());
@@ -255,7 +249,7 @@ std::optional<InputBackward> run_input_backward(
         first_edges, first_grads, /*keep_graph=*/true, /*create_graph=*/false,
         /*accumulate_grad=*/false, wanted);
     for (size_t i = 0; i < wanted_inputs.size(); ++i) {
-      result.input_grads[wanted_inputs[i]] = dense(std::move(grads[i]));
+      result.input_grads[wanted_inputs[i]] = dense_grad(std::move(grads[i]));
     }
     for (size_t i = 0; i < met.size(); ++i) {
       rest.add(met[i], std::move(grads[wanted_inputs.size() + i]));

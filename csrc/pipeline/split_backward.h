@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "csrc/pipeline/call_record.h"
+
 namespace smp::pipeline {
 
 /// What the first part of a backward has left.
@@ -20,15 +22,16 @@ struct InputBackward {
 /// parameters for later; both parts together do what one backward would, each
 /// operation once.
 ///
-/// @param inputs  leaves at which the local graph begins
+/// @param roots   of the local graph, none of them null
+/// @param inputs  where it begins; null where no gradient is wanted
 /// @return nothing, and nothing was run, if there is nothing to put off, or if
 ///     the graph must not be run in two parts: it has hooks, calls modules of
 ///     other ranks, or recomputes under a backward of its own
 /// Source: arXiv:2401.10241; that the nodes shared by both parts are where the
 /// second one begins is also how torch.distributed.pipelining does it.
 std::optional<InputBackward> run_input_backward(
-    const std::vector<at::Tensor>& roots,
+    const std::vector<GraphEdge>& roots,
     const std::vector<at::Tensor>& root_grads,
-    const std::vector<at::Tensor>& inputs);
+    const std::vector<GraphEdge>& inputs);
 
 }  // namespace smp::pipeline

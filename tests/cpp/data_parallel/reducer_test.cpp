@@ -1,5 +1,6 @@
 #include "csrc/data_parallel/reducer.h"
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/randn_like.h>
@@ -140,6 +141,63 @@ TEST(ReducerAlone, gradients_add_up_over_steps_until_they_are_reset) {
   rank.params[0].mutable_grad() = at::full({3}, 10.0);  // the user's own
   step(0, 1);
   EXPECT_EQ(rank.grad(0), 11);
+}
+
+// Whether a gradient of a later microbatch is freed while an earlier one is not
+// finished.
+bool passes_early(Rank& rank, int num_microbatches, int first_count) {
+  rank.reducer->begin_step(num_microbatches);
+  for (int i = 0; i < first_count; ++i) rank.contribute(0, 0, 1);
+  bool freed = false;
+  auto* const data = new float[3]{4, 4, 4};
+  const auto free = [&freed](void* p) {
+    freed = true;
+    delete[] static_cast<float*>(p);
+  };
+  {
+    const at::Tensor grad = at::from_blob(data, {3}, free);
+    const TaskScope task({0, 1});
+    torch::autograd::backward({rank.params[0].view({3})}, {grad});
+  }
+  const bool is_early = freed;
+  rank.reducer->end_step();
+  EXPECT_TRUE(freed);
+  return is_early;
+}
+
+TEST(ReducerAlone,
+     gradients_of_later_microbatches_wait_only_in_the_first_step) {
+  Rank rank({{3}}, nullptr, small_buckets());
+  EXPECT_FALSE(passes_early(rank, 2, 1)) << "another one may still come";
+  rank.zero_grad();
+  EXPECT_TRUE(passes_early(rank, 2, 1));
+  EXPECT_EQ(rank.grad(0), 2.5);
+  EXPECT_FALSE(passes_early(rank, 3, 1)) << "a step that is not known";
+}
+
+TEST(ReducerAlone, who_gives_more_gradients_than_before_is_waited_for) {
+  Rank rank({{3}}, nullptr, small_buckets());
+  passes_early(rank, 2, 1);
+  rank.zero_grad();
+  EXPECT_TRUE(passes_early(rank, 2, 2));
+  EXPECT_EQ(rank.grad(0), 3) << "all of them count";
+  for (int step = 0; step < 2; ++step) {
+    EXPECT_FALSE(passes_early(rank, 2, 1)) << "from then on";
+  }
+}
+
+TEST(ReducerAlone, a_surplus_gradient_is_added_when_it_comes) {
+  Rank rank({{3}}, nullptr, small_buckets());
+  for (int step = 0; step < 2; ++step) {
+    rank.zero_grad();
+    rank.reducer->begin_step(2);
+    rank.contribute(0, 0, 1);
+    rank.contribute(0, 1, 2);
+    if (step == 1) rank.contribute(0, 0, 5);
+    rank.reducer->finish_microbatch(0);
+    rank.reducer->end_step();
+    EXPECT_EQ(rank.grad(0), step == 0 ? 1.5 : 4);
+  }
 }
 
 TEST(ReducerAlone, gradients_have_the_strides_of_their_parameter) {

@@ -1,8 +1,12 @@
 #include "csrc/pipeline/call_record.h"
 
-#include <ATen/ops/from_blob.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <string>
@@ -14,10 +18,23 @@
 namespace smp::pipeline {
 namespace {
 
-CallRecord of_microbatch(int64_t mb) {
+// The end of a graph that holds something.
+class Holder : public torch::autograd::Node {
+ public:
+  explicit Holder(std::shared_ptr<void> held) : held_(std::move(held)) {}
+  torch::autograd::variable_list apply(
+      torch::autograd::variable_list&&) override {
+    return {};
+  }
+
+ private:
+  std::shared_ptr<void> held_;
+};
+
+CallRecord of_microbatch(int64_t mb, std::shared_ptr<void> held = nullptr) {
   CallRecord record;
   record.mb = mb;
-  record.outputs = {at::ones({2})};
+  record.outputs = {{std::make_shared<Holder>(std::move(held)), 0}};
   return record;
 }
 
@@ -40,13 +57,12 @@ TEST(CallRecords, a_record_is_taken_once_by_caller_and_request) {
 
 TEST(CallRecords, the_end_of_a_microbatch_frees_what_got_no_gradient) {
   CallRecords records;
-  CallRecord record = of_microbatch(3);
-  const at::Tensor output = record.outputs[0];
-  records.put({0, 1}, std::move(record));
+  const auto held = std::make_shared<int>(0);
+  records.put({0, 1}, of_microbatch(3, held));
   records.put({0, 2}, of_microbatch(4));
   records.drop_microbatch(3);
   EXPECT_EQ(records.size(), 1);
-  EXPECT_EQ(output.use_count(), 1);
+  EXPECT_EQ(held.use_count(), 1);
   records.clear();
   EXPECT_EQ(records.size(), 0);
 }
@@ -56,15 +72,37 @@ TEST(CallRecords, the_end_of_a_microbatch_frees_what_got_no_gradient) {
 TEST(CallRecords, a_graph_that_is_freed_may_use_the_records) {
   CallRecords records;
   std::vector<int64_t> sizes;
-  double data[2] = {0, 0};
   for (const int way : {0, 1}) {
-    CallRecord record;
-    record.outputs = {at::from_blob(
-        data, {2}, [&](void*) { sizes.push_back(records.size()); })};
-    records.put({0, 1}, std::move(record));
+    const auto note = [&](int* held) {
+      sizes.push_back(records.size());
+      delete held;
+    };
+    records.put({0, 1},
+                of_microbatch(0, std::shared_ptr<int>(new int(0), note)));
     way == 0 ? records.clear() : records.drop_microbatch(0);
   }
   EXPECT_EQ(sizes, (std::vector<int64_t>{0, 0}));
+}
+
+TEST(BeginGraph, takes_the_gradient_and_keeps_no_argument) {
+  at::Tensor argument = at::ones({2});
+  const auto node = begin_graph(argument);
+  const at::Tensor result = argument * 3;
+  const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weak(
+      argument.getIntrusivePtr());
+  argument.reset();
+  EXPECT_TRUE(weak.expired()) << "a product with a number keeps no factor";
+  torch::autograd::backward({result}, {at::ones({2})});
+  EXPECT_TRUE(take_grad(*node).equal(at::full({2}, 3.0)));
+  EXPECT_FALSE(take_grad(*node).defined()) << "once";
+}
+
+TEST(BeginGraph, gradients_are_made_dense) {
+  const at::Tensor expanded = at::ones({}).expand({2, 3});
+  EXPECT_TRUE(dense_grad(expanded).is_contiguous());
+  const at::Tensor transposed = at::ones({2, 3}).t();
+  EXPECT_TRUE(dense_grad(transposed).is_same(transposed));
+  EXPECT_FALSE(dense_grad({}).defined());
 }
 
 TEST(CallRecords, threads_put_and_take_their_own) {

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <future>
+#include <set>
 
 #include "csrc/common/check.h"
 
@@ -217,13 +219,15 @@ class WaitingSchedulerTest : public SchedulerTest {
 };
 
 TEST_F(WaitingSchedulerTest, a_forward_waits_for_the_backward_before_it) {
-  begin(schedule::make_zero_bubble_policy());
-  add(Phase::kForward, 0, 7);
-  add(Phase::kForward, 1, 7);
-  EXPECT_EQ(scheduler.executed_actions(), "F0") << "rank 1 of 2 keeps one";
-  add(Phase::kBackward, 0, 7);
-  finish();
-  EXPECT_EQ(scheduler.executed_actions(), "F0 B0 F1");
+  for (const char* name : {"zero_bubble", "interleaved"}) {
+    begin(schedule::make_policy(name));
+    add(Phase::kForward, 0, 7);
+    add(Phase::kForward, 1, 7);
+    EXPECT_EQ(scheduler.executed_actions(), "F0") << "rank 1 of 2 keeps one";
+    add(Phase::kBackward, 0, 7);
+    finish();
+    EXPECT_EQ(scheduler.executed_actions(), "F0 B0 F1") << name;
+  }
 }
 
 TEST_F(WaitingSchedulerTest, the_end_of_a_microbatch_lets_the_next_one_in) {
@@ -272,6 +276,32 @@ TEST_F(WaitingSchedulerTest, what_a_list_holds_back_can_be_run_all_the_same) {
   EXPECT_EQ(scheduler.run_held_back(), "task F1:m7");
   finish();
   EXPECT_EQ(scheduler.executed_actions(), "F0 F1");
+}
+
+TEST(ContextThreads, the_thread_that_was_used_last_is_used_first) {
+  ContextThreads threads;
+  const auto run = [&](std::function<void()> work) {
+    auto done = std::make_shared<std::promise<std::thread::id>>();
+    auto id = done->get_future();
+    threads.run([work = std::move(work), done] {
+      work();
+      done->set_value(std::this_thread::get_id());
+    });
+    return id;
+  };
+  std::promise<void> first_may_end;
+  auto first = run([&] { first_may_end.get_future().wait(); });
+  const auto second = run([] {}).get();
+  first_may_end.set_value();
+  EXPECT_NE(first.get(), second);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::set<std::thread::id> used;
+  for (int i = 0; i < 5; ++i) {
+    used.insert(run([] {}).get());
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  EXPECT_EQ(used.size(), 1u);
+  EXPECT_EQ(threads.num_threads(), 2);
 }
 
 TEST(ContextThreads, threads_are_reused_and_nested_jobs_get_their_own) {

@@ -36,6 +36,9 @@ struct Model {
 
   std::vector<at::Tensor> params() const { return {w1, w2, gain}; }
   std::vector<at::Tensor> inputs() const { return {x, y}; }
+  std::vector<GraphEdge> input_edges() const {
+    return {GraphEdge::of(x), GraphEdge::of(y)};
+  }
 
   void clear() {
     for (at::Tensor t : {w1, w2, gain, x, y}) t.mutable_grad() = at::Tensor();
@@ -83,7 +86,8 @@ void expect_same_in_two_parts(const Forward& forward) {
   std::optional<InputBackward> first;
   {
     const at::Tensor out = forward(model);
-    first = run_input_backward({out}, {at::ones_like(out)}, model.inputs());
+    first = run_input_backward({GraphEdge::of(out)}, {at::ones_like(out)},
+                               model.input_edges());
   }
   ASSERT_TRUE(first);
   expect_equal(first->input_grads, expected.inputs, "input");
@@ -166,7 +170,8 @@ TEST(SplitBackward, what_two_functions_give_to_one_parameter) {
 void expect_whole(const Forward& forward) {
   Model model;
   const at::Tensor out = forward(model);
-  EXPECT_FALSE(run_input_backward({out}, {at::ones_like(out)}, model.inputs()));
+  EXPECT_FALSE(run_input_backward({GraphEdge::of(out)}, {at::ones_like(out)},
+                                  model.input_edges()));
   torch::autograd::backward({out}, {at::ones_like(out)});  // still possible
 }
 
@@ -206,7 +211,8 @@ TEST(SplitBackward, a_broadcast_gradient_becomes_dense) {
   Model model;
   const at::Tensor out = at::linear(model.x, model.w1) + model.y;
   const auto first = run_input_backward(
-      {out}, {at::ones_like(out).sum().expand_as(out)}, model.inputs());
+      {GraphEdge::of(out)}, {at::ones_like(out).sum().expand_as(out)},
+      model.input_edges());
   ASSERT_TRUE(first);
   EXPECT_TRUE(first->input_grads[1].is_non_overlapping_and_dense());
 }
