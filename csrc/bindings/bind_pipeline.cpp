@@ -42,8 +42,8 @@ std::shared_ptr<Server> make_server(
     std::shared_ptr<comm::FaultBoard> faults, int global_rank,
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
     std::optional<std::string> actions, int num_chunks,
-    std::vector<int> chunk_idxs, int active_microbatches, bool deterministic,
-    const std::string& device, double timeout_s,
+    std::vector<int> chunk_idxs, int depth, int active_microbatches,
+    bool deterministic, const std::string& device, double timeout_s,
     std::vector<std::string> module_names,
     std::shared_ptr<pipeline::Timeline> timeline) {
   Server::Options options;
@@ -54,6 +54,7 @@ std::shared_ptr<Server> make_server(
   options.actions = std::move(actions);
   options.num_chunks = num_chunks;
   options.chunk_idxs = std::move(chunk_idxs);
+  options.depth = depth;
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
   options.device = c10::Device(device);
@@ -212,7 +213,7 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
-           py::arg("num_chunks"), py::arg("chunk_idxs"),
+           py::arg("num_chunks"), py::arg("chunk_idxs"), py::arg("depth"),
            py::arg("active_microbatches"), py::arg("deterministic"),
            py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
            py::arg("timeline") = nullptr)

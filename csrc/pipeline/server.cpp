@@ -1,6 +1,7 @@
 #include "csrc/pipeline/server.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <memory>
@@ -364,12 +365,12 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
   step.step = step_;
   step.num_partitions = static_cast<int>(options_.pp_ranks.size());
   step.num_chunks = options_.num_chunks;
-  step.depth = pp_rank_;
+  step.depth = options_.depth < 0 ? pp_rank_ : options_.depth;
   step.chunk_idxs = &options_.chunk_idxs;
-  // The rules of the others count on a chain, which visits each rank once per
-  // chunk. "interleaved" and "simple" take graphs of any shape at full speed.
+  // Nothing is kept without gradients, so there is nothing to wait for.
   step.lets_wait =
-      policy_->name() != "interleaved" && policy_->name() != "simple";
+      policy_->name() != "simple" &&
+      (policy_->name() != "interleaved" || at::GradMode::is_enabled());
   return step;
 }
 

@@ -83,6 +83,9 @@ class Server {
     std::optional<std::string> actions;
     int num_chunks = 1;           ///< parts of the model on each rank
     std::vector<int> chunk_idxs;  ///< by module id; empty: all are chunk 0
+    /// How many ranks the data pass before this one; -1: as many as there are
+    /// in front of it in `pp_ranks`.
+    int depth = -1;
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);

@@ -418,6 +418,7 @@ class Server:
         actions: str | None,
         num_chunks: int,
         chunk_idxs: Sequence[int],
+        depth: int,
         active_microbatches: int,
         deterministic: bool,
         device: str,

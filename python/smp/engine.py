@@ -152,6 +152,7 @@ class Engine:
             actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
             num_chunks=schedule.num_chunks,
             chunk_idxs=decision.chunk_idxs or [0] * len(decision.modules),
+            depth=decision.depth_of(current.ranks["pp"]),
             active_microbatches=config.active_microbatches or 0,
             deterministic=config.deterministic_server,
             device=str(current.device),

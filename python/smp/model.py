@@ -175,8 +175,12 @@ class DistributedModel(nn.Module):
         ahead = self._runtime.config.pipeline != "simple"
         if ahead or weight != 1.0:
             tensors, grad_tensors = _weighted(tensors, grad_tensors, weight, ahead)
-        server.begin_backward()
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not ahead:
+            for root in roots:  # its forward is over when the loss is there
+                if isinstance(root, RemoteTensor):
+                    root.wait()
+        server.begin_backward()
         _run_backward(tuple(resolve(root) for root in roots), grad_tensors)
         server.end_backward()
 

@@ -121,16 +121,16 @@ def run_slow_chain(
     return smp.schedule.normalize(texts.pop())
 
 
-# Without limits on ranks behind the driver the documented "interleaved" is 1F1B over two ranks;
-# over more the ranks between take forwards earlier. Messages take time and plans do not know it:
-# forwards that take a little less, or more, on later ranks keep tasks of two ranks from becoming
-# ready in the same moment, in which a message would decide what goes first.
+# Messages take time and plans do not know it: forwards that take a little less, or more, on later
+# ranks keep tasks of two ranks from becoming ready in the same moment, in which a message would
+# decide what goes first.
 @pytest.mark.parametrize(
     ("schedule", "pp", "slope"),
     [
         ("simple", 2, -0.05),
         ("simple", 4, -0.05),
         ("interleaved", 2, 0.1),
+        ("interleaved", 4, 0.1),
         ("virtual_interleaved", 2, 0.1),
         ("virtual_interleaved", 4, 0.1),
         ("zero_bubble", 2, -0.1),
@@ -238,6 +238,14 @@ def test_new_schedules_end_and_train_families_like_one_process(
 ) -> None:
     for pp in (2, 4):
         check_runs(pool, [Run(family, pp, 1, schedule)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_limits_of_interleaved_stop_no_family_whatever_its_graph(pool: Pool, family: str) -> None:
+    for pp in (2, 4):
+        check_runs(
+            pool, [Run(family, pp, 1, config=(("active_microbatches", a),)) for a in (1, pp)]
+        )
 
 
 def test_replicas_agree_on_weight_gradients_in_one_order(pool: Pool) -> None:

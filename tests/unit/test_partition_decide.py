@@ -85,6 +85,14 @@ def test_modules_without_state_run_where_they_are_called() -> None:
     assert owners["0.0"] is not None
 
 
+def test_depth_counts_the_partitions_that_the_modules_meet_before() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer, idx in zip(model, (3, 1, 3, 0), strict=True):
+        set_partition(layer, idx)
+    decision = decide(model, MANUAL, 4)
+    assert [decision.depth_of(idx) for idx in range(4)] == [0, 2, 3, 1], "the driver comes first"
+
+
 def test_same_model_gives_the_same_hash_and_another_does_not() -> None:
     first, second = (decide(TiedModel(), Config(), 2) for _ in range(2))
     assert first.hash == second.hash and first.text == second.text

@@ -149,6 +149,11 @@ class Decision:
             if partition_idx == 0 and chunk > 0 and not self.index.is_stateless[idx]
         ]
 
+    def depth_of(self, partition_idx: int) -> int:
+        """How many partitions the data pass before this one: modules are met in their order."""
+        met = list(dict.fromkeys(idx for idx in (0, *self.owner_partitions) if idx is not None))
+        return met.index(partition_idx) if partition_idx in met else len(met)
+
     @cached_property
     def owner_partitions(self) -> list[int | None]:
         """Partition that must run each module; None without state: it runs where it is called."""

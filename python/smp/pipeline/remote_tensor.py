@@ -99,6 +99,10 @@ class RemoteTensor(Tensor):
         self._local = other
         self._mark = None
 
+    def wait(self) -> None:
+        """Until the data have been made."""
+        self._data()
+
     def _data(self) -> Tensor:
         # Not to be written to.
         if self._local is not None and (self._mark is None or self.is_untouched()):

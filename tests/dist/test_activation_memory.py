@@ -1,0 +1,57 @@
+"""Each rank holds the activations that the simulator counts, and nothing besides."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.processes import REPO, launch, torchrun
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "activation_memory.py"
+TOLERANCE = 0.1
+
+
+def cases_of(num_ranks: int) -> list[tuple[str, int, int | None]]:
+    return [
+        (schedule, microbatches, active)
+        for schedule in ("interleaved", "simple")
+        for microbatches in (4, 8)
+        for active in (num_ranks, None)
+        if (schedule, microbatches, active) != ("simple", num_ranks, None)  # the same as before it
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_peak_of_each_rank_is_the_simulated_number_of_activations(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(REPO / "benchmarks"))
+    try:
+        from allocation_meter import preloaded
+    finally:
+        sys.path.pop(0)
+    library = preloaded({"PATH": os.environ["PATH"]}, tmp_path)["LD_PRELOAD"]
+    cases = cases_of(num_ranks)
+    command = ["env", f"LD_PRELOAD={library}", *torchrun(num_ranks), str(SCRIPT), json.dumps(cases)]
+    done = launch(command, timeout=300)
+    lines = re.findall(r"RESULT (\[.*\])", done.stdout)
+    assert done.returncode == 0 and len(lines) == num_ranks, done.stdout
+    by_rank: list[list[dict[str, Any]]] = sorted(map(json.loads, lines), key=lambda r: r[0]["rank"])
+    wrong = []
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        for found in ranks:
+            expected = (found["count"] - 1) * found["kept"] + found["top"]
+            ratios = [peak / expected for peak in found["peaks"]]
+            text = f"{case} rank {found['rank']}: {found['count']} activations, " + " ".join(
+                f"{ratio:.3f}" for ratio in ratios
+            )
+            print(text)
+            if min(abs(ratio - 1) for ratio in ratios) > TOLERANCE:
+                wrong.append(text)
+    assert not wrong, "\n".join(wrong)
