@@ -42,7 +42,8 @@ def server_stats() -> dict[str, float]:
         - ``stored``: tensors kept now for others; 0 between steps.
         - ``records``: calls kept now for their backward; 0 between steps.
         - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
-          this rank and all others, without the data-parallel reduction.
+          this rank and all others, without the data-parallel reduction; with
+          ``shared_memory_`` in front: the part of it that went through shared memory.
 
         All are 0 with one pipeline rank or before the partition; traffic with one process.
 
@@ -55,7 +56,8 @@ def server_stats() -> dict[str, float]:
         stats.update(current.server.stats())
     traffic = None if current.mailbox is None else current.mailbox.stats()
     for name in ("messages_sent", "bytes_sent", "messages_received", "bytes_received"):
-        stats[name] = 0 if traffic is None else traffic[name]
+        for part in (name, f"shared_memory_{name}"):
+            stats[part] = 0 if traffic is None else traffic[part]
     return stats
 
 

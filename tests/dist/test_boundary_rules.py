@@ -6,6 +6,8 @@ assertions of their own.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +186,73 @@ def test_batches_that_microbatches_do_not_divide_are_weighted_exactly(
         assert count == min(MICROBATCHES, rows[-1])
         grads.update(part)
     assert_close(grads, grads_of(model.named_parameters()), torch.float64, "gradients")
+
+
+# ---- views -------------------------------------------------------------------------
+
+#: Pieces of a result of ``[rows, WIDTH]`` that another module takes.
+VIEWS_AS_RECIPES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "t": lambda y: [y.t().t(), torch.t(y).mT],
+    "chunk": lambda y: y.chunk(2),
+    "split": lambda y: [*y.split(2), *torch.split(y, (1, y.shape[0] - 1), dim=0)],
+    "tensor_split": lambda y: y.tensor_split(3, dim=0),
+    "unbind": lambda y: [*y.unbind(), *torch.unbind(y.t(), 1)],
+    "iteration": lambda y: list(y),
+    "narrow": lambda y: [y.narrow(0, 1, 1), torch.narrow(y, 0, 0, 2)],
+    "expand": lambda y: [y[:1].expand(3, -1), y[0].expand(2, WIDTH)],
+    "unfold": lambda y: [y.unfold(0, 2, 1).transpose(1, 2)],
+    "movedim": lambda y: [y.movedim(0, 1).swapaxes(0, 1), torch.permute(y, (0, 1))],
+    "diagonal": lambda y: [y[:WIDTH, :WIDTH].diagonal().expand(2, WIDTH)],
+}
+
+
+class Viewed(nn.Module):
+    """Two modules of another rank, and between them the code of this one."""
+
+    def __init__(self, views: str, place: Any) -> None:
+        super().__init__()
+        self.views = views
+        with place(1):
+            self.first, self.second = boundary.Away(), boundary.Away()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = VIEWS_AS_RECIPES[self.views](self.first(x))
+        means = [self.second(piece).tanh().mean() for piece in pieces]
+        return functools.reduce(torch.add, means)
+
+
+def train_viewed(rank: int, views: str) -> tuple[float, Any, float]:
+    import smp
+
+    model = smp.DistributedModel(randomise_(Viewed(views, start(2, 1)), 3))
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    for _ in range(4):
+        model.zero_grad()
+        before = smp.metrics.server_stats()
+        output = train(batch(0, 0, 4 * MICROBATCHES))
+    sent = smp.metrics.difference(smp.metrics.server_stats(), before)["data_bytes"]
+    return float(output.reduce_mean()), grads_of(model.local_named_parameters()), sent
+
+
+@pytest.mark.parametrize("views", VIEWS_AS_RECIPES)
+def test_views_of_results_are_made_where_they_are_read(pool: Pool, views: str) -> None:
+    model = randomise_(Viewed(views, nowhere), 3)
+    losses = [model(x) for x in batch(0, 0, 4 * MICROBATCHES).chunk(MICROBATCHES)]
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    results = pool.run(2, train_viewed, views, timeout=30)
+    grads: dict[str, Tensor | None] = {}
+    for loss, part, _ in results:
+        assert loss == pytest.approx(mean.item(), rel=1e-12)
+        grads.update(part)
+    assert_close(grads, grads_of(model.named_parameters()), torch.float64, "gradients")
+    assert results[1][2] <= 64 * MICROBATCHES, "only losses come to the driver"
 
 
 # ---- the output of the model in the step function -------------------------------

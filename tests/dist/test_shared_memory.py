@@ -13,6 +13,7 @@ from torch import nn
 
 import smp
 from smp import runtime
+from smp.metrics import difference, server_stats
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
 
@@ -37,14 +38,12 @@ def train(rank: int, steps: int = 1) -> dict[str, Any]:
         model.backward(loss)
         return loss
 
-    mailbox = runtime.current().mailbox
-    assert mailbox is not None
     x = torch.randn(ROWS, WIDTH)
     train_step(x)  # partitions
-    before = mailbox.stats()
+    before = server_stats()
     for _ in range(steps):
         train_step(x)
-    stats = {name: value - before[name] for name, value in mailbox.stats().items()}
+    stats = difference(server_stats(), before)
     norm = sum(float(p.grad.square().sum()) for p in model.local_parameters() if p.grad is not None)
     return {"stats": stats, "norm": norm, "threads": thread_names()}
 

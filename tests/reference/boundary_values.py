@@ -176,6 +176,42 @@ class NonContiguousTensors(Rule):
         return self.end(self.first(wide[:, ::2]) + self.second(wide.flip(1)[:, 1:5]))
 
 
+class ViewsOfResults(Rule):
+    """Whatever view of a result goes to another module, it is made where it is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        half = WIDTH // 2
+        parts = [
+            *y.chunk(2, dim=-1),
+            *torch.split(y, half, dim=1),
+            *y.split((1, WIDTH - 1), 1)[:1],
+            *torch.tensor_split(y, [half], dim=-1),
+            *(column.unsqueeze(1) for column in y.unbind(1)),
+            torch.narrow(y, 1, 1, half),
+            y.t().mT.movedim(0, 1).swapaxes(0, 1),
+            torch.permute(y, (1, 0)).t()[:, :half],
+        ]
+        assert [part.shape[0] for part in parts] == [x.shape[0]] * len(parts)
+        total = self.end(self.second(y[:, :1].expand(-1, WIDTH)))
+        for part in parts:
+            total = total + self.end(self.second(part.repeat(1, WIDTH // part.shape[1])))
+        first, *_ = y  # iterates over rows
+        whole = self.second(y.unfold(1, half, half).flatten(1))
+        return total + self.end(whole) + self.end(self.second(first.expand(2, WIDTH)))
+
+
+class ViewsWithoutModules(Rule):
+    """Autograd meets views that are added up where the data are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        left, right = y.chunk(2, dim=1)
+        z = self.second(torch.cat([left + right, (y[:, :1] * 2).expand(-1, WIDTH // 2)], 1))
+        rows = z.expand(3, *z.shape).sum(0) + z.mT.t()
+        return self.end(rows + sum(row.sum() for row in z.unbind(1)))
+
+
 class ParametersAsArguments(Rule):
     """A parameter of the caller is used by modules of other ranks."""
 

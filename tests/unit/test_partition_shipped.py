@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.trace import trace
 from smp.pipeline import functions
@@ -46,6 +47,12 @@ LEFT_AWAY: dict[str, Callable[..., Tensor]] = {
     "softplus": lambda y, labels, soft: F.softplus(y),
     "log_softmax": lambda y, labels, soft: F.log_softmax(y, -1),
     "cross_entropy": lambda y, labels, soft: F.cross_entropy(y.view(-1, 4).float(), labels),
+    "cross_entropy of smoothed labels": lambda y, labels, soft: F.cross_entropy(
+        y, labels, label_smoothing=0.1
+    ),
+    "cross_entropy of probabilities": lambda y, labels, soft: F.cross_entropy(y, soft),
+    "l1_loss": lambda y, labels, soft: F.l1_loss(y, soft),
+    "kl_div": lambda y, labels, soft: F.kl_div(F.log_softmax(y, -1), soft, reduction="batchmean"),
     "nll_loss": lambda y, labels, soft: F.nll_loss(y, labels),
     "mse_loss": lambda y, labels, soft: F.mse_loss(y, soft),
     "smooth_l1_loss": lambda y, labels, soft: F.smooth_l1_loss(y, soft),
@@ -61,8 +68,6 @@ LEFT_AWAY: dict[str, Callable[..., Tensor]] = {
     "sum": lambda y, labels, soft: (y + y * 0.5 - y * y).sum(-1),
     "views": lambda y, labels, soft: y[..., :-1].transpose(0, 1).reshape(2, -1).sum(),
 }
-#: Shipped as well, but made of arithmetic with the labels, for which the trace takes them.
-COMPOSED = {"l1_loss", "kl_div"}
 #: What needs the data in the code.
 READ: dict[str, Callable[..., Tensor]] = {
     "function": lambda y, labels, soft: torch.cos(y),
@@ -74,7 +79,12 @@ READ: dict[str, Callable[..., Tensor]] = {
 
 
 def test_every_function_of_the_engine_is_known_to_the_trace() -> None:
-    assert set(functions.SHIPPED.values()) - COMPOSED <= set(LEFT_AWAY)
+    assert set(functions.SHIPPED.values()) <= set(LEFT_AWAY)
+
+
+def test_losses_of_the_trace_are_those_of_the_engine() -> None:
+    losses = {f for f in functions.SHIPPED if "loss" in f.__name__ or "entropy" in f.__name__}
+    assert losses | {F.kl_div} == trace_flops.LOSSES
 
 
 @pytest.mark.parametrize("name", LEFT_AWAY)

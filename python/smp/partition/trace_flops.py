@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -52,14 +53,21 @@ _RULES: dict[Any, Rule] = {
             *(aten.leaky_relu, aten.elu, aten.mish, aten.softplus),
             # Dropout, with and without a kernel of its own.
             *(aten.native_dropout, aten.empty_like, aten.bernoulli, aten.bernoulli_),
-            *(aten._log_softmax, aten.nll_loss_forward, aten.nll_loss2d_forward, aten.mse_loss),
-            *(aten.smooth_l1_loss, aten.binary_cross_entropy, aten.abs, aten.xlogy),
-            *(aten.binary_cross_entropy_with_logits, aten.sum, aten.mean),
-            *(aten.clone, aten._to_copy),
+            *(aten._log_softmax, aten.sum, aten.mean, aten.clone, aten._to_copy),
         ),
         Rule.FIRST,
     ),
 }
+
+# Functions that the engine leaves as a whole to the rank that has their first argument, whatever
+# operators they lead to.
+LOSSES = frozenset(
+    {
+        *(functional.cross_entropy, functional.nll_loss, functional.mse_loss, functional.l1_loss),
+        *(functional.smooth_l1_loss, functional.kl_div, functional.binary_cross_entropy),
+        functional.binary_cross_entropy_with_logits,
+    }
+)
 
 # Autograd and the tracer itself cause these; they read nothing.
 _IGNORED = {aten.detach, aten.alias, aten.lift_fresh, aten.is_same_size}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,6 +92,23 @@ def around_forwards(
     yield
 
 
+class _Losses(TorchFunctionMode):
+    """Tells a recorder of losses, which leads to operators that say nothing of it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in trace_flops.LOSSES:
+            return func(*args, **kwargs)
+        with self._recorder.at_home_of(args[0] if args else kwargs["input"]):
+            return func(*args, **kwargs)
+
+
 class Recorder(TorchDispatchMode):
     """Watches one forward of a model.
 
@@ -119,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self._saved_since: dict[StorageWeakRef, int] = {}  # the last operator
         self._holders: dict[StorageWeakRef, set[int]] = {}
         self._buffers: set[StorageWeakRef] = set()
+        self._home: int | None = None  # the value where a loss is computed
         for idx, module in enumerate(modules):
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -166,8 +185,23 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records operators and what autograd saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved), self:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved),
+            _Losses(self),
+            self,
+        ):
             yield
+
+    @contextmanager
+    def at_home_of(self, tensor: Tensor) -> Iterator[None]:
+        """What runs inside is left to the rank that has ``tensor``, if that is not the caller's."""
+        value_idx = self._value_of.get(_key(tensor)) if self._stack else None
+        if value_idx is not None and not self._is_of_the_caller(value_idx):
+            self._home = value_idx
+        try:
+            yield
+        finally:
+            self._home = None
 
     def _on_save(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
@@ -278,6 +312,9 @@ class Recorder(TorchDispatchMode):
         if not self._may_split[self._stack[-1]]:
             return ()
         values = [self._value_of.get(_key(tensor)) for tensor in inputs]
+        if self._home is not None:
+            others = {v for v in values if v is not None and v != self._home}
+            return (*sorted(others), self._home)
         if rule is trace_flops.Rule.FIRST:
             if values[0] is None or self._is_of_the_caller(values[0]):
                 return ()

@@ -82,19 +82,43 @@ IN_PLACE: dict[Any, Callable[..., Tensor]] = {
 VIEWS: dict[Any, str] = {
     Tensor.view: "view",
     Tensor.__getitem__: "__getitem__",
-    Tensor.transpose: "transpose",
-    torch.transpose: "transpose",
-    Tensor.permute: "permute",
-    Tensor.squeeze: "squeeze",
-    Tensor.unsqueeze: "unsqueeze",
-    Tensor.select: "select",
-    Tensor.narrow: "narrow",
-    Tensor.reshape: "reshape",
-    torch.reshape: "reshape",
-    Tensor.flatten: "flatten",
-    torch.flatten: "flatten",
-    Tensor.unflatten: "unflatten",
+    **dict.fromkeys((Tensor.t, torch.t), "t"),
+    **dict.fromkeys(
+        (Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
+        + (Tensor.swapdims, torch.swapdims),
+        "transpose",
+    ),
+    **dict.fromkeys((Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis), "movedim"),
+    **dict.fromkeys((Tensor.permute, torch.permute), "permute"),
+    **dict.fromkeys((Tensor.squeeze, torch.squeeze), "squeeze"),
+    **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), "unsqueeze"),
+    **dict.fromkeys((Tensor.select, torch.select), "select"),
+    **dict.fromkeys((Tensor.narrow, torch.narrow), "narrow"),
+    **dict.fromkeys((Tensor.reshape, torch.reshape), "reshape"),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), "flatten"),
+    **dict.fromkeys((Tensor.unflatten, torch.unflatten), "unflatten"),
+    **dict.fromkeys((Tensor.diagonal, torch.diagonal), "diagonal"),
+    Tensor.expand: "expand",
+    Tensor.unfold: "unfold",
 }
+
+#: Attributes that are views, as a view with its arguments.
+VIEW_ATTRIBUTES: dict[Any, tuple[str, tuple[int, ...]]] = {
+    Tensor.mT.__get__: ("transpose", (-2, -1)),  # type: ignore[attr-defined]
+}
+
+#: What takes a tensor apart, into views.
+PIECES: dict[Any, str] = {
+    **dict.fromkeys((Tensor.chunk, torch.chunk), "chunk"),
+    **dict.fromkeys((Tensor.split, torch.split), "split"),
+    **dict.fromkeys((Tensor.split_with_sizes, torch.split_with_sizes), "split_with_sizes"),
+    **dict.fromkeys((Tensor.tensor_split, torch.tensor_split), "tensor_split"),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), "unbind"),
+    Tensor.__iter__: "unbind",
+}
+
+#: Views in which an element of the whole may be there several times.
+REPEATING = frozenset({"expand", "unfold"})
 
 #: Functions that run at the home of their first argument: losses, whose operand is large and whose
 #: result is not, what stands between the layers of a block, and copies.

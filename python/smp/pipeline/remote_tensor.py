@@ -145,6 +145,24 @@ class RemoteTensor(Tensor):
         _C.link_view(view, view._whole, spread)
         return view
 
+    def _pieces(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[RemoteTensor, ...]:
+        shadows = getattr(Tensor, name)(self._meta(), *args, **kwargs)
+        position = 0 if name == "unbind" else 1
+        dim = args[position] if len(args) > position else kwargs.get("dim", 0)
+        made = []
+        start = 0
+        for i, shadow in enumerate(shadows):
+            if name == "unbind":
+                piece = self._view("select", (dim, i), {})
+            else:
+                piece = self._view("narrow", (dim, start, shadow.shape[dim]), {})
+                start += shadow.shape[dim]
+            assert piece is not None
+            made.append(piece)
+        return tuple(made)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -225,6 +243,14 @@ def _from_afar(
         if _away_operand((handle, *args), kwargs) is not None:
             name = functions.ARITHMETIC[func]
             return handle._link.call_function(name, handle, (handle, *args), kwargs)
+    elif func in functions.VIEW_ATTRIBUTES:
+        name, view_args = functions.VIEW_ATTRIBUTES[func]
+        view = handle._view(name, view_args, {})
+        return NotImplemented if view is None else view
+    elif func in functions.PIECES:
+        if functions.is_plain(args) and functions.is_plain(list(kwargs.values())):
+            pieces = handle._pieces(functions.PIECES[func], args, kwargs)
+            return iter(pieces) if func is Tensor.__iter__ else pieces
     elif func in functions.VIEWS:
         name = functions.VIEWS[func]
         plain = functions.is_plain(args) and functions.is_plain(list(kwargs.values()))
@@ -279,6 +305,10 @@ def _spread_gradient(recipe: functions.Recipe, sizes: tuple[int, ...], grad: Ten
     """Gradient of the base from that of a view, where autograd meets the view itself."""
     grad = localize(grad)
     whole = torch.zeros(sizes, dtype=grad.dtype, device=grad.device)
+    if any(name in functions.REPEATING for name, _, _ in recipe):
+        with torch.enable_grad():
+            view = functions.apply(recipe, whole.requires_grad_())
+        return torch.autograd.grad(view, whole, grad)[0]
     functions.apply(recipe, whole).copy_(grad)
     return whole
 
