@@ -83,6 +83,8 @@ def common(ranks: Sequence[Mapping[str, Samples]], name: str) -> dict[str, Any]:
         "cpu_s": statistics.median(cpu_s),
         "idle_ms": [s * 1e3 for s in idle_s],
         "cpu_ms": [statistics.median(part["cpu_s"]) * 1e3 for part in parts],
+        "system_ms": [statistics.median(part["system_s"]) * 1e3 for part in parts],
+        "page_faults": [int(statistics.median(part["page_faults"])) for part in parts],
         "peak_mb": [(part["own_bytes"] + max(part["peak_bytes"])) / 1e6 for part in parts],
         "step_peak_mb": [max(part["peak_bytes"]) / 1e6 for part in parts],
         "kept_mb": [part["own_bytes"] / 1e6 for part in parts],
