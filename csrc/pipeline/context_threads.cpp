@@ -7,18 +7,29 @@
 
 namespace smp::pipeline {
 
-ContextThreads::ContextThreads(Enter enter) : enter_(std::move(enter)) {}
+ContextThreads::ContextThreads(Enter enter, comm::Mailbox* mailbox)
+    : enter_(std::move(enter)), mailbox_(mailbox) {}
 
 ContextThreads::~ContextThreads() { join(); }
+
+// Rather the helper, who may be the caller and need not be woken then.
+ContextThreads::Worker* ContextThreads::take_idle() {
+  if (idle_.empty()) return nullptr;
+  Worker* const taken = helper_ && !helper_->job ? helper_ : idle_.back();
+  std::erase(idle_, taken);
+  return taken;
+}
 
 void ContextThreads::run(std::function<void()> job) {
   std::lock_guard<std::mutex> lock(mutex_);
   SMP_ASSERT(!closing_, "a context was started after join");
-  if (!idle_.empty()) {
-    Worker& worker = *idle_.back();
-    idle_.pop_back();
-    worker.job = std::move(job);
-    worker.changed.notify_one();
+  if (Worker* const idle = take_idle()) {
+    idle->job = std::move(job);
+    if (idle != helper_) {
+      idle->changed.notify_one();
+    } else if (idle->thread.get_id() != std::this_thread::get_id()) {
+      mailbox_->wake_helper();
+    }
     return;
   }
   Worker& worker = *workers_.emplace_back(std::make_unique<Worker>());
@@ -33,10 +44,27 @@ void ContextThreads::run(std::function<void()> job) {
   });
 }
 
+void ContextThreads::wait_for_job(Lock& lock, Worker& worker) {
+  while (!must_wake(worker)) {
+    if (mailbox_ != nullptr && helper_ == nullptr) {
+      helper_ = &worker;
+      lock.unlock();
+      const bool has_helped = mailbox_->help_until([&] {
+        std::lock_guard<std::mutex> inner(mutex_);
+        return must_wake(worker);
+      });
+      lock.lock();
+      helper_ = nullptr;
+      if (has_helped) continue;
+    }
+    worker.changed.wait(lock, [&] { return must_wake(worker); });
+  }
+}
+
 void ContextThreads::thread_main(Worker& worker) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
-    worker.changed.wait(lock, [&] { return closing_ || worker.job; });
+    wait_for_job(lock, worker);
     if (!worker.job) return;
     std::function<void()> job = std::exchange(worker.job, nullptr);
     lock.unlock();
@@ -54,6 +82,7 @@ void ContextThreads::join() {
     closing_ = true;
     workers.swap(workers_);
     for (const auto& worker : workers) worker->changed.notify_all();
+    if (helper_ != nullptr) mailbox_->wake_helper();
   }
   for (const auto& worker : workers) worker->thread.join();
   idle_.clear();

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/comm/mailbox.h"
+
 namespace smp::pipeline {
 
 /// Threads for contexts, created on demand, kept, and joined by `join`. A
@@ -21,7 +23,8 @@ class ContextThreads {
   /// `body()` once. The bindings keep a Python thread state alive this way.
   using Enter = std::function<void(const std::function<void()>& body)>;
 
-  explicit ContextThreads(Enter enter = {});
+  /// @param mailbox  an idle thread receives its messages; may be null
+  explicit ContextThreads(Enter enter = {}, comm::Mailbox* mailbox = nullptr);
   ~ContextThreads();  // calls join()
 
   /// Runs `job` on an idle thread, or on a new one when all are busy.
@@ -33,19 +36,26 @@ class ContextThreads {
   int num_threads() const;
 
  private:
+  using Lock = std::unique_lock<std::mutex>;
+
   struct Worker {
     std::condition_variable changed;
     std::function<void()> job;
     std::thread thread;
   };
 
+  Worker* take_idle();
   void thread_main(Worker& worker);
+  void wait_for_job(Lock& lock, Worker& worker);
+  bool must_wake(const Worker& worker) const { return closing_ || worker.job; }
 
   const Enter enter_;
+  comm::Mailbox* const mailbox_;
   mutable std::mutex mutex_;
   bool closing_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<Worker*> idle_;  // the one that was used last at the end
+  Worker* helper_ = nullptr;   // one that receives messages while it is idle
 };
 
 }  // namespace smp::pipeline
