@@ -9,8 +9,10 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <atomic>
 #include <chrono>
 #include <future>
+#include <thread>
 
 #include "csrc/common/check.h"
 #include "tests/cpp/pipeline/server_ranks.h"
@@ -380,11 +382,18 @@ TEST(Transfers, a_result_that_outlives_its_microbatch_is_settled) {
 }
 
 TEST(Transfers, a_result_of_another_microbatch_is_refused_as_an_argument) {
-  run_servers({.size = 2, .active_microbatches = 2}, [](Rank& self) {
+  std::atomic<int> num_followed{0};
+  run_servers({.size = 2, .active_microbatches = 2}, [&](Rank& self) {
+    // So that whoever asks for its result has to wait.
+    self.modules[1] = [&](std::vector<at::Tensor> inputs) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return std::vector<at::Tensor>{compute(inputs[0], self.w)};
+    };
     at::Tensor first;
     const auto body = [&](int mb) {
       const at::NoGradGuard no_grad;
       if (self.rank != 0) {
+        ++num_followed;
         self.server->await_output();
         return;
       }
@@ -393,6 +402,8 @@ TEST(Transfers, a_result_of_another_microbatch_is_refused_as_an_argument) {
         self.arrive(self.call_one(1, make_input(1)));  // the other body runs
         self.server->publish_output("", {});
       } else {
+        // Not while the other rank is still in the step before.
+        while (num_followed < 2) std::this_thread::yield();
         self.call_one(1, first);
       }
     };
