@@ -43,6 +43,8 @@ struct CallerState {
     int64_t request_id = 0;
     int64_t module_id = 0;
     std::vector<comm::MessageTensor> data;
+    size_t num_copied = 0;  ///< of `data`, which nobody else writes to
+    bool has_large_data = false;
     std::vector<comm::Ref> released;
     std::chrono::steady_clock::time_point since;
   };

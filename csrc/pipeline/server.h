@@ -268,6 +268,9 @@ class Server {
               const std::string& structure,
               std::vector<comm::MessageTensor>& tensors,
               std::vector<comm::Ref>& released);
+  void add_to_batch(Context& context, const Header& header,
+                    std::vector<comm::MessageTensor>& tensors,
+                    const std::vector<comm::Ref>& released);
   void note_request(CallerState& caller, int owner, int node);
   bool may_hold_back(const CallerState& caller);
   void send_batch(Context& context);

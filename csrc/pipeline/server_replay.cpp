@@ -14,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 // However fast the caller goes on, the owner does not wait for longer.
 constexpr std::chrono::milliseconds kMaxDelay{1};
+// Larger tensors are sent at once: copying them costs more than a message.
+constexpr int64_t kMaxCopyBytes = 1024;
 
 }  // namespace
 
@@ -83,22 +85,41 @@ bool Server::replay(Context& context, int owner, Header& header,
   }
   node = next;
   note_request(caller, owner, node);
+  add_to_batch(context, header, tensors, released);
+  return true;
+}
+
+// The last noted request of a context.
+void Server::add_to_batch(Context& context, const Header& header,
+                          std::vector<comm::MessageTensor>& tensors,
+                          const std::vector<comm::Ref>& released) {
+  CallerState& caller = context.caller;
   CallerState::Batch& batch = caller.batch;
   if (batch.owner < 0) batch.since = caller.last.when;
-  batch.owner = owner;
-  batch.node = node;
+  batch.owner = caller.last.owner;
+  batch.node = caller.last.node;
   batch.request_id = header.request_id;
   batch.module_id = header.module_id;
   for (comm::MessageTensor& tensor : tensors) {
-    if (tensor.data.defined()) batch.data.push_back(std::move(tensor));
+    if (!tensor.data.defined()) continue;
+    batch.has_large_data |=
+        static_cast<int64_t>(tensor.data.nbytes()) > kMaxCopyBytes;
+    batch.data.push_back(std::move(tensor));
   }
   batch.released.insert(batch.released.end(), released.begin(), released.end());
   {
     std::lock_guard<std::mutex> lock(stats_mutex_);
     ++stats_.replayed_requests;
   }
-  if (!may_hold_back(caller)) send_batch(context);
-  return true;
+  if (!may_hold_back(caller)) {
+    send_batch(context);
+    return;
+  }
+  // The caller may write to its tensors as soon as the call is over.
+  for (; batch.num_copied < batch.data.size(); ++batch.num_copied) {
+    at::Tensor& data = batch.data[batch.num_copied].data;
+    data = data.clone();
+  }
 }
 
 void Server::note_request(CallerState& caller, int owner, int node) {
@@ -117,8 +138,7 @@ void Server::note_request(CallerState& caller, int owner, int node) {
 // it needs) is busy with earlier ones.
 bool Server::may_hold_back(const CallerState& caller) {
   const CallerState::Batch& batch = caller.batch;
-  // The caller may write to data as soon as the call is over.
-  if (!batch.data.empty()) return false;
+  if (batch.has_large_data) return false;
   if (!programs_[batch.owner].has_follower(batch.node)) return false;
   if (caller.last.when - batch.since >= kMaxDelay) return false;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -134,7 +154,7 @@ bool Server::may_hold_back(const CallerState& caller) {
 void Server::send_batch(Context& context) {
   CallerState::Batch& waiting = context.caller.batch;
   if (waiting.owner < 0) return;
-  const CallerState::Batch batch = std::exchange(waiting, {});
+  CallerState::Batch batch = std::exchange(waiting, {});
   context.caller.posted[batch.owner] = batch.request_id;
   Header header = header_of(Kind::kProgress, context.key.mb);
   header.request_id = batch.request_id;
@@ -146,7 +166,7 @@ void Server::send_batch(Context& context) {
   for (const comm::Ref& ref : batch.released) {
     message.bytes.append(reinterpret_cast<const char*>(&ref.id), sizeof ref.id);
   }
-  message.tensors = batch.data;
+  message.tensors = std::move(batch.data);
   send(batch.owner, header, std::move(message));
   std::lock_guard<std::mutex> lock(stats_mutex_);
   ++stats_.replays;

@@ -121,8 +121,8 @@ def test_a_steady_step_takes_no_requests_and_fewer_messages(pool: Pool, family: 
 WIDTH = 24
 PATHS = ("branch", "layerdrop", "order", "shape", "eval", "frozen")
 STEADY = "steady"
-#: After a way was taken for the first time, its calls are known and then recorded.
-PLAN = (STEADY, STEADY, STEADY, *(name for path in PATHS for name in (path, STEADY)))
+AFTER = "steady, after a deviation"
+PLAN = (STEADY, STEADY, STEADY, *(name for path in PATHS for name in (path, AFTER, STEADY)))
 
 
 class Block(nn.Module):
@@ -131,9 +131,12 @@ class Block(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.is_broken = False
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
+        if self.is_broken:
+            raise ArithmeticError("broken")
         y: Tensor = self.dropout(torch.tanh(self.first(x)))
         return x + y
 
@@ -227,8 +230,11 @@ def test_deviations_fall_back_in_the_same_step_and_change_no_bit(
         assert calls == dynamic[0].traffic[i]["remote_calls"]
         if path == STEADY and i >= 2:
             assert replayed == calls, f"step {i} replays all"
+        elif path == AFTER:  # results that went another way go their old one again
+            assert replayed >= 0.5 * calls, f"step {i}, after {PLAN[i - 1]}"
         elif path in ("layerdrop", "order"):
-            assert 0.6 * calls < replayed < calls, f"step {i}, {path}: one microbatch, from there"
+            # The deviating microbatch from there on, and what got its input from elsewhere.
+            assert 0.3 * calls < replayed < calls, f"step {i}, {path}"
         elif i > 2:
             assert replayed < calls, f"step {i}, {path} is new"
     assert sum(t["replayed_requests"] for t in dynamic[0].traffic) == 0
@@ -266,7 +272,7 @@ def fail_in_step(rank: int, pp: int) -> float:
     replayed = difference(server_stats(), before)["replayed_requests"]
     assert replayed > 0 or rank > 0
     if rank == pp - 1:
-        plain.blocks[-1].count = "no number"  # type: ignore[union-attr, assignment]
+        plain.blocks[-1].is_broken = True  # type: ignore[assignment]
     step(x)
     return replayed
 
@@ -274,7 +280,7 @@ def fail_in_step(rank: int, pp: int) -> float:
 @pytest.mark.parametrize("pp", [2, 4])
 def test_an_exception_in_a_replayed_module_is_raised_on_all_ranks(pool: Pool, pp: int) -> None:
     outcomes = pool.outcomes(pp, fail_in_step, pp, timeout=60)
-    assert outcomes[-1].error == "TypeError", outcomes[-1].traceback
+    assert outcomes[-1].error == "ArithmeticError", outcomes[-1].traceback
     for outcome in outcomes[:-1]:
         assert "PeerFailure" in outcome.bases, outcome.traceback
         assert re.search(rf"blocks\.{2 * pp - 1}", outcome.message), outcome.traceback
@@ -312,4 +318,5 @@ def test_families_with_dropout_have_the_same_bits(pool: Pool, family: str, pp: i
     before, after = results[0][0][1], results[0][1][1]
     print(f"{family} pp{pp}: {after['replayed_requests']} of {after['remote_calls']} replayed")
     assert before["replayed_requests"] == 0 < after["replayed_requests"]
-    assert after["headers"] < before["headers"]
+    if family != "tree":  # which jumps to and fro, so no two requests are behind each other
+        assert after["headers"] < before["headers"]
