@@ -33,7 +33,9 @@ class Record:
     losses: list[list[float]] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # local parameters
     traffic: list[dict[str, float]] = field(default_factory=list)
-    counts: list[float] = field(default_factory=list)  # calls of blocks: none twice, none for nothing
+    counts: list[float] = field(
+        default_factory=list
+    )  # calls of blocks: none twice, none for nothing
 
 
 def assert_same(dynamic: list[Record], static: list[Record]) -> None:
