@@ -232,6 +232,11 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
         for (const comm::MessageTensor& tensor : tensors) {
           store_.release(tensor.ref, header.mb);
         }
+        // Nothing orders it before the end of its microbatch.
+        std::unique_lock<std::mutex> lock(mutex_);
+        const bool is_late = ended_.count(header.mb) > 0;
+        lock.unlock();
+        if (is_late) store_.drop_microbatch(header.mb);
       });
       break;
     case Kind::kData:
