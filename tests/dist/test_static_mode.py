@@ -320,5 +320,5 @@ def test_families_with_dropout_have_the_same_bits(pool: Pool, family: str, pp: i
     before, after = results[0][0][1], results[0][1][1]
     print(f"{family} pp{pp}: {after['replayed_requests']} of {after['remote_calls']} replayed")
     assert before["replayed_requests"] == 0 < after["replayed_requests"]
-    if family != "tree":  # which jumps to and fro, so no two requests are behind each other
+    if family not in ("moe", "tree"):  # whose shapes or paths are new in nearly every microbatch
         assert after["headers"] < before["headers"]
