@@ -43,7 +43,7 @@ std::shared_ptr<Server> make_server(
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
     std::optional<std::string> actions, int num_chunks,
     std::vector<int> chunk_idxs, int active_microbatches, bool deterministic,
-    const std::string& device, double timeout_s,
+    bool static_mode, const std::string& device, double timeout_s,
     std::vector<std::string> module_names,
     std::shared_ptr<pipeline::Timeline> timeline) {
   Server::Options options;
@@ -56,6 +56,7 @@ std::shared_ptr<Server> make_server(
   options.chunk_idxs = std::move(chunk_idxs);
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
+  options.static_mode = static_mode;
   options.device = c10::Device(device);
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
@@ -183,6 +184,8 @@ py::dict stats(const Server& server) {
   result["switches"] = scheduler.num_switches;
   const Server::Stats sent = server.stats();
   result["remote_calls"] = sent.requests;
+  result["replayed_requests"] = sent.replayed_requests;
+  result["replays"] = sent.replays;
   result["headers"] = sent.headers;
   result["pushes"] = sent.pushes;
   result["fetches"] = sent.fetches;
@@ -214,8 +217,8 @@ void bind_pipeline(py::module_& m) {
            py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
            py::arg("num_chunks"), py::arg("chunk_idxs"),
            py::arg("active_microbatches"), py::arg("deterministic"),
-           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
-           py::arg("timeline") = nullptr)
+           py::arg("static_mode"), py::arg("device"), py::arg("timeout_s"),
+           py::arg("module_names"), py::arg("timeline") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")

@@ -420,6 +420,7 @@ class Server:
         chunk_idxs: Sequence[int],
         active_microbatches: int,
         deterministic: bool,
+        static_mode: bool,
         device: str,
         timeout_s: float,
         module_names: Sequence[str],

@@ -154,6 +154,7 @@ class Engine:
             chunk_idxs=decision.chunk_idxs or [0] * len(decision.modules),
             active_microbatches=config.active_microbatches or 0,
             deterministic=config.deterministic_server,
+            static_mode=config.static_mode,
             device=str(current.device),
             timeout_s=current.settings.timeout_s,
             module_names=decision.names,

@@ -107,6 +107,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
     options.chunk_idxs.push_back(i / settings.size);
   }
   options.policy = settings.policy;
+  options.static_mode = settings.static_mode;
   options.active_microbatches = settings.active_microbatches;
   options.timeout = std::chrono::seconds(20);
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
