@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ from smp.settings import (
 )
 
 logger = logging.getLogger("smp")
+
+_T = TypeVar("_T")
 
 PeerFailure = _C.PeerFailure
 
@@ -88,6 +91,23 @@ class WrappedModel(Protocol):
     def _decision(self) -> Any: ...
 
 
+class _Weak(Generic[_T]):
+    """Objects in the order in which they came, those that still live."""
+
+    def __init__(self) -> None:
+        self.num_added = 0
+        self._references: list[weakref.ref[_T]] = []
+
+    def add(self, item: _T) -> None:
+        self.num_added += 1
+        self._references = [known for known in self._references if known() is not None]
+        self._references.append(weakref.ref(item))
+
+    def alive(self) -> list[_T]:
+        items = [reference() for reference in self._references]
+        return [item for item in items if item is not None]
+
+
 class Runtime:
     """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.
 
@@ -103,11 +123,12 @@ class Runtime:
         device: where the tensors of this rank live.
         links: liveness, mailbox and object exchange; None in a world of one.
         comms: tensor communicators of the groups; its members are None for groups of one.
-        models: wrapped models, in the order in which they were made.
-        optimizer: the last one wrapped, if any.
-        server: module server of a partitioned model with several pipeline ranks.
+        partitioned: numbers of the models that are partitioned; equal on all ranks.
+        passed_over: numbers of other models by step function that did not call them first.
+        pipeline: what the partitioned models of several pipeline ranks have in common.
+        server: module server of these models.
         timeline: records what this rank does while somebody wants to see it.
-        num_steps: finished calls of step functions.
+        num_steps: finished calls of step functions; num_begun: those that began.
     """
 
     def __init__(
@@ -131,11 +152,14 @@ class Runtime:
         self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
         self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
         self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
-        self.models: list[WrappedModel] = []
-        self.optimizer: object | None = None
+        self._models: _Weak[WrappedModel] = _Weak()
+        self._optimizers: _Weak[object] = _Weak()
+        self.partitioned: set[int] = set()
+        self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
+        self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
-        self.num_steps = 0
+        self.num_steps = self.num_begun = 0
         self.pid = os.getpid()
         self.links: Links | None = None
         self.comms = Groups(None, None, None)
@@ -313,6 +337,31 @@ class Runtime:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
 
+    # ---- models and optimizers -------------------------------------------------
+
+    def add_model(self, model: WrappedModel) -> int:
+        """Notes a model that was wrapped; returns its number, which is never used again.
+
+        The model lives as long as somebody else has it.
+        """
+        self._models.add(model)
+        return self._models.num_added - 1
+
+    @property
+    def models(self) -> list[WrappedModel]:
+        """Wrapped models that live, in the order in which they were made."""
+        return self._models.alive()
+
+    @property
+    def num_wrapped(self) -> int:
+        """How many models were wrapped, those that are gone included."""
+        return self._models.num_added
+
+    @property
+    def candidates(self) -> str:
+        """The models that live, in words."""
+        return "; ".join(model._label for model in self.models)
+
     @property
     def model(self) -> WrappedModel | None:
         """The model that calls mean which name none; None before one is wrapped.
@@ -320,13 +369,28 @@ class Runtime:
         Raises:
             RuntimeError: there are several.
         """
-        if len(self.models) > 1:
-            candidates = "; ".join(f"{i}: {model._label}" for i, model in enumerate(self.models))
+        models = self.models
+        if len(models) > 1:
             raise RuntimeError(
-                f"{_C.rank_prefix()}this call names no model and {len(self.models)} are wrapped "
-                f"({candidates}); call the method of the model that is meant, or pass it"
+                f"{_C.rank_prefix()}this call names no model and {len(models)} are wrapped "
+                f"({self.candidates}); call the method of the model that is meant, or pass it"
             )
-        return self.models[0] if self.models else None
+        return models[0] if models else None
+
+    def add_optimizer(self, optimizer: object) -> None:
+        """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
+        self._optimizers.add(optimizer)
+
+    @property
+    def optimizers(self) -> list[object]:
+        """Wrapped optimizers that live, in the order in which they were made."""
+        return self._optimizers.alive()
+
+    @property
+    def optimizer(self) -> object | None:
+        """The last of them, if any."""
+        optimizers = self.optimizers
+        return optimizers[-1] if optimizers else None
 
     def close(self) -> None:
         """Says goodbye to the other ranks and ends everything. May be called twice."""
@@ -350,8 +414,8 @@ class Runtime:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        self.models = []
-        self.optimizer = self.server = None
+        self._models, self._optimizers = _Weak(), _Weak()
+        self.pipeline = self.server = None
         self._torch_groups = self._store = None
         self._on_shutdown.clear()
         self._on_step.clear()

@@ -54,7 +54,8 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"chosen_schedule", "model_parts", "partition_report"}),
     frozenset({"engine", "grad_norm"}),
-    frozenset({"model"}),
+    frozenset({"model", "step_run"}),
+    frozenset({"first_use"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 
