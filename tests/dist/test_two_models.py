@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dist import two_models
 from tests.dist.pool import Pool
@@ -125,7 +126,7 @@ def test_a_partition_file_cannot_be_meant_for_two(pool: Pool, tmp_path: Any) -> 
 def share_parameters(rank: int, pp: int) -> str:
     import smp
 
-    start(pp)
+    start(pp, 2 // pp)
     first, second = make_models()
     second[1] = first[0]
     _kept = smp.DistributedModel(first)
@@ -185,9 +186,9 @@ def save_and_load(rank: int) -> list[Any]:
     for optimizer in (*optimizers, both):
         optimizer.step()
     hooks = [(is_first, optimizers.index(o)) for is_first, o in seen]
-    whole = [model.state_dict() for model in models]
-    local = [model.local_state_dict() for model in models]
-    states = [optimizer.state_dict() for optimizer in (*optimizers, both)]
+    whole = [copy.deepcopy(model.state_dict()) for model in models]
+    local = [copy.deepcopy(model.local_state_dict()) for model in models]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in (*optimizers, both)]
     for model in models:
         with torch.no_grad():
             for parameter in model.local_parameters():
@@ -218,6 +219,121 @@ def test_states_of_each_model_and_optimizer_are_saved_and_loaded(pool: Pool) -> 
         assert 0 < min(num_local)
     for idx in (0, 1):
         assert sum(r[5][idx] - 1 for r in results) == len(keys[idx])  # one entry is the mark
+
+
+def distil_gpt2(rank: int, pp: int) -> list[Any]:
+    """Teacher and student of the same family, whose outputs are objects; `pp` 0 is plain."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    models: list[Any] = []
+    for layers in (4, 2):
+        torch.manual_seed(layers)
+        config = GPT2Config(
+            n_layer=layers, n_embd=16, n_head=2, vocab_size=40, n_positions=12, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        models.append(GPT2LMHeadModel(config).double())
+    ids = torch.arange(48).reshape(4, 12) * 7 % 40
+
+    def loss_of(teacher: Any, student: Any, piece: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(input_ids=piece).logits.softmax(-1)
+        output = student(input_ids=piece, labels=piece)
+        soft = nn.functional.kl_div(output.logits.log_softmax(-1), target, reduction="batchmean")
+        return output.loss + soft  # type: ignore[no-any-return]
+
+    if pp == 0:
+        loss = torch.stack([loss_of(*models, piece) for piece in ids.chunk(2)]).mean()
+        loss.backward()
+        return [loss.item(), {n: p.grad for n, p in models[1].named_parameters()}]
+    import smp
+
+    start(pp)
+    teacher, student = (smp.DistributedModel(model) for model in models)
+
+    @smp.step
+    def step(piece: Tensor) -> Tensor:
+        loss = loss_of(teacher, student, piece)
+        student.backward(loss)
+        return loss
+
+    for _ in range(2):
+        student.zero_grad()
+        output = step(ids)
+    grads = {name: p.grad for name, p in local_parameters(student).items()}
+    assert all(p.grad is None for p in teacher.local_parameters())
+    return [output.reduce_mean().item(), grads, len(local_parameters(teacher))]
+
+
+def test_a_gpt2_is_distilled_from_a_larger_one(pool: Pool) -> None:
+    loss, grads = distil_gpt2(0, 0)
+    merged: dict[str, Any] = {}
+    for got, part, num_of_teacher in pool.run(2, distil_gpt2, 2, timeout=60):
+        assert got == pytest.approx(loss, rel=1e-10)
+        assert part and num_of_teacher > 0
+        merged.update(part)
+    assert_close(merged, grads, torch.float64, "gradients of the student")
+
+
+def record(rank: int, path: str) -> list[Any]:
+    import smp
+
+    start(2)
+    models = [smp.DistributedModel(model) for model in make_models()]
+    step = make_step(models)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    step(x)
+    with smp.trace(path):
+        step(x)
+    return list(smp.runtime.current().server.module_names)
+
+
+def test_the_timeline_names_modules_with_the_number_of_their_model(
+    pool: Pool, tmp_path: Any
+) -> None:
+    results = pool.run(2, record, str(tmp_path / "trace"), timeout=60)
+    assert results[0] == results[1]
+    assert {"", "1.layers.0", "1:(root)", "1:1.layers.0"} <= set(results[0])
+    texts = [path.read_text() for path in tmp_path.rglob("*.json")]
+    assert any('"1:' in text or " 1:" in text for text in texts), "boxes of the second model"
+
+
+def raise_between(rank: int) -> list[Any]:
+    """The step function cannot go on with zeros after its first call; it can with numbers."""
+    import logging
+
+    import smp
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: lines.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    start(2)
+    first, second = (smp.DistributedModel(model) for model in make_models())
+
+    @smp.step
+    def step(x: Tensor) -> Tensor:
+        y = first(x)
+        if y.abs().sum().item() == 0:
+            raise ValueError("nothing but zeros")
+        loss = second(y).square().mean()
+        first.backward(loss)
+        return loss
+
+    losses = step(torch.ones(4, WIDTH, dtype=torch.float64)).outputs
+    logging.getLogger("smp").removeHandler(handler)
+    told = [line for line in lines if "nothing but zeros" in line]
+    return [losses[0].item(), told, second.partitioned, len(local_parameters(second))]
+
+
+def test_a_function_that_needs_numbers_between_its_calls_is_told_and_works(pool: Pool) -> None:
+    first, second = make_models()
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    expected = second(first(x)).square().mean().item()
+    for rank, (loss, told, partitioned, num_local) in enumerate(pool.run(2, raise_between)):
+        assert loss == pytest.approx(expected, rel=1e-10)
+        assert partitioned and num_local > 0
+        assert len(told) == (1 if rank == 0 else 0) and all("1 of 2 models" in t for t in told)
 
 
 # ---- life -----------------------------------------------------------------------------
