@@ -39,11 +39,6 @@ class PipelineHub:
         server.set_handle_factory(functools.partial(RemoteTensor.make, self._functions))
         server.set_microbatch_done(self._microbatch_done)
 
-    @property
-    def num_models(self) -> int:
-        """Models that were added, those that are gone included."""
-        return len(set(self._owner_of))
-
     def add(self, link: PipelineLink, names: Sequence[str], chunk_idxs: Sequence[int]) -> None:
         """Takes in a model, between steps and in one order on all ranks of the replica.
 
