@@ -11,7 +11,7 @@ from smp.partition.explain import Explanation, explain
 
 if TYPE_CHECKING:
     from smp.partition.decide import Decision
-    from smp.runtime import WrappedModel
+    from smp.wrapped import WrappedModel
 
 
 def explain_partition(module: str | None = None, model: WrappedModel | None = None) -> Explanation:

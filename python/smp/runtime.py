@@ -10,11 +10,10 @@ import json
 import logging
 import os
 import socket
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +41,9 @@ from smp.settings import (
     host_advice,
     read_settings,
 )
+from smp.wrapped import WrappedObjects
 
 logger = logging.getLogger("smp")
-
-_T = TypeVar("_T")
 
 PeerFailure = _C.PeerFailure
 
@@ -82,33 +80,7 @@ class State:
         return None if _current is None else _current.config
 
 
-class WrappedModel(Protocol):
-    """What is known here of a `DistributedModel`."""
-
-    @property
-    def _label(self) -> str: ...
-    @property
-    def _decision(self) -> Any: ...
-
-
-class _Weak(Generic[_T]):
-    """Objects in the order in which they came, those that still live."""
-
-    def __init__(self) -> None:
-        self.num_added = 0
-        self._references: list[weakref.ref[_T]] = []
-
-    def add(self, item: _T) -> None:
-        self.num_added += 1
-        self._references = [known for known in self._references if known() is not None]
-        self._references.append(weakref.ref(item))
-
-    def alive(self) -> list[_T]:
-        items = [reference() for reference in self._references]
-        return [item for item in items if item is not None]
-
-
-class Runtime:
+class Runtime(WrappedObjects):
     """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.
 
     Attributes:
@@ -123,8 +95,6 @@ class Runtime:
         device: where the tensors of this rank live.
         links: liveness, mailbox and object exchange; None in a world of one.
         comms: tensor communicators of the groups; its members are None for groups of one.
-        partitioned: numbers of the models that are partitioned; equal on all ranks.
-        passed_over: numbers of other models by step function that did not call them first.
         pipeline: what the partitioned models of several pipeline ranks have in common.
         server: module server of these models.
         timeline: records what this rank does while somebody wants to see it.
@@ -138,6 +108,7 @@ class Runtime:
         settings: Settings,
         device: torch.device,
     ) -> None:
+        super().__init__()
         assert plan.config is not None
         self.config = plan.config
         self.given = plan.given
@@ -152,10 +123,6 @@ class Runtime:
         self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
         self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
         self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
-        self._models: _Weak[WrappedModel] = _Weak()
-        self._optimizers: _Weak[object] = _Weak()
-        self.partitioned: set[int] = set()
-        self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
@@ -337,61 +304,6 @@ class Runtime:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
 
-    # ---- models and optimizers -------------------------------------------------
-
-    def add_model(self, model: WrappedModel) -> int:
-        """Notes a model that was wrapped; returns its number, which is never used again.
-
-        The model lives as long as somebody else has it.
-        """
-        self._models.add(model)
-        return self._models.num_added - 1
-
-    @property
-    def models(self) -> list[WrappedModel]:
-        """Wrapped models that live, in the order in which they were made."""
-        return self._models.alive()
-
-    @property
-    def num_wrapped(self) -> int:
-        """How many models were wrapped, those that are gone included."""
-        return self._models.num_added
-
-    @property
-    def candidates(self) -> str:
-        """The models that live, in words."""
-        return "; ".join(model._label for model in self.models)
-
-    @property
-    def model(self) -> WrappedModel | None:
-        """The model that calls mean which name none; None before one is wrapped.
-
-        Raises:
-            RuntimeError: there are several.
-        """
-        models = self.models
-        if len(models) > 1:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}this call names no model and {len(models)} are wrapped "
-                f"({self.candidates}); call the method of the model that is meant, or pass it"
-            )
-        return models[0] if models else None
-
-    def add_optimizer(self, optimizer: object) -> None:
-        """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
-        self._optimizers.add(optimizer)
-
-    @property
-    def optimizers(self) -> list[object]:
-        """Wrapped optimizers that live, in the order in which they were made."""
-        return self._optimizers.alive()
-
-    @property
-    def optimizer(self) -> object | None:
-        """The last of them, if any."""
-        optimizers = self.optimizers
-        return optimizers[-1] if optimizers else None
-
     def close(self) -> None:
         """Says goodbye to the other ranks and ends everything. May be called twice."""
         if self._closed:
@@ -414,7 +326,7 @@ class Runtime:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        self._models, self._optimizers = _Weak(), _Weak()
+        self.forget_wrapped()
         self.pipeline = self.server = None
         self._torch_groups = self._store = None
         self._on_shutdown.clear()

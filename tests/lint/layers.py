@@ -37,7 +37,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config"}),
     frozenset({"config_sources", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
-    frozenset({"links", "rendezvous"}),
+    frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
     frozenset(
