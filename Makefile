@@ -47,8 +47,15 @@ demo: $(SETUP)  ## fine-tune a small GPT-J on two processes and check it
 	$(RUN) OMP_NUM_THREADS=$(THREADS_OF_TWO) $(PY) -m torch.distributed.run \
 	  --standalone --nproc-per-node 2 examples/gptj/finetune.py --check
 
+# The last release with the interface that scripts of smp v1 were written for.
+.PHONY: transformers
+transformers: $(SETUP)
+ifeq ($(NO_VENV),)
+	PYTHON=$(PY) scripts/compat.sh transformers 4.30.2 --setup
+endif
+
 .PHONY: test
-test: build  ## run every test: C++, lint rules, one process, several processes
+test: build transformers  ## run every test: C++, lint rules, one process, several processes
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure
 	$(RUN) $(PY) -m pytest tests $(PYTEST_ARGS)
 
@@ -56,6 +63,11 @@ test: build  ## run every test: C++, lint rules, one process, several processes
 quick: build  ## C++ and one-process tests only
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure -L unit
 	$(RUN) $(PY) -m pytest tests/lint tests/unit tests/api $(PYTEST_ARGS)
+
+.PHONY: grid
+grid: build  ## thousands of random programs, which takes an hour
+	$(RUN) SMP_NUM_PROGRAMS=5000 $(PY) -m pytest \
+	  tests/dist/test_random_programs.py $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(SETUP)  ## check format (clang-format, ruff) and types (mypy)

@@ -62,7 +62,8 @@ def report(
     theirs["cpu_ratio_to_one_process"] = theirs["cpu_s"] / cpu_s_one
     worker.emit("torch_1f1b", {**base, **theirs})
     worker.emit("smp", {**base, **ours, **own})
-    worker.emit("one_process", {**base, "cpu_s": cpu_s_one, **costs_ms(alone, costs)})
+    kernel = kernel_per_microbatch(ranks, one.count)
+    worker.emit("one_process", {**base, "cpu_s": cpu_s_one, **kernel, **costs_ms(alone, costs)})
 
 
 def timing(ranks: Sequence[Mapping[str, Samples]], name: str) -> Timing:
@@ -83,6 +84,8 @@ def common(ranks: Sequence[Mapping[str, Samples]], name: str) -> dict[str, Any]:
         "cpu_s": statistics.median(cpu_s),
         "idle_ms": [s * 1e3 for s in idle_s],
         "cpu_ms": [statistics.median(part["cpu_s"]) * 1e3 for part in parts],
+        "system_ms": [statistics.median(part["system_s"]) * 1e3 for part in parts],
+        "page_faults": [int(statistics.median(part["page_faults"])) for part in parts],
         "peak_mb": [(part["own_bytes"] + max(part["peak_bytes"])) / 1e6 for part in parts],
         "step_peak_mb": [max(part["peak_bytes"]) / 1e6 for part in parts],
         "kept_mb": [part["own_bytes"] / 1e6 for part in parts],
@@ -157,6 +160,18 @@ def one_process_cpu(part: Mapping[str, Samples]) -> list[float]:
         for s, loss in zip(part[name]["cpu_s"], part[name]["losses"], strict=True)
         if not math.isnan(loss)
     ]
+
+
+def kernel_per_microbatch(ranks: Sequence[Mapping[str, Samples]], count: int) -> dict[str, Any]:
+    parts = [part.get("one_process_everywhere", part["one_process"]) for part in ranks]
+    return {
+        "system_ms_per_microbatch": [
+            statistics.median(part["system_s"]) * 1e3 / count for part in parts
+        ],
+        "page_faults_per_microbatch": [
+            int(statistics.median(part["page_faults"]) / count) for part in parts
+        ],
+    }
 
 
 def costs_ms(alone: StageCosts, costs: StageCosts) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import resource
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ class Samples:
     step_s: list[float] = field(default_factory=list)
     """Between two barriers."""
     cpu_s: list[float] = field(default_factory=list)
+    system_s: list[float] = field(default_factory=list)
+    """The part of it in the kernel."""
+    page_faults: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     """Above what was there when the step began."""
     own_bytes: int = 0
@@ -76,9 +80,13 @@ class Race:
             distributed.barrier()
             before = server_stats() if name == "smp" else {}
             live = self.meter.restart()
+            usage = resource.getrusage(resource.RUSAGE_SELF)
             cpu_s, started_s = time.process_time(), time.perf_counter()
             loss = contender.run() if contender is not None else math.nan
             samples.cpu_s.append(time.process_time() - cpu_s)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            samples.system_s.append(after.ru_stime - usage.ru_stime)
+            samples.page_faults.append(after.ru_minflt - usage.ru_minflt)
             distributed.barrier()
             samples.step_s.append(time.perf_counter() - started_s)
             samples.peak_bytes.append(self.meter.peak() - live)

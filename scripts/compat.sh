@@ -3,9 +3,9 @@
 # Usage: scripts/compat.sh <torch version>
 #          builds and tests in a venv and a tree of links of its own, so that
 #          the development build stays as it is
-#        scripts/compat.sh transformers <version>
+#        scripts/compat.sh transformers <version> [--setup]
 #          puts that transformers and what it needs into a folder of its own,
-#          beside .venv, and runs the model families with it
+#          beside .venv, and, without --setup, runs the model families with it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,12 +28,13 @@ test_transformers() {
       --target "$folder" -r "$pins"
     echo "$wanted" > "$folder/.smp_ready"
   fi
+  [[ ${2:-} != --setup ]] || return 0
   PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
     "$python" -m pytest tests/dist/test_families.py -k "${version//./_}"
 }
 
 if [[ ${1:-} == transformers ]]; then
-  test_transformers "${2:?"$usage"}"
+  test_transformers "${2:?"$usage"}" "${3:-}"
   exit
 fi
 

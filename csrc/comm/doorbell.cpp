@@ -27,20 +27,30 @@ void futex_wake_one(std::atomic<uint32_t>& word) {
 }  // namespace
 
 void Doorbell::ring() {
-  if (is_sleeping_.load() == 0) return;
-  if (is_sleeping_.exchange(0) != 0) futex_wake_one(is_sleeping_);
+  if (registered_.load() == 0) return;
+  const uint32_t seat = registered_.exchange(0);
+  if (seat == 0) return;
+  std::atomic<uint32_t>& count = count_of(static_cast<Seat>(seat));
+  count.fetch_add(1);
+  futex_wake_one(count);
 }
 
-void Doorbell::sleep(std::optional<std::chrono::milliseconds> timeout) {
+uint32_t Doorbell::prepare(Seat seat) {
+  const uint32_t seen = watch(seat);
+  registered_.store(static_cast<uint32_t>(seat));
+  return seen;
+}
+
+void Doorbell::sleep(Seat seat, uint32_t seen,
+                     std::optional<std::chrono::milliseconds> timeout) {
   if (timeout) {
     const auto ms = timeout->count();
     const timespec limit{static_cast<time_t>(ms / 1000),
                          static_cast<long>(ms % 1000) * 1'000'000};
-    futex_wait(is_sleeping_, 1, &limit);
+    futex_wait(count_of(seat), seen, &limit);
   } else {
-    futex_wait(is_sleeping_, 1, nullptr);
+    futex_wait(count_of(seat), seen, nullptr);
   }
-  is_sleeping_.store(0);
 }
 
 }  // namespace smp::comm

@@ -40,6 +40,12 @@ class Link {
 
   virtual void post(int dst, Message message) = 0;
 
+  /// Mailbox's. A link without it says false.
+  virtual bool help_until(const std::function<bool()>& /*done*/) {
+    return false;
+  }
+  virtual void wake_helper() {}
+
   /// No post follows; what is posted goes out as fast as it can.
   virtual void begin_close() {}
   /// Gives up what is unsent, ends all threads. Called once.

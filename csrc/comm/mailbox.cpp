@@ -55,8 +55,8 @@ struct Mailbox::Impl {
   std::array<Inbox, static_cast<size_t>(Channel::kCount)> inboxes;
 
   std::vector<std::unique_ptr<Link>> links;
-  std::vector<Link*> link_of;         // by global rank
-  const Link* shared_link = nullptr;  // one of `links`
+  std::vector<Link*> link_of;   // by global rank
+  Link* shared_link = nullptr;  // one of `links`
 
   std::shared_mutex gate;  // shared by posts, so that none follows `closed`
   bool closed = false;
@@ -205,6 +205,14 @@ void Mailbox::post(int dst_global_rank, Message message) {
 
 void Mailbox::set_handler(Channel channel, Handler handler) {
   impl_->set_handler(channel, std::move(handler));
+}
+
+bool Mailbox::help_until(const std::function<bool()>& done) {
+  return impl_->shared_link != nullptr && impl_->shared_link->help_until(done);
+}
+
+void Mailbox::wake_helper() {
+  if (impl_->shared_link != nullptr) impl_->shared_link->wake_helper();
 }
 
 Mailbox::Stats Mailbox::stats() const { return impl_->stats(); }

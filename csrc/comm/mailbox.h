@@ -56,6 +56,18 @@ class Mailbox {
   /// handler.
   void set_handler(Channel channel, Handler handler);
 
+  /// A thread that waits for something that a message brings receives messages
+  /// itself meanwhile, so that no other thread has to wake it.
+  /// @param done  whether the wait is over; asked again after each message and
+  ///     each `wake_helper`. Handlers run in this thread, in the plain
+  ///     thread-local state; the caller holds no lock that they need.
+  /// @return false at once when another thread receives just now or when no
+  ///     rank shares memory with this one: wait in another way. Else true, when
+  ///     done or when the mailbox closes.
+  bool help_until(const std::function<bool()>& done);
+  /// Something other than a message has ended a helper's wait. Any thread.
+  void wake_helper();
+
   Stats stats() const;
   /// Messages that the transport has not taken over yet.
   int64_t num_unsent() const;

@@ -14,6 +14,7 @@ namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
+using Seat = Doorbell::Seat;
 
 // What the reader gets to see at once of a long message, so that both sides
 // copy at the same time.
@@ -36,6 +37,13 @@ const uint8_t* begin_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
+// That of a new thread.
+at::ThreadLocalState make_plain_state() {
+  std::optional<at::ThreadLocalState> state;
+  std::thread([&] { state.emplace(); }).join();
+  return *state;
+}
+
 }  // namespace
 
 SharedMemoryLink::Peer::Peer(SharedMemory::Peer ends)
@@ -45,7 +53,9 @@ SharedMemoryLink::Peer::Peer(SharedMemory::Peer ends)
       incoming(ends.global_rank) {}
 
 SharedMemoryLink::SharedMemoryLink(SharedMemoryPtr memory, LinkOwner owner)
-    : Link(std::move(owner)), memory_(std::move(memory)) {
+    : Link(std::move(owner)),
+      memory_(std::move(memory)),
+      plain_state_(make_plain_state()) {
   for (const SharedMemory::Peer& ends : memory_->take_peers()) {
     peers_.push_back(std::make_unique<Peer>(ends));
     peer_of_[ends.global_rank] = peers_.back().get();
@@ -176,14 +186,15 @@ void SharedMemoryLink::send_backlogs() {
   Doorbell& bell = memory_->send_bell();
   while (!stopping_) {
     if (send_round()) continue;
-    bell.prepare();
+    const uint32_t seen = bell.prepare();
     if (stopping_ || must_send()) {
       bell.cancel();
       continue;
     }
     std::optional<milliseconds> timeout;
     if (num_unsent() > 0) timeout = kLookEvery;
-    bell.sleep(timeout);
+    bell.sleep(Seat::kFirst, seen, timeout);
+    bell.cancel();
   }
 }
 
@@ -213,34 +224,88 @@ bool SharedMemoryLink::must_send() {
 
 // --------------------------------------------------------------- receiving
 
+// Sleeps in the first seat. While a helper has the role that seat is not
+// registered, and the helper registers it when it goes.
 void SharedMemoryLink::receive_all() {
   name_this_thread("smp-recv-shm");
   Doorbell& bell = memory_->receive_bell();
   while (!stopping_) {
-    if (receive_round()) continue;
-    bell.prepare();
-    if (stopping_ || has_arrivals()) {
-      bell.cancel();
-      continue;
+    if (take_role(Role::kReceiver)) {
+      while (!stopping_ && receive_next()) {
+      }
     }
-    bell.sleep({});
+    uint32_t seen = 0;
+    {
+      std::lock_guard lock(role_mutex_);
+      if (role_ == Role::kReceiver) role_ = Role::kNobody;
+      if (role_ == Role::kHelper) {
+        seen = bell.watch(Seat::kFirst);
+      } else {
+        seen = bell.prepare(Seat::kFirst);
+        if (has_arrivals()) continue;
+      }
+    }
+    if (!stopping_) bell.sleep(Seat::kFirst, seen);
   }
 }
 
-// One turn for each peer. Whether anything has come.
-bool SharedMemoryLink::receive_round() {
-  bool has_come = false;
-  for (const auto& peer : peers_) {
-    if (stopping_) return true;
-    if (peer->is_broken) continue;
+// Whether nobody else had it.
+bool SharedMemoryLink::take_role(Role role) {
+  std::lock_guard lock(role_mutex_);
+  if (stopping_ || role_ != Role::kNobody) return false;
+  role_ = role;
+  memory_->receive_bell().cancel();
+  return true;
+}
+
+bool SharedMemoryLink::help_until(const std::function<bool()>& done) {
+  if (!take_role(Role::kHelper)) return false;
+  {
+    // The waiting thread may be in any mode; handlers know of none.
+    const at::ThreadLocalStateGuard guard(plain_state_);
+    help(done);
+  }
+  Doorbell& bell = memory_->receive_bell();
+  bool has_more = false;
+  {
+    std::lock_guard lock(role_mutex_);
+    role_ = Role::kNobody;
+    bell.prepare(Seat::kFirst);  // the receiving thread sleeps there
+    has_more = stopping_ || has_arrivals();
+  }
+  if (has_more) bell.ring();
+  helper_left_.notify_all();
+  return true;
+}
+
+void SharedMemoryLink::help(const std::function<bool()>& done) {
+  Doorbell& bell = memory_->receive_bell();
+  while (!stopping_ && !done()) {
+    if (receive_next()) continue;
+    const uint32_t seen = bell.prepare(Seat::kSecond);
+    if (!stopping_ && !done() && !has_arrivals()) {
+      bell.sleep(Seat::kSecond, seen);
+    }
+    bell.cancel();
+  }
+}
+
+void SharedMemoryLink::wake_helper() { memory_->receive_bell().ring(); }
+
+// A turn of the next peer from which something has come, if any.
+bool SharedMemoryLink::receive_next() {
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = *peers_[next_peer_];
+    next_peer_ = (next_peer_ + 1) % peers_.size();
+    if (peer.is_broken) continue;
     try {
-      has_come |= receive_some(*peer);
+      if (receive_some(peer)) return true;
     } catch (const std::exception& error) {
-      peer->is_broken = true;
+      peer.is_broken = true;
       report_corrupt(error.what());
     }
   }
-  return has_come;
+  return false;
 }
 
 bool SharedMemoryLink::receive_some(Peer& peer) {
@@ -267,6 +332,8 @@ void SharedMemoryLink::stop() {
   memory_->send_bell().ring();
   receiver_.join();
   sender_.join();
+  std::unique_lock lock(role_mutex_);
+  helper_left_.wait(lock, [this] { return role_ == Role::kNobody; });
   for (const auto& peer : peers_) peer->backlog.clear();
   forget_unsent();
 }

@@ -37,6 +37,7 @@ struct Context {
   int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
   int64_t waits_since_ns = 0;  ///< see Timeline; 0 while nothing is recorded
   std::condition_variable resumed;
+  bool is_helping = false;  ///< may have to be woken through the mailbox
   /// Has asked for the data of a gradient. Written by its own thread while it
   /// runs, read by others while it does not.
   bool awaits_gradients = false;

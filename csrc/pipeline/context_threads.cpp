@@ -7,7 +7,8 @@
 
 namespace smp::pipeline {
 
-ContextThreads::ContextThreads(Enter enter) : enter_(std::move(enter)) {}
+ContextThreads::ContextThreads(Enter enter, comm::Mailbox* mailbox)
+    : enter_(std::move(enter)), mailbox_(mailbox) {}
 
 ContextThreads::~ContextThreads() { join(); }
 
@@ -27,14 +28,36 @@ void ContextThreads::run(std::function<void()> job) {
       }
     });
   }
-  changed_.notify_one();
+  // The first job is the helper's, who may be the caller.
+  if (helper_ == std::thread::id() || jobs_.size() > 1) {
+    changed_.notify_one();
+  } else if (helper_ != std::this_thread::get_id()) {
+    mailbox_->wake_helper();
+  }
+}
+
+void ContextThreads::wait_for_job(Lock& lock) {
+  while (!must_wake()) {
+    if (mailbox_ != nullptr && helper_ == std::thread::id()) {
+      helper_ = std::this_thread::get_id();
+      lock.unlock();
+      const bool has_helped = mailbox_->help_until([this] {
+        std::lock_guard<std::mutex> inner(mutex_);
+        return must_wake();
+      });
+      lock.lock();
+      helper_ = std::thread::id();
+      if (has_helped) continue;
+    }
+    changed_.wait(lock, [this] { return must_wake(); });
+  }
 }
 
 void ContextThreads::thread_main() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
     ++num_idle_;
-    changed_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+    wait_for_job(lock);
     --num_idle_;
     if (jobs_.empty()) return;
     std::function<void()> job = std::move(jobs_.front());
@@ -53,6 +76,7 @@ void ContextThreads::join() {
     closing_ = true;
     threads.swap(threads_);
     changed_.notify_all();
+    if (helper_ != std::thread::id()) mailbox_->wake_helper();
   }
   for (std::thread& thread : threads) thread.join();
 }

@@ -55,8 +55,11 @@ void keep_backward_on_this_thread() {
 }
 
 Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
-                     Timeline* timeline)
-    : threads_(threads), device_(device), timeline_(timeline) {}
+                     Timeline* timeline, comm::Mailbox* mailbox)
+    : threads_(threads),
+      device_(device),
+      timeline_(timeline),
+      mailbox_(mailbox) {}
 
 void Scheduler::begin_step(const StepOptions& options) {
   Lock lock(mutex_);
@@ -320,7 +323,7 @@ void Scheduler::switch_to_locked(Context* chosen) {
   if (is_new) {
     threads_->run([this, chosen] { run_context(chosen); });
   } else {
-    chosen->resumed.notify_one();
+    resume_locked(*chosen);
   }
 }
 
@@ -343,10 +346,32 @@ void Scheduler::throw_if_cancelled_locked() const {
                    "this step was cancelled after a failure elsewhere");
 }
 
+// A thread that receives what it waits for needs nobody to wake it.
 void Scheduler::wait_for_baton(Lock& lock, Context* context) {
-  context->resumed.wait(lock, [&] {
+  const auto done = [&] {
     return context->state == Context::State::kRunning || cancel_reason_;
-  });
+  };
+  if (mailbox_ != nullptr && !done()) {
+    context->is_helping = true;
+    lock.unlock();
+    {
+      const TaskScope no_task(Task{});  // handlers belong to no context
+      context_of_thread = nullptr;
+      mailbox_->help_until([&] {
+        Lock inner(mutex_);
+        return done();
+      });
+      context_of_thread = context;
+    }
+    lock.lock();
+    context->is_helping = false;
+  }
+  context->resumed.wait(lock, done);
+}
+
+void Scheduler::resume_locked(Context& context) {
+  context.resumed.notify_one();
+  if (context.is_helping) mailbox_->wake_helper();
 }
 
 comm::Message Scheduler::wait(Slot& slot, const char* waits_for,
@@ -436,7 +461,7 @@ void Scheduler::cancel(std::exception_ptr reason) {
       dropped.push_back(std::move(it->second));
       it = contexts_.erase(it);
     } else {
-      it->first->resumed.notify_one();
+      resume_locked(*it->first);
       ++it;
     }
   }
@@ -514,7 +539,7 @@ Context* Scheduler::finish(Context* context) {
     start_locked(next);
     next->state = Context::State::kRunning;
     if (!is_new) {
-      next->resumed.notify_one();
+      resume_locked(*next);
       next = nullptr;
     }
   }

@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "csrc/comm/mailbox.h"
 #include "csrc/pipeline/context.h"
 #include "csrc/pipeline/context_threads.h"
 #include "csrc/pipeline/timeline.h"
@@ -71,8 +72,9 @@ class Scheduler {
       std::function<void(const Context&, const std::exception_ptr&)>;
 
   /// @param timeline  records who has the baton and who waits; may be null
+  /// @param mailbox  waiting contexts receive its messages; may be null
   Scheduler(ContextThreads* threads, c10::Device device,
-            Timeline* timeline = nullptr);
+            Timeline* timeline = nullptr, comm::Mailbox* mailbox = nullptr);
 
   void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
   /// Called in the thread of a context whose work raised, before cancelling.
@@ -159,6 +161,7 @@ class Scheduler {
   void end_turn_locked();
   void release_baton_locked();
   void wait_for_baton(Lock& lock, Context* context);
+  void resume_locked(Context& context);
   void run_context(Context* context);
   Context* finish(Context* context);
   void own_generators_locked(Context* context);
@@ -169,6 +172,7 @@ class Scheduler {
   ContextThreads* const threads_;
   const c10::Device device_;
   Timeline* const timeline_;
+  comm::Mailbox* const mailbox_;
   OrderSink order_sink_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;

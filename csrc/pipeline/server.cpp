@@ -31,8 +31,8 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
       policy_(policy_of(options_)),
       timeline_(options_.timeline ? options_.timeline
                                   : std::make_shared<Timeline>()),
-      threads_(std::move(thread_enter)),
-      scheduler_(&threads_, options_.device, timeline_.get()),
+      threads_(std::move(thread_enter), mailbox_.get()),
+      scheduler_(&threads_, options_.device, timeline_.get(), mailbox_.get()),
       releases_(std::make_shared<ReleaseList>()) {
   const auto& ranks = options_.pp_ranks;
   const auto found =

@@ -16,6 +16,7 @@ namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
+using Seat = Doorbell::Seat;
 
 // A ring whose two ends belong to this process.
 struct Ring {
@@ -87,17 +88,17 @@ TEST(SharedRing, WriterIsRungWhenHalfIsFree) {
   EXPECT_FALSE(ring.writer.must_wait());
   ring.writer.write(bytes.data() + 90, 10);
   ring.writer.publish();
-  ring.writer_bell.prepare();
+  uint32_t seen = ring.writer_bell.prepare();
   EXPECT_TRUE(ring.writer.must_wait());
   std::vector<uint8_t> got(100);
   auto is_rung = [&] {  // returns at once if so
     const auto begin = std::chrono::steady_clock::now();
-    ring.writer_bell.sleep(milliseconds(300));
+    ring.writer_bell.sleep(Seat::kFirst, seen, milliseconds(300));
     return std::chrono::steady_clock::now() - begin < milliseconds(250);
   };
   ring.reader.read(got.data(), 49);
   EXPECT_FALSE(is_rung());
-  ring.writer_bell.prepare();
+  seen = ring.writer_bell.prepare();
   ring.reader.read(got.data(), 1);
   EXPECT_TRUE(is_rung());
   EXPECT_FALSE(ring.writer.must_wait());
@@ -116,18 +117,39 @@ TEST(SharedRing, SenselessPositionsAreErrors) {
 
 TEST(Doorbell, RingBetweenPrepareAndSleepIsNotLost) {
   Doorbell bell;
-  bell.prepare();
+  const uint32_t seen = bell.prepare();
   bell.ring();
-  bell.sleep({});  // for ever if it were
+  bell.sleep(Seat::kFirst, seen);  // for ever if it were
 }
 
 TEST(Doorbell, RingWithoutASleeperIsNotKept) {
   Doorbell bell;
   bell.ring();
-  bell.prepare();
+  const uint32_t seen = bell.prepare();
   const auto begin = std::chrono::steady_clock::now();
-  bell.sleep(milliseconds(20));
+  bell.sleep(Seat::kFirst, seen, milliseconds(20));
   EXPECT_GE(std::chrono::steady_clock::now() - begin, milliseconds(19));
+}
+
+TEST(Doorbell, ARingReachesTheRegisteredSeatOnly) {
+  Doorbell bell;
+  const uint32_t first = bell.prepare(Seat::kFirst);
+  const uint32_t second = bell.prepare(Seat::kSecond);
+  bell.ring();
+  bell.sleep(Seat::kSecond, second);
+  const auto begin = std::chrono::steady_clock::now();
+  bell.sleep(Seat::kFirst, first, milliseconds(20));
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, milliseconds(19));
+}
+
+TEST(Doorbell, ASeatIsRegisteredForTheThreadThatSleepsInIt) {
+  Doorbell bell;
+  std::thread sleeper(
+      [&, seen = bell.watch(Seat::kFirst)] { bell.sleep(Seat::kFirst, seen); });
+  bell.prepare(Seat::kSecond);
+  bell.prepare(Seat::kFirst);  // in the name of the sleeper
+  bell.ring();
+  sleeper.join();
 }
 
 using Pause = std::function<void(std::mt19937&)>;
@@ -150,9 +172,9 @@ void stream(size_t capacity, size_t total, size_t max_piece,
         done += taken;
         ring.writer.publish();
         if (taken > 0) continue;
-        ring.writer_bell.prepare();
+        const uint32_t seen = ring.writer_bell.prepare();
         if (ring.writer.must_wait()) {
-          ring.writer_bell.sleep({});
+          ring.writer_bell.sleep(Seat::kFirst, seen);
         } else {
           ring.writer_bell.cancel();
         }
@@ -173,11 +195,11 @@ void stream(size_t capacity, size_t total, size_t max_piece,
     position += size;
     reader_pause(random);
     if (size > 0) continue;
-    ring.reader_bell.prepare();
+    const uint32_t seen = ring.reader_bell.prepare();
     if (ring.reader.has_more()) {
       ring.reader_bell.cancel();
     } else {
-      ring.reader_bell.sleep({});
+      ring.reader_bell.sleep(Seat::kFirst, seen);
     }
   }
   writer.join();

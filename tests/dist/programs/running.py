@@ -17,6 +17,7 @@ from tests.reference.tolerances import TOLERANCE, assert_close, relative_differe
 
 MAX_DELAY_US = 2000  # in forward and backward
 MAX_TRANSPORT_DELAY_US = 500
+NUDGE = 1e-14  # some ten times what the rounding of a program amounts to
 
 
 @dataclass
@@ -62,8 +63,11 @@ def grads_of(named: Any) -> dict[str, Tensor | None]:
 # ---- one process -----------------------------------------------------------
 
 
-def run_plain(program: Program) -> Record:
+def run_plain(program: Program, nudge: float = 0.0) -> Record:
     """Plain autograd, one microbatch after the other.
+
+    Args:
+        nudge: relative change of the inputs.
 
     Raises:
         RuntimeError: the program is not one that autograd accepts.
@@ -75,7 +79,8 @@ def run_plain(program: Program) -> Record:
         pieces = [tensor.chunk(program.microbatches) for tensor in make_inputs(program, step)]
         losses, sums = [], []
         for x, order, mask, target in zip(*pieces, strict=True):
-            terms, total = losses_of(program, model(x, order, mask), target)
+            output = model(x * (1 + nudge), order, mask)
+            terms, total = losses_of(program, output, target)
             loss = torch.stack(terms).sum()
             loss.backward()
             losses.append(loss.item())
@@ -90,6 +95,15 @@ def run_plain(program: Program) -> Record:
         optimizer.zero_grad()
     record.params = {name: p.detach().clone() for name, p in model.named_parameters()}
     return record
+
+
+def is_chaotic(program: Program, plain: Record) -> bool:
+    """Whether rounding alone changes the numbers, as in the sine of a very large one."""
+    try:
+        compare([run_plain(program, NUDGE)], plain)
+    except AssertionError:
+        return True
+    return False
 
 
 # ---- several ranks ---------------------------------------------------------
