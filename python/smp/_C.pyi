@@ -527,16 +527,7 @@ class TimelineEntry:
     @property
     def start_ms(self) -> float: ...
 
-def agree_on_maxima(
-    values: Sequence[int],
-    group: Communicator,
-    *,
-    device: str,
-    what: str,
-    faults: FaultBoard | None = None,
-    ranks: Sequence[int] = ...,
-    timeout_s: float = 1800.0,
-) -> list[int]: ...
+def agree_on_maxima(values: Sequence[int], group: Communicator, **options: Any) -> list[int]: ...
 def broadcast_coalesced(
     tensors: Sequence[Tensor],
     group: Communicator,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from smp import _C, runtime
+from smp import _C, data_parallel, runtime
 from smp.engine import Engine
 from smp.pipeline import PipelineHub
 
@@ -80,14 +80,8 @@ class StepRun:
             return self._engines
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.num_wrapped)]
-        maxima = _C.agree_on_maxima(
-            [num_microbatches, -num_microbatches, *missing],
-            communicator,
-            device=str(current.device),
-            what="begin of a step",
-            faults=current.board,
-            ranks=list(current.groups["dp"]),
-            timeout_s=current.settings.timeout_s,
+        maxima = data_parallel.agree_on_maxima(
+            communicator, [num_microbatches, -num_microbatches, *missing], "begin of a step"
         )
         if ordered and maxima[0] != -maxima[1]:
             raise ValueError(
