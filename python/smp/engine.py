@@ -62,6 +62,7 @@ class Engine:
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self._reducer: _C.Reducer | None = None
+        self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
         self.capture: Capture | None = None  # while the step function runs for the trace
@@ -80,13 +81,6 @@ class Engine:
 
     def in_step(self) -> bool:
         return bool(_C.in_context()) if self.server is not None else self._inside_step
-
-    @property
-    def trainable_bytes(self) -> int:
-        """Of this rank's gradients; equal on all replicas."""
-        assert self.parts is not None
-        parameters = (parameter for _, parameter in self.parts.named_parameters())
-        return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
     # ---- partition
 
@@ -130,8 +124,10 @@ class Engine:
             data_parallel.broadcast_initial(
                 communicator, [p for _, p in local] + [b for b in self._root.buffers()]
             )
+        trainable = [(name, p) for name, p in local if p.requires_grad]
+        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._reducer = data_parallel.make_reducer(
-            [(name, p) for name, p in local if p.requires_grad],
+            trainable,
             communicator,
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self._overlap and current.config.overlapping_allreduce,

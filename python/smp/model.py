@@ -149,10 +149,16 @@ class DistributedModel(nn.Module):
         self._check_in_step("called")
         share = microbatch.current_share()
         if not self._engine.is_driver:
-            output, share.weight = link.await_output()
+            called_idx, output, share.weight = link.await_output()
+            if called_idx != self._engine.idx:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
+                    f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
+                    f"their models in one order ({self._runtime.candidates})"
+                )
             return output
         output = self.get_module()(*self._on_device(args), **self._on_device(kwargs))
-        link.publish_output((output, share.weight))
+        link.publish_output((self._engine.idx, output, share.weight))
         return output
 
     def backward(

@@ -164,6 +164,28 @@ def test_a_model_that_is_used_too_late_raises_with_the_remedy(pool: Pool) -> Non
     assert any("is not partitioned yet; call it in the first call" in text for text in texts), texts
 
 
+def call_in_another_order(rank: int) -> None:
+    import smp
+
+    start(2)
+    first, second = (smp.DistributedModel(model) for model in make_models())
+
+    @smp.step
+    def step(x: Tensor) -> None:
+        order = [first, second] if smp.pp_rank() == 0 or smp.is_tracing() else [second, first]
+        losses = [model(x).mean() for model in order]
+        first.backward(losses[0] + losses[1])
+
+    step(torch.ones(4, WIDTH, dtype=torch.float64))
+
+
+def test_ranks_that_call_models_in_another_order_are_told(pool: Pool) -> None:
+    outcomes = pool.outcomes(2, call_in_another_order, timeout=30)
+    assert all(outcome.error for outcome in outcomes)
+    texts = [str(outcome.message) for outcome in outcomes]
+    assert any("but model 0 on the first pipeline rank" in text for text in texts), texts
+
+
 # ---- hooks, state ---------------------------------------------------------------------
 
 

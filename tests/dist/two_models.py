@@ -151,6 +151,7 @@ PROGRAMS = {
     "distil_from_frozen": Program(((distil, (1,)),), frozen=(0,)),
     "three": Program(((three, (0, 1, 2)),), num_models=3),
     "first_use_later": Program(((second_alone, (1,)), (chain, (0, 1)))),
+    "first_use_behind_a_partitioned_one": Program(((second_alone, (1,)), (chain_back, (0, 1)))),
 }
 
 
