@@ -204,7 +204,8 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
 }
 
 void Reducer::launch_complete_buckets() {
-  if (!has_peers() || !options_.overlap || !may_overlap_ || !is_last_pass()) return;
+  if (!has_peers() || !options_.overlap || !may_overlap_ || !is_last_pass())
+    return;
   while (works_.size() < buckets_.size() && num_missing_[works_.size()] == 0) {
     launch_bucket();
     if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;
