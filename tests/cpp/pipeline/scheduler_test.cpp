@@ -239,10 +239,10 @@ TEST_F(WaitingSchedulerTest, what_belongs_to_no_action_runs_at_once) {
   begin(schedule::make_listed_policy(schedule::parse_actions("F0.1 B0.1")));
   add(Phase::kBackward, 0, 8);
   EXPECT_EQ(scheduler.executed_actions(), "");
-  bool computed = false;
+  std::atomic<bool> computed{false};
   scheduler.add_service({Phase::kForward, 0, -2, 0, 0}, "arithmetic", 0,
                         [&] { computed = true; });
-  bool followed = false;
+  std::atomic<bool> followed{false};
   scheduler.add_body(0, "body", 0, [&] { followed = true; });
   pause();
   EXPECT_TRUE(computed && followed);
