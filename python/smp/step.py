@@ -206,7 +206,8 @@ def step(
     A batch that ``microbatches`` does not divide is cut into pieces that differ by one sample, and
     into fewer pieces if there are fewer samples. Gradients and ``reduce_mean`` weigh each piece by
     its samples, so a loss that is a mean over samples gives the mean over the batch. The batch of
-    pipeline rank 0 counts.
+    pipeline rank 0 counts. Replicas count alike, whatever the sizes of their batches and however
+    many pieces these make.
 
     The first call runs the function once more on pipeline rank 0 of the first replica, up to its
     call of the model, to trace that call for the automatic partition. Side effects before the call
