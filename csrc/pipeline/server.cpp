@@ -146,9 +146,13 @@ void Server::post(int dst, Header header, const std::string& structure,
   comm::Message message;
   const auto [id, with_bytes] = structures_.on_send(dst, structure);
   header.structure_id = id;
-  header.write_to(message);
   if (with_bytes) message.bytes = structure;
   message.tensors = std::move(tensors);
+  send(dst, header, std::move(message));
+}
+
+void Server::send(int dst, const Header& header, comm::Message&& message) {
+  header.write_to(message);
   if (dst != options_.global_rank) {
     int64_t data_bytes = 0;
     for (const comm::MessageTensor& tensor : message.tensors) {
@@ -216,6 +220,13 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
                        shared = std::make_shared<comm::Message>(std::move(
                            message))] { serve(header, std::move(*shared)); });
       break;
+    case Kind::kProgress:
+      after.push_back(
+          [this, header,
+           shared = std::make_shared<comm::Message>(std::move(message))] {
+            serve_progress(header, std::move(*shared));
+          });
+      break;
     case Kind::kForwardMeta:
     case Kind::kBackwardMeta: {
       const auto found = requests_.find(header.request_id);
@@ -234,6 +245,11 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
         for (const comm::MessageTensor& tensor : tensors) {
           store_.release(tensor.ref, header.mb);
         }
+        // Nothing orders it before the end of its microbatch.
+        std::unique_lock<std::mutex> lock(mutex_);
+        const bool is_late = ended_.count(header.mb) > 0;
+        lock.unlock();
+        if (is_late) store_.drop_microbatch(header.mb);
       });
       break;
     case Kind::kData:
@@ -299,6 +315,8 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
     header.kind = Kind::kStepBegin;
     header.step = step_;
     header.index = num_microbatches;
+    header.flags = forget_programs_.exchange(false);
+    if (header.flags) programs_.clear();
     for (const int rank : options_.pp_ranks) {
       if (rank != options_.global_rank) post(rank, header, name, {});
     }
@@ -310,7 +328,9 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   SMP_CHECK(begin.bytes == name, "step call ", step_, " runs '", name,
             "' here but '", begin.bytes, "' on global_rank ", driver_rank(),
             "; all ranks must call the same step functions in one order");
-  return static_cast<int>(Header::read_from(begin).index);
+  const Header header = Header::read_from(begin);
+  served_programs_.begin_step(header.flags != 0);
+  return static_cast<int>(header.index);
 }
 
 void Server::run_step(int num_microbatches, uint64_t seed,
@@ -427,6 +447,7 @@ void Server::abandon_step(std::exception_ptr failure) {
     acks_.clear();
     ack_waits_.clear();
     published_.clear();
+    forget_programs_ = true;
   }
   records_.clear();
   queues_.clear();

@@ -419,6 +419,7 @@ class Server:
         num_chunks: int,
         active_microbatches: int,
         deterministic: bool,
+        static_mode: bool,
         device: str,
         timeout_s: float,
         timeline: Timeline | None = None,

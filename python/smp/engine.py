@@ -371,6 +371,7 @@ def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> Pipeli
         num_chunks=schedule.num_chunks,
         active_microbatches=config.active_microbatches or 0,
         deterministic=config.deterministic_server,
+        static_mode=config.static_mode,
         device=str(current.device),
         timeout_s=current.settings.timeout_s,
         timeline=current.timeline,
