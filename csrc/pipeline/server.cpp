@@ -113,6 +113,19 @@ void Server::set_handle_factory(HandleFactory factory) {
   handle_factory_ = std::move(factory);
 }
 
+int64_t Server::add_modules(const std::vector<std::string>& names,
+                            const std::vector<int>& chunk_idxs) {
+  SMP_CHECK_VALUE(names.size() == chunk_idxs.size(), "got ", names.size(),
+                  " modules and ", chunk_idxs.size(), " chunks");
+  std::lock_guard<std::mutex> lock(mutex_);
+  SMP_CHECK(!in_step_, "modules were added while a step runs");
+  const auto first_id = static_cast<int64_t>(module_names_.size());
+  module_names_.insert(module_names_.end(), names.begin(), names.end());
+  chunk_idxs_.insert(chunk_idxs_.end(), chunk_idxs.begin(), chunk_idxs.end());
+  ++num_models_;
+  return first_id;
+}
+
 Server::Stats Server::stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
@@ -385,11 +398,12 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
   step.num_partitions = static_cast<int>(options_.pp_ranks.size());
   step.num_chunks = options_.num_chunks;
   step.depth = pp_rank_;
-  step.chunk_idxs = &options_.chunk_idxs;
+  step.chunk_idxs = &chunk_idxs_;
   // The rules of the others count on a chain, which visits each rank once per
-  // chunk. "interleaved" and "simple" take graphs of any shape at full speed.
-  step.lets_wait =
-      policy_->name() != "interleaved" && policy_->name() != "simple";
+  // chunk. "interleaved" and "simple" take graphs of any shape at full speed;
+  // so do the others where nothing waits, which is best with several models.
+  step.lets_wait = policy_->name() != "interleaved" &&
+                   policy_->name() != "simple" && num_models_ <= 1;
   return step;
 }
 

@@ -82,8 +82,7 @@ class Server {
     std::string policy = "interleaved";
     /// What this rank does, in the text form; in place of the policy.
     std::optional<std::string> actions;
-    int num_chunks = 1;           ///< parts of the model on each rank
-    std::vector<int> chunk_idxs;  ///< by module id; empty: all are chunk 0
+    int num_chunks = 1;           ///< parts of each model on each rank
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
     /// Requests that repeat those of an earlier microbatch are sent as a place
@@ -97,7 +96,6 @@ class Server {
     /// while other work is there; then it does that. At least 20 times its
     /// longest turn.
     std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
-    std::vector<std::string> module_names;  ///< by module id, for errors
     /// Whoever made it may record the steps; null: the server makes its own.
     std::shared_ptr<Timeline> timeline;
   };
@@ -138,9 +136,14 @@ class Server {
   bool is_driver() const { return pp_rank_ == 0; }
   int global_rank() const { return options_.global_rank; }
   Timeline& timeline() const { return *timeline_; }
-  const std::vector<std::string>& module_names() const {
-    return options_.module_names;
-  }
+  const std::vector<std::string>& module_names() const { return module_names_; }
+
+  /// Takes in the modules of a further model; between steps, and in one order
+  /// on all ranks of the replica.
+  /// @param chunk_idxs  one per module
+  /// @return the id of its first module, the others follow
+  int64_t add_modules(const std::vector<std::string>& names,
+                      const std::vector<int>& chunk_idxs);
 
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
@@ -321,6 +324,10 @@ class Server {
 
   const Options options_;
   int pp_rank_ = 0;
+  // By module id, over all models; these change between steps only.
+  std::vector<std::string> module_names_;
+  std::vector<int> chunk_idxs_;
+  int num_models_ = 0;
   const std::shared_ptr<comm::Mailbox> mailbox_;
   const std::shared_ptr<comm::FaultBoard> faults_;
   const std::unique_ptr<Policy> policy_;
