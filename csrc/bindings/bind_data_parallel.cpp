@@ -103,7 +103,7 @@ void bind_reducer(py::module_& m) {
            py::arg("passes_per_reduction") = 1, py::arg("timeout_s") = 1800.0,
            "Collective over `dp`, which may be None.")
       .def("begin_step", &Reducer::begin_step, release_gil(),
-           py::arg("num_microbatches"))
+           py::arg("num_microbatches"), py::arg("may_overlap") = true)
       .def("finish_microbatch", &Reducer::finish_microbatch, release_gil(),
            py::arg("mb"), "The backward of `mb` is over on this rank.")
       .def("end_step", &Reducer::end_step, release_gil(),
@@ -140,6 +140,21 @@ void bind_data_parallel(py::module_& m) {
       py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
       py::arg("timeout_s") = 1800.0,
       "Overwrites tensors with those of group rank `root`. Collective.");
+  m.def(
+      "agree_on_maxima",
+      [](const std::vector<int64_t>& values, comm::Communicator& group,
+         const std::string& device, const std::string& what, FaultsPtr faults,
+         std::vector<int> ranks, double timeout_s) {
+        return data_parallel::agree_on_maxima(
+            group, values, at::Device(device),
+            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            what);
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("values"),
+      py::arg("group"), py::kw_only(), py::arg("device"), py::arg("what"),
+      py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
+      py::arg("timeout_s") = 1800.0,
+      "The largest of each integer over the group. Collective.");
 }
 
 }  // namespace smp::bindings

@@ -41,11 +41,9 @@ std::shared_ptr<Server> make_server(
     std::shared_ptr<comm::Mailbox> mailbox,
     std::shared_ptr<comm::FaultBoard> faults, int global_rank,
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
-    std::optional<std::string> actions, int num_chunks,
-    std::vector<int> chunk_idxs, int depth, int active_microbatches,
-    bool deterministic, const std::string& device, double timeout_s,
-    std::vector<std::string> module_names,
-    std::shared_ptr<pipeline::Timeline> timeline) {
+    std::optional<std::string> actions, int num_chunks, int active_microbatches,
+    bool deterministic, bool static_mode, const std::string& device,
+    double timeout_s, std::shared_ptr<pipeline::Timeline> timeline) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -53,14 +51,12 @@ std::shared_ptr<Server> make_server(
   options.policy = std::move(policy);
   options.actions = std::move(actions);
   options.num_chunks = num_chunks;
-  options.chunk_idxs = std::move(chunk_idxs);
-  options.depth = depth;
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
+  options.static_mode = static_mode;
   options.device = c10::Device(device);
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-  options.module_names = std::move(module_names);
   options.timeline = std::move(timeline);
   return {new Server(std::move(options), std::move(mailbox), std::move(faults),
                      enter_python_thread),
@@ -184,6 +180,8 @@ py::dict stats(const Server& server) {
   result["switches"] = scheduler.num_switches;
   const Server::Stats sent = server.stats();
   result["remote_calls"] = sent.requests;
+  result["replayed_requests"] = sent.replayed_requests;
+  result["replays"] = sent.replays;
   result["headers"] = sent.headers;
   result["pushes"] = sent.pushes;
   result["fetches"] = sent.fetches;
@@ -213,10 +211,9 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
-           py::arg("num_chunks"), py::arg("chunk_idxs"), py::arg("depth"),
-           py::arg("active_microbatches"), py::arg("deterministic"),
-           py::arg("device"), py::arg("timeout_s"), py::arg("module_names"),
-           py::arg("timeline") = nullptr)
+           py::arg("num_chunks"), py::arg("active_microbatches"),
+           py::arg("deterministic"), py::arg("static_mode"), py::arg("device"),
+           py::arg("timeout_s"), py::arg("timeline") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")
@@ -245,6 +242,9 @@ void bind_pipeline(py::module_& m) {
            })
       .def_property_readonly("is_driver", &Server::is_driver)
       .def_property_readonly("module_names", &Server::module_names)
+      .def("add_modules", &Server::add_modules, release_gil(), py::arg("names"),
+           py::arg("chunk_idxs"), py::arg("depth") = -1,
+           "Takes in a model, between steps; returns its first module's id.")
       .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
            py::arg("num_microbatches"),
            "Opens the next step; returns the driver's number of microbatches.")

@@ -1,5 +1,6 @@
 #include "csrc/comm/shared_memory_link.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -38,10 +39,10 @@ const uint8_t* begin_of(const at::Tensor& tensor) {
 }
 
 // That of a new thread.
-at::ThreadLocalState make_plain_state() {
-  std::optional<at::ThreadLocalState> state;
-  std::thread([&] { state.emplace(); }).join();
-  return *state;
+std::shared_ptr<const at::ThreadLocalState> make_plain_state() {
+  std::shared_ptr<const at::ThreadLocalState> state;
+  std::thread([&] { state = std::make_shared<at::ThreadLocalState>(); }).join();
+  return state;
 }
 
 }  // namespace
@@ -262,7 +263,7 @@ bool SharedMemoryLink::help_until(const std::function<bool()>& done) {
   if (!take_role(Role::kHelper)) return false;
   {
     // The waiting thread may be in any mode; handlers know of none.
-    const at::ThreadLocalStateGuard guard(plain_state_);
+    const at::ThreadLocalStateGuard guard(*plain_state_);
     help(done);
   }
   Doorbell& bell = memory_->receive_bell();

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,6 +17,10 @@
 #include "csrc/comm/link.h"
 #include "csrc/comm/shared_memory.h"
 #include "csrc/comm/wire.h"
+
+namespace at {
+class ThreadLocalState;
+}
 
 namespace smp::comm {
 
@@ -96,8 +98,9 @@ class SharedMemoryLink final : public Link {
 
   const SharedMemoryPtr memory_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::map<int, Peer*> peer_of_;            // by global rank
-  const at::ThreadLocalState plain_state_;  // in which handlers run
+  std::map<int, Peer*> peer_of_;  // by global rank
+  // In which handlers run.
+  const std::shared_ptr<const at::ThreadLocalState> plain_state_;
   std::mutex role_mutex_;
   std::condition_variable helper_left_;
   Role role_ = Role::kNobody;

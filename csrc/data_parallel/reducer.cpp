@@ -98,7 +98,7 @@ FlatBucket& Reducer::bucket_of(int param_idx) {
 
 // ---- opening a step ---------------------------------------------------------
 
-void Reducer::begin_step(int num_microbatches) {
+void Reducer::begin_step(int num_microbatches, bool may_overlap) {
   SMP_CHECK_VALUE(num_microbatches >= 1, "a step needs at least one ",
                   "microbatch, got ", num_microbatches);
   const Lock lock(mutex_);
@@ -110,6 +110,7 @@ void Reducer::begin_step(int num_microbatches) {
                 : "a step was begun while one is open; steps cannot be nested, "
                   "and a step that failed must be cancelled");
   open(num_microbatches, Phase::kOpen);
+  may_overlap_ = may_overlap;
 }
 
 void Reducer::open(int num_microbatches, Phase phase) {
@@ -119,6 +120,7 @@ void Reducer::open(int num_microbatches, Phase phase) {
   keep_old_grads();
   phase_ = phase;
   num_microbatches_ = num_microbatches;
+  may_overlap_ = true;
   active_ = false;
   num_added_.assign(params_.size(), 0);
   num_missing_.assign(buckets_.size(), 0);
@@ -204,7 +206,8 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
 }
 
 void Reducer::launch_complete_buckets() {
-  if (!has_peers() || !options_.overlap || !is_last_pass()) return;
+  if (!has_peers() || !options_.overlap || !may_overlap_ || !is_last_pass())
+    return;
   while (works_.size() < buckets_.size() && num_missing_[works_.size()] == 0) {
     launch_bucket();
     if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;
@@ -215,11 +218,8 @@ void Reducer::launch_complete_buckets() {
 // can find out whether others reduce something, before it takes part.
 void Reducer::launch_header() {
   if (header_work_) return;
-  at::Tensor header = at::empty({3}, at::kLong);
-  auto* data = header.mutable_data_ptr<int64_t>();
-  data[0] = active_ ? 1 : 0;
-  data[1] = num_microbatches_;
-  data[2] = -num_microbatches_;
+  at::Tensor header = at::empty({1}, at::kLong);
+  *header.mutable_data_ptr<int64_t>() = active_ ? 1 : 0;
   header_ = header.to(device_);
   header_work_ = dp_->all_reduce(header_, comm::ReduceOp::kMax);
 }

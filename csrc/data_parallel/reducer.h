@@ -33,7 +33,8 @@ namespace smp::data_parallel {
 ///
 /// Ranks need not agree on how many gradients a parameter gets: buckets are
 /// always reduced in the order of their indices. They must agree on steps: all
-/// or none of the ranks end a step, unless they cancel it.
+/// or none of the ranks end a step, unless they cancel it. The numbers of
+/// microbatches may differ: each rank takes the mean over its own.
 ///
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
@@ -72,7 +73,9 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   /// Opens a step. @throws Error when one is open
-  void begin_step(int num_microbatches);
+  /// @param may_overlap  false: nothing is reduced before the end, because
+  ///     other reducers of the same group are at work
+  void begin_step(int num_microbatches, bool may_overlap = true);
 
   /// The backward of a microbatch is over on this rank. Optional, but without
   /// it gradients of later microbatches wait in memory for the end.
@@ -138,6 +141,7 @@ class Reducer {
   Phase phase_ = Phase::kIdle;
   bool broken_ = false;  // a reduction was abandoned half-way
   int num_microbatches_ = 0;
+  bool may_overlap_ = true;
   int pass_idx_ = 0;
   Stats stats_;
 

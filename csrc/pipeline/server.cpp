@@ -114,6 +114,20 @@ void Server::set_handle_factory(HandleFactory factory) {
   handle_factory_ = std::move(factory);
 }
 
+int64_t Server::add_modules(const std::vector<std::string>& names,
+                            const std::vector<int>& chunk_idxs, int depth) {
+  SMP_CHECK_VALUE(names.size() == chunk_idxs.size(), "got ", names.size(),
+                  " modules and ", chunk_idxs.size(), " chunks");
+  std::lock_guard<std::mutex> lock(mutex_);
+  SMP_CHECK(!in_step_, "modules were added while a step runs");
+  const auto first_id = static_cast<int64_t>(module_names_.size());
+  module_names_.insert(module_names_.end(), names.begin(), names.end());
+  chunk_idxs_.insert(chunk_idxs_.end(), chunk_idxs.begin(), chunk_idxs.end());
+  depth_ = depth < 0 ? pp_rank_ : depth;
+  ++num_models_;
+  return first_id;
+}
+
 Server::Stats Server::stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
@@ -134,9 +148,13 @@ void Server::post(int dst, Header header, const std::string& structure,
   comm::Message message;
   const auto [id, with_bytes] = structures_.on_send(dst, structure);
   header.structure_id = id;
-  header.write_to(message);
   if (with_bytes) message.bytes = structure;
   message.tensors = std::move(tensors);
+  send(dst, header, std::move(message));
+}
+
+void Server::send(int dst, const Header& header, comm::Message&& message) {
+  header.write_to(message);
   if (dst != options_.global_rank) {
     int64_t data_bytes = 0;
     for (const comm::MessageTensor& tensor : message.tensors) {
@@ -204,6 +222,13 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
                        shared = std::make_shared<comm::Message>(std::move(
                            message))] { serve(header, std::move(*shared)); });
       break;
+    case Kind::kProgress:
+      after.push_back(
+          [this, header,
+           shared = std::make_shared<comm::Message>(std::move(message))] {
+            serve_progress(header, std::move(*shared));
+          });
+      break;
     case Kind::kForwardMeta:
     case Kind::kBackwardMeta: {
       const auto found = requests_.find(header.request_id);
@@ -222,6 +247,11 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
         for (const comm::MessageTensor& tensor : tensors) {
           store_.release(tensor.ref, header.mb);
         }
+        // Nothing orders it before the end of its microbatch.
+        std::unique_lock<std::mutex> lock(mutex_);
+        const bool is_late = ended_.count(header.mb) > 0;
+        lock.unlock();
+        if (is_late) store_.drop_microbatch(header.mb);
       });
       break;
     case Kind::kData:
@@ -287,6 +317,8 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
     header.kind = Kind::kStepBegin;
     header.step = step_;
     header.index = num_microbatches;
+    header.flags = forget_programs_.exchange(false);
+    if (header.flags) programs_.clear();
     for (const int rank : options_.pp_ranks) {
       if (rank != options_.global_rank) post(rank, header, name, {});
     }
@@ -298,7 +330,9 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   SMP_CHECK(begin.bytes == name, "step call ", step_, " runs '", name,
             "' here but '", begin.bytes, "' on global_rank ", driver_rank(),
             "; all ranks must call the same step functions in one order");
-  return static_cast<int>(Header::read_from(begin).index);
+  const Header header = Header::read_from(begin);
+  served_programs_.begin_step(header.flags != 0);
+  return static_cast<int>(header.index);
 }
 
 void Server::run_step(int num_microbatches, uint64_t seed,
@@ -365,12 +399,13 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
   step.step = step_;
   step.num_partitions = static_cast<int>(options_.pp_ranks.size());
   step.num_chunks = options_.num_chunks;
-  step.depth = options_.depth < 0 ? pp_rank_ : options_.depth;
-  step.chunk_idxs = &options_.chunk_idxs;
-  // Nothing is kept without gradients, so there is nothing to wait for.
-  step.lets_wait =
-      policy_->name() != "simple" &&
-      (policy_->name() != "interleaved" || at::GradMode::is_enabled());
+  step.depth = depth_;
+  step.chunk_idxs = &chunk_idxs_;
+  // Where nothing is kept there is nothing to wait for; and limits count on a
+  // chain, which several models are not.
+  const bool keeps =
+      policy_->name() != "interleaved" || at::GradMode::is_enabled();
+  step.lets_wait = policy_->name() != "simple" && keeps && num_models_ <= 1;
   return step;
 }
 
@@ -414,6 +449,7 @@ void Server::abandon_step(std::exception_ptr failure) {
     acks_.clear();
     ack_waits_.clear();
     published_.clear();
+    forget_programs_ = true;
   }
   records_.clear();
   queues_.clear();

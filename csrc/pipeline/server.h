@@ -25,6 +25,7 @@
 #include "csrc/pipeline/call_record.h"
 #include "csrc/pipeline/operation.h"
 #include "csrc/pipeline/remote_ref.h"
+#include "csrc/pipeline/replay.h"
 #include "csrc/pipeline/request_queues.h"
 #include "csrc/pipeline/result_cache.h"
 #include "csrc/pipeline/scheduler.h"
@@ -81,13 +82,12 @@ class Server {
     std::string policy = "interleaved";
     /// What this rank does, in the text form; in place of the policy.
     std::optional<std::string> actions;
-    int num_chunks = 1;           ///< parts of the model on each rank
-    std::vector<int> chunk_idxs;  ///< by module id; empty: all are chunk 0
-    /// How many ranks the data pass before this one; -1: as many as there are
-    /// in front of it in `pp_ranks`.
-    int depth = -1;
+    int num_chunks = 1;           ///< parts of each model on each rank
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
+    /// Requests that repeat those of an earlier microbatch are sent as a place
+    /// in its program, and several to one owner in one message.
+    bool static_mode = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
     /// How long contexts may take to unwind after a failure elsewhere.
@@ -96,7 +96,6 @@ class Server {
     /// while other work is there; then it does that. At least 20 times its
     /// longest turn.
     std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
-    std::vector<std::string> module_names;  ///< by module id, for errors
     /// Whoever made it may record the steps; null: the server makes its own.
     std::shared_ptr<Timeline> timeline;
   };
@@ -105,7 +104,9 @@ class Server {
   struct Stats {
     int64_t headers = 0;  ///< messages of this server
     int64_t requests = 0;
-    int64_t pushes = 0;   ///< orders to send data on
+    int64_t replayed_requests = 0;  ///< of `requests`, those without a header
+    int64_t replays = 0;            ///< messages that took these
+    int64_t pushes = 0;             ///< orders to send data on
     int64_t fetches = 0;  ///< waits of this rank for data of another one
     std::map<int, int64_t> data_bytes;  ///< tensors, by destination
   };
@@ -135,9 +136,16 @@ class Server {
   bool is_driver() const { return pp_rank_ == 0; }
   int global_rank() const { return options_.global_rank; }
   Timeline& timeline() const { return *timeline_; }
-  const std::vector<std::string>& module_names() const {
-    return options_.module_names;
-  }
+  const std::vector<std::string>& module_names() const { return module_names_; }
+
+  /// Takes in the modules of a further model; between steps, and in one order
+  /// on all ranks of the replica.
+  /// @param chunk_idxs  one per module
+  /// @param depth  how many ranks the data pass before this one; -1: as many as
+  ///     there are in front of it in `pp_ranks`
+  /// @return the id of its first module, the others follow
+  int64_t add_modules(const std::vector<std::string>& names,
+                      const std::vector<int>& chunk_idxs, int depth = -1);
 
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
@@ -220,6 +228,7 @@ class Server {
   void handle_done_locked(const Header& header, int owner);
   void post(int dst, Header header, const std::string& structure,
             std::vector<comm::MessageTensor> tensors);
+  void send(int dst, const Header& header, comm::Message&& message);
   void post_to_others(const Header& header);
   Header header_of(Kind kind, int64_t mb) const;
   void finish_body(int mb);
@@ -256,6 +265,22 @@ class Server {
   comm::Message await_notice(Kind kind, int64_t index, const char* waits_for);
   at::Tensor to_device(at::Tensor tensor) const;
   bool runs_ahead() const;
+
+  // server_replay.cpp: requests that repeat those of an earlier microbatch
+  bool is_recorded(const Context& context, int owner) const;
+  int64_t take_id(Context& context);
+  bool replay(Context& context, int owner, Header& header,
+              const std::string& structure,
+              std::vector<comm::MessageTensor>& tensors,
+              std::vector<comm::Ref>& released);
+  void add_to_batch(Context& context, const Header& header,
+                    std::vector<comm::MessageTensor>& tensors,
+                    const std::vector<comm::Ref>& released);
+  void note_request(CallerState& caller, int owner, int node);
+  bool may_hold_back(const CallerState& caller);
+  void send_batch(Context& context);
+  void end_run(Context& context);
+  void serve_progress(const Header& progress, comm::Message&& message);
 
   // server_service.cpp: what other ranks ask of this one
   void serve(const Header& header, comm::Message&& message);
@@ -301,6 +326,11 @@ class Server {
 
   const Options options_;
   int pp_rank_ = 0;
+  // By module id, over all models; these change between steps only.
+  std::vector<std::string> module_names_;
+  std::vector<int> chunk_idxs_;
+  int num_models_ = 0;
+  int depth_ = 0;  // of the model that came last
   const std::shared_ptr<comm::Mailbox> mailbox_;
   const std::shared_ptr<comm::FaultBoard> faults_;
   const std::unique_ptr<Policy> policy_;
@@ -312,7 +342,11 @@ class Server {
   TensorStore store_;
   RequestQueues queues_;
   const std::shared_ptr<ReleaseList> releases_;
-  ResultCache results_;  // with the baton
+  ResultCache results_;               // with the baton
+  std::map<int, Programs> programs_;  // by owner; with the baton
+  std::atomic<bool> forget_programs_{
+      false};  // they are full, or owners may lack some
+  ServedPrograms served_programs_;
 
   ForwardHandler forward_handler_;
   ErrorReporter error_reporter_;

@@ -109,12 +109,17 @@ void run_backward_of(const std::vector<GraphEdge>& roots,
 // tensors are here.
 void Server::serve(const Header& header, comm::Message&& message) {
   const int caller = message.source_rank;
-  const auto num_released = static_cast<size_t>(header.flags >> kFlagBits);
+  const size_t num_released = num_released_of(header);
+  SMP_CHECK(num_released <= message.tensors.size(),
+            "a request lacks tensors that it names");
   const size_t num_tensors = message.tensors.size() - num_released;
   for (size_t i = num_tensors; i < message.tensors.size(); ++i) {
     store_.release(message.tensors[i].ref, header.mb);
   }
   message.tensors.resize(num_tensors);
+  if (header.flags & kRecorded) {
+    served_programs_.record(header, message.tensors, message.bytes, caller);
+  }
 
   auto call = std::make_shared<Call>();
   call->mb = header.mb;

@@ -123,8 +123,8 @@ std::string Server::module_name(int64_t module_id) const {
   if (module_id == kOperationId) return "(arithmetic)";
   if (module_id == kFunctionId) return "(function)";
   const auto i = static_cast<size_t>(module_id);
-  if (i >= options_.module_names.size()) return std::to_string(module_id);
-  return options_.module_names[i].empty() ? "(root)" : options_.module_names[i];
+  if (i >= module_names_.size()) return std::to_string(module_id);
+  return module_names_[i].empty() ? "(root)" : module_names_[i];
 }
 
 std::string Server::describe_task(Phase phase, int64_t mb,

@@ -15,8 +15,7 @@ std::optional<std::vector<at::Tensor>> Server::begin_split_backward(
     const std::vector<at::Tensor>& root_grads) {
   if (module_id < 0) return std::nullopt;  // functions have no parameters
   const auto idx = static_cast<size_t>(module_id);
-  const int64_t chunk =
-      idx < options_.chunk_idxs.size() ? options_.chunk_idxs[idx] : 0;
+  const int64_t chunk = idx < chunk_idxs_.size() ? chunk_idxs_[idx] : 0;
   if (!policy_->splits_backward(header.mb, chunk)) return std::nullopt;
   std::vector<GraphEdge> inputs;
   for (const auto& input : record.inputs) inputs.push_back({input, 0});

@@ -1,5 +1,7 @@
 #include "csrc/pipeline/wire.h"
 
+#include "csrc/memory/random_state.h"
+
 namespace smp::pipeline {
 
 const char* to_string(Kind kind) {
@@ -34,6 +36,8 @@ const char* to_string(Kind kind) {
       return "microbatch end";
     case Kind::kStepEnd:
       return "step end";
+    case Kind::kProgress:
+      return "progress";
   }
   return "unknown message";
 }
@@ -66,6 +70,22 @@ Header Header::read_from(const comm::Message& message) {
   header.path = f[8];
   header.index = f[9];
   return header;
+}
+
+size_t num_released_of(const Header& header) {
+  constexpr int64_t kMask = (int64_t{1} << (kCallIdxShift - kFlagBits)) - 1;
+  return static_cast<size_t>((header.flags >> kFlagBits) & kMask);
+}
+
+int64_t call_idx_of(const Header& header) {
+  return header.flags >> kCallIdxShift;
+}
+
+int64_t call_path(int64_t seed, int64_t call_idx, int64_t module_id) {
+  const uint64_t call_seed = memory::mix_seed(static_cast<uint64_t>(seed),
+                                              static_cast<uint64_t>(call_idx));
+  return static_cast<int64_t>(
+      memory::mix_seed(call_seed, static_cast<uint64_t>(module_id)));
 }
 
 }  // namespace smp::pipeline

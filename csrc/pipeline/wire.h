@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "csrc/comm/message.h"
@@ -23,6 +24,7 @@ enum class Kind : int64_t {
   kBodyDone,         ///< others → driver: a step body is over
   kMicrobatchEnd,    ///< driver → others: free what belongs to a microbatch
   kStepEnd,          ///< driver → others: no further work in this step
+  kProgress,         ///< caller → owner: recorded requests, as a place
 };
 
 const char* to_string(Kind kind);
@@ -32,8 +34,13 @@ enum Flags : int64_t {
   kTraining = 2,
   kWantsMeta = 4,  ///< the caller waits to be told what comes
   kStrided = 8,    ///< an argument has gaps or another order at its caller
-  kFlagBits = 8,   ///< above: how many of the last tensors are only released
+  kRecorded = 16,  ///< the request continues a program (see replay.h)
 };
+
+/// Above the flags: how many of the last tensors are only released; above
+/// that, which forward of its caller context this is.
+constexpr int kFlagBits = 8;
+constexpr int kCallIdxShift = 32;
 
 /// Stand for a module where arithmetic, or a function of Python, is meant.
 constexpr int64_t kOperationId = -2;
@@ -48,9 +55,10 @@ struct Header {
   int64_t step = 0;
   int64_t mb = 0;
   /// Number of the request among those of its sender; answers repeat it.
+  /// Progress: of the last request that it stands for.
   int64_t request_id = 0;
   /// Backward: request id of the forward it belongs to. Forward: digest of
-  /// what the caller expects, 0 for nothing.
+  /// what the caller expects, 0 for nothing. Progress: how far (Programs).
   int64_t forward_id = 0;
   int64_t module_id = 0;
   int64_t flags = 0;
@@ -58,6 +66,7 @@ struct Header {
   /// its bytes come along the first time only (see StructureCache).
   int64_t structure_id = 0;
   /// Random seed that stands for (seed, step, microbatch, call path).
+  /// Progress: the seed of the context.
   int64_t path = 0;
   /// Requests: the caller's context. Notices: which call of the model, or of
   /// backward, within the step body. Push: where to.
@@ -66,5 +75,11 @@ struct Header {
   void write_to(comm::Message& message) const;
   static Header read_from(const comm::Message& message);
 };
+
+/// How many of the last tensors of a request are only released.
+size_t num_released_of(const Header& header);
+int64_t call_idx_of(const Header& header);
+/// The seed of a forward. @param seed  of its caller's context
+int64_t call_path(int64_t seed, int64_t call_idx, int64_t module_id);
 
 }  // namespace smp::pipeline

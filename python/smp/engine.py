@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
-from smp.pipeline import PipelineLink
+from smp.pipeline import PipelineHub, PipelineLink
 
 _log = logging.getLogger("smp")
 
@@ -28,6 +28,7 @@ class Engine:
 
     Args:
         current: the runtime that the model was wrapped under.
+        idx: number of the model among those of this runtime.
         root: the user's model.
         trace: how the model is traced for the automatic partition.
         overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
@@ -37,6 +38,7 @@ class Engine:
     def __init__(
         self,
         current: runtime.Runtime,
+        idx: int,
         root: nn.Module,
         *,
         trace: TraceOptions,
@@ -47,11 +49,12 @@ class Engine:
         broadcast_buffers: bool,
     ) -> None:
         self._current = current
+        self.idx = idx
         self._root = root
-        self._trace_options = trace
+        self.trace_options = trace
         self._overlap = overlap
         self._passes_per_reduction = passes_per_reduction
-        self._average = average
+        self.averages = average
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self.parts: ModelParts | None = None
@@ -59,7 +62,8 @@ class Engine:
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self._reducer: _C.Reducer | None = None
-        self._num_steps = 0
+        self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
+        self.joins_step = False  # between begin and end
         self._inside_step = False
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
@@ -80,20 +84,22 @@ class Engine:
 
     # ---- partition
 
-    def partition(self, run_body: Callable[[], object] | None = None) -> None:
-        """Decides the partition, moves parts to their ranks, opens the server. Collective.
+    @property
+    def wants_trace(self) -> bool:
+        """Does the partition depend on a trace?"""
+        config = self._current.config
+        return self._current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
+
+    def partition(self, trace: Trace | None = None) -> None:
+        """Decides the partition, moves parts to their ranks, joins the server. Collective.
 
         Args:
-            run_body: runs the step function on the first microbatch, for the trace.
+            trace: of the model, on the first rank, if there is one.
         """
         current = self._current
         config = current.config
-        traces = current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
-
-        def make_trace() -> Trace | None:
-            return None if run_body is None else self._trace(run_body)
-
         schedule = choose_schedule(config, current.sizes["pp"])
+        self._check_files()
         wishes = Wishes(
             plan=config.partition_file,
             num_chunks=schedule.num_chunks,
@@ -101,7 +107,11 @@ class Engine:
             kept=schedule.kept_microbatches,
         )
         decision = decide_together(
-            self._root, config, current.sizes["pp"], make_trace if traces else None, wishes
+            self._root,
+            config,
+            current.sizes["pp"],
+            (lambda: trace) if self.wants_trace else None,
+            wishes,
         )
         self.decision = decision
         if current.global_rank == 0 and current.sizes["pp"] > 1:
@@ -114,54 +124,44 @@ class Engine:
             data_parallel.broadcast_initial(
                 communicator, [p for _, p in local] + [b for b in self._root.buffers()]
             )
+        trainable = [(name, p) for name, p in local if p.requires_grad]
+        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._reducer = data_parallel.make_reducer(
-            [(name, p) for name, p in local if p.requires_grad],
+            trainable,
             communicator,
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self._overlap and current.config.overlapping_allreduce,
-            average=self._average,
+            average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
         )
         if current.sizes["pp"] > 1:
-            self._open_server(decision, schedule)
-        current.on_shutdown(self.close)
+            self._join_pipeline(decision, schedule)
+        current.partitioned.add(self.idx)
 
-    def _trace(self, run_body: Callable[[], object]) -> Trace | None:
-        """Traces the model with the arguments that the step function calls it with."""
-        outside = _C.RandomState.capture(str(self._current.device))
-        self.capture = Capture(self._root, self._trace_options)
-        try:
-            return self.capture.run(run_body)
-        finally:
-            self.capture = None
-            outside.restore()
+    def _check_files(self) -> None:
+        """Files that describe one model cannot be meant for several.
 
-    def _open_server(self, decision: Decision, schedule: ChosenSchedule) -> None:
+        Raises:
+            ValueError: on every rank.
+        """
+        config = self._current.config
+        if self._current.num_wrapped < 2:
+            return
+        for key in ("partition_file", "schedule_file"):
+            if getattr(config, key) is not None:
+                raise ValueError(
+                    f"{_C.rank_prefix()}smp config: {key} is for one model, and "
+                    f"{self._current.num_wrapped} were wrapped ({self._current.candidates}); leave "
+                    "it out, or put the models into one module"
+                )
+
+    def _join_pipeline(self, decision: Decision, schedule: ChosenSchedule) -> None:
         current = self._current
-        assert self._reducer is not None and current.links is not None
-        links = current.links
-        assert links.mailbox is not None and links.board is not None
-        config = current.config
-        self.server = _C.Server(
-            links.mailbox,
-            links.board,
-            global_rank=current.global_rank,
-            pp_ranks=list(current.groups["pp"]),
-            order_ranks=list(current.groups["dp"]),
-            policy=schedule.policy,
-            actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
-            num_chunks=schedule.num_chunks,
-            chunk_idxs=decision.chunk_idxs or [0] * len(decision.modules),
-            depth=decision.depth_of(current.ranks["pp"]),
-            active_microbatches=config.active_microbatches or 0,
-            deterministic=config.deterministic_server,
-            device=str(current.device),
-            timeout_s=current.settings.timeout_s,
-            module_names=decision.names,
-            timeline=current.timeline,
-        )
-        self.server.set_error_reporter(links.report_raised)
-        self.server.set_microbatch_done(self._microbatch_done)
+        hub = current.pipeline
+        if hub is None:
+            hub = current.pipeline = _open_pipeline(current, schedule)
+        assert isinstance(hub, PipelineHub)
+        self.server = hub.server
         owners = [
             None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions
         ]
@@ -174,37 +174,39 @@ class Engine:
             current.device,
             later_stages=decision.later_stages if self.server.is_driver else (),
         )
-        self.link.connect(self.server)
-        current.server = self.server
+        names = decision.names
+        if self.idx > 0:
+            names = [f"{self.idx}:{name or '(root)'}" for name in names]
+        depth = decision.depth_of(current.ranks["pp"])
+        hub.add(self.link, names, decision.chunk_idxs or [0] * len(names), depth)
+        # Last registered, first called: its threads may still be at work for the models.
+        current.on_shutdown(hub.close)
 
     def close(self) -> None:
-        """Ends the server's threads and lets go of the model. May be called twice."""
-        if self.server is not None:
-            self.server.close()
-        if self.link is not None:
-            self.link.disconnect()
+        """Lets go of the model, and of what others know of it. May be called twice."""
+        hub = self._current.pipeline
+        if self.link is not None and isinstance(hub, PipelineHub):
+            hub.remove(self.link)
         self._reducer = None
 
     # ---- steps
 
     def begin_step(
-        self, name: str, num_microbatches: int, trains: bool, weights: Sequence[float] | None
-    ) -> int:
-        """Opens a step on all ranks of the replica.
+        self,
+        num_microbatches: int,
+        trains: bool,
+        weights: Sequence[float] | None,
+        may_overlap: bool,
+    ) -> None:
+        """Joins a step. Collective over the replicas.
 
         Args:
-            name: of the step function.
-            num_microbatches: of this rank.
+            num_microbatches: of the step.
             trains: whether gradients are enabled.
             weights: of the microbatches on the driver, if they have different sizes.
-
-        Returns:
-            the number of microbatches of the driver, whose data count.
+            may_overlap: reduce gradients during backward.
         """
-        if self.server is not None:
-            assert self.link is not None
-            num_microbatches = self.server.begin_step(name, num_microbatches)
-            self.link.begin_step()
+        self.joins_step = True
         communicator = self._current.comms.dp
         if trains and communicator is not None and self._broadcast_buffers and self._root.training:
             buffers = [b for b in self._root.buffers()]
@@ -212,11 +214,9 @@ class Engine:
                 data_parallel.broadcast_initial(communicator, buffers)
         if trains:
             assert self._reducer is not None
-            self._reducer.begin_step(num_microbatches)
-            if weights is not None and self._average and self.server is None:
+            self._reducer.begin_step(num_microbatches, may_overlap)
+            if weights is not None and self.averages and self.server is None:
                 self._weigh_gradients(weights)
-        self._num_steps += 1
-        return num_microbatches
 
     def _weigh_gradients(self, weights: Sequence[float]) -> None:
         """Scales gradients of this step by the weight of their microbatch.
@@ -242,58 +242,10 @@ class Engine:
         Args:
             weight: of the microbatch in the mean over the batch.
         """
-        return weight if self._average and self.server is not None else 1.0
+        return weight if self.averages and self.server is not None else 1.0
 
-    def run_step(
-        self, num_microbatches: int, body: Callable[[int], None], others: Sequence[Engine] = ()
-    ) -> None:
-        """Runs the bodies; random numbers depend on (seed, replica, step, microbatch) alone.
-
-        Args:
-            num_microbatches: how many there are.
-            body: runs one of them.
-            others: engines of further models, whose step this is as well.
-        """
-        device = str(self._current.device)
-        outside = _C.RandomState.capture(device)
-        seed = torch.initial_seed() & (2**64 - 1)
-        for part in (self._current.ranks["dp"], self._num_steps):
-            seed = _C.mix_seed(seed, part)
-        try:
-            if self.server is not None:
-                self.server.run_step(num_microbatches, seed, body)
-            else:
-                self._run_alone(num_microbatches, seed, body, (self, *others))
-        finally:
-            outside.restore()
-
-    def _run_alone(
-        self,
-        num_microbatches: int,
-        seed: int,
-        body: Callable[[int], None],
-        engines: Sequence[Engine],
-    ) -> None:
-        device = str(self._current.device)
-        timeline = self._current.timeline
-        timeline.begin_step(self._num_steps - 1, num_microbatches)
-        try:
-            for mb in range(num_microbatches):
-                _C.seed_generators(_C.mix_seed(seed, mb), device)
-                for engine in engines:
-                    engine._begin_microbatch(mb)
-                timeline.begin_run(False, mb)
-                with _C.TaskScope(self._num_steps, mb):
-                    body(mb)
-                timeline.end_run()
-                for engine in engines:
-                    engine._microbatch_done(mb)
-            timeline.end_step()
-        finally:
-            for engine in engines:
-                engine._inside_step = False
-
-    def _begin_microbatch(self, mb: int) -> None:
+    def begin_microbatch(self, mb: int) -> None:
+        """A body begins, without a server."""
         self._inside_step = True
         self._running_mb = mb
         if self._weights is not None:
@@ -306,14 +258,18 @@ class Engine:
             timeline.end_run()
             timeline.begin_run(True, self._running_mb)
 
-    def _microbatch_done(self, mb: int) -> None:
-        if self.link is not None:
-            self.link.microbatch_done(mb)
+    def microbatch_done(self, mb: int) -> None:
+        """All gradients of a microbatch have come."""
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.finish_microbatch(mb)
 
+    def leave_bodies(self) -> None:
+        """No body runs any more, without a server."""
+        self._inside_step = False
+
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
+        self.joins_step = False
         self._stop_weighing()
         if trains:
             assert self._reducer is not None
@@ -321,6 +277,7 @@ class Engine:
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
+        self.joins_step = False
         self._stop_weighing()
         if self._reducer is not None and self._reducer.in_step:
             self._reducer.cancel_step()
@@ -399,3 +356,26 @@ class Engine:
             for key, value in self._root.state_dict(keep_vars=True).items():
                 if isinstance(value, torch.Tensor):
                     value.copy_(state[key])
+
+
+def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
+    links, config = current.links, current.config
+    assert links is not None and links.mailbox is not None and links.board is not None
+    current.server = _C.Server(
+        links.mailbox,
+        links.board,
+        global_rank=current.global_rank,
+        pp_ranks=list(current.groups["pp"]),
+        order_ranks=list(current.groups["dp"]),
+        policy=schedule.policy,
+        actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
+        num_chunks=schedule.num_chunks,
+        active_microbatches=config.active_microbatches or 0,
+        deterministic=config.deterministic_server,
+        static_mode=config.static_mode,
+        device=str(current.device),
+        timeout_s=current.settings.timeout_s,
+        timeline=current.timeline,
+    )
+    current.server.set_error_reporter(links.report_raised)
+    return PipelineHub(current.server, current.global_rank, current.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _C, microbatch, runtime
 from smp.engine import Engine
 from smp.model_parts import PARTIAL_MARK, ModelParts, alias_forwards
+from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
@@ -49,6 +51,10 @@ class DistributedModel(nn.Module):
     step function, and ``forward`` and ``backward`` work inside step functions only. With one, all
     of it happens here and plain training loops work too. Construct on all ranks.
 
+    Several models may be wrapped (a generator and a discriminator, a teacher and a student). Each
+    is traced and partitioned by itself, in the first call of a step function that uses it, and one
+    backward may go through several of them. A model lives as long as the program has it.
+
     Args:
         module: the model; its modules stay unmodified.
         trace_device: "gpu" (the device of this process, also where that is the CPU) or "cpu": where
@@ -68,8 +74,8 @@ class DistributedModel(nn.Module):
         find_unused_parameters: accepted; unused parameters are recognised in any case.
 
     Raises:
-        ValueError: for arguments that are not usable or not available yet.
-        RuntimeError: if a model is wrapped already, with more than one pipeline rank.
+        ValueError: for arguments that are not usable or not available yet, and for a module that
+            shares parameters with a model that is wrapped already.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class DistributedModel(nn.Module):
         self.module = _ModuleWrapper(module)
         self._engine = Engine(
             current,
+            current.num_wrapped,
             module,
             trace=TraceOptions(
                 device=current.device,
@@ -116,7 +123,10 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         alias_forwards(module)
-        current.models.append(self)
+        current.add_model(self)
+        let_go = weakref.finalize(self, self._engine.close)
+        let_go.atexit = False  # the runtime ends in an order of its own
+        current.on_shutdown(let_go)
         if current.sizes["pp"] == 1:
             self.prepare()
 
@@ -128,20 +138,27 @@ class DistributedModel(nn.Module):
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
         if self._engine.capture is not None:
-            self._engine.capture.on_call(self._on_device(args), self._on_device(kwargs))
+            return self._engine.capture.on_call(
+                self.get_module(), self._on_device(args), self._on_device(kwargs)
+            )
         link = self._engine.link
         if link is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
             return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
-        if not self._engine.in_step():
-            self._raise_outside_step("called")
+        self._check_in_step("called")
         share = microbatch.current_share()
         if not self._engine.is_driver:
-            output, share.weight = link.await_output()
+            called_idx, output, share.weight = link.await_output()
+            if called_idx != self._engine.idx:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
+                    f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
+                    f"their models in one order ({self._runtime.candidates})"
+                )
             return output
         output = self.get_module()(*self._on_device(args), **self._on_device(kwargs))
-        link.publish_output((output, share.weight))
+        link.publish_output((self._engine.idx, output, share.weight))
         return output
 
     def backward(
@@ -157,6 +174,7 @@ class DistributedModel(nn.Module):
         """
         if self._engine.capture is not None:
             self._engine.capture.on_backward()
+            return
         server = self._engine.server
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
@@ -164,8 +182,7 @@ class DistributedModel(nn.Module):
             self._engine.begin_backward_alone()
             torch.autograd.backward(tensors, grad_tensors)
             return
-        if not self._engine.in_step():
-            self._raise_outside_step("run backward")
+        self._check_in_step("run backward")
         if not server.is_driver:
             server.await_backward()
             return
@@ -184,7 +201,24 @@ class DistributedModel(nn.Module):
         _run_backward(tuple(resolve(root) for root in roots), grad_tensors)
         server.end_backward()
 
+    def _check_in_step(self, what: str) -> None:
+        if not self._engine.in_step():
+            self._raise_outside_step(what)
+        if not self._engine.joins_step:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._label}) is {what} here but was deleted on "
+                "another replica; delete models on all ranks, or on none"
+            )
+
     def _raise_outside_step(self, what: str) -> NoReturn:
+        step = self._runtime.running_step
+        if step is not None and not self.partitioned:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._label}) is {what} in step '{step}', whose "
+                "first call did not call it, and it is not partitioned yet; call it in the first "
+                "call (smp.is_tracing() tells when that is traced), or use it in a step function "
+                "of its own"
+            )
         raise RuntimeError(
             f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
             f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong "
@@ -197,50 +231,35 @@ class DistributedModel(nn.Module):
             return arguments
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), arguments)
 
-    def prepare(self, run_body: Callable[[], object] | None = None) -> None:
+    def prepare(self, trace: Trace | None = None) -> None:
         """Partitions the model unless that has happened. Collective.
 
         Args:
-            run_body: runs the step function on the first microbatch, for the trace.
+            trace: of the model, on the first rank, if there is one.
         """
         if self._engine.partitioned:
             return
-        self._engine.partition(run_body)
+        self._engine.partition(trace)
         for hook in list(self._post_partition_hooks.values()):
-            hook(self, self._runtime.optimizer)
+            hook(self, self._optimizer())
 
-    def begin_step(
-        self, name: str, num_microbatches: int, trains: bool, weights: Sequence[float] | None
-    ) -> int:
-        """Opens a step on all ranks; returns the driver's number of microbatches."""
-        return self._engine.begin_step(name, num_microbatches, trains, weights)
-
-    def run_step(
-        self,
-        num_microbatches: int,
-        body: Callable[[int], None],
-        others: Sequence[DistributedModel] = (),
-    ) -> None:
-        """Runs ``body(mb)`` for every microbatch, in the order of the schedule.
-
-        Args:
-            num_microbatches: how many there are.
-            body: runs one of them.
-            others: further models that the step has begun for.
-        """
-        self._engine.run_step(num_microbatches, body, [other._engine for other in others])
-
-    def end_step(self, trains: bool) -> None:
-        """Finishes the reduction of gradients and runs the hooks that wait for it."""
-        self._engine.end_step(trains)
+    def run_post_step_hooks(self) -> None:
+        """Runs the hooks that wait for the end of a step."""
         hooks = list(self._post_step_hooks.values())
         self._post_step_hooks.clear()  # handles refer to this very dictionary
         for hook in hooks:
-            hook(self, self._runtime.optimizer)
+            hook(self, self._optimizer())
 
-    def abandon_step(self) -> None:
-        """Closes a step that raised."""
-        self._engine.abandon_step()
+    def _optimizer(self) -> Any:
+        """The last optimizer that was wrapped, of several the last one with parameters of ours."""
+        optimizers: list[Any] = self._runtime.optimizers
+        own = {id(parameter) for parameter in self.parameters()}
+        fitting = [
+            optimizer
+            for optimizer in (optimizers if len(self._runtime.models) > 1 else ())
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        ]
+        return (fitting or optimizers or [None])[-1]
 
     # ---- access
 
@@ -249,7 +268,7 @@ class DistributedModel(nn.Module):
         """What messages call this model."""
         module = self.get_module()
         millions = sum(p.numel() for p in module.parameters()) / 1e6
-        return f"{type(module).__name__} of {millions:.3g} M parameters"
+        return f"{self._engine.idx}: {type(module).__name__} of {millions:.3g} M parameters"
 
     @property
     def partitioned(self) -> bool:
@@ -386,7 +405,7 @@ class DistributedModel(nn.Module):
         """``hook(model, optimizer)`` runs after partition, at once if that is over."""
         handle = RemovableHandle(self._post_partition_hooks)
         if self.partitioned:
-            hook(self, self._runtime.optimizer)
+            hook(self, self._optimizer())
         else:
             self._post_partition_hooks[handle.id] = hook
         return handle
@@ -460,12 +479,6 @@ def _run_backward(
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
-    if current.models and current.sizes["pp"] > 1:
-        raise RuntimeError(
-            f"{_C.rank_prefix()}a model is wrapped already; with pipeline_parallel_degree > 1 one "
-            "DistributedModel per smp.init is supported: call smp.shutdown() and smp.init() to "
-            "begin anew, or wrap several with pipeline_parallel_degree=1"
-        )
     for name, child in module.named_modules():
         where = f"'{name}'" if name else "the model itself"
         if isinstance(child, DistributedModel):
@@ -476,6 +489,21 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
             )
         if isinstance(child, torch.jit.ScriptModule):
             raise ValueError(f"{where} is a ScriptModule, which smp cannot partition")
+    _check_shared(module, current)
+
+
+def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
+    """A parameter has one owner and one reduction."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for other in current.models:
+        assert isinstance(other, DistributedModel)
+        for name, parameter in other.get_module().named_parameters():
+            if id(parameter) in names:
+                raise ValueError(
+                    f"{_C.rank_prefix()}parameter '{names[id(parameter)]}' is '{name}' of a model "
+                    f"that is wrapped already ({other._label}); put both into one module and wrap "
+                    "that, or delete the other one first"
+                )
 
 
 def _check_tracing(device: str, times: bool) -> None:

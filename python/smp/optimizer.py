@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.optimizer = optimizer
         self._pending_load: dict[str, Any] | None = None
-        current.optimizer = self
+        current.add_optimizer(self)
 
     # ---- as the wrapped optimizer
 
@@ -132,7 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._pending_load is not None:
             self._load_pending()
-        if any(self._is_local(p) for group in self.param_groups for p in group["params"]):
+        is_local = self._locality()
+        if any(is_local(p) for group in self.param_groups for p in group["params"]):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         # Some optimizers cannot work on nothing.
         if closure is None:
@@ -165,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         that it is this rank's.
         """
         result = self._local_state()
-        if comm.mp_size() == 1 or not self._is_partitioned():
+        if comm.mp_size() == 1 or not self._is_partitioned(any):
             return result
         parts = comm.allgather(_to_cpu(result["state"]), comm.MP_GROUP)
         merged = {index: entry for part in parts for index, entry in part.items()}
@@ -184,8 +185,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         models = self._models()
         if not models:
             return  # the first step is early enough
-        # Runs at once if the model is partitioned.
-        models[-1].register_post_partition_hook(lambda *_: self._load_pending())
+        if self._is_partitioned(all):
+            self._load_pending()
+        for model in models:
+            if not model.partitioned:
+                model.register_post_partition_hook(lambda *_: self._load_if_partitioned())
+
+    def _load_if_partitioned(self) -> None:
+        if self._is_partitioned(all):
+            self._load_pending()
 
     def _load_pending(self) -> None:
         given, self._pending_load = self._pending_load, None
@@ -194,7 +202,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_partial = bool(given.pop(PARTIAL_MARK, False))
         entries: dict[Any, Any] = given["state"]
         parameters = self._parameters()
-        local = {index for index, p in enumerate(parameters) if self._is_local(p)}
+        is_local = self._locality()
+        local = {index for index, p in enumerate(parameters) if is_local(p)}
         if is_partial and comm.mp_size() > 1:
             entries = _complete(entries, local)
         given["state"] = {
@@ -207,10 +216,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _local_state(self) -> dict[str, Any]:
         result = self.optimizer.state_dict()
         parameters = self._parameters()
+        is_local = self._locality()
         entries = {
             index: entry
             for index, entry in result["state"].items()
-            if not isinstance(index, int) or self._is_local(parameters[index])
+            if not isinstance(index, int) or is_local(parameters[index])
         }
         return {**result, "state": entries}
 
@@ -227,16 +237,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             models = [m for m in models if any(id(p) in own for p in m.parameters())]
         return models
 
-    def _is_partitioned(self) -> bool:
+    def _is_partitioned(self, how_many: Callable[[Iterable[bool]], bool]) -> bool:
         models = self._models()
-        return bool(models) and all(model.partitioned for model in models)
+        return bool(models) and how_many(model.partitioned for model in models)
 
-    def _is_local(self, parameter: Tensor) -> bool:
-        """Is the parameter updated here? All are until the model is partitioned."""
+    def _locality(self) -> Callable[[Tensor], bool]:
+        """Says of a parameter if it is updated here. All are until their model is partitioned."""
         models = self._models()
-        return not models or any(
-            not model.partitioned or model.is_local_parameter(parameter) for model in models
-        )
+        if not models:
+            return lambda _: True
+        if len(models) == 1:
+            model = models[0]
+            return lambda p: not model.partitioned or model.is_local_parameter(p)
+        remote = {
+            id(parameter)
+            for model in models
+            if model.partitioned
+            for parameter in model.parameters()
+            if not model.is_local_parameter(parameter)
+        }
+        return lambda p: id(p) not in remote
 
 
 def _complete(entries: dict[Any, Any], local: set[int]) -> dict[Any, Any]:

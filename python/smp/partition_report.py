@@ -11,9 +11,10 @@ from smp.partition.explain import Explanation, explain
 
 if TYPE_CHECKING:
     from smp.partition.decide import Decision
+    from smp.wrapped import WrappedModel
 
 
-def explain_partition(module: str | None = None) -> Explanation:
+def explain_partition(module: str | None = None, model: WrappedModel | None = None) -> Explanation:
     """Why the model is split as it is, in figures; ``print`` shows a table.
 
     Collective over all ranks: only the first one has traced the model and knows its costs, and all
@@ -22,14 +23,15 @@ def explain_partition(module: str | None = None) -> Explanation:
     Args:
         module: qualified name, as in ``named_modules()`` of the unwrapped model; the answer then
             says why it is where it is and what moving it to each other rank would cost.
+        model: the `DistributedModel` that is meant; needed if there are several.
     Returns:
         per rank parameters, activations, peak memory, share of compute, transfers and load; bytes
         over each pair of ranks; without a trace parameters only.
     Raises:
-        RuntimeError: no model is partitioned yet.
+        RuntimeError: the model is not partitioned yet, or none is named and there are several.
         ValueError: on every rank, if there is no such module.
     """
-    decision = _decision("smp.explain_partition")
+    decision = _decision("smp.explain_partition", model)
     result: Explanation | str | None = None
     if runtime.current().global_rank == 0:
         try:
@@ -42,7 +44,7 @@ def explain_partition(module: str | None = None) -> Explanation:
     raise ValueError(f"{_C.rank_prefix()}{result}")
 
 
-def save_partition(path: str | Path) -> None:
+def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
     """Writes the partition to a text file that the configuration key ``partition_file`` takes.
 
     Collective over all ranks: the first one writes, and when the call returns the file is there.
@@ -50,11 +52,12 @@ def save_partition(path: str | Path) -> None:
 
     Args:
         path: of the file, on the host of the first rank.
+        model: the `DistributedModel` that is meant; needed if there are several.
     Raises:
-        RuntimeError: no model is partitioned yet.
+        RuntimeError: the model is not partitioned yet, or none is named and there are several.
         OSError: on every rank, if the file cannot be written.
     """
-    decision = _decision("smp.save_partition")
+    decision = _decision("smp.save_partition", model)
     error: str | None = None
     if runtime.current().global_rank == 0:
         try:
@@ -66,10 +69,10 @@ def save_partition(path: str | Path) -> None:
         raise OSError(f"{_C.rank_prefix()}smp.save_partition: {error}")
 
 
-def _decision(what: str) -> Decision:
+def _decision(what: str, model: WrappedModel | None) -> Decision:
     current = runtime.current()
-    # With several models this raises and lists them.
-    model = current.model if current.models else None
+    if model is None:
+        model = current.model  # with several this raises and lists them
     decision: Decision | None = None if model is None else model._decision
     if decision is None:
         raise RuntimeError(

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from smp.settings import (
     host_advice,
     read_settings,
 )
+from smp.wrapped import WrappedObjects
 
 logger = logging.getLogger("smp")
 
@@ -79,16 +80,7 @@ class State:
         return None if _current is None else _current.config
 
 
-class WrappedModel(Protocol):
-    """What is known here of a `DistributedModel`."""
-
-    @property
-    def _label(self) -> str: ...
-    @property
-    def _decision(self) -> Any: ...
-
-
-class Runtime:
+class Runtime(WrappedObjects):
     """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.
 
     Attributes:
@@ -103,11 +95,10 @@ class Runtime:
         device: where the tensors of this rank live.
         links: liveness, mailbox and object exchange; None in a world of one.
         comms: tensor communicators of the groups; its members are None for groups of one.
-        models: wrapped models, in the order in which they were made.
-        optimizer: the last one wrapped, if any.
-        server: module server of a partitioned model with several pipeline ranks.
+        pipeline: what the partitioned models of several pipeline ranks have in common.
+        server: module server of these models.
         timeline: records what this rank does while somebody wants to see it.
-        num_steps: finished calls of step functions.
+        num_steps: finished calls of step functions; num_begun: those that began.
     """
 
     def __init__(
@@ -117,6 +108,7 @@ class Runtime:
         settings: Settings,
         device: torch.device,
     ) -> None:
+        super().__init__()
         assert plan.config is not None
         self.config = plan.config
         self.given = plan.given
@@ -131,11 +123,10 @@ class Runtime:
         self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
         self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
         self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
-        self.models: list[WrappedModel] = []
-        self.optimizer: object | None = None
+        self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
-        self.num_steps = 0
+        self.num_steps = self.num_begun = 0
         self.pid = os.getpid()
         self.links: Links | None = None
         self.comms = Groups(None, None, None)
@@ -313,21 +304,6 @@ class Runtime:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
 
-    @property
-    def model(self) -> WrappedModel | None:
-        """The model that calls mean which name none; None before one is wrapped.
-
-        Raises:
-            RuntimeError: there are several.
-        """
-        if len(self.models) > 1:
-            candidates = "; ".join(f"{i}: {model._label}" for i, model in enumerate(self.models))
-            raise RuntimeError(
-                f"{_C.rank_prefix()}this call names no model and {len(self.models)} are wrapped "
-                f"({candidates}); call the method of the model that is meant, or pass it"
-            )
-        return self.models[0] if self.models else None
-
     def close(self) -> None:
         """Says goodbye to the other ranks and ends everything. May be called twice."""
         if self._closed:
@@ -350,8 +326,8 @@ class Runtime:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
         self.comms = Groups(None, None, None)
-        self.models = []
-        self.optimizer = self.server = None
+        self.forget_wrapped()
+        self.pipeline = self.server = None
         self._torch_groups = self._store = None
         self._on_shutdown.clear()
         self._on_step.clear()

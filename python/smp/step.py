@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from smp import microbatch, runtime
+from smp.first_use import partition_used
 from smp.microbatch import Share
 from smp.microbatch import StepOutput as StepOutput
 from smp.model import DistributedModel
 from smp.pipeline import autocast
+from smp.step_run import StepRun
 
 # As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
 # because `smp/__init__.py` binds it last.
@@ -64,6 +66,7 @@ class StepFunction:
 
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
+        # Held until the step is over: garbage is collected at any time.
         models = [model for model in current.models if isinstance(model, DistributedModel)]
         trains = torch.is_grad_enabled()
         arguments = self._split_arguments(args, kwargs)
@@ -77,23 +80,23 @@ class StepFunction:
         def bodies_of(num_microbatches: int) -> _Bodies:
             return self._bodies(args, kwargs, arguments, num_microbatches, current.device, weights)
 
-        for model in models:
-            model.prepare(lambda: bodies_of(count)(0))
+        partition_used(models, self, lambda: bodies_of(count)(0))
+        engines = [model._engine for model in models if model.partitioned]
+        step_run = StepRun(current, engines, self._name, trains)
         try:
-            for model in models:
-                count = model.begin_step(self._name, count, trains, weights)
+            count = step_run.begin(count, weights)
             bodies = bodies_of(count)
             if models:
-                models[0].run_step(count, bodies, models[1:])
+                step_run.run(count, bodies)
             else:
                 for mb in range(count):
                     bodies(mb)
-            for model in models:
-                model.end_step(trains)
+            step_run.end()
         except BaseException:
-            for model in models:
-                model.abandon_step()
+            step_run.abandon()
             raise
+        for model in models:
+            model.run_post_step_hooks()
         result = microbatch.join(
             [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
         )
@@ -203,11 +206,14 @@ def step(
     A batch that ``microbatches`` does not divide is cut into pieces that differ by one sample, and
     into fewer pieces if there are fewer samples. Gradients and ``reduce_mean`` weigh each piece by
     its samples, so a loss that is a mean over samples gives the mean over the batch. The batch of
-    pipeline rank 0 counts.
+    pipeline rank 0 counts. Replicas count alike, whatever the sizes of their batches and however
+    many pieces these make.
 
     The first call runs the function once more on pipeline rank 0 of the first replica, up to its
     call of the model, to trace that call for the automatic partition. Side effects before the call
-    happen once more there; `smp.is_tracing` tells.
+    happen once more there; `smp.is_tracing` tells. With several models it goes on, with results of
+    zeros and without backward, until all those that are not partitioned yet have been called; those
+    that it does not call wait for a step function that does.
 
     Args:
         function: the function, when used without parentheses.

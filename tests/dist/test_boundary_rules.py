@@ -341,8 +341,11 @@ def train_two(rank: int, pp: int) -> tuple[Any, Any, str]:
     )
 
 
-def test_two_models_train_side_by_side_and_calls_that_name_none_list_them(pool: Pool) -> None:
-    results = pool.run(2, train_two, 1, timeout=30)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_two_models_train_side_by_side_and_calls_that_name_none_list_them(
+    pool: Pool, pp: int
+) -> None:
+    results = pool.run(2, train_two, pp, timeout=30)
     for index, rule in enumerate(("SuperForward", "SeveralOutputsThatNeedGradients")):
         merged: dict[str, Tensor | None] = {}
         for result in results:
@@ -352,10 +355,3 @@ def test_two_models_train_side_by_side_and_calls_that_name_none_list_them(pool: 
     for result in results:
         assert "RuntimeError" in result[2], result[2]
         assert "SuperForward" in result[2] and "SeveralOutputs" in result[2], result[2]
-
-
-def test_a_second_model_in_a_pipeline_is_refused_with_the_remedy(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, train_two, 2, timeout=30)
-    for outcome in outcomes:
-        assert "a model is wrapped already" in str(outcome.message), outcome
-        assert "pipeline_parallel_degree=1" in str(outcome.message), outcome

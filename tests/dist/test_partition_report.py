@@ -36,7 +36,7 @@ def partitioned(run: Run) -> nn.Module:
 def explanations(rank: int, run: Run) -> tuple[Any, str, str]:
     import smp
 
-    partitioned(run)
+    _model = partitioned(run)  # explained as long as it lives
     whole = smp.explain_partition()
     one = str(smp.explain_partition("layers.0.linear"))
     with pytest.raises(ValueError) as refusal:
@@ -147,7 +147,7 @@ def test_one_process_explains_as_well() -> None:
 
     smp.init({})
     try:
-        smp.DistributedModel(nn.Linear(2, 3))
+        _model = smp.DistributedModel(nn.Linear(2, 3))
         explanation = smp.explain_partition()
         assert [rank.param_bytes for rank in explanation.ranks] == [36]
     finally:

@@ -37,7 +37,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config"}),
     frozenset({"config_sources", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
-    frozenset({"links", "rendezvous"}),
+    frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
     frozenset(
@@ -54,7 +54,8 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"chosen_schedule", "model_parts", "partition_report"}),
     frozenset({"engine", "grad_norm"}),
-    frozenset({"model"}),
+    frozenset({"model", "step_run"}),
+    frozenset({"first_use"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 

@@ -51,6 +51,32 @@ class _Perhaps(nn.Module):
         return y, (y * 2 if float(x.sum()) > 0 else None)
 
 
+class ViewsWithoutGradients(Rule):
+    """What was made without gradients passes none on, wherever it is read."""
+
+    def make_first(self) -> nn.Module:
+        return _Views()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.first(x)
+        with torch.no_grad():
+            flat, part = y.view(-1), y[:, : WIDTH // 2]
+            z, same = self.first(y)
+        again = flat.view(y.shape)  # with gradients, of a view without
+        kept = y.transpose(0, 1).detach().transpose(0, 1)
+        h = self.second(again * y) + self.second(kept) + self.second(flat.view(y.shape))
+        return self.end(h + y * kept + same * y + z) + (part * y[:, WIDTH // 2 :]).sum()
+
+
+class _Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), x.view(x.shape)
+
+
 class NestedArguments(Rule):
     """Keywords, None, numbers, text, tuples with None, containers in containers."""
 

@@ -199,7 +199,7 @@ class Replica:
     def become(self, rank: int, answers: list[list[Any]], partitioned: bool = True) -> FakeModel:
         """Acts as ``rank``; ``answers`` are the other rank's objects per exchange, in order."""
         fake = FakeModel(self.parameters[:2] if rank == 0 else self.parameters[2:], partitioned)
-        runtime.current().models = [fake]
+        self._monkeypatch.setattr(runtime.Runtime, "models", [fake])
         answers = list(answers)
 
         def allgather(obj: Any, group: Any) -> list[Any]:
@@ -212,9 +212,8 @@ class Replica:
 
 
 @pytest.fixture
-def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    yield Replica(monkeypatch)
-    runtime.current().models = []
+def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+    return Replica(monkeypatch)
 
 
 def test_ranks_save_their_part_and_gather_the_whole(replica: Replica) -> None:

@@ -79,6 +79,26 @@ def make_reducer(
     )
 
 
+def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:
+    """The largest of each value over the data-parallel group. Collective over it.
+
+    Args:
+        communicator: of the group.
+        values: as many on each rank.
+        what: words for errors.
+    """
+    current = runtime.current()
+    return _C.agree_on_maxima(
+        values,
+        communicator,
+        device=str(current.device),
+        what=what,
+        faults=current.board,
+        ranks=list(current.groups["dp"]),
+        timeout_s=current.settings.timeout_s,
+    )
+
+
 def broadcast_initial(communicator: _C.Communicator | None, tensors: Sequence[Tensor]) -> None:
     """Overwrites ``tensors`` with those of the first data-parallel rank.
 

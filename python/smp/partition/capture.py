@@ -1,14 +1,16 @@
-"""Gets at the arguments of the model's call, which exist inside of the step function only."""
+"""Gets at the arguments of the models' calls, which exist inside of the step function only."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from smp.partition.costs import Trace
+from smp.partition.stand_in import real_result, stand_in
 from smp.partition.trace import tracing
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 
@@ -16,66 +18,103 @@ _log = logging.getLogger("smp")
 
 
 class CallSeen(BaseException):
-    """Leaves the step function once its call of the model has been seen.
+    """Leaves the step function once its calls of the models have been seen.
 
     Not an `Exception`, so that the function's own handlers let it pass.
     """
 
 
-class Capture:
-    """Runs a step function up to its call of the model, and traces that call.
+@dataclass(frozen=True)
+class Captured:
+    """One model during the capture.
 
-    The trace runs inside of the call, so that everything that is in force there (autocast, default
-    dtype and device) is in force for it.
-
-    Args:
+    Attributes:
         root: the user's model.
-        options: of the trace.
+        options: of its trace.
+        waits: it is not partitioned yet, and its calls are looked for.
+        uncover: gives modules their own ``forward`` back, if others were put there.
     """
 
-    def __init__(self, root: nn.Module, options: TraceOptions) -> None:
-        self._root = root
-        self._options = options
-        self._seen = False
-        self._trace: Trace | None = None
+    root: nn.Module
+    options: TraceOptions
+    waits: bool = True
+    uncover: Callable[[], None] = lambda: None
 
-    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-        """In place of the model's forward.
+
+class Capture:
+    """Runs a step function up to its first calls of the models that wait, and traces these calls.
+
+    A trace runs inside of its call, so that everything that is in force there (autocast, default
+    dtype and device) is in force for it. Between the calls of several models the function goes on
+    with results of the right shapes that are all zero, and without backward.
+
+    Args:
+        models: all there are.
+    """
+
+    def __init__(self, models: Sequence[Captured]) -> None:
+        self._models = {model.root: model for model in models}
+        self._num_waiting = sum(model.waits for model in models)
+        self._goes_on = len(models) > 1
+        self._called = False
+        self.traces: dict[nn.Module, Trace | None] = {}
+        self.ended_early = False
+
+    def on_call(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of a model's forward.
 
         Raises:
-            CallSeen: always.
+            CallSeen: nothing is left to be seen.
         """
-        if not self._seen:
-            self._seen = True
-            self._trace = trace_for_partition(self._root, args, kwargs, self._options)
-        raise CallSeen
+        self._called = True
+        model = self._models[root]
+        if model.waits and root not in self.traces:
+            self.traces[root] = None  # whatever comes, this call counts
+            self.traces[root] = trace_for_partition(root, args, kwargs, model.options)
+        if len(self.traces) == self._num_waiting:
+            raise CallSeen
+        try:
+            return stand_in(root, args, kwargs, model.options.device, model.uncover)
+        except Exception:
+            if not model.waits or any(parameter.is_meta for parameter in root.parameters()):
+                raise
+            return real_result(root, args, kwargs, model.options.device)
 
-    def on_backward(self) -> NoReturn:
-        """In place of the model's backward, in a function that did not call the model before.
+    def on_backward(self) -> None:
+        """In place of a model's backward.
 
         Raises:
-            CallSeen: always.
+            CallSeen: there is one model, which the function has not called before.
         """
-        raise CallSeen
+        if not self._goes_on:
+            raise CallSeen
 
-    def run(self, body: Callable[[], object]) -> Trace | None:
-        """The trace of the first call that ``body`` makes; None if there is none.
+    def run(self, body: Callable[[], object]) -> dict[nn.Module, Trace | None]:
+        """Traces of the first calls that ``body`` makes, by model; None where no trace works.
 
         Raises:
-            Exception: what ``body`` raises before it calls the model.
+            Exception: what ``body`` raises before it calls a model.
         """
         with tracing():
             try:
                 body()
             except CallSeen:
                 pass
-            except Exception:
-                # After the call an error only says that the function did not expect to be left.
-                if not self._seen:
+            except Exception as error:
+                # After a call an error only says that results were not what they seemed.
+                if not self._called:
                     raise
-        if not self._seen:
-            _log.warning(
-                "smp: the first call of a step function does not call the model, so the partition "
-                "goes by parameter sizes alone"
-            )
-        return self._trace
+                self.ended_early = True
+                self._warn(error)
+        return self.traces
+
+    def _warn(self, error: Exception) -> None:
+        text = str(error).strip().splitlines()
+        _log.warning(
+            "smp: the step function raised %s in its trace, after it had called %s of %s models: "
+            "%s; the others are partitioned by parameter sizes alone",
+            type(error).__name__,
+            len(self.traces),
+            self._num_waiting,
+            text[0] if text else "",
+        )

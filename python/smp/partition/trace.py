@@ -123,12 +123,12 @@ class _Run:
         self._device = device
 
     def fake(self) -> Trace:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             # Not made from the real ones: placeholders have strides of zero, and values on the
             # meta device the wrong device.
-            exchange_tensors(self._modules, lambda t: _empty_like(t, self._device))
+            exchange_tensors(self._modules, lambda t: empty_like(t, self._device))
             call = pytree.tree_map_only(
-                Tensor, lambda t: _moved(mode.from_tensor(_ordinary(t)), self._device), self._call
+                Tensor, lambda t: moved(mode.from_tensor(ordinary(t)), self._device), self._call
             )
             return self._recorded(call, "fake")
 
@@ -139,7 +139,7 @@ class _Run:
     def _fresh_call(self) -> Any:
         """The arguments once more, because the model may write into them."""
         return pytree.tree_map_only(
-            Tensor, lambda t: _moved(_ordinary(t), self._device, copy=True), self._call
+            Tensor, lambda t: moved(ordinary(t), self._device, copy=True), self._call
         )
 
     def _recorded(self, call: Any, how: str) -> Trace:
@@ -241,7 +241,7 @@ class _Run:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what PyTorch logs before it raises; what comes of it is in our own warning."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -252,18 +252,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
+def ordinary(tensor: Tensor) -> Tensor:
     """Tensors made in inference mode cannot be saved for backward; copies of them can."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """A leaf with these values on ``device``."""
     moved = tensor.detach().to(device, copy=copy)
     return moved.requires_grad_(tensor.requires_grad)
 
 
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -28,6 +28,9 @@ _watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
 # Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
 _FUNCTION = -3
 
+# In place of a `forward` that the instance does not have.
+_ABSENT = object()
+
 # True in the service of a request: modules of this rank then run where they are called.
 _serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
 
@@ -68,7 +71,10 @@ class PipelineLink:
         self._codec = Codec(modules, device)
         self.device = device
         self._server: Server | None = None
+        self.first_id = 0  # of the modules, among those of all models
         self._mode = ""
+        # By module: the calling side, and what the instance had as `forward` before.
+        self._stubs: dict[int, tuple[Callable[..., Any], Any]] = {}
         self._remote = [
             (i, owner)
             for i, owner in enumerate(owners)
@@ -82,14 +88,19 @@ class PipelineLink:
         assert self._server is not None, "the pipeline is not open"
         return self._server
 
-    def connect(self, server: Server) -> None:
-        """Installs the calling side on the modules and the answering side on ``server``."""
+    def connect(self, server: Server, first_id: int) -> None:
+        """Installs the calling side on the modules.
+
+        Args:
+            server: of this rank.
+            first_id: that the server knows the root by; the other modules follow.
+        """
         self._server = server
-        server.set_forward_handler(self._serve)
-        server.set_handle_factory(functools.partial(RemoteTensor.make, self))
+        self.first_id = first_id
         for module_id, owner in self._remote:
             module = self._modules[module_id]
             stub = self._stub(server, module, module_id, owner)
+            self._stubs[module_id] = (stub, module.__dict__.get("forward", _ABSENT))
             # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
             module.__dict__["forward"] = stub
 
@@ -102,8 +113,19 @@ class PipelineLink:
     def disconnect(self) -> None:
         """Gives every module its own ``forward`` back."""
         self._server = None
-        for module_id, _ in self._remote:
-            self._modules[module_id].__dict__.pop("forward", None)
+        self.uncover()
+        self._stubs.clear()
+
+    def uncover(self) -> None:
+        """Puts back what the modules had as ``forward``, where nobody has set another since."""
+        for module_id, (stub, before) in self._stubs.items():
+            attributes = self._modules[module_id].__dict__
+            if attributes.get("forward") is not stub:
+                continue
+            if before is _ABSENT:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = before
 
     def _stub(
         self, server: Server, module: nn.Module, module_id: int, owner: int
@@ -137,10 +159,10 @@ class PipelineLink:
         state = autocast.capture(self.device)
         structure, tensors, used_caches = self._codec.pack((args, kwargs, state))
         for cache in used_caches:
-            caches.check_unfilled(cache, self._layers_of(module_id), self._names[module_id])
+            caches.check_unfilled(cache, self._layers_of(module_id), self._name(module_id))
         answer, results, changed, shares_memory, views = server.remote_call(
             owner,
-            module_id,
+            module_id if module_id == _FUNCTION else self.first_id + module_id,
             self._root.training,
             structure,
             self._mode,
@@ -152,16 +174,21 @@ class PipelineLink:
         for view in views:
             results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
-            _watched.set((*_watched.get(), Watched(self._names[module_id], [*tensors, *results])))
+            _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
         return self._codec.unpack(answer, results, tensors)
+
+    def _name(self, module_id: int) -> str:
+        return "a function" if module_id == _FUNCTION else self._names[module_id]
 
     def _layers_of(self, module_id: int) -> frozenset[int]:
         idxs = self._layer_idxs.get(module_id)
-        if idxs is None:
+        if idxs is None and module_id == _FUNCTION:
+            idxs = frozenset()
+        elif idxs is None:
             idxs = self._layer_idxs[module_id] = caches.layer_idxs(self._modules[module_id])
         return idxs
 
-    def _serve(
+    def serve(
         self,
         module_id: int,
         mb: int,
@@ -170,6 +197,7 @@ class PipelineLink:
         structure: bytes,
         tensors: list[Tensor],
     ) -> tuple[bytes, list[Tensor], bool]:
+        """Runs a module for its caller, or a function of `smp.pipeline.functions`."""
         if training != self._root.training:
             raise RuntimeError(
                 f"microbatch {mb}: the model is in {_mode_name(training)} mode on the calling rank "
@@ -197,7 +225,7 @@ class PipelineLink:
             result = function(*args, **kwargs)
         if before is not None and before != self._codec.pack_result((args, kwargs), tensors):
             raise RuntimeError(
-                f"{_C.rank_prefix()}module '{self._names[module_id]}' changed a container or an "
+                f"{_C.rank_prefix()}module '{self._name(module_id)}' changed a container or an "
                 "object among its arguments, which its caller on another rank cannot see; let it "
                 "return what it makes, or put both on one partition"
             )

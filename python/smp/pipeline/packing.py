@@ -61,7 +61,7 @@ class _Packer(pickle.Pickler):
         if isinstance(obj, Tensor):
             if type(obj) is RemoteTensor and obj._whole is not None:
                 if obj.is_untouched():  # a view is made again where it is needed
-                    return functions.apply, (obj._recipe, obj._whole)
+                    return functions.apply, (obj.steps(), obj._whole)
                 obj = localize(obj)
             argument = self._arguments.get(id(obj))
             if argument is not None:

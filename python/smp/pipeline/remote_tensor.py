@@ -73,12 +73,19 @@ class RemoteTensor(Tensor):
         """What stands behind this handle. Waits for the data the first time."""
         if self._local is None:
             if self._whole is not None:
-                local = functions.apply(self._recipe, localize(self._whole))
+                local = functions.apply(self.steps(), localize(self._whole))
             else:
                 local = self._link.server.materialize(self)
             self._mark = _state(local)
             self._local = local
         return self._local
+
+    def steps(self) -> functions.Recipe:
+        """Of a view: how it is made from its base, and that gradients end here if they do."""
+        assert self._whole is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            is_cut = self._whole.requires_grad and not self.requires_grad
+        return (*self._recipe, ("detach", (), ())) if is_cut else self._recipe
 
     def is_untouched(self) -> bool:
         """Is the tensor still what the other rank has made?"""
@@ -142,7 +149,9 @@ class RemoteTensor(Tensor):
         view._recipe = (*self._recipe, step)
         # Not a method of the view: autograd would keep the view alive for ever.
         spread = partial(_spread_gradient, view._recipe, tuple(view._whole._meta().shape))
-        _C.link_view(view, view._whole, spread)
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.requires_grad:  # else it was made without gradients from a base that has them
+                _C.link_view(view, view._whole, spread)
         return view
 
     def _pieces(

@@ -102,14 +102,18 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   options.global_rank = rank;
   for (int r = 0; r < settings.size; ++r) options.pp_ranks.push_back(r);
   options.num_chunks = settings.num_chunks;
-  for (int i = 0; i < settings.num_modules(); ++i) {
-    options.module_names.push_back("stage" + std::to_string(i));
-    options.chunk_idxs.push_back(i / settings.size);
-  }
   options.policy = settings.policy;
+  options.static_mode = settings.static_mode;
   options.active_microbatches = settings.active_microbatches;
   options.timeout = std::chrono::seconds(20);
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
+  std::vector<std::string> names;
+  std::vector<int> chunk_idxs;
+  for (int i = 0; i < settings.num_modules(); ++i) {
+    names.push_back("stage" + std::to_string(i));
+    chunk_idxs.push_back(i / settings.size);
+  }
+  server->add_modules(names, chunk_idxs);
   server->set_forward_handler(
       [this](Call call) { return serve(std::move(call)); });
   server->set_error_reporter(

@@ -1,0 +1,77 @@
+"""What a model would return, in shapes alone: for a function that goes on while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from smp.partition.trace import empty_like, moved, ordinary, quiet
+from smp.partition.trace_guard import exchange_tensors, untouched
+
+
+def stand_in(
+    root: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    uncover: Callable[[], None],
+) -> Any:
+    """The result of a call with all tensors zero; the model is as before afterwards.
+
+    Runs without memory for the model, which may be a partitioned one, under the grad mode that is
+    in force. Tensors of the result are leaves.
+
+    Args:
+        root: the model.
+        args, kwargs: of the call.
+        device: of the result.
+        uncover: gives modules their own ``forward`` back; undone afterwards.
+
+    Raises:
+        Exception: the model cannot run without values.
+    """
+    modules = tuple(root.modules())
+    devices = [device] if device.type == "cuda" else []
+    with untouched(modules, keep_values=False), torch.random.fork_rng(devices), quiet():
+        uncover()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            exchange_tensors(modules, lambda t: empty_like(t, device))
+            call_args, call_kwargs = pytree.tree_map_only(
+                Tensor,
+                lambda t: moved(mode.from_tensor(ordinary(t)), device),
+                (tuple(args), dict(kwargs)),
+            )
+            result = root(*call_args, **call_kwargs)
+    # Outside of the mode, which would make these fake as well.
+    return pytree.tree_map_only(Tensor, _zeros_like, result)
+
+
+def real_result(
+    root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Any:
+    """The result of a call of a model that needs values; the model is as before afterwards.
+
+    Args:
+        root: a model that is not partitioned and has values, on whatever device.
+        args, kwargs: of the call; the model gets copies.
+        device: of the result.
+    """
+    parameters = root.parameters()
+    home = next((parameter.device for parameter in parameters), device)
+    devices = [d for d in {home, device} if d.type == "cuda"]
+    with untouched(tuple(root.modules()), keep_values=True), torch.random.fork_rng(devices):
+        call_args, call_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: moved(ordinary(t), home, copy=True), (tuple(args), dict(kwargs))
+        )
+        result = root(*call_args, **call_kwargs)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device), result)
+
+
+def _zeros_like(fake: Tensor) -> Tensor:
+    zeros = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    return zeros.requires_grad_(fake.requires_grad)

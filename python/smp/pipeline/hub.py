@@ -1,0 +1,101 @@
+"""What the models of one process share: the module server, and who answers its requests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.pipeline.link import PipelineLink
+from smp.pipeline.remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from smp._C import Server
+
+
+class PipelineHub:
+    """One server for all models of this rank, which take turns under one schedule.
+
+    Modules of a model have consecutive ids; ids of models that are gone are not used again.
+
+    Args:
+        server: of this rank; the hub installs its handlers.
+        global_rank, device: of this process.
+    """
+
+    def __init__(self, server: Server, global_rank: int, device: torch.device) -> None:
+        self.server = server
+        self._links: dict[int, PipelineLink] = {}
+        self._owner_of: list[int] = []  # first id of the model, by module id
+        # For what runs at the home of a tensor, whichever model has made it.
+        self._functions = PipelineLink(nn.Identity(), (), (), (), global_rank, device)
+        self._functions.connect(server, 0)
+        self.on_microbatch_done: Callable[[int], None] | None = None
+        server.set_forward_handler(self._serve)
+        server.set_handle_factory(functools.partial(RemoteTensor.make, self._functions))
+        server.set_microbatch_done(self._microbatch_done)
+
+    def add(
+        self, link: PipelineLink, names: Sequence[str], chunk_idxs: Sequence[int], depth: int
+    ) -> None:
+        """Takes in a model, between steps and in one order on all ranks of the replica.
+
+        Args:
+            link: of the model; it is connected.
+            names: of its modules, for errors and the timeline.
+            chunk_idxs: stage of each module on its rank.
+            depth: how many ranks the data pass before this one.
+        """
+        first_id = self.server.add_modules(names, chunk_idxs, depth)
+        self._owner_of += [first_id] * len(names)
+        self._links[first_id] = link
+        link.connect(self.server, first_id)
+
+    def remove(self, link: PipelineLink) -> None:
+        """Forgets a model; requests for it are errors from now on."""
+        self._links.pop(link.first_id, None)
+        link.disconnect()
+
+    def begin_step(self, name: str, num_microbatches: int) -> int:
+        """Opens a step on all ranks of the replica; returns the driver's number of microbatches."""
+        num_microbatches = self.server.begin_step(name, num_microbatches)
+        for link in list(self._links.values()):
+            link.begin_step()
+        return num_microbatches
+
+    def close(self) -> None:
+        """Ends the server's threads. May be called twice."""
+        self.server.close()
+        self._functions.disconnect()
+        self.on_microbatch_done = None
+
+    def _serve(
+        self,
+        module_id: int,
+        mb: int,
+        training: bool,
+        is_first: bool,
+        structure: bytes,
+        tensors: list[Tensor],
+    ) -> tuple[bytes, list[Tensor], bool]:
+        if module_id < 0:
+            return self._functions.serve(module_id, mb, training, is_first, structure, tensors)
+        first_id = self._owner_of[module_id]
+        link = self._links.get(first_id)
+        if link is None:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}module '{self.server.module_names[module_id]}' belongs to a "
+                "model that was deleted here but is still used on another rank; delete models on "
+                "all ranks, or on none"
+            )
+        return link.serve(module_id - first_id, mb, training, is_first, structure, tensors)
+
+    def _microbatch_done(self, mb: int) -> None:
+        for link in (self._functions, *self._links.values()):
+            link.microbatch_done(mb)
+        if self.on_microbatch_done is not None:
+            self.on_microbatch_done(mb)

@@ -1,0 +1,108 @@
+"""What users have wrapped: models and optimizers, as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, Protocol, TypeVar
+
+from smp import _C
+
+_T = TypeVar("_T")
+
+
+class WrappedModel(Protocol):
+    """What is known here of a `DistributedModel`."""
+
+    @property
+    def _label(self) -> str: ...
+    @property
+    def _decision(self) -> Any: ...
+
+
+class _Weak(Generic[_T]):
+    """Objects in the order in which they came, those that still live."""
+
+    def __init__(self) -> None:
+        self.num_added = 0
+        self._references: list[weakref.ref[_T]] = []
+
+    def add(self, item: _T) -> None:
+        self.num_added += 1
+        self._references = [known for known in self._references if known() is not None]
+        self._references.append(weakref.ref(item))
+
+    def alive(self) -> list[_T]:
+        items = [reference() for reference in self._references]
+        return [item for item in items if item is not None]
+
+
+class WrappedObjects:
+    """The part of a runtime that knows what was wrapped under it.
+
+    Attributes:
+        partitioned: numbers of the models that are partitioned; equal on all ranks.
+        passed_over: numbers of other models, by step function whose first call did not use them.
+    """
+
+    def __init__(self) -> None:
+        self.partitioned: set[int] = set()
+        self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
+        self._models: _Weak[WrappedModel] = _Weak()
+        self._optimizers: _Weak[object] = _Weak()
+
+    def add_model(self, model: WrappedModel) -> int:
+        """Notes a model that was wrapped; returns its number, which is never used again.
+
+        The model lives as long as somebody else has it.
+        """
+        self._models.add(model)
+        return self._models.num_added - 1
+
+    @property
+    def models(self) -> list[WrappedModel]:
+        """Wrapped models that live, in the order in which they were made."""
+        return self._models.alive()
+
+    @property
+    def num_wrapped(self) -> int:
+        """How many models were wrapped, those that are gone included."""
+        return self._models.num_added
+
+    @property
+    def candidates(self) -> str:
+        """The models that live, in words."""
+        return "; ".join(model._label for model in self.models)
+
+    @property
+    def model(self) -> WrappedModel | None:
+        """The model that calls mean which name none; None before one is wrapped.
+
+        Raises:
+            RuntimeError: there are several.
+        """
+        models = self.models
+        if len(models) > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}this call names no model and {len(models)} are wrapped "
+                f"({self.candidates}); call the method of the model that is meant, or pass it"
+            )
+        return models[0] if models else None
+
+    def add_optimizer(self, optimizer: object) -> None:
+        """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
+        self._optimizers.add(optimizer)
+
+    @property
+    def optimizers(self) -> list[object]:
+        """Wrapped optimizers that live, in the order in which they were made."""
+        return self._optimizers.alive()
+
+    @property
+    def optimizer(self) -> object | None:
+        """The last of them, if any."""
+        optimizers = self.optimizers
+        return optimizers[-1] if optimizers else None
+
+    def forget_wrapped(self) -> None:
+        """As if nothing had been wrapped; numbers begin anew."""
+        WrappedObjects.__init__(self)
