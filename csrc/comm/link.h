@@ -41,7 +41,8 @@ class Link {
   virtual void post(int dst, Message message) = 0;
 
   /// Mailbox's. A link without it says false.
-  virtual bool help_until(const std::function<bool()>& /*done*/) {
+  virtual bool help_until(const std::function<bool()>& /*done*/,
+                          const std::function<bool()>& /*is_alone*/) {
     return false;
   }
   virtual void wake_helper() {}

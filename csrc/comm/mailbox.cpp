@@ -207,8 +207,10 @@ void Mailbox::set_handler(Channel channel, Handler handler) {
   impl_->set_handler(channel, std::move(handler));
 }
 
-bool Mailbox::help_until(const std::function<bool()>& done) {
-  return impl_->shared_link != nullptr && impl_->shared_link->help_until(done);
+bool Mailbox::help_until(const std::function<bool()>& done,
+                         const std::function<bool()>& is_alone) {
+  return impl_->shared_link != nullptr &&
+         impl_->shared_link->help_until(done, is_alone);
 }
 
 void Mailbox::wake_helper() {

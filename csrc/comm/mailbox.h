@@ -61,10 +61,13 @@ class Mailbox {
   /// @param done  whether the wait is over; asked again after each message and
   ///     each `wake_helper`. Handlers run in this thread, in the plain
   ///     thread-local state; the caller holds no lock that they need.
+  /// @param is_alone  whether nothing else of this rank computes, so that a
+  ///     moment of looking for a message, which sleeping would delay, is free
   /// @return false at once when another thread receives just now or when no
   ///     rank shares memory with this one: wait in another way. Else true, when
   ///     done or when the mailbox closes.
-  bool help_until(const std::function<bool()>& done);
+  bool help_until(const std::function<bool()>& done,
+                  const std::function<bool()>& is_alone);
   /// Something other than a message has ended a helper's wait. Any thread.
   void wake_helper();
 

@@ -14,6 +14,7 @@
 namespace smp::comm {
 namespace {
 
+using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using Seat = Doorbell::Seat;
 
@@ -24,8 +25,19 @@ constexpr size_t kPublishBytes = 64 << 10;
 constexpr int64_t kTurnBytes = 256 << 10;
 // After this, messages to a rank that has left are given up.
 constexpr milliseconds kLeftGrace{2000};
+// Before a helper sleeps. Waking a core of a virtual machine takes as long.
+constexpr microseconds kLookFor{150};
 // How often the sending thread looks at that, while something is unsent.
 constexpr milliseconds kLookEvery{200};
+
+// Lets a second thread of the core go first, if it has one.
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 at::Tensor copy_of(const uint8_t* from, size_t size) {
   at::Tensor copy =
@@ -259,12 +271,13 @@ bool SharedMemoryLink::take_role(Role role) {
   return true;
 }
 
-bool SharedMemoryLink::help_until(const std::function<bool()>& done) {
+bool SharedMemoryLink::help_until(const std::function<bool()>& done,
+                                  const std::function<bool()>& is_alone) {
   if (!take_role(Role::kHelper)) return false;
   {
     // The waiting thread may be in any mode; handlers know of none.
     const at::ThreadLocalStateGuard guard(*plain_state_);
-    help(done);
+    help(done, is_alone);
   }
   Doorbell& bell = memory_->receive_bell();
   bool has_more = false;
@@ -279,10 +292,11 @@ bool SharedMemoryLink::help_until(const std::function<bool()>& done) {
   return true;
 }
 
-void SharedMemoryLink::help(const std::function<bool()>& done) {
+void SharedMemoryLink::help(const std::function<bool()>& done,
+                            const std::function<bool()>& is_alone) {
   Doorbell& bell = memory_->receive_bell();
   while (!stopping_ && !done()) {
-    if (receive_next()) continue;
+    if (receive_next() || (is_alone() && look_for_a_while())) continue;
     const uint32_t seen = bell.prepare(Seat::kSecond);
     if (!stopping_ && !done() && !has_arrivals()) {
       bell.sleep(Seat::kSecond, seen);
@@ -291,7 +305,25 @@ void SharedMemoryLink::help(const std::function<bool()>& done) {
   }
 }
 
-void SharedMemoryLink::wake_helper() { memory_->receive_bell().ring(); }
+// Of a chain of short calls the next message is here before a thread could
+// have gone to sleep and been woken. Whether something has come.
+bool SharedMemoryLink::look_for_a_while() {
+  const auto end = Clock::now() + kLookFor;
+  const uint32_t num_calls = num_helper_calls_.load();
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (has_arrivals()) return true;
+      pause_core();
+    }
+  } while (Clock::now() < end && num_helper_calls_.load() == num_calls &&
+           !stopping_);
+  return false;
+}
+
+void SharedMemoryLink::wake_helper() {
+  num_helper_calls_.fetch_add(1);
+  memory_->receive_bell().ring();
+}
 
 // A turn of the next peer from which something has come, if any.
 bool SharedMemoryLink::receive_next() {

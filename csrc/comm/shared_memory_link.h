@@ -32,8 +32,9 @@ namespace smp::comm {
 /// one doorbell, puts the pieces of long messages together in turns, and runs
 /// the handlers. That is the receiving thread, unless a thread that waits for
 /// a message helps: then the message wakes it at once and not through another
-/// thread. Nobody spins before sleeping: that takes more from the cores that
-/// compute than it saves.
+/// thread, and while it is the only thread of its rank that could run, it looks
+/// for the next message for a moment before it sleeps. The receiving thread
+/// does not: that would take more from the threads that compute than it saves.
 /// Source: "Leader/Followers", Schmidt et al., 2000; the seats are ours.
 ///
 /// That a peer has died is not seen here; the liveness channel tells.
@@ -42,7 +43,8 @@ class SharedMemoryLink final : public Link {
   SharedMemoryLink(SharedMemoryPtr memory, LinkOwner owner);
 
   void post(int dst, Message message) override;
-  bool help_until(const std::function<bool()>& done) override;
+  bool help_until(const std::function<bool()>& done,
+                  const std::function<bool()>& is_alone) override;
   void wake_helper() override;
   void stop() override;
 
@@ -94,7 +96,9 @@ class SharedMemoryLink final : public Link {
   bool receive_next();
   bool receive_some(Peer& peer);
   bool has_arrivals();
-  void help(const std::function<bool()>& done);
+  void help(const std::function<bool()>& done,
+            const std::function<bool()>& is_alone);
+  bool look_for_a_while();
 
   const SharedMemoryPtr memory_;
   std::vector<std::unique_ptr<Peer>> peers_;
@@ -105,6 +109,7 @@ class SharedMemoryLink final : public Link {
   std::condition_variable helper_left_;
   Role role_ = Role::kNobody;
   size_t next_peer_ = 0;  // of the thread that has the role
+  std::atomic<uint32_t> num_helper_calls_{0};
   int fault_subscription_ = -1;
   std::atomic<bool> stopping_{false};
   std::thread receiver_;

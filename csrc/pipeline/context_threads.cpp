@@ -49,10 +49,12 @@ void ContextThreads::wait_for_job(Lock& lock, Worker& worker) {
     if (mailbox_ != nullptr && helper_ == nullptr) {
       helper_ = &worker;
       lock.unlock();
-      const bool has_helped = mailbox_->help_until([&] {
-        std::lock_guard<std::mutex> inner(mutex_);
-        return must_wake(worker);
-      });
+      const bool has_helped = mailbox_->help_until(
+          [&] {
+            std::lock_guard<std::mutex> inner(mutex_);
+            return must_wake(worker);
+          },
+          is_rank_idle_);
       lock.lock();
       helper_ = nullptr;
       if (has_helped) continue;

@@ -27,6 +27,11 @@ class ContextThreads {
   explicit ContextThreads(Enter enter = {}, comm::Mailbox* mailbox = nullptr);
   ~ContextThreads();  // calls join()
 
+  /// Whether nothing of this rank computes; before the first `run`.
+  void set_idle_probe(std::function<bool()> is_idle) {
+    is_rank_idle_ = std::move(is_idle);
+  }
+
   /// Runs `job` on an idle thread, or on a new one when all are busy.
   void run(std::function<void()> job);
 
@@ -51,6 +56,7 @@ class ContextThreads {
 
   const Enter enter_;
   comm::Mailbox* const mailbox_;
+  std::function<bool()> is_rank_idle_ = [] { return false; };
   mutable std::mutex mutex_;
   bool closing_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;

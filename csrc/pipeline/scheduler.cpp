@@ -58,7 +58,9 @@ Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
     : threads_(threads),
       device_(device),
       timeline_(timeline),
-      mailbox_(mailbox) {}
+      mailbox_(mailbox) {
+  threads_->set_idle_probe([this] { return baton_is_free(); });
+}
 
 void Scheduler::begin_step(const StepOptions& options) {
   Lock lock(mutex_);
@@ -198,16 +200,22 @@ void Scheduler::wait_for_baton(Lock& lock, Context* context) {
   const auto done = [&] {
     return context->state == Context::State::kRunning || cancel_reason_;
   };
-  if (mailbox_ != nullptr && !done()) {
+  // The bodies of other ranks wait for the driver, all the time; there the
+  // threads that serve its requests receive them.
+  const bool follows =
+      !options_.is_driver && context->key.module_id == TaskKey::kStepBody;
+  if (mailbox_ != nullptr && !follows && !done()) {
     context->is_helping = true;
     lock.unlock();
     {
       const TaskScope no_task(Task{});  // handlers belong to no context
       context_of_thread = nullptr;
-      mailbox_->help_until([&] {
-        Lock inner(mutex_);
-        return done();
-      });
+      mailbox_->help_until(
+          [&] {
+            Lock inner(mutex_);
+            return done();
+          },
+          [this] { return baton_is_free(); });
       context_of_thread = context;
     }
     lock.lock();

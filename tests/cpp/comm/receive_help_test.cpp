@@ -43,9 +43,10 @@ void run_two(const std::function<void(int, Mailbox&)>& body,
 }
 
 // The receiving thread has to find that there is nothing to do first.
-bool help(Mailbox& mailbox, const std::function<bool()>& done) {
+bool help(Mailbox& mailbox, const std::function<bool()>& done,
+          bool is_alone = false) {
   for (int i = 0; i < 2000; ++i) {
-    if (mailbox.help_until(done)) return true;
+    if (mailbox.help_until(done, [=] { return is_alone; })) return true;
     std::this_thread::sleep_for(milliseconds(1));
   }
   return false;
@@ -74,7 +75,7 @@ TEST(ReceiveHelp, HandlersRunInTheWaitingThread) {
     for (int64_t i = 1; i <= kCount; ++i) {
       mailbox.post(1, numbered(i));
       while (received < i) {
-        mailbox.help_until([&] { return received >= i; });
+        mailbox.help_until([&] { return received >= i; }, [] { return true; });
       }
     }
     EXPECT_LT(elsewhere, kCount) << "nobody helped";
@@ -94,7 +95,7 @@ TEST(ReceiveHelp, HandlersSeeAPlainThread) {
       return;
     }
     const c10::InferenceMode guard;
-    while (!done) mailbox.help_until([&] { return done.load(); });
+    EXPECT_TRUE(help(mailbox, [&] { return done.load(); }));
     EXPECT_FALSE(is_inference);
     EXPECT_TRUE(c10::InferenceMode::is_enabled());
   });
@@ -112,7 +113,7 @@ TEST(ReceiveHelp, OneThreadAtATime) {
       }));
     });
     while (!helps) std::this_thread::yield();
-    EXPECT_FALSE(mailbox.help_until([] { return true; }));
+    EXPECT_FALSE(mailbox.help_until([] { return true; }, [] { return true; }));
     ends = true;
     mailbox.wake_helper();
     first.join();
@@ -154,7 +155,7 @@ TEST(ReceiveHelp, CloseSendsTheHelperAway) {
     while (!helps) std::this_thread::yield();
     mailbox.close();
     helper.join();
-    EXPECT_FALSE(mailbox.help_until([] { return false; }));
+    EXPECT_FALSE(mailbox.help_until([] { return false; }, [] { return true; }));
   });
 }
 
@@ -178,7 +179,8 @@ TEST(ReceiveHelp, NothingIsLostWhileTheRolesChange) {
           std::mt19937 random(seed);
           while (!ends) {
             int64_t turns = random() % 4;
-            mailbox.help_until([&] { return turns-- <= 0 || ends; });
+            mailbox.help_until([&] { return turns-- <= 0 || ends; },
+                               [&] { return random() % 2 == 0; });
             if (random() % 8 == 0) {
               std::this_thread::sleep_for(microseconds(random() % 50));
             }
