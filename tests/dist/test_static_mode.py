@@ -227,6 +227,7 @@ def test_deviations_fall_back_in_the_same_step_and_change_no_bit(
     static = pool.run(pp, train_deviating, pp, True, delays, timeout=120)
     assert_same(dynamic, static)
     traffic = dict(enumerate(static[0].traffic))
+    new = []  # calls and replays of steps that go another way
     for i, path in enumerate(PLAN):
         calls, replayed = traffic[i]["remote_calls"], traffic[i]["replayed_requests"]
         assert calls == dynamic[0].traffic[i]["remote_calls"]
@@ -234,11 +235,14 @@ def test_deviations_fall_back_in_the_same_step_and_change_no_bit(
             assert replayed == calls, f"step {i} replays all"
         elif path == AFTER:  # results that went another way go their old one again
             assert replayed >= 0.5 * calls, f"step {i}, after {PLAN[i - 1]}"
-        elif path in ("layerdrop", "order"):
-            # The deviating microbatch from there on, and what got its input from elsewhere.
-            assert 0.3 * calls < replayed < calls, f"step {i}, {path}"
         elif i > 2:
-            assert replayed < calls, f"step {i}, {path} is new"
+            new += [(calls, replayed)]
+            if path in ("layerdrop", "order"):
+                # All but the deviating microbatch from there on, and what gets its input from
+                # elsewhere.
+                assert 0.3 * calls < replayed, f"step {i}, {path}"
+    # How much depends on which microbatch comes first.
+    assert sum(replayed for _, replayed in new) < 0.8 * sum(calls for calls, _ in new)
     assert sum(t["replayed_requests"] for t in dynamic[0].traffic) == 0
 
 
