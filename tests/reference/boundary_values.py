@@ -77,6 +77,31 @@ class _Views(nn.Module):
         return self.inner(x), x.view(x.shape)
 
 
+class ViewsThatAreWrittenAfterTheyWereRead(Rule):
+    """A remote module writes to what this rank has read already, itself or a view of it."""
+
+    def make_first(self) -> nn.Module:
+        return _Writes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.second(x), self.second(x * 2)
+        turned, flat = y.t(), z.view(-1)
+        read = (turned.cumsum(0).sum() + flat.cumsum(0).sum()).detach()
+        doubled = self.first(turned) + self.first(z).t()
+        assert torch.equal(turned, turned.relu()) and torch.equal(flat, flat.relu())
+        return self.end(y + z + doubled.t() * (1 + 0 * read) + flat.view(y.shape))
+
+
+class _Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.relu_()
+        return x * self.inner.bias.sum() * 2
+
+
 class NestedArguments(Rule):
     """Keywords, None, numbers, text, tuples with None, containers in containers."""
 

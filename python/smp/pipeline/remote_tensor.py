@@ -304,7 +304,8 @@ def localize(tensor: Tensor) -> Tensor:
 
 def rewrite(tensor: Tensor, changed: Tensor) -> None:
     """Gives ``tensor``, which a module on another rank has written to, its new contents."""
-    if isinstance(tensor, RemoteTensor) and tensor.is_untouched():
+    # Data that are here may have views here, which have to follow.
+    if isinstance(tensor, RemoteTensor) and tensor._whole is None and tensor._local is None:
         tensor.rebind(changed)
     else:
         localize(tensor).copy_(changed)
