@@ -187,6 +187,7 @@ void Server::on_message(comm::Message&& message) {
 }
 
 void Server::take_message(comm::Message&& message) {
+  const std::shared_lock handling(handling_);
   const Header header = Header::read_from(message);
   if (timeline_->is_on()) {
     timeline_->record_tensors(TimelineEvent::Kind::kReceived,
@@ -450,6 +451,10 @@ void Server::abandon_step(std::exception_ptr failure) {
     ack_waits_.clear();
     published_.clear();
     forget_programs_ = true;
+  }
+  // What a message of this step is just bringing would come after the clearing.
+  {
+    const std::unique_lock none_is_handled(handling_);
   }
   records_.clear();
   queues_.clear();

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -354,6 +355,8 @@ class Server {
   HandleFactory handle_factory_;
   int fault_subscription_ = -1;
 
+  // Shared while a message is handled, which goes on without `mutex_`.
+  std::shared_mutex handling_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   int64_t step_ = -1;  // of the step that is open or was open last

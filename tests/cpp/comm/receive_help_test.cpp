@@ -56,7 +56,7 @@ TEST(ReceiveHelp, HandlersRunInTheWaitingThread) {
   run_two([](int self, Mailbox& mailbox) {
     constexpr int64_t kCount = 500;
     std::atomic<int64_t> received{0};
-    int64_t elsewhere = 0;
+    std::atomic<int64_t> elsewhere{0};
     const auto waiting = std::this_thread::get_id();
     mailbox.set_handler(Channel::kPipeline, [&](Message&&) {
       ++received;
@@ -78,14 +78,14 @@ TEST(ReceiveHelp, HandlersRunInTheWaitingThread) {
         mailbox.help_until([&] { return received >= i; }, [] { return true; });
       }
     }
-    EXPECT_LT(elsewhere, kCount) << "nobody helped";
+    EXPECT_LT(elsewhere.load(), kCount) << "nobody helped";
   });
 }
 
 TEST(ReceiveHelp, HandlersSeeAPlainThread) {
   run_two([](int self, Mailbox& mailbox) {
     std::atomic<bool> done{false};
-    bool is_inference = true;
+    std::atomic<bool> is_inference{true};
     mailbox.set_handler(Channel::kPipeline, [&](Message&&) {
       is_inference = c10::InferenceMode::is_enabled();
       done = true;
