@@ -39,6 +39,12 @@ const void* storage_of(const at::Tensor& tensor) {
              : nullptr;
 }
 
+// Whether gradients pass. A view that was made without gradients of something
+// that has them says that it requires them, and has no graph.
+bool passes_grad(const at::Tensor& tensor) {
+  return tensor.requires_grad() && (tensor.grad_fn() || !tensor.is_view());
+}
+
 // Finds results that are views of arguments, and says of others whether they
 // share memory with arguments or with each other.
 void find_shared(const std::vector<at::Tensor>& arguments,
@@ -53,7 +59,7 @@ void find_shared(const std::vector<at::Tensor>& arguments,
       if (storage_of(arguments[j]) != storage) continue;
       if (result.scalar_type() == arguments[j].scalar_type() &&
           arguments[j].is_contiguous() && callers_are_contiguous &&
-          result.requires_grad() == arguments[j].requires_grad()) {
+          passes_grad(result) == passes_grad(arguments[j])) {
         is_view = true;
         meta.views.push_back(
             {static_cast<int>(i), static_cast<int>(j), result.sizes().vec(),
@@ -272,7 +278,7 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   std::vector<at::Tensor> data;
   for (const comm::MessageTensor& tensor : result.tensors) {
     meta.tensors.push_back(TensorMeta::of(tensor.data));
-    meta.tensors.back().requires_grad &= grad;
+    meta.tensors.back().requires_grad = grad && passes_grad(tensor.data);
     record.outputs.push_back(meta.tensors.back().requires_grad
                                  ? GraphEdge::of(tensor.data)
                                  : GraphEdge());

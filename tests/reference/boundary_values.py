@@ -77,6 +77,27 @@ class _Views(nn.Module):
         return self.inner(x), x.view(x.shape)
 
 
+class ViewOfAnArgumentMadeWithoutGradients(Rule):
+    def make_first(self) -> nn.Module:
+        return _CutView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(x)
+        z, cut = self.first(y)
+        return self.end(z + cut * 3 + y)
+
+
+class _CutView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Away()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            cut = x.view(x.shape)
+        return self.inner(x), cut
+
+
 class ViewsThatAreWrittenAfterTheyWereRead(Rule):
     """A remote module writes to what this rank has read already, itself or a view of it."""
 
