@@ -25,7 +25,8 @@ constexpr size_t kPublishBytes = 64 << 10;
 constexpr int64_t kTurnBytes = 256 << 10;
 // After this, messages to a rank that has left are given up.
 constexpr milliseconds kLeftGrace{2000};
-// Before a helper sleeps. Waking a core of a virtual machine takes as long.
+// Before a helper sleeps: some hops, so that a chain of short calls between two
+// ranks keeps both awake.
 constexpr microseconds kLookFor{150};
 // How often the sending thread looks at that, while something is unsent.
 constexpr milliseconds kLookEvery{200};
