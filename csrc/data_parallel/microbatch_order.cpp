@@ -27,7 +27,14 @@ void MicrobatchOrder::add(int param_idx, int mb, const at::Tensor& grad) {
             "the step function");
   Parameter& param = params_.at(param_idx);
   const bool passes = mb <= next_of(param);
+  // Whether gradients of later microbatches have passed by now is a matter of
+  // timing, and so must not decide on the place of this one.
+  const bool is_surplus = param.count > 0 && param.num_given[mb] >= param.count;
   ++param.num_given[mb];
+  if (is_surplus) {
+    param.surplus[mb].push_back(grad);
+    return;
+  }
   if (!passes) {
     param.waiting[mb].push_back(grad);
     return;
@@ -66,7 +73,13 @@ void MicrobatchOrder::finish(int mb) {
 void MicrobatchOrder::finish_all() {
   finished_.assign(finished_.size(), true);
   cursor_ = num_microbatches();
-  for (size_t i = 0; i < params_.size(); ++i) drain(static_cast<int>(i));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const int param_idx = static_cast<int>(i);
+    drain(param_idx);
+    for (const auto& [mb, grads] : std::exchange(params_[i].surplus, {})) {
+      for (const at::Tensor& grad : grads) emit_(param_idx, grad);
+    }
+  }
 }
 
 std::vector<int> MicrobatchOrder::counts() const {

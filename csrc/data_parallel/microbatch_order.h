@@ -17,8 +17,8 @@ namespace smp::data_parallel {
 /// That a microbatch will give no more is known when it is finished, which a
 /// pipeline rank hears long after its own part. So a parameter may come with
 /// the number of gradients that each microbatch gave it before: then it is
-/// known at once, and nothing waits in memory. If a microbatch gives more than
-/// that, the rest is added when it comes.
+/// known at once, and nothing waits in memory. What a microbatch gives beyond
+/// that number comes last of all, in microbatch order too.
 class MicrobatchOrder {
  public:
   using Emit = std::function<void(int param_idx, const at::Tensor& grad)>;
@@ -36,6 +36,7 @@ class MicrobatchOrder {
 
   /// Nothing of this microbatch will come any more.
   void finish(int mb);
+  /// Nothing will come any more: all that waits passes.
   void finish_all();
 
   /// Per parameter: how many gradients each microbatch gave, 0 where they
@@ -44,11 +45,14 @@ class MicrobatchOrder {
   int cursor() const { return cursor_; }
 
  private:
+  using Waiting = std::map<int, std::vector<at::Tensor>>;  // by microbatch
+
   struct Parameter {
     int count = 0;               // that each microbatch will give, if not 0
     int next = 0;                // first microbatch that may still give some
     std::vector<int> num_given;  // by microbatch
-    std::map<int, std::vector<at::Tensor>> waiting;  // by microbatch
+    Waiting waiting;
+    Waiting surplus;  // more than `count`; waits for the end
   };
 
   int num_microbatches() const { return static_cast<int>(finished_.size()); }

@@ -195,7 +195,10 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
   active_ = true;
   used_[param_idx] = true;
   const int num_added = ++num_added_[param_idx];
-  if (place.bucket_idx < static_cast<int>(works_.size())) {
+  // Not "is its bucket on its way": that is a matter of timing, and the order
+  // of the sum, hence its rounding, must not be.
+  if (may_launch_early() && expected_ != nullptr &&
+      num_added > (*expected_)[param_idx]) {
     late_[param_idx].push_back(grad);
     return;
   }
@@ -205,9 +208,12 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
   launch_complete_buckets();
 }
 
+bool Reducer::may_launch_early() const {
+  return has_peers() && options_.overlap && may_overlap_ && is_last_pass();
+}
+
 void Reducer::launch_complete_buckets() {
-  if (!has_peers() || !options_.overlap || !may_overlap_ || !is_last_pass())
-    return;
+  if (!may_launch_early()) return;
   while (works_.size() < buckets_.size() && num_missing_[works_.size()] == 0) {
     launch_bucket();
     if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;

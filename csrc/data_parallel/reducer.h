@@ -26,8 +26,10 @@ namespace smp::data_parallel {
 /// ranks, and `.grad` of each parameter becomes a view of it; a `.grad` that
 /// was there before is added afterwards. From the second step on a bucket is
 /// reduced as soon as its parameters have got as many gradients as they got
-/// before, while backward goes on; what comes later than that is reduced in a
-/// second round. A parameter that no rank used keeps its `.grad` (or None).
+/// before, while backward goes on; what comes beyond that number is reduced in
+/// a second round, also when the bucket has not been reduced by then: timing
+/// never decides on the order of a sum. A parameter that no rank used keeps its
+/// `.grad` (or None).
 ///
 /// A backward outside a step is a step of one microbatch of its own.
 ///
@@ -114,6 +116,7 @@ class Reducer {
   void on_gradient(int param_idx, const at::Tensor& grad);
   void begin_implicit_step();
   void add(int param_idx, const at::Tensor& grad);
+  bool may_launch_early() const;
   void launch_complete_buckets();
   void launch_header();
   void launch_bucket();

@@ -13,6 +13,8 @@ from tests.dist.pool import Pool
 from tests.dist.training import Run, assert_bitwise_equal, join_parts, train, train_all
 
 DROPPING = Run("dropping", 2, 2, microbatches=8, manual=True)
+# Gradients come in numbers that differ between microbatches, steps and replicas.
+BRANCHES = Run("branches", 2, 2, microbatches=4, dtype=torch.float32, manual=True, steps=6)
 
 
 def assert_same_numbers(a: list[Any], b: list[Any], run: Run, what: str) -> None:
@@ -62,6 +64,12 @@ def test_runs_with_dropout_are_bitwise_equal_whoever_is_slow(pool: Pool, schedul
     runs = [pool.run(4, train_seeded, run, sleepy) for sleepy in (-1, 0, 1, 3)]
     for other in runs[1:]:
         assert_same_numbers(runs[0], other, run, f"{run} with one slow rank")
+
+
+def test_varying_numbers_of_gradients_are_added_in_one_order_whoever_is_slow(pool: Pool) -> None:
+    runs = [pool.run(4, train_seeded, BRANCHES, sleepy) for sleepy in (-1, 0, 1, 2, 3)]
+    for other in runs[1:]:
+        assert_same_numbers(runs[0], other, BRANCHES, f"{BRANCHES} with one slow rank")
 
 
 def test_schedules_give_bitwise_equal_results_with_dropout(pool: Pool) -> None:

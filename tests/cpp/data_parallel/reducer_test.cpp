@@ -186,7 +186,25 @@ TEST(ReducerAlone, who_gives_more_gradients_than_before_is_waited_for) {
   }
 }
 
-TEST(ReducerAlone, a_surplus_gradient_is_added_when_it_comes) {
+// 1 - 2^24 + 2^24 and 1 + 2^24 - 2^24 differ in fp32, so the order shows.
+TEST(ReducerAlone, the_place_of_a_surplus_gradient_does_not_depend_on_timing) {
+  constexpr double kBig = 1 << 24;
+  for (const bool comes_last : {false, true}) {
+    Rank rank({{3}}, nullptr, small_buckets());
+    for (int step = 0; step < 2; ++step) {
+      rank.zero_grad();
+      rank.reducer->begin_step(2);
+      rank.contribute(0, 0, 1);
+      if (step == 1 && !comes_last) rank.contribute(0, 0, -kBig);
+      rank.contribute(0, 1, kBig);
+      if (step == 1 && comes_last) rank.contribute(0, 0, -kBig);
+      rank.reducer->end_step();
+    }
+    EXPECT_EQ(rank.grad(0), 0) << "1 is lost in 2^24 that came before -2^24";
+  }
+}
+
+TEST(ReducerAlone, a_surplus_gradient_is_added_at_the_end) {
   Rank rank({{3}}, nullptr, small_buckets());
   for (int step = 0; step < 2; ++step) {
     rank.zero_grad();

@@ -1,8 +1,8 @@
 """Ranks of one pipeline measure what a step holds at most, beside what the simulator says.
 
-Usage: activation_memory.py CASES, under the allocation meter of the benchmarks; cases are JSON, a
-list of ``[schedule, microbatches, active_microbatches or null]``. Every rank prints one line
-``RESULT <json>``: for each case the peak of some steps above what was there before, the simulator's
+Usage: activation_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are JSON, a
+list of ``[schedule, microbatches, active_microbatches or null]``. Every rank writes
+``FOLDER/rank<i>.json``: for each case the peak of some steps above what was there before, the simulator's
 number of activations, and what one microbatch keeps and takes at most.
 
 Stages take the same time on all ranks, by sleeping, so that a busy machine does not change the
@@ -154,7 +154,7 @@ def main() -> None:
         )
         count = simulation.ranks[rank].peak_activations
         results.append({"rank": rank, "count": count, "peaks": peaks, "kept": kept, "top": top})
-    print(f"RESULT {json.dumps(results)}", flush=True)
+    (Path(sys.argv[2]) / f"rank{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
