@@ -1,9 +1,9 @@
 """Ranks of one pipeline measure what a step holds at most, beside what the simulator says.
 
-Usage: activation_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are JSON, a
-list of ``[schedule, microbatches, active_microbatches or null]``. Every rank writes
-``FOLDER/rank<i>.json``: for each case the peak of some steps above what was there before, the simulator's
-number of activations, and what one microbatch keeps and takes at most.
+Usage: activation_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are
+JSON, a list of ``[schedule, microbatches, active_microbatches or null]``. Every rank writes
+``FOLDER/rank<i>.json``: for each case the peak of some steps above what was there before, the
+simulator's number of activations, and what one microbatch keeps and takes at most.
 
 Stages take the same time on all ranks, by sleeping, so that a busy machine does not change the
 order of their tasks.
