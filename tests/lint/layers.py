@@ -35,11 +35,12 @@ CPP_NARROW: dict[str, frozenset[str]] = {
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
-    frozenset({"config_sources", "schedule", "settings"}),
+    frozenset({"config_sources", "creation", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
+    frozenset({"tensor_parallel"}),
     frozenset(
         {
             "data_parallel",
@@ -52,7 +53,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
-    frozenset({"chosen_schedule", "model_parts", "partition_report"}),
+    frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use"}),
