@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import metrics, model, schedule  # noqa: E402
+from smp import metrics, model, nn, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -119,6 +119,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "partition",
     "pp_barrier",
     "pp_rank",
