@@ -163,9 +163,9 @@ def run_with_dropout(rank: int, prescaled: bool, optimize: str) -> dict[str, Ten
         attention.layernorm.register_forward_pre_hook(note("attention"))
         layer.output.layernorm.register_forward_pre_hook(note("output"))
         attention.dense.register_forward_pre_hook(note("context"))
-        seen["result"] = layer((x, None))[0].detach()
-        layer.eval()
-        seen["evaluated"] = layer((x, None))[0].detach()
+        evaluated = layer.eval()((x, None))[0].detach()
+        result = layer.train()((x, None))[0].detach()
+        seen |= {"evaluated": evaluated, "result": result}
     return seen
 
 
