@@ -1,0 +1,167 @@
+"""The feed-forward block of a transformer layer, split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from smp.nn import functional
+from smp.nn import layout as layouts
+from smp.nn.attention import check_norms, close_block
+from smp.nn.layer_norm import make_norm
+from smp.nn.linear import ColumnLinear, RowLinear
+from smp.nn.module import IndivisibleModule
+from smp.nn.parameters import split_or_refuse
+
+# GELU variants are fused with the bias before them; the value is that operator's argument.
+_GELUS = {"gelu": "none", "gelu_new": "tanh"}
+_OTHERS = {"relu": F.relu, "silu": F.silu}
+ACTIVATIONS = (*_GELUS, *_OTHERS)
+
+
+class DistributedTransformerOutputLayer(IndivisibleModule):
+    """A feed-forward block: norm, ``dense1``, activation, ``dense2``, dropout, residual.
+
+    ``forward(hidden_states)`` returns hidden states ``[N, S, H]``. All ranks of a tensor-parallel
+    group call it together, with inputs of one shape.
+
+    Args:
+        hidden_size: channels of the hidden states.
+        intermediate_size: channels between the two products, of all ranks.
+        hidden_dropout_prob: on the result.
+        activation: "gelu", "gelu_new" (tanh), "relu" or "silu".
+        layernorm_epsilon: of the norms.
+        initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
+        use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
+        pre_layernorm: a norm of what enters.
+        post_layernorm: a norm of the sum with the residual.
+        fp32_residual_addition: add the residual in float32.
+        gated_mlp: a third product ``gate``, whose activation is multiplied with ``dense1``.
+        use_mlp_bias: biases.
+        norm: "layernorm" or "rmsnorm".
+        residual_init_std: standard deviation of the initial ``dense2`` instead of
+            ``initializer_range``.
+
+    Raises:
+        Unsupported: a rank would get no intermediate channels.
+        ValueError: for an unknown activation or norm, or no norm at all.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        gated_mlp: bool = False,
+        use_mlp_bias: bool = True,
+        norm: str = "layernorm",
+        residual_init_std: float | None = None,
+        *,
+        _inside: bool = False,
+        _has_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"
+            )
+        check_norms(pre_layernorm, post_layernorm)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.hidden_dropout_prob, self.activation = hidden_dropout_prob, activation
+        self.fp32_residual_addition = fp32_residual_addition
+        self._layout = layouts.current()
+        self._inside = _inside
+        sizes = split_or_refuse(intermediate_size, "intermediate_size")
+        std = initializer_range if use_normal_initialization else None
+        self.dense1 = ColumnLinear(hidden_size, sizes, use_mlp_bias, std)
+        self.gate = ColumnLinear(hidden_size, sizes, use_mlp_bias, std) if gated_mlp else None
+        std = std if residual_init_std is None else residual_init_std
+        self.dense2 = RowLinear(sizes, hidden_size, use_mlp_bias, std, self._layout)
+        make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
+        self.pre_layernorm = make() if pre_layernorm and _has_norm else None
+        self.layernorm = make() if post_layernorm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        extent: int | None = None,
+        normed: Tensor | None = None,
+        residual: Tensor | None = None,
+        term: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """See the class. Collective over the tensor-parallel group.
+
+        Args:
+            hidden_states: ``[N, S, H]``.
+            extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
+            normed: inside of a layer: the norm of the hidden states, if it is there.
+            residual: inside of a layer: added at the end instead of the hidden states.
+            term: inside of a layer: what this rank adds to the sum of all ranks' products.
+            bias: inside of a layer: added to the sum once more.
+        """
+        layout = self._layout
+        if not self._inside:
+            extent = hidden_states.shape[1]
+            result = self._compute(layout.enter(hidden_states), extent)
+            return layout.leave(result, extent)
+        return self._compute(hidden_states, extent, normed, residual, term, bias)
+
+    def _compute(
+        self,
+        hidden: Tensor,
+        extent: int | None,
+        normed: Tensor | None = None,
+        residual: Tensor | None = None,
+        term: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        if normed is None:
+            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        product = self.dense2(self._activate(normed, extent))
+        if term is not None:
+            product = product + term
+        own_bias = self.dense2.bias
+        if bias is not None:
+            own_bias = bias if own_bias is None else own_bias + bias
+        return close_block(
+            self._layout.sum_up(product, extent),
+            own_bias,
+            hidden if residual is None else residual,
+            self.hidden_dropout_prob if self.training else 0.0,
+            self._layout,
+            self.fp32_residual_addition,
+            self.layernorm,
+        )
+
+    def _activate(self, x: Tensor, extent: int | None) -> Tensor:
+        """``[all B, all S, own intermediate channels]``."""
+        layers = [self.dense1] if self.gate is None else [self.gate, self.dense1]
+        first = layers[0]
+        if self.activation in _GELUS:
+            approximate = _GELUS[self.activation]
+            parts = self._layout.columns(x, layers, extent, bias=False)
+            active = functional.bias_gelu(parts[0], first.bias, approximate)
+            if self.gate is None:
+                return active
+            up = parts[1] if self.dense1.bias is None else parts[1] + self.dense1.bias
+            return active * up
+        parts = self._layout.columns(x, layers, extent)
+        active = _OTHERS[self.activation](parts[0])
+        return active if self.gate is None else active * parts[1]
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation!r}"
+        )
