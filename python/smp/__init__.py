@@ -66,6 +66,13 @@ from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
+from smp.replacement import (  # noqa: E402
+    model_creation,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
 from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 
 # `step` and `partition` are submodules and public functions at once; as in the documented
@@ -116,6 +123,7 @@ __all__ = [
     "local_size",
     "metrics",
     "model",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
@@ -134,12 +142,16 @@ __all__ = [
     "schedule",
     "send",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
     "trace",
 ]
