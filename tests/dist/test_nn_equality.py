@@ -106,15 +106,18 @@ def test_sizes_that_leave_a_rank_without_anything_are_refused(pool: Pool) -> Non
 # ---- initial values --------------------------------------------------------------------
 
 
-def initial_values(rank: int, degree: int) -> dict[str, tuple[Tensor, Any]]:
+def initial_values(rank: int, degree: int, delayed: bool) -> dict[str, tuple[Tensor, Any]]:
     import smp
+    from smp import memory
     from smp.tensor_parallel import sharding
 
     init(degree, False, "memory")
     torch.manual_seed(11)
-    model = smp.nn.DistributedTransformerLMHead(
-        2, 4, 4, 16, 32, 21, 8, use_normal_initialization=True, residual_init_std=0.01
-    )
+    with smp.delay_param_initialization(delayed):
+        model = smp.nn.DistributedTransformerLMHead(2, 4, 4, 16, 32, 21, 8, residual_init_std=0.01)
+    if delayed:
+        assert all(p.is_meta for p in model.parameters())
+        memory.initialise_delayed(model, lambda _: True, torch.device("cpu"))
     values = {}
     for name, parameter in model.named_parameters():
         interval = sharding.interval_of(parameter)
@@ -123,10 +126,11 @@ def initial_values(rank: int, degree: int) -> dict[str, tuple[Tensor, Any]]:
     return values
 
 
-def test_initial_values_do_not_depend_on_the_degree(pool: Pool) -> None:
-    whole = pool.run(1, initial_values, 1)[0]
+@pytest.mark.parametrize("delayed", [False, True], ids=["at_once", "delayed"])
+def test_initial_values_do_not_depend_on_the_degree(pool: Pool, delayed: bool) -> None:
+    whole = pool.run(1, initial_values, 1, delayed)[0]
     for degree in (2, 3):
-        for held in pool.run(degree, initial_values, degree):
+        for held in pool.run(degree, initial_values, degree, delayed):
             assert held.keys() == whole.keys()
             for name, (value, where) in held.items():
                 expected = whole[name][0] if where is None else whole[name][0].narrow(*where)

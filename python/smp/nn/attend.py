@@ -113,9 +113,12 @@ def _softmax(
         wide = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(wide), key.to(wide)
     scores = torch.matmul(query, key.transpose(-1, -2))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if slopes is not None:
+        slopes = slopes.to(scores.device, wide)
     probabilities = functional.scaled_masked_softmax(
         scores,
-        None if mask is None else _cast(mask, scores.dtype),
+        None if mask is None else _cast(mask, wide),
         scoring.scale if scoring.prescale == 1.0 else scoring.prescale,
         scoring.causal,
         window,
@@ -158,8 +161,8 @@ def _make_mask(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor
 
 def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that keeps the most negative number finite, so that masked rows stay numbers."""
-    if mask.dtype == dtype:
-        return mask
+    if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
+        return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
 
 

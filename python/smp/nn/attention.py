@@ -213,7 +213,7 @@ class DistributedAttentionLayer(IndivisibleModule):
             positions = layout.expand_to_all(positions, hidden.shape[0])
         cross_inside = None if cross is None else layout.enter(cross)
         result = self._compute(layout.enter(hidden), cross_inside, mask, positions, extent)
-        return layout.leave(result, extent)
+        return layout.leave(result, extent).to(hidden.dtype)
 
     def _take_apart(
         self, inputs: Sequence[Tensor | None]
@@ -230,9 +230,14 @@ class DistributedAttentionLayer(IndivisibleModule):
             raise ValueError(f"inputs has to be a tuple ({', '.join(members)})")
         if self.cross_attention and given["cross_states"] is None:
             raise ValueError("cross_states is None; a layer with cross attention needs it")
-        hidden = given["hidden_states"]
+        hidden, mask = given["hidden_states"], given["attention_mask"]
         assert hidden is not None
-        return hidden, given.get("cross_states"), given["attention_mask"], given.get("position_ids")
+        if mask is not None and not mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask has dtype {mask.dtype}; it is added to scores, so that it has to "
+                "be 0 for what is seen and a very negative number for what is not"
+            )
+        return hidden, given.get("cross_states"), mask, given.get("position_ids")
 
     def _compute(
         self,
@@ -247,6 +252,8 @@ class DistributedAttentionLayer(IndivisibleModule):
         """What `forward` does between the borders; all in the layout."""
         if normed is None:
             normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense.weight.dtype)
         query, key, value = self._project(normed, cross, mask, extent)
         if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
             raise ValueError(
@@ -261,7 +268,7 @@ class DistributedAttentionLayer(IndivisibleModule):
             mask,
             self._scoring,
             self.attention_dropout_prob if self.training else 0.0,
-            None if self._slopes is None else self._slopes.to(query.device),
+            self._slopes,
         )
         term = self.dense(context.transpose(1, 2).flatten(2))
         assert isinstance(term, Tensor)
@@ -325,12 +332,17 @@ def close_block(
     fp32_residual: bool,
     norm: nn.Module | None,
 ) -> Tensor:
-    """``norm(dropout(x + bias) + residual)``, everything in the layout."""
+    """``norm(dropout(x + bias) + residual)``, everything in the layout.
+
+    A sum in float32 stays wide until a norm has been applied, of this block or a later one.
+    """
     seed = layout.seed() if dropout_p > 0.0 else 0
-    x = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
+    total = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
     if norm is not None:
-        x = norm(x)
-    return x
+        total = norm(total)
+        if fp32_residual:
+            total = total.to(x.dtype)
+    return total
 
 
 def rotary_tables(

@@ -336,8 +336,10 @@ class DistributedTransformerLMHead(DistributedModule):
             members.append(mask)
         if self._passes_positions:
             members.append(None if positions is None else layout.all_samples(positions))
-        hidden = self.transformer(tuple(members))[0]
-        return hidden if self.layernorm is None else self.layernorm(hidden)
+        last: Tensor = self.transformer(tuple(members))[0]
+        if self.layernorm is not None:
+            last = self.layernorm(last)
+        return last.to(hidden.dtype)  # wider with fp32_residual_addition
 
     def _embed(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
         layout = self._layout

@@ -114,7 +114,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         if not self._inside:
             extent = hidden_states.shape[1]
             result = self._compute(layout.enter(hidden_states), extent)
-            return layout.leave(result, extent)
+            return layout.leave(result, extent).to(hidden_states.dtype)
         return self._compute(hidden_states, extent, normed, residual, term, bias)
 
     def _compute(
@@ -128,6 +128,8 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
     ) -> Tensor:
         if normed is None:
             normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense2.weight.dtype)
         product = self.dense2(self._activate(normed, extent))
         if term is not None:
             product = product + term

@@ -177,7 +177,9 @@ class DistributedTransformerLayer(IndivisibleModule):
         if self._inside:
             return (self._compute(inputs), *inputs[1:])
         inside, extent = enter_stack(inputs, num_masked, self._layout)
-        return (self._layout.leave(self._compute(inside), extent), *inputs[1:])
+        assert inputs[0] is not None
+        hidden = self._layout.leave(self._compute(inside), extent)
+        return (hidden.to(inputs[0].dtype), *inputs[1:])
 
     def _compute(self, inputs: Inputs) -> Tensor:
         """New hidden states; everything in the layout."""
