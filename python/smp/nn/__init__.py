@@ -1,0 +1,1 @@
+"""Distributed modules and the fused operators they are made of."""
