@@ -33,9 +33,7 @@ def compare_all(
 def test_split_modules_equal_one_process(
     pool: Pool, degree: int, prescaled: bool, optimize: str
 ) -> None:
-    results = pool.run(
-        degree, compare_all, degree, prescaled, optimize, list(CASES), timeout=180.0
-    )
+    results = pool.run(degree, compare_all, degree, prescaled, optimize, list(CASES), timeout=180.0)
     for idx, case in enumerate(CASES):
         own = [held[idx][0] for held in results]
         whole = results[0][idx][1]
@@ -61,8 +59,7 @@ def bytes_of_a_model(rank: int, degree: int, optimize: str) -> tuple[int, int]:
         num_positions=8,
     )
     whole = sum(
-        torch.Size(sharding.whole_shape(p)).numel() * p.element_size()
-        for p in model.parameters()
+        torch.Size(sharding.whole_shape(p)).numel() * p.element_size() for p in model.parameters()
     )
     return num_bytes(model), whole
 
@@ -99,7 +96,9 @@ def refuse(rank: int, degree: int) -> list[str]:
 def test_sizes_that_leave_a_rank_without_anything_are_refused(pool: Pool) -> None:
     for texts in pool.run(3, refuse, 3):
         words = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "in_features")
-        for word, text in zip((*words, "embedding_dim", "max_norm", "vocab_size"), texts, strict=True):
+        for word, text in zip(
+            (*words, "embedding_dim", "max_norm", "vocab_size"), texts, strict=True
+        ):
             assert word in text
 
 

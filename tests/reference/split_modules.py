@@ -110,7 +110,8 @@ CASES = (
     _layer("parallel", _GPT | {"parallel_attn_output": True}, mask=True),
     _layer(
         "parallel_one_norm",
-        _GPT | {"parallel_attn_output": True, "single_pre_layernorm": True}
+        _GPT
+        | {"parallel_attn_output": True, "single_pre_layernorm": True}
         | {"use_mlp_bias": False},
         length=5,
     ),
@@ -245,9 +246,11 @@ def make_inputs(case: Case, num_samples: int) -> dict[str, Tensor | None]:
     inputs: dict[str, Tensor | None] = {"hidden": real(*shape, hidden)}
     mask = plain.additive(mask)
     if case.kind == "attention" and case.is_cross:
-        return inputs | {"cross_states": cross["cross_states"]} | {
-            "cross_mask": plain.additive(cross["cross_mask"])
-        }
+        return (
+            inputs
+            | {"cross_states": cross["cross_states"]}
+            | {"cross_mask": plain.additive(cross["cross_mask"])}
+        )
     if case.is_cross:
         inputs |= {"cross_states": cross["cross_states"], "mask": mask}
         inputs["cross_mask"] = plain.additive(cross["cross_mask"])
@@ -319,7 +322,9 @@ def _compare(case: Case, rank: int, degree: int, prescaled: bool) -> tuple[int, 
     parts = 1 if prescaled else degree
     slices = [
         {
-            name: None if x is None else x.detach().chunk(parts)[idx].requires_grad_(x.requires_grad)
+            name: None
+            if x is None
+            else x.detach().chunk(parts)[idx].requires_grad_(x.requires_grad)
             for name, x in inputs.items()
         }
         for idx in range(parts)

@@ -224,7 +224,9 @@ class Layer(nn.Module):
             gated_mlp=gated_mlp,
             use_mlp_bias=use_mlp_bias,
             has_pre_norm=not single_pre_layernorm,
-            **{k: v for k, v in options.items() if "layernorm" in k or k in ("norm", "hidden_size")},
+            **{
+                k: v for k, v in options.items() if "layernorm" in k or k in ("norm", "hidden_size")
+            },
         )
         self.is_cross, self.is_parallel = add_cross_attention, parallel_attn_output
         self.has_one_norm = single_pre_layernorm

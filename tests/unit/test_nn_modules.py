@@ -345,9 +345,7 @@ def test_logits_are_not_gathered_before_they_are_read(monkeypatch: pytest.Monkey
 
     calls = []
     original = lm_head.join_features
-    monkeypatch.setattr(
-        lm_head, "join_features", lambda *args: calls.append(1) or original(*args)
-    )
+    monkeypatch.setattr(lm_head, "join_features", lambda *args: calls.append(1) or original(*args))
     model = smp.nn.DistributedTransformerLMHead(**_LM)
     ids = torch.zeros(2, 3, dtype=torch.long)
     output = model((ids, None, None, None, ids))
@@ -470,9 +468,7 @@ def test_flash_attention_layer_equals_plain_attention() -> None:
         q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
         future = torch.ones(5, 5, dtype=torch.bool).triu(1)
         for causal in (False, True):
-            layer = smp.nn.FlashAttentionLayer(
-                0.0, 8, scale_attn_by_layer_idx=True, layer_idx=2
-            )
+            layer = smp.nn.FlashAttentionLayer(0.0, 8, scale_attn_by_layer_idx=True, layer_idx=2)
             scores = q @ k.transpose(2, 3) / (math.sqrt(8) * 3)
             scores = scores.masked_fill(future, -math.inf) if causal else scores
             output = layer(qkv, causal=causal)

@@ -161,7 +161,10 @@ class DistributedAttentionLayer(IndivisibleModule):
             prescale=float((layer_idx or 0) + 1) if query_key_layer_scaling else 1.0,
             flash=flash_attention,
         )
-        kv_sizes = split_or_refuse(kv_heads, "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads")
+        kv_sizes = split_or_refuse(
+            kv_heads,
+            "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads",
+        )
         group = num_attention_heads // kv_heads
         q_sizes = [size * group for size in kv_sizes]
         self._slopes: Tensor | None = None
