@@ -138,6 +138,8 @@ _made_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _mask_for(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """An additive mask in the dtype of the query, with what causality forbids if asked."""
+    if mask.dtype == query.dtype and not causal:
+        return mask  # what is kept for a mask must not hold the mask itself
     if mask.requires_grad or mask.is_inference():
         return _make_mask(mask, query, key, causal)
     made = _made_masks.setdefault(mask, {})

@@ -194,7 +194,7 @@ class DistributedAttentionLayer(IndivisibleModule):
         inputs: Sequence[Tensor | None],
         *,
         extent: int | None = None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
         """See the class. Collective over the tensor-parallel group.
@@ -202,14 +202,14 @@ class DistributedAttentionLayer(IndivisibleModule):
         Args:
             inputs: the tuple.
             extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
-            normed: inside of a layer: ``pre_layernorm`` of the hidden states, if it is there.
+            products: inside of a layer: those with `columns`, if they are there.
             unreduced: inside of a layer: return this rank's term of the projection, before sum,
                 bias, dropout and residual.
         """
         hidden, cross, mask, positions = self._take_apart(inputs)
         layout = self._layout
         if self._inside:
-            return self._compute(hidden, cross, mask, positions, extent, normed, unreduced)
+            return self._compute(hidden, cross, mask, positions, extent, products, unreduced)
         extent = hidden.shape[1]
         mask = layout.whole_mask(mask, hidden if cross is None else cross)
         if positions is not None:
@@ -249,15 +249,13 @@ class DistributedAttentionLayer(IndivisibleModule):
         mask: Tensor | None,
         positions: Tensor | None,
         extent: int | None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
         """What `forward` does between the borders; all in the layout."""
-        if normed is None:
-            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        if self.fp32_residual_addition:  # hidden states may be wider than weights
-            normed = normed.to(self.dense.weight.dtype)
-        query, key, value = self._project(normed, cross, mask, extent)
+        if products is None:
+            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+        query, key, value = self._heads(products, cross, mask)
         if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
             raise ValueError(
                 f"a sequence has {query.shape[1]} positions; causal_mask_size is "
@@ -287,22 +285,32 @@ class DistributedAttentionLayer(IndivisibleModule):
             self.layernorm,
         )
 
-    def _project(
-        self, x: Tensor, cross: Tensor | None, mask: Tensor | None, extent: int | None
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What the first products take."""
+        normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense.weight.dtype)
+        return normed
+
+    @property
+    def columns(self) -> list[ColumnLinear]:
+        """Layers that read the hidden states."""
+        if self._fused:
+            return [self.query_key_value]
+        return [self.query] if self.cross_attention else [self.query, self.key, self.value]
+
+    def _heads(
+        self, products: Sequence[Tensor], cross: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[all B, all S, own heads, D]``."""
         layout, size = self._layout, self.attention_head_size
         if self._fused:
-            joint = layout.columns(x, [self.query_key_value], extent)[0]
-            query, key, value = joint.unflatten(2, (-1, 3, size)).unbind(3)
+            query, key, value = products[0].unflatten(2, (-1, 3, size)).unbind(3)
             return query, key, value
-        if cross is None:
-            parts = layout.columns(x, [self.query, self.key, self.value], extent)
-        else:
-            parts = layout.columns(x, [self.query], extent)
-            cross_extent = layout.extent_inside(cross, mask)
-            parts += layout.columns(cross, [self.key, self.value], cross_extent)
-        query, key, value = (part.unflatten(2, (-1, size)) for part in parts)
+        if cross is not None:
+            extent = layout.extent_inside(cross, mask)
+            products = [*products, *layout.columns(cross, [self.key, self.value], extent)]
+        query, key, value = (product.unflatten(2, (-1, size)) for product in products)
         return query, key, value
 
     def _rotate(

@@ -91,7 +91,8 @@ def _flatten_output(output: LMHeadOutput) -> tuple[list[Any], _Borders]:
 
 
 def _unflatten_output(members: Any, borders: _Borders) -> LMHeadOutput:
-    return LMHeadOutput(*members, borders)
+    loss, local_logits, hidden = members
+    return LMHeadOutput(loss, local_logits, hidden, borders)
 
 
 pytree.register_pytree_node(
@@ -115,6 +116,8 @@ class VocabularyHead(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+    adds_bias = True
 
     def __init__(
         self,
@@ -185,9 +188,9 @@ class DistributedTransformerLMHead(DistributedModule):
     """Embeddings, `DistributedTransformer`, final norm and language-model head.
 
     ``forward((input_ids, attention_mask, token_type_ids, position_ids, labels))``; with
-    ``add_cross_attention`` also ``cross_states, cross_mask`` before ``labels``. Masks are ``[N, S]``
-    of 0 and 1, and 1 means masked. Everything but ``input_ids`` may be None, on all ranks of a
-    tensor-parallel group or on none. It returns
+    ``add_cross_attention`` also ``cross_states, cross_mask`` before ``labels``. Masks are
+    ``[N, S]`` of 0 and 1, and 1 means masked. Everything but ``input_ids`` may be None, on all
+    ranks of a tensor-parallel group or on none. It returns
 
     * with labels: `LMHeadOutput`. A token's loss is that of the label of the next one; -100 counts
       not; the mean is over the counted tokens of the caller's batch, in float32 at least,
@@ -346,6 +349,7 @@ class DistributedTransformerLMHead(DistributedModule):
         hidden: Tensor = self.word_embedding(ids)
         if self.position_embedding is not None:
             if positions is None:
+                self._check_length(ids.shape[1])
                 places = torch.arange(ids.shape[1], device=ids.device)[None]
                 # Equal on all ranks: only a sequence that is split matters.
                 inside = layout.enter(places) if layout.dim == 1 else places
@@ -360,6 +364,12 @@ class DistributedTransformerLMHead(DistributedModule):
         if dropout_p > 0.0:
             hidden = functional.dropout(hidden, dropout_p, layout.seed())
         return hidden
+
+    def _check_length(self, length: int) -> None:
+        assert self.position_embedding is not None
+        num_positions = self.position_embedding.num_embeddings
+        if length > num_positions:
+            raise ValueError(f"a sequence has {length} positions; num_positions is {num_positions}")
 
     def _mask(self, mask: Tensor | None, hidden: Tensor, keys: Tensor) -> Tensor | None:
         """An additive ``[all N, 1, 1, S]`` out of ``[N, S]`` with 1 for what is masked.

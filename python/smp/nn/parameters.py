@@ -52,7 +52,7 @@ def add_split(
     sharding.mark_split(getattr(module, name), dim, begin, shape[dim])
 
 
-def fill(parameter: nn.Parameter, draw: Callable[[Tensor], object]) -> None:
+def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Initialises a parameter or this rank's slice of it.
 
     A whole tensor is drawn and cut, also where there is nothing to cut, so that the values do not
