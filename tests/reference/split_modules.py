@@ -20,6 +20,8 @@ MODES = tuple((prescaled, opt) for prescaled in (False, True) for opt in ("memor
 
 _SIZES = {"num_attention_heads": 5, "attention_head_size": 4, "hidden_size": 12}
 _GPT = {"pre_layernorm": True, "post_layernorm": False, "causal_mask_size": POSITIONS}
+# So little that nothing is dropped: the code for dropout runs, and results are comparable.
+_HARDLY = {"attention_dropout_prob": 1e-12, "hidden_dropout_prob": 1e-12}
 _NO_DROPOUT = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 _BLOCK = _SIZES | _NO_DROPOUT
 _MLP = {"hidden_size": 12, "intermediate_size": 10, "hidden_dropout_prob": 0.0}
@@ -113,6 +115,12 @@ CASES = (
         _GPT
         | {"parallel_attn_output": True, "single_pre_layernorm": True}
         | {"use_mlp_bias": False},
+        length=5,
+    ),
+    _layer("dropping", _GPT | _HARDLY, mask=True),
+    _layer(
+        "parallel_dropping",
+        _GPT | _HARDLY | {"parallel_attn_output": True, "single_pre_layernorm": True},
         length=5,
     ),
     _layer("rotary", _GPT | {"rotary_dim": 4}, positions=True, mask=True),
