@@ -112,9 +112,7 @@ class Layout:
 
     # ---- products ----------------------------------------------------------------------
 
-    def columns(
-        self, x: Tensor, layers: Sequence[Column], extent: int | None
-    ) -> list[Tensor]:
+    def columns(self, x: Tensor, layers: Sequence[Column], extent: int | None) -> list[Tensor]:
         """Products of ``x``, in this layout, with layers whose output features are split.
 
         Args:
