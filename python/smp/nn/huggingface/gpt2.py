@@ -39,6 +39,7 @@ NAMES = Names(
             "mlp.c_proj",
         }
     ),
+    has_tied_head=True,
     ignored=frozenset(
         {
             "attn.bias",

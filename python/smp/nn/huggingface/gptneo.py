@@ -26,6 +26,7 @@ NAMES = Names(
     anchor=("attn.attention.q_proj.weight", "ln_1.weight", "mlp.c_fc.weight"),
     ours_has=("attention.query.weight", "attention.dense.bias", "output.pre_layernorm.weight"),
     ours_lacks=("attention.query.bias", "output.gate.weight", "attention.layernorm.weight"),
+    has_tied_head=True,
     ignored=frozenset({"attn.attention.bias", "attn.attention.masked_bias"}),
 )
 
