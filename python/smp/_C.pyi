@@ -263,6 +263,63 @@ class SharedMemory:
     @property
     def peers(self) -> list[int]: ...
 
+class TensorParallelGroup:
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        group_rank: int,
+        size: int,
+        *,
+        control: Communicator | None = None,
+        faults: FaultBoard | None = None,
+        ranks: Sequence[int] = ...,
+        timeout_s: float = 1800.0,
+    ) -> None: ...
+    def common_seed(self) -> int: ...
+    def copy(self, x: Tensor) -> Tensor: ...
+    def exchange(
+        self,
+        x: Tensor,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sequence[int] = ...,
+        concat_sizes: Sequence[int] = ...,
+    ) -> Tensor: ...
+    def gather(
+        self, x: Tensor, dim: int, sizes: Sequence[int] = ..., sum_grads: bool = True
+    ) -> Tensor: ...
+    def gathered_linears(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        dim: int | None,
+        sizes: Sequence[int] = ...,
+    ) -> list[Tensor]: ...
+    def own_seed(self) -> int: ...
+    def reduce(self, x: Tensor) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int] = ...) -> Tensor: ...
+    def scatter(self, x: Tensor, dim: int, sizes: Sequence[int] = ...) -> Tensor: ...
+    def traffic(self) -> tuple[int, int]: ...
+    def vocabulary_cross_entropy(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        begin: int,
+        vocab_size: int,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor: ...
+    @property
+    def group_rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+def set_tensor_parallel_alone(is_alone: bool) -> bool: ...
+def vocabulary_embedding(
+    ids: Tensor, table: Tensor, begin: int, padding_id: int = -1
+) -> Tensor: ...
 def connect_shared_memory(
     world: Communicator,
     board: FaultBoard,

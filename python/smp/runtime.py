@@ -174,6 +174,7 @@ class Runtime(WrappedObjects):
             self.global_rank,
             store,
             device=self.device,
+            board=self.links.board,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
         )
