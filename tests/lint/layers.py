@@ -17,7 +17,7 @@ CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
     frozenset({"topology", "partition", "schedule"}),
     frozenset({"comm", "memory"}),
-    frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
+    frozenset({"tensor_parallel", "nn", "data_parallel", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
 )
 

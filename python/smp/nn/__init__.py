@@ -10,11 +10,12 @@ from smp.nn.embedding import DistributedEmbedding
 from smp.nn.flash import FlashAttentionLayer
 from smp.nn.layer_norm import FusedLayerNorm, FusedRMSNorm
 from smp.nn.linear import DistributedLinear
-from smp.nn.lm_head import DistributedTransformerLMHead, LMHeadOutput
+from smp.nn.lm_head import DistributedTransformerLMHead
 from smp.nn.module import DistributedModule
 from smp.nn.output_layer import DistributedTransformerOutputLayer
 from smp.nn.transformer import DistributedTransformer
 from smp.nn.transformer_layer import DistributedTransformerLayer
+from smp.nn.vocabulary_head import LMHeadOutput
 from smp.tensor_parallel.registry import Unsupported
 
 __all__ = [

@@ -113,9 +113,12 @@ def _softmax(
         wide = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(wide), key.to(wide)
     scores = torch.matmul(query, key.transpose(-1, -2))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if slopes is not None:
+        slopes = slopes.to(scores.device, wide)
     probabilities = functional.scaled_masked_softmax(
         scores,
-        None if mask is None else _cast(mask, scores.dtype),
+        None if mask is None else _cast(mask, wide),
         scoring.scale if scoring.prescale == 1.0 else scoring.prescale,
         scoring.causal,
         window,
@@ -135,6 +138,8 @@ _made_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _mask_for(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """An additive mask in the dtype of the query, with what causality forbids if asked."""
+    if mask.dtype == query.dtype and not causal:
+        return mask  # what is kept for a mask must not hold the mask itself
     if mask.requires_grad or mask.is_inference():
         return _make_mask(mask, query, key, causal)
     made = _made_masks.setdefault(mask, {})
@@ -158,8 +163,8 @@ def _make_mask(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor
 
 def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that keeps the most negative number finite, so that masked rows stay numbers."""
-    if mask.dtype == dtype:
-        return mask
+    if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
+        return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
 
 

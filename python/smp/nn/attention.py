@@ -161,7 +161,10 @@ class DistributedAttentionLayer(IndivisibleModule):
             prescale=float((layer_idx or 0) + 1) if query_key_layer_scaling else 1.0,
             flash=flash_attention,
         )
-        kv_sizes = split_or_refuse(kv_heads, "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads")
+        kv_sizes = split_or_refuse(
+            kv_heads,
+            "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads",
+        )
         group = num_attention_heads // kv_heads
         q_sizes = [size * group for size in kv_sizes]
         self._slopes: Tensor | None = None
@@ -191,7 +194,7 @@ class DistributedAttentionLayer(IndivisibleModule):
         inputs: Sequence[Tensor | None],
         *,
         extent: int | None = None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
         """See the class. Collective over the tensor-parallel group.
@@ -199,21 +202,21 @@ class DistributedAttentionLayer(IndivisibleModule):
         Args:
             inputs: the tuple.
             extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
-            normed: inside of a layer: ``pre_layernorm`` of the hidden states, if it is there.
+            products: inside of a layer: those with `columns`, if they are there.
             unreduced: inside of a layer: return this rank's term of the projection, before sum,
                 bias, dropout and residual.
         """
         hidden, cross, mask, positions = self._take_apart(inputs)
         layout = self._layout
         if self._inside:
-            return self._compute(hidden, cross, mask, positions, extent, normed, unreduced)
+            return self._compute(hidden, cross, mask, positions, extent, products, unreduced)
         extent = hidden.shape[1]
         mask = layout.whole_mask(mask, hidden if cross is None else cross)
         if positions is not None:
             positions = layout.expand_to_all(positions, hidden.shape[0])
         cross_inside = None if cross is None else layout.enter(cross)
         result = self._compute(layout.enter(hidden), cross_inside, mask, positions, extent)
-        return layout.leave(result, extent)
+        return layout.leave(result, extent).to(hidden.dtype)
 
     def _take_apart(
         self, inputs: Sequence[Tensor | None]
@@ -230,9 +233,14 @@ class DistributedAttentionLayer(IndivisibleModule):
             raise ValueError(f"inputs has to be a tuple ({', '.join(members)})")
         if self.cross_attention and given["cross_states"] is None:
             raise ValueError("cross_states is None; a layer with cross attention needs it")
-        hidden = given["hidden_states"]
+        hidden, mask = given["hidden_states"], given["attention_mask"]
         assert hidden is not None
-        return hidden, given.get("cross_states"), given["attention_mask"], given.get("position_ids")
+        if mask is not None and not mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask has dtype {mask.dtype}; it is added to scores, so that it has to "
+                "be 0 for what is seen and a very negative number for what is not"
+            )
+        return hidden, given.get("cross_states"), mask, given.get("position_ids")
 
     def _compute(
         self,
@@ -241,13 +249,13 @@ class DistributedAttentionLayer(IndivisibleModule):
         mask: Tensor | None,
         positions: Tensor | None,
         extent: int | None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
         """What `forward` does between the borders; all in the layout."""
-        if normed is None:
-            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        query, key, value = self._project(normed, cross, mask, extent)
+        if products is None:
+            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+        query, key, value = self._heads(products, cross, mask)
         if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
             raise ValueError(
                 f"a sequence has {query.shape[1]} positions; causal_mask_size is "
@@ -261,7 +269,7 @@ class DistributedAttentionLayer(IndivisibleModule):
             mask,
             self._scoring,
             self.attention_dropout_prob if self.training else 0.0,
-            None if self._slopes is None else self._slopes.to(query.device),
+            self._slopes,
         )
         term = self.dense(context.transpose(1, 2).flatten(2))
         assert isinstance(term, Tensor)
@@ -277,22 +285,32 @@ class DistributedAttentionLayer(IndivisibleModule):
             self.layernorm,
         )
 
-    def _project(
-        self, x: Tensor, cross: Tensor | None, mask: Tensor | None, extent: int | None
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What the first products take."""
+        normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense.weight.dtype)
+        return normed
+
+    @property
+    def columns(self) -> list[ColumnLinear]:
+        """Layers that read the hidden states."""
+        if self._fused:
+            return [self.query_key_value]
+        return [self.query] if self.cross_attention else [self.query, self.key, self.value]
+
+    def _heads(
+        self, products: Sequence[Tensor], cross: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[all B, all S, own heads, D]``."""
         layout, size = self._layout, self.attention_head_size
         if self._fused:
-            joint = layout.columns(x, [self.query_key_value], extent)[0]
-            query, key, value = joint.unflatten(2, (-1, 3, size)).unbind(3)
+            query, key, value = products[0].unflatten(2, (-1, 3, size)).unbind(3)
             return query, key, value
-        if cross is None:
-            parts = layout.columns(x, [self.query, self.key, self.value], extent)
-        else:
-            parts = layout.columns(x, [self.query], extent)
-            cross_extent = layout.extent_inside(cross, mask)
-            parts += layout.columns(cross, [self.key, self.value], cross_extent)
-        query, key, value = (part.unflatten(2, (-1, size)) for part in parts)
+        if cross is not None:
+            extent = layout.extent_inside(cross, mask)
+            products = [*products, *layout.columns(cross, [self.key, self.value], extent)]
+        query, key, value = (product.unflatten(2, (-1, size)) for product in products)
         return query, key, value
 
     def _rotate(
@@ -325,12 +343,17 @@ def close_block(
     fp32_residual: bool,
     norm: nn.Module | None,
 ) -> Tensor:
-    """``norm(dropout(x + bias) + residual)``, everything in the layout."""
+    """``norm(dropout(x + bias) + residual)``, everything in the layout.
+
+    A sum in float32 stays wide until a norm has been applied, of this block or a later one.
+    """
     seed = layout.seed() if dropout_p > 0.0 else 0
-    x = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
+    total = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
     if norm is not None:
-        x = norm(x)
-    return x
+        total = norm(total)
+        if fp32_residual:
+            total = total.to(x.dtype)
+    return total
 
 
 def rotary_tables(

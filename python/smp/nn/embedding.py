@@ -23,7 +23,7 @@ class DistributedEmbedding(DistributedModule):
         padding_idx: its row starts as zero and gets no gradient.
         max_norm, norm_type: as ``nn.Embedding``; with one rank only, because the norm of a row
             needs all of its columns.
-        scale_grad_by_freq: as ``nn.Embedding``, with frequencies in what the group looks up.
+        scale_grad_by_freq: as ``nn.Embedding``; each batch of the group has its own frequencies.
         sparse: not supported: gradients are summed over ranks as dense tensors.
         initializer_range: standard deviation of the initial table.
         _weight: the whole table, instead of an initial one.
@@ -92,7 +92,18 @@ class DistributedEmbedding(DistributedModule):
         ids = input if input.dim() > 0 else input[None]
         if not self._skip_allgather:
             ids = self._layout.all_samples(ids)
-        rows = F.embedding(
+        if self.scale_grad_by_freq and self._layout.has_own_batches:
+            batches = ids.chunk(self._layout.num_ranks)
+            rows = torch.cat([self._look_up(batch) for batch in batches])
+        else:
+            rows = self._look_up(ids)
+        if not self._skip_scatter_and_merge:
+            rows = join_features(rows, self._sizes, self._layout)
+        return rows if input.dim() > 0 or self._skip_scatter_and_merge else rows[0]
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Own columns of some rows."""
+        return F.embedding(
             ids,
             self.weight,
             self.padding_idx,
@@ -100,9 +111,6 @@ class DistributedEmbedding(DistributedModule):
             self.norm_type,
             self.scale_grad_by_freq,
         )
-        if not self._skip_scatter_and_merge:
-            rows = join_features(rows, self._sizes, self._layout)
-        return rows if input.dim() > 0 or self._skip_scatter_and_merge else rows[0]
 
     def extra_repr(self) -> str:
         return (

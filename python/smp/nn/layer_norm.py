@@ -22,12 +22,12 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises the trailing dims of ``[*, normalized_shape]``."""
-        if self.weight is None or self.bias is None:
-            return super().forward(input)
-        if len(self.normalized_shape) == 1:
+        num_dims = len(self.normalized_shape)
+        if num_dims == 1:
             return functional.layer_norm(input, self.weight, self.bias, self.eps)
-        flat = input.flatten(-len(self.normalized_shape))
-        result = functional.layer_norm(flat, self.weight.flatten(), self.bias.flatten(), self.eps)
+        weight = None if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
+        result = functional.layer_norm(input.flatten(-num_dims), weight, bias, self.eps)
         return result.reshape(input.shape)
 
 

@@ -25,6 +25,7 @@ class Column(Protocol):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    adds_bias: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Layout:
         return regions.gather(x, 0, grad="own") if self.has_own_batches else x
 
     def expand_to_all(self, x: Tensor, num_samples: int) -> Tensor:
-        """`all_samples` of ``[B or 1, *]``; ranks may differ in what holds for all their samples."""
+        """`all_samples` of ``[B or 1, *]``; what holds for all samples of a rank is its own."""
         if self.has_own_batches and x.shape[0] != num_samples:
             x = x.expand(num_samples, *x.shape[1:]).contiguous()
         return self.all_samples(x)
@@ -111,21 +112,18 @@ class Layout:
 
     # ---- products ----------------------------------------------------------------------
 
-    def columns(
-        self, x: Tensor, layers: Sequence[Column], extent: int | None, *, bias: bool = True
-    ) -> list[Tensor]:
+    def columns(self, x: Tensor, layers: Sequence[Column], extent: int | None) -> list[Tensor]:
         """Products of ``x``, in this layout, with layers whose output features are split.
 
         Args:
             x: ``[B, S, in]``.
-            layers: each gives one result.
+            layers: each gives one result, biased if it ``adds_bias``.
             extent: length of the sequence if `dim` is 1.
-            bias: False leaves biases to the caller.
 
         Returns:
             ``[all B, all S, own part of out]`` each.
         """
-        biases = [layer.bias if bias else None for layer in layers]
+        biases = [layer.bias if layer.adds_bias else None for layer in layers]
         weights: list[Tensor] = [layer.weight for layer in layers]
         return list(regions.gathered_linears(x, weights, biases, self.dim, self.sizes(extent)))
 

@@ -25,13 +25,22 @@ class ColumnLinear(nn.Module):
         sizes: output features by rank.
         bias: with a bias.
         std: of the initial weight; None for that of ``nn.Linear``.
+        adds_bias: False if the bias is left to what follows.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, sizes: Sequence[int], bias: bool, std: float | None):
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        bias: bool,
+        std: float | None,
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
+        self.adds_bias = adds_bias
         self.in_features, self.out_features = in_features, sum(sizes)
         self._std = std
         add_split(self, "weight", [self.out_features, in_features], 0, sizes)
@@ -47,7 +56,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The own part ``[*, out]`` of the product of a gathered input ``[*, in]``."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     def extra_repr(self) -> str:
         return _describe(self)
@@ -69,7 +78,7 @@ class RowLinear(nn.Module):
 
     def __init__(
         self, sizes: Sequence[int], out_features: int, bias: bool, std: float | None, layout: Layout
-    ):
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = sum(sizes), out_features
         self._std = std

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,8 +83,11 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         self._inside = _inside
         sizes = split_or_refuse(intermediate_size, "intermediate_size")
         std = initializer_range if use_normal_initialization else None
-        self.dense1 = ColumnLinear(hidden_size, sizes, use_mlp_bias, std)
-        self.gate = ColumnLinear(hidden_size, sizes, use_mlp_bias, std) if gated_mlp else None
+        make_column = functools.partial(ColumnLinear, hidden_size, sizes, use_mlp_bias, std)
+        # GELU adds the bias of what it reads.
+        is_gelu = activation in _GELUS
+        self.dense1 = make_column(adds_bias=gated_mlp or not is_gelu)
+        self.gate = make_column(adds_bias=not is_gelu) if gated_mlp else None
         std = std if residual_init_std is None else residual_init_std
         self.dense2 = RowLinear(sizes, hidden_size, use_mlp_bias, std, self._layout)
         make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
@@ -95,7 +99,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         hidden_states: Tensor,
         *,
         extent: int | None = None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         residual: Tensor | None = None,
         term: Tensor | None = None,
         bias: Tensor | None = None,
@@ -105,7 +109,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         Args:
             hidden_states: ``[N, S, H]``.
             extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
-            normed: inside of a layer: the norm of the hidden states, if it is there.
+            products: inside of a layer: those with `columns`, if they are there.
             residual: inside of a layer: added at the end instead of the hidden states.
             term: inside of a layer: what this rank adds to the sum of all ranks' products.
             bias: inside of a layer: added to the sum once more.
@@ -114,29 +118,29 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         if not self._inside:
             extent = hidden_states.shape[1]
             result = self._compute(layout.enter(hidden_states), extent)
-            return layout.leave(result, extent)
-        return self._compute(hidden_states, extent, normed, residual, term, bias)
+            return layout.leave(result, extent).to(hidden_states.dtype)
+        return self._compute(hidden_states, extent, products, residual, term, bias)
 
     def _compute(
         self,
         hidden: Tensor,
         extent: int | None,
-        normed: Tensor | None = None,
+        products: Sequence[Tensor] | None = None,
         residual: Tensor | None = None,
         term: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        if normed is None:
-            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        product = self.dense2(self._activate(normed, extent))
+        if products is None:
+            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+        product = self.dense2(self._activate(products))
         if term is not None:
             product = product + term
-        own_bias = self.dense2.bias
+        total_bias: Tensor | None = self.dense2.bias
         if bias is not None:
-            own_bias = bias if own_bias is None else own_bias + bias
+            total_bias = bias if total_bias is None else total_bias + bias
         return close_block(
             self._layout.sum_up(product, extent),
-            own_bias,
+            total_bias,
             hidden if residual is None else residual,
             self.hidden_dropout_prob if self.training else 0.0,
             self._layout,
@@ -144,21 +148,26 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
             self.layernorm,
         )
 
-    def _activate(self, x: Tensor, extent: int | None) -> Tensor:
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What the first products take."""
+        normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense2.weight.dtype)
+        return normed
+
+    @property
+    def columns(self) -> list[ColumnLinear]:
+        """Layers that read the hidden states; the first is followed by the activation."""
+        return [self.dense1] if self.gate is None else [self.gate, self.dense1]
+
+    def _activate(self, products: Sequence[Tensor]) -> Tensor:
         """``[all B, all S, own intermediate channels]``."""
-        layers = [self.dense1] if self.gate is None else [self.gate, self.dense1]
-        first = layers[0]
         if self.activation in _GELUS:
-            approximate = _GELUS[self.activation]
-            parts = self._layout.columns(x, layers, extent, bias=False)
-            active = functional.bias_gelu(parts[0], first.bias, approximate)
-            if self.gate is None:
-                return active
-            up = parts[1] if self.dense1.bias is None else parts[1] + self.dense1.bias
-            return active * up
-        parts = self._layout.columns(x, layers, extent)
-        active = _OTHERS[self.activation](parts[0])
-        return active if self.gate is None else active * parts[1]
+            bias = self.columns[0].bias
+            active = functional.bias_gelu(products[0], bias, _GELUS[self.activation])
+        else:
+            active = _OTHERS[self.activation](products[0])
+        return active if self.gate is None else active * products[1]
 
     def extra_repr(self) -> str:
         return (

@@ -52,11 +52,11 @@ def add_split(
     sharding.mark_split(getattr(module, name), dim, begin, shape[dim])
 
 
-def fill(parameter: nn.Parameter, draw: Callable[[Tensor], object]) -> None:
+def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Initialises a parameter or this rank's slice of it.
 
-    The whole tensor is drawn, so the values do not depend on the degree. Nothing happens on the
-    meta device.
+    A whole tensor is drawn and cut, also where there is nothing to cut, so that the values do not
+    depend on the degree. Nothing happens on the meta device.
 
     Args:
         parameter: marked if it is split.
@@ -64,14 +64,10 @@ def fill(parameter: nn.Parameter, draw: Callable[[Tensor], object]) -> None:
     """
     if parameter.is_meta:
         return
-    interval = sharding.interval_of(parameter)
     with torch.no_grad():
-        if interval is None or interval.is_whole:
-            draw(parameter)
-            return
         whole = parameter.new_empty(sharding.whole_shape(parameter))
         draw(whole)
-        parameter.copy_(sharding.slice_of(whole, interval))
+        parameter.copy_(sharding.slice_of(whole, sharding.interval_of(parameter)))
 
 
 def fill_linear(

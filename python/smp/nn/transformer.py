@@ -119,8 +119,9 @@ class DistributedTransformer(DistributedModule):
             return self._compute(inputs)
         inside, extent = enter_stack(inputs, self._num_members, self._layout)
         hidden = self._compute(inside)[0]
-        assert hidden is not None
-        return (self._layout.leave(hidden, extent), *inputs[1:])
+        assert hidden is not None and inputs[0] is not None
+        hidden = self._layout.leave(hidden, extent)
+        return (hidden.to(inputs[0].dtype), *inputs[1:])
 
     def _compute(self, inputs: Inputs) -> Inputs:
         """Everything in the layout."""

@@ -177,7 +177,9 @@ class DistributedTransformerLayer(IndivisibleModule):
         if self._inside:
             return (self._compute(inputs), *inputs[1:])
         inside, extent = enter_stack(inputs, num_masked, self._layout)
-        return (self._layout.leave(self._compute(inside), extent), *inputs[1:])
+        assert inputs[0] is not None
+        hidden = self._layout.leave(self._compute(inside), extent)
+        return (hidden.to(inputs[0].dtype), *inputs[1:])
 
     def _compute(self, inputs: Inputs) -> Tensor:
         """New hidden states; everything in the layout."""
@@ -204,20 +206,24 @@ class DistributedTransformerLayer(IndivisibleModule):
         positions: Sequence[Tensor | None],
         extent: int | None,
     ) -> Tensor:
-        normed = None
-        if self.single_pre_layernorm:
-            assert self.attention.pre_layernorm is not None
-            normed = self.attention.pre_layernorm(hidden)
-        drops = self.training and self.output.hidden_dropout_prob > 0.0
+        attention, output = self.attention, self.output
+        mine: Sequence[Tensor] | None = None
+        others: Sequence[Tensor] | None = None
+        if self.single_pre_layernorm:  # gathered once for both blocks
+            columns = attention.columns
+            normed = attention.norm(hidden)
+            products = self._layout.columns(normed, [*columns, *output.columns], extent)
+            mine, others = products[: len(columns)], products[len(columns) :]
+        drops = self.training and output.hidden_dropout_prob > 0.0
         # Without dropout in between, the terms of both blocks are summed over ranks at once.
-        block = self.attention(
-            (hidden, mask, *positions), extent=extent, normed=normed, unreduced=not drops
+        block = attention(
+            (hidden, mask, *positions), extent=extent, products=mine, unreduced=not drops
         )
         if drops:
-            result = self.output(hidden, extent=extent, normed=normed, residual=block)
+            result = output(hidden, extent=extent, products=others, residual=block)
         else:
-            bias = self.attention.dense.bias
-            result = self.output(hidden, extent=extent, normed=normed, term=block, bias=bias)
+            bias = attention.dense.bias
+            result = output(hidden, extent=extent, products=others, term=block, bias=bias)
         assert isinstance(result, Tensor)
         return result
 
