@@ -109,10 +109,9 @@ def test_our_names_and_shapes_are_those_of_the_distributed_modules(name: str) ->
     }
     if not family.is_encoder:
         expected |= {"word_embedding.weight": (VOCABULARY, HIDDEN), "layernorm.weight": (HIDDEN,)}
+        expected |= {"lm_head.weight": (VOCABULARY, HIDDEN)}
         if name in ("gpt2", "gptneo"):
             expected |= {"position_embedding.weight": (hf.POSITIONS, HIDDEN)}
-        else:
-            expected |= {"lm_head.weight": (VOCABULARY, HIDDEN)}
         if name == "gptj":
             expected |= {"lm_head.bias": (VOCABULARY,)}
         if "layernorm.weight" in expected and name not in ("llama", "mistral", "qwen2"):

@@ -85,7 +85,9 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
 
 @contextlib.contextmanager
 def model_creation(
-    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """Everything that matters while a model is made, in one context.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -71,7 +70,7 @@ def tp_register_with_module(
             module_cls,
             dist_module,
             init_hook,
-            adapter=functools.partial(HookAdapter, forward_hook, return_hook) if has_hooks else None,
+            adapter=(lambda _: HookAdapter(forward_hook, return_hook)) if has_hooks else None,
         )
     )
 

@@ -104,9 +104,7 @@ class _Replacement:
         return any(not self._holders[p] <= inside for p in module.parameters())
 
 
-def _construct(
-    module: nn.Module, registration: Registration, mark: Mark
-) -> nn.Module | Declined:
+def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.Module | Declined:
     arguments = arguments_of(module)
     if arguments is None:
         return Declined(
@@ -142,9 +140,7 @@ def _gives_values(module: nn.Module, registration: Registration) -> bool:
     return registration.was_initialised is None or registration.was_initialised(module)
 
 
-def _take_over(
-    module: nn.Module, made: nn.Module, registration: Registration
-) -> Declined | None:
+def _take_over(module: nn.Module, made: nn.Module, registration: Registration) -> Declined | None:
     """Gives a new module what the original is besides its arguments: weights, dtype, mode."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1:
@@ -200,7 +196,7 @@ def inherit(made: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    adapter = self._smp_adapter()  # one per call: microbatches take turns
+    adapter = self._smp_adapter(self)  # one per call: microbatches take turns
     args, kwargs = adapter.forward_args(*args, **kwargs)
     return adapter.wrap(type(self).forward(self, *args, **kwargs))
 

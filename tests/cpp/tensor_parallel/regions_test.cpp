@@ -237,7 +237,7 @@ struct Linears {
     }
   }
 
-  at::Tensor plain(int rank, const at::Tensor& x, const Tensors& leaves) const {
+  static at::Tensor plain(const at::Tensor& x, const Tensors& leaves) {
     return at::cat(
         {at::linear(x, leaves[1], leaves[3]), at::linear(x, leaves[2])}, -1);
   }
@@ -272,7 +272,7 @@ void check_gathered_linears(const Case& c, std::optional<int64_t> dim) {
     for (const at::Tensor& one : linears.leaves(rank, whole)) {
       leaves.push_back(one.detach().requires_grad_());
     }
-    const at::Tensor output = linears.plain(rank, leaves[0], leaves);
+    const at::Tensor output = Linears::plain(leaves[0], leaves);
     expect_close(got.outputs[rank], output.detach(), "output");
     plain_grads.push_back(torch::autograd::grad({output}, leaves, {g[rank]}));
     input_grads.push_back(plain_grads.back()[0]);

@@ -46,7 +46,7 @@ TEST_P(Vocabulary, EmbeddingsOfAllRanksAddUpToTheWholeOne) {
   const at::Tensor expected = at::embedding(leaf, ids, /*padding_idx=*/4);
   const at::Tensor expected_grad =
       torch::autograd::grad({expected}, {leaf}, {g})[0];
-  at::Tensor sum = at::zeros_like(g);
+  at::Tensor sum = g.new_zeros(g.sizes());
   for (int rank = 0; rank < size; ++rank) {
     at::Tensor part = part_of(table, 0, size, rank).clone().requires_grad_();
     const at::Tensor rows =

@@ -49,7 +49,7 @@ _facts: dict[_Key, Facts] = {}
 
 def note(family: str, table: tuple[int, int], facts: Facts) -> None:
     """Remembers a model that is being replaced by its family, word table and number of layers."""
-    _facts[(family, *table, len(facts.windows))] = facts
+    _facts[(family, table[0], table[1], len(facts.windows))] = facts
 
 
 def add_to_layers(

@@ -45,6 +45,7 @@ class Names:
         tied: parameters of a head that is not distributed which may be missing because they are
             others; with what they are, "{model}" standing for the prefix of the model.
         ignored: buffers of theirs in a layer, which ours do not have.
+        has_tied_head: heads are tied unless the configuration says otherwise.
     """
 
     family: str
@@ -58,6 +59,13 @@ class Names:
     transposed: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    has_tied_head: bool = False
+
+    @property
+    def inner_parts(self) -> frozenset[str]:
+        """Parts of a layer of ours."""
+        blocks = (block for target in self.inner.values() for block in _blocks(target))
+        return frozenset(block.split(".")[0] for block in blocks)
 
     @property
     def stack(self) -> str:
@@ -151,6 +159,8 @@ def _their_roots(
 
 def _their_root(names: Names, prefer: Prefer, keys: Mapping[str, Any], theirs: str) -> _Root:
     in_place = _Root(theirs, theirs, None)
+    if names.has_tied_head and theirs == "" and prefer == "head":
+        return _Root("", "", "")
     if not _ends_with_base(names, theirs):
         return in_place
     outside = theirs.removesuffix(names.base)
@@ -168,8 +178,7 @@ def _our_roots(
     prefixes = _prefixes(state_dict, names.ours_has, names.ours_lacks)
     for ours, numbers in _layers(names.stack, prefixes).items():
         has_head = ours + "lm_head.weight" in state_dict
-        is_model = prefer == "head" and not _ends_with_base(names, ours)
-        if names.base and (has_head or is_model):
+        if names.base and (has_head or (prefer == "head" and ours == "")):
             roots[_Root(ours + names.base, ours, ours)] = numbers
         else:
             roots[_Root(ours, ours, None)] = numbers
@@ -223,13 +232,10 @@ def _layer_to_ours(
 
 
 def _head_to_ours(root: _Root, result: StateDict) -> None:
-    """A head that is the word embedding under a second name has no name of its own with us."""
+    """Renames the head; one that is missing is the word embedding."""
     for old in installed.HEADS:
         _rename(result, f"{root.head}{old}.", f"{root.head}lm_head.")
-    table = result.get(f"{root.ours}word_embedding.weight")
-    head = result.get(f"{root.head}lm_head.weight")
-    if isinstance(table, Tensor) and isinstance(head, Tensor) and _same_memory(table, head):
-        del result[f"{root.head}lm_head.weight"]
+    _share_table(root, result, f"{root.ours}word_embedding.weight")
 
 
 # ---- ours to theirs --------------------------------------------------------------
@@ -244,9 +250,7 @@ def _to_theirs(
     result: StateDict = dict(state_dict)
     for root, numbers in roots.items():
         if root.head is not None:
-            table = result.get(f"{root.ours}word_embedding.weight")
-            if table is not None:
-                result.setdefault(f"{root.head}lm_head.weight", table)
+            _share_table(root, result, f"{root.ours}word_embedding.weight")
             head = installed.head_of(names.family)
             _rename(result, f"{root.head}lm_head.", f"{root.head}{head}.")
         for number in numbers:
@@ -309,12 +313,19 @@ def _fill_tied(names: Names, root: _Root, result: StateDict) -> None:
             result.setdefault(outside + missing, result[source])
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    if a.is_meta or b.is_meta or a.shape != b.shape or a.stride() != b.stride():
+def _share_table(root: _Root, result: StateDict, word_embedding: str) -> None:
+    """Makes a head that is missing, or equal to the word embedding, the very same tensor."""
+    table, head = result.get(word_embedding), result.get(f"{root.head}lm_head.weight")
+    if table is not None and (head is None or _are_equal(table, head)):
+        result[f"{root.head}lm_head.weight"] = table
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.is_meta or b.is_meta:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.device == b.device
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or torch.equal(a, b)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
