@@ -189,6 +189,31 @@ def test_regions_move_the_bytes_that_they_must(pool: Pool, size: int) -> None:
         assert counted == expected
 
 
+def keep(rank: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    init(2)
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    logits = torch.randn(7, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        regions.gathered_linears(x, [weight, weight], [None, None], 0)
+        products, kept = kept, []
+        regions.vocabulary_cross_entropy(
+            logits, torch.zeros(7, dtype=torch.int64), 6 * rank, vocab_size=12
+        )
+    return products, kept
+
+
+def test_graphs_keep_parts_and_nothing_as_large_as_the_logits(pool: Pool) -> None:
+    for products, losses in pool.run(2, keep):
+        assert products == [(2, 3, 4), (5, 4), (5, 4)]
+        assert losses == [(7, 6), (7,)]  # the logits themselves
+
+
 def alone(rank: int) -> None:
     init(2)
     if rank == 0:
@@ -213,6 +238,30 @@ def alone(rank: int) -> None:
 
 def test_trial_runs_of_one_rank_communicate_with_nobody(pool: Pool) -> None:
     pool.run(2, alone)
+
+
+class Handle(Tensor):
+    """Stands for another tensor, as results of modules on other pipeline ranks do."""
+
+    behind: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [one.behind if isinstance(one, Handle) else one for one in args]
+        return func(*args, **(kwargs or {}))
+
+
+def with_a_handle(rank: int) -> None:
+    init(2)
+    handle = torch.zeros(3, 4).as_subclass(Handle)
+    handle.behind = torch.ones(3, 4)
+    assert torch.equal(regions.reduce(handle), torch.full((3, 4), 2.0))
+    y = regions.gathered_linears(handle, [torch.ones(2, 4)], [None], 0)[0]
+    assert torch.equal(y, torch.full((6, 2), 4.0))
+
+
+def test_handles_enter_regions_as_what_they_stand_for(pool: Pool) -> None:
+    pool.run(2, with_a_handle)
 
 
 def in_a_world_of_one(rank: int) -> None:
