@@ -63,3 +63,13 @@ target_link_libraries(smp_torch_python INTERFACE smp_torch ${torch_python}
   Python::Module)
 target_compile_definitions(smp_torch_python INTERFACE
   TORCH_API_INCLUDE_EXTENSION_H ${SMP_TORCH_PYBIND11_MACROS})
+
+# at::parallel_for uses the threads of torch only in files that are compiled with
+# OpenMP. torch brings a libgomp of the usual name, so there is one in a process.
+set(smp_openmp)
+if(NOT SMP_SANITIZE STREQUAL "thread")  # knows nothing of libgomp's barriers
+  find_package(OpenMP COMPONENTS CXX)
+  if(OpenMP_CXX_FOUND)
+    set(smp_openmp OpenMP::OpenMP_CXX)
+  endif()
+endif()

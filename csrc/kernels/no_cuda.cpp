@@ -1,4 +1,7 @@
+#include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/multi_array.h"
+#include "csrc/kernels/norm.h"
+#include "csrc/kernels/softmax.h"
 
 // Stands in for cuda/ where there is no CUDA compiler.
 
@@ -23,6 +26,47 @@ const char* scale(const Array*, int64_t, const double*, void*) {
 }
 
 const char* add_scaled(const ArrayPair*, int64_t, double, void*) {
+  return kNoCuda;
+}
+
+const char* norm_forward(const Norm&, void*) { return kNoCuda; }
+
+int64_t norm_partial_rows(const NormBackward&) { return 0; }
+
+const char* norm_backward(const NormBackward&, void*, void*) { return kNoCuda; }
+
+int64_t column_partial_rows(int64_t, int64_t) { return 0; }
+
+const char* bias_gelu_forward(const BiasGelu&, void*) { return kNoCuda; }
+
+const char* bias_gelu_backward(const BiasGelu&, void*, void*) {
+  return kNoCuda;
+}
+
+const char* bias_dropout_residual_forward(const BiasDropoutResidual&, void*) {
+  return kNoCuda;
+}
+
+const char* bias_dropout_residual_backward(const BiasDropoutResidualBackward&,
+                                           void*, void*) {
+  return kNoCuda;
+}
+
+const char* rotary(const Rotary&, void*) { return kNoCuda; }
+
+const char* softmax_forward(const ScaledMaskedSoftmax&, void*) {
+  return kNoCuda;
+}
+
+const char* softmax_backward(const ScaledMaskedSoftmaxBackward&, void*) {
+  return kNoCuda;
+}
+
+const char* cross_entropy_forward(const CrossEntropy&, void*) {
+  return kNoCuda;
+}
+
+const char* cross_entropy_backward(const CrossEntropyBackward&, void*) {
   return kNoCuda;
 }
 

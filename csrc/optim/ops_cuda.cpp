@@ -1,50 +1,15 @@
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include "csrc/common/check.h"
 #include "csrc/kernels/multi_array.h"
+#include "csrc/memory/default_stream.h"
 #include "csrc/optim/ops.h"
 #include "csrc/optim/tensor_list.h"
 
 namespace smp::optim {
 
 namespace {
-
-// Runs kernels on the device's default stream, in order with what is queued on
-// the caller's stream. The default stream is the one whose native handle is
-// known (null) without the headers of a CUDA toolkit, which may be absent where
-// this file is compiled.
-class DefaultStream {
- public:
-  explicit DefaultStream(c10::Device device)
-      : guard_(device),
-        impl_(device.type()),
-        caller_(impl_.getStream(device)),
-        default_(impl_.getDefaultStream(device)) {
-    wait(default_, caller_);
-  }
-
-  void* native() const { return nullptr; }
-
-  // The caller's stream goes on after the kernels.
-  void finish() { wait(caller_, default_); }
-
- private:
-  static void wait(const c10::Stream& waiting, const c10::Stream& until) {
-    if (waiting == until) return;
-    c10::Event event(until.device_type());
-    event.record(until);
-    event.block(waiting);
-  }
-
-  c10::DeviceGuard guard_;
-  c10::impl::VirtualGuardImpl impl_;
-  c10::Stream caller_;
-  c10::Stream default_;
-};
 
 at::TensorOptions double_on(c10::Device device) {
   return at::TensorOptions().dtype(at::kDouble).device(device);
@@ -66,7 +31,7 @@ at::Tensor sum_of_squares_cuda(at::TensorList tensors) {
   const at::Tensor partial_sums =
       at::empty({kernels::cuda::num_partial_sums(arrays.data(), num_arrays)},
                 double_on(device));
-  DefaultStream stream(device);
+  memory::DefaultStream stream(device);
   check_cuda("smp::sum_of_squares",
              kernels::cuda::sum_of_squares(
                  arrays.data(), num_arrays, partial_sums.data_ptr<double>(),
@@ -82,7 +47,7 @@ void scale_cuda(at::TensorList tensors, const at::Tensor& factor) {
   const at::Tensor device_factor =
       factor.to(double_on(device), /*non_blocking=*/true);
   const auto arrays = as_arrays(tensors);
-  DefaultStream stream(device);
+  memory::DefaultStream stream(device);
   check_cuda(
       "smp::scale_",
       kernels::cuda::scale(arrays.data(), static_cast<int64_t>(arrays.size()),

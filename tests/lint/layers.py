@@ -17,7 +17,7 @@ CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
     frozenset({"topology", "partition", "schedule"}),
     frozenset({"comm", "memory"}),
-    frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
+    frozenset({"tensor_parallel", "nn", "data_parallel", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
 )
 
@@ -53,7 +53,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
-    frozenset({"chosen_schedule", "model_parts", "partition_report"}),
+    frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use"}),

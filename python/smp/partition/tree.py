@@ -227,7 +227,7 @@ def kind_of(module: nn.Module) -> _C.NodeKind:
     """How the partitioner may cut a module."""
     if isinstance(module, torch.jit.ScriptModule | _READS_CHILDREN):
         return _C.NodeKind.INDIVISIBLE
-    if parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module) or getattr(module, "is_indivisible", False) is True:
         return _C.NodeKind.INDIVISIBLE
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return _C.NodeKind.LIST

@@ -1,0 +1,91 @@
+#include "csrc/kernels/cpu/fused_table.h"
+
+// Which instruction set the fused kernels use.
+
+namespace smp::kernels::cpu {
+
+const FusedTable* const* usable_tables() {
+  struct Found {
+    const FusedTable* tables[4] = {};
+    Found() {
+      int count = 0;
+#ifdef __x86_64__
+      const bool has_avx2 = __builtin_cpu_supports("avx2") &&
+                            __builtin_cpu_supports("fma") &&
+                            __builtin_cpu_supports("f16c");
+      if (has_avx2 && __builtin_cpu_supports("avx512f") &&
+          __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vl")) {
+        tables[count++] = &avx512_table();
+      }
+      if (has_avx2) tables[count++] = &avx2_table();
+#endif
+      tables[count] = &portable_table();
+    }
+  };
+  static const Found found;
+  return found.tables;
+}
+
+namespace {
+
+const FusedTable& best() {
+  static const FusedTable& table = *usable_tables()[0];
+  return table;
+}
+
+}  // namespace
+
+void norm_forward(const Norm& norm, int64_t begin, int64_t end) {
+  best().norm_forward(norm, begin, end);
+}
+
+void norm_backward(const NormBackward& norm, int64_t begin, int64_t end,
+                   void* dweight, void* dbias) {
+  best().norm_backward(norm, begin, end, dweight, dbias);
+}
+
+void bias_gelu_forward(const BiasGelu& gelu, int64_t begin, int64_t end) {
+  best().bias_gelu_forward(gelu, begin, end);
+}
+
+void bias_gelu_backward(const BiasGelu& gelu, int64_t begin, int64_t end,
+                        void* dbias) {
+  best().bias_gelu_backward(gelu, begin, end, dbias);
+}
+
+void bias_dropout_residual_forward(const BiasDropoutResidual& op, int64_t begin,
+                                   int64_t end) {
+  best().bias_dropout_residual_forward(op, begin, end);
+}
+
+void bias_dropout_residual_backward(const BiasDropoutResidualBackward& op,
+                                    int64_t begin, int64_t end, void* dbias) {
+  best().bias_dropout_residual_backward(op, begin, end, dbias);
+}
+
+void rotary(const Rotary& rotary, int64_t begin, int64_t end) {
+  best().rotary(rotary, begin, end);
+}
+
+void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin,
+                     int64_t end) {
+  best().softmax_forward(op, begin, end);
+}
+
+void softmax_backward(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
+                      int64_t end) {
+  best().softmax_backward(op, begin, end);
+}
+
+void cross_entropy_forward(const CrossEntropy& op, int64_t begin, int64_t end) {
+  best().cross_entropy_forward(op, begin, end);
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& op, int64_t begin,
+                            int64_t end) {
+  best().cross_entropy_backward(op, begin, end);
+}
+
+}  // namespace smp::kernels::cpu

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/kernels/elementwise.h"
+#include "csrc/kernels/norm.h"
+#include "csrc/kernels/softmax.h"
+
+namespace smp::kernels::cpu {
+
+/// The fused kernels, compiled for one instruction set.
+struct FusedTable {
+  void (*norm_forward)(const Norm&, int64_t, int64_t);
+  void (*norm_backward)(const NormBackward&, int64_t, int64_t, void*, void*);
+  void (*bias_gelu_forward)(const BiasGelu&, int64_t, int64_t);
+  void (*bias_gelu_backward)(const BiasGelu&, int64_t, int64_t, void*);
+  void (*bias_dropout_residual_forward)(const BiasDropoutResidual&, int64_t,
+                                        int64_t);
+  void (*bias_dropout_residual_backward)(const BiasDropoutResidualBackward&,
+                                         int64_t, int64_t, void*);
+  void (*rotary)(const Rotary&, int64_t, int64_t);
+  void (*softmax_forward)(const ScaledMaskedSoftmax&, int64_t, int64_t);
+  void (*softmax_backward)(const ScaledMaskedSoftmaxBackward&, int64_t,
+                           int64_t);
+  void (*cross_entropy_forward)(const CrossEntropy&, int64_t, int64_t);
+  void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t, int64_t);
+};
+
+const FusedTable& portable_table();
+const FusedTable& avx2_table();
+const FusedTable& avx512_table();
+
+/// Tables that this processor can run, the fastest first; null after the last.
+const FusedTable* const* usable_tables();
+
+}  // namespace smp::kernels::cpu

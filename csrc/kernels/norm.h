@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/kernels/multi_array.h"
+
+// Layer norm and RMS norm over the rows of a matrix. Raw pointers only: callers
+// check and allocate. "Compute" is double for kDouble and float otherwise.
+
+namespace smp::kernels {
+
+/// y = (x - mean) * rstd * weight + bias; RMS norm has no mean and no bias.
+struct Norm {
+  const void* x = nullptr;       // [rows, columns]
+  const void* weight = nullptr;  // Compute [columns]; null: 1
+  const void* bias = nullptr;    // Compute [columns]; null: 0
+  void* y = nullptr;             // as x
+  void* mean = nullptr;          // Compute [rows]; null for RMS norm
+  void* rstd = nullptr;          // Compute [rows]
+  int64_t num_rows = 0;
+  int64_t num_columns = 0;
+  double eps = 0;
+  bool is_rms = false;
+  Dtype dtype = Dtype::kFloat;
+};
+
+struct NormBackward {
+  const void* dy = nullptr;      // [rows, columns]
+  const void* x = nullptr;       // [rows, columns]
+  const void* mean = nullptr;    // as forward wrote them
+  const void* rstd = nullptr;    //
+  const void* weight = nullptr;  // Compute [columns]; null: 1
+  void* dx = nullptr;            // [rows, columns]; null: not wanted
+  int64_t num_rows = 0;
+  int64_t num_columns = 0;
+  bool is_rms = false;
+  Dtype dtype = Dtype::kFloat;
+};
+
+/// Rows [begin, end).
+namespace cpu {
+
+void norm_forward(const Norm& norm, int64_t begin, int64_t end);
+
+/// @param dweight  Compute [columns], added to; null: not wanted
+/// @param dbias  the same
+void norm_backward(const NormBackward& norm, int64_t begin, int64_t end,
+                   void* dweight, void* dbias);
+
+}  // namespace cpu
+
+/// All rows, queued on `stream`; nullptr, or the text of what went wrong.
+namespace cuda {
+
+const char* norm_forward(const Norm& norm, void* stream);
+
+/// Number of rows that `partial_sums` of `norm_backward` needs.
+int64_t norm_partial_rows(const NormBackward& norm);
+
+/// @param partial_sums  Compute [2, partial rows, columns]: sums of dweight and
+///     of dbias over some rows each; null: not wanted
+const char* norm_backward(const NormBackward& norm, void* partial_sums,
+                          void* stream);
+
+}  // namespace cuda
+
+}  // namespace smp::kernels

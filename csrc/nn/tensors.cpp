@@ -1,0 +1,83 @@
+#include "csrc/nn/tensors.h"
+
+#include <ATen/ops/empty.h>
+
+#include "csrc/common/check.h"
+#include "csrc/memory/default_stream.h"
+
+namespace smp::nn {
+
+void check_floats(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, rank_prefix(), op, ": ",
+                    name, " must be a dense (strided) tensor, got layout ",
+                    tensor.layout());
+  const auto type = tensor.scalar_type();
+  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kDouble ||
+                        type == at::kHalf || type == at::kBFloat16,
+                    rank_prefix(), op, ": ", name,
+                    " must be float32, float64, float16 or bfloat16, got ",
+                    type);
+}
+
+void check_vector(const char* op, const char* name,
+                  const OptionalTensor& vector, int64_t size,
+                  const at::Tensor& x) {
+  if (!vector.has_value()) return;
+  check_floats(op, name, *vector);
+  TORCH_CHECK_VALUE(vector->dim() == 1 && vector->size(0) == size,
+                    rank_prefix(), op, ": ", name, " must have sizes [", size,
+                    "], as the input has sizes ", x.sizes(), ", got ",
+                    vector->sizes());
+  TORCH_CHECK_VALUE(vector->device() == x.device(), rank_prefix(), op, ": ",
+                    name, " is on ", vector->device(), ", the input on ",
+                    x.device(), "; move one of them");
+}
+
+kernels::Dtype kernel_dtype(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return kernels::Dtype::kDouble;
+    case at::kHalf:
+      return kernels::Dtype::kHalf;
+    case at::kBFloat16:
+      return kernels::Dtype::kBFloat16;
+    default:
+      return kernels::Dtype::kFloat;
+  }
+}
+
+c10::ScalarType compute_type(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor in_compute_type(const OptionalTensor& tensor, const at::Tensor& x) {
+  if (!tensor.has_value()) return {};
+  return tensor->to(compute_type(x)).contiguous();
+}
+
+at::Tensor new_like(const at::Tensor& x) {
+  return at::empty(x.sizes(), x.options());
+}
+
+at::Tensor new_tensor(at::IntArrayRef sizes, c10::ScalarType dtype,
+                      const at::Tensor& like) {
+  return at::empty(sizes, like.options().dtype(dtype));
+}
+
+Rows rows_of(const char* op, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 0, rank_prefix(), op,
+                    ": the input must have at least one dimension, got a "
+                    "tensor without any");
+  const int64_t columns = x.size(-1);
+  return {columns == 0 ? 0 : x.numel() / columns, columns};
+}
+
+void run_on_cuda(const char* op, const at::Tensor& x,
+                 const std::function<const char*(void*)>& launch) {
+  memory::DefaultStream stream(x.device());
+  const char* error = launch(stream.native());
+  SMP_CHECK(error == nullptr, op, " on CUDA: ", error);
+  stream.finish();
+}
+
+}  // namespace smp::nn

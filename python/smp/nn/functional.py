@@ -1,0 +1,153 @@
+"""Fused operators of the distributed modules, on CPU and CUDA.
+
+They take float32, float64, float16 and bfloat16 tensors of any strides. 16-bit numbers are computed
+in float32, float64 in float64; results have the dtype of the input unless said otherwise. All have
+gradients of first order; a second differentiation raises RuntimeError. Dropout draws no random
+numbers: whether an element stays is a hash of the seed and its place, the same on all devices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "bias_dropout_residual",
+    "bias_gelu",
+    "cross_entropy",
+    "dropout",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "scaled_masked_softmax",
+]
+
+_APPROXIMATIONS = ("none", "tanh")
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
+
+    Args:
+        weight: of the size of the last dimension; None: 1. May be of another dtype than ``x``.
+        bias: the same; None: 0.
+    """
+    return torch.ops.smp.layer_norm.default(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension."""
+    return torch.ops.smp.rms_norm.default(x, weight, eps)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
+    """``gelu(x + bias)``; ``approximate`` is "none" or "tanh" as in `torch.nn.functional.gelu`."""
+    if approximate not in _APPROXIMATIONS:
+        raise ValueError(f"approximate must be one of {_APPROXIMATIONS}, got {approximate!r}")
+    return torch.ops.smp.bias_gelu.default(x, bias, approximate == "tanh")
+
+
+def scaled_masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    in_fp32: bool = False,
+) -> Tensor:
+    """Attention probabilities ``dropout(softmax(scores * scale + mask - slopes * distance))``.
+
+    A query that sees no key, or only keys with ``mask`` -inf, gets probabilities 0.
+
+    Args:
+        scores: [batch, heads, queries, keys].
+        mask: added to the scores; each dimension as in ``scores`` or 1. Gets no gradient.
+        causal: the last query sees all keys, the one before it all but the last, and so on.
+        window: with ``causal``, see only the last ``window`` of these keys.
+        slopes: [heads], for ALiBi: times the distance between query and key. Gets no gradient.
+        dropout_p: probability of an element to become 0; the others are divided by 1 - p.
+        seed: of the dropout.
+        in_fp32: return float32 for 16-bit scores. The computation is in float32 anyway.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or >= 1, got {window}")
+    if in_fp32 and scores.dtype.itemsize == 2:
+        scores = scores.float()
+    return torch.ops.smp.scaled_masked_softmax.default(
+        scores, mask, slopes, scale, causal, window or 0, dropout_p, _signed(seed)
+    )
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    seed: int,
+    fp32_residual: bool = False,
+) -> Tensor:
+    """``residual + dropout(x + bias)``, of the wider dtype of ``x`` and ``residual``.
+
+    Args:
+        bias: of the size of the last dimension.
+        residual: of the sizes of ``x``.
+        p: probability of an element to become 0 before the residual is added.
+        seed: of the dropout.
+        fp32_residual: return float32 for 16-bit input, so that a sum over many layers neither
+            overflows nor loses small summands.
+    """
+    return torch.ops.smp.bias_dropout_residual.default(
+        x, bias, residual, p, _signed(seed), fp32_residual
+    )
+
+
+def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    """Elements become 0 with probability ``p``; the others are divided by 1 - p."""
+    if p == 0.0:
+        return x
+    return bias_dropout_residual(x, None, None, p, seed)
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool = False
+) -> Tensor:
+    """Rotates pairs of the first ``rotary_dim`` features of each head; the others are copied.
+
+    Args:
+        x: [batch, length, heads, head_size].
+        cos, sin: [batch or 1, length, rotary_dim / 2], of the angle of each pair. No gradients.
+        interleaved: pairs are neighbours (2 p, 2 p + 1) as in GPT-J, else (p, p + rotary_dim / 2)
+            as in GPT-NeoX and Llama.
+    """
+    if 2 * cos.shape[-1] != rotary_dim:
+        raise ValueError(
+            f"rotary_dim is {rotary_dim}, so cos must have {rotary_dim / 2:g} angles per position, "
+            f"got sizes {list(cos.shape)}"
+        )
+    return torch.ops.smp.rotary.default(x, cos, sin, interleaved)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Loss of each token, [tokens]: float64 for float64 logits, else float32; 0 where ignored.
+
+    Args:
+        logits: [tokens, vocabulary].
+        targets: [tokens], int64.
+        ignore_index: target of tokens that do not count.
+        label_smoothing: share of the target distribution that is spread over the vocabulary.
+
+    Raises:
+        IndexError: if a target is outside of the vocabulary (on CUDA its loss is NaN instead).
+    """
+    return torch.ops.smp.cross_entropy.default(logits, targets, ignore_index, label_smoothing)
+
+
+def _signed(seed: int) -> int:
+    """The low 64 bits of a seed as operators take them."""
+    low = seed & 0xFFFF_FFFF_FFFF_FFFF
+    return low - (1 << 64) if low >= 1 << 63 else low
