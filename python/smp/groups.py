@@ -26,8 +26,8 @@ class Groups:
     """Communicators of this rank; None for a group of one.
 
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
-    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group`, the regions
-    of split modules, `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
+    split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
     """
