@@ -112,6 +112,8 @@ def test_gelu_is_right_over_the_whole_range(dtype: torch.dtype, approximate: str
     (want_grad,) = torch.autograd.grad(want.sum(), exact)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), want, rtol=4 * eps, atol=4 * eps)
+    # PyTorch's own derivative with tanh cancels digits of float64.
+    eps *= 8 if dtype == torch.float64 else 1
     torch.testing.assert_close(grad.double(), want_grad, rtol=4 * eps, atol=4 * eps)
 
 

@@ -106,6 +106,8 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
   using C = Compute<T>;
   const int64_t n = op.num_keys;
   const C scale = static_cast<C>(op.scale);
+  C* values =
+      kDrops ? static_cast<C*>(__builtin_malloc((n + 1) * sizeof(C))) : nullptr;
   for (int64_t row = begin; row < end; ++row) {
     const KeyRange range = visible_keys(row % op.num_queries, op.num_queries, n,
                                         op.is_causal, op.window);
@@ -114,22 +116,24 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
     const T* probs = static_cast<const T*>(op.probs) + row * n + range.begin;
     T* dscores = static_cast<T*>(op.dscores) + row * n;
     const int64_t num_seen = range.end - range.begin;
-    const auto dprobs = [&](int64_t j, auto count) {
-      const Vec<C> d = get(dy + j, count);
-      if constexpr (kDrops) return drop<C>(d, op.dropout, key, range.begin + j);
-      return d;
-    };
     C sum;
     sweep_sums<C, 1>(num_seen, &sum, [&](int64_t j, auto count, auto& sums) {
-      sums[0] += dprobs(j, count) * get(probs + j, count);
+      Vec<C> d = get(dy + j, count);
+      if constexpr (kDrops) {
+        d = drop<C>(d, op.dropout, key, range.begin + j);
+        put(values + j, d, count);
+      }
+      sums[0] += d * get(probs + j, count);
     });
     fill_zero(dscores, 0, range.begin);
     fill_zero(dscores, range.end, n);
     sweep<C>(num_seen, [&](int64_t j, auto count) {
       const Vec<C> p = get(probs + j, count) * scale;
-      put(dscores + range.begin + j, (dprobs(j, count) - sum) * p, count);
+      const Vec<C> d = kDrops ? get(values + j, count) : get(dy + j, count);
+      put(dscores + range.begin + j, (d - sum) * p, count);
     });
   }
+  __builtin_free(values);
 }
 
 inline void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin,
