@@ -17,7 +17,7 @@ SMP_INLINE Vec<C> gelu_of(Vec<C> x) {
   if constexpr (kIsTanh) {
     // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
     const Vec<C> u = x * kTanhScale<C> * (C(1) + kTanhCubic<C> * (x * x));
-    return x / (C(1) + exp_of<C>(-u));
+    return x / (C(1) + exp_of<C, true>(-u));
   } else {
     Vec<C> exponential;
     return x * normal_cdf<T>(x, &exponential);
@@ -29,8 +29,8 @@ SMP_INLINE Vec<C> gelu_slope(Vec<C> x) {
   if constexpr (kIsTanh) {
     const Vec<C> square = x * x;
     Vec<C> u = x * kTanhScale<C> * (C(1) + kTanhCubic<C> * square);
-    u = u < C(-80) ? splat<C>(C(-80)) : u;  // keeps e finite
-    const Vec<C> e = exp_of<C>(-u);
+    u = larger<C>(splat<C>(C(-80)), u);  // keeps e finite
+    const Vec<C> e = exp_of<C, true>(-u);
     const Vec<C> s = C(1) / (C(1) + e);  // and 1 - s = e s
     const Vec<C> du = kTanhScale<C> * (C(1) + (3 * kTanhCubic<C>)*square);
     return s + x * s * (e * s) * du;

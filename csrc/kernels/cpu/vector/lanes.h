@@ -95,7 +95,16 @@ SMP_INLINE Vec<double> load(const double* p) {
 }
 
 SMP_INLINE FloatVec widen(Bits16 bits, BFloat16) {
-  return bits_as<FloatVec>(__builtin_convertvector(bits, FloatWord) << 16);
+#if SMP_VECTOR_BYTES == 64
+  const auto word =
+      bits_as<FloatWord>(_mm512_cvtepu16_epi32(bits_as<__m256i>(bits)));
+#elif SMP_VECTOR_BYTES == 32
+  const auto word =
+      bits_as<FloatWord>(_mm256_cvtepu16_epi32(bits_as<__m128i>(bits)));
+#else
+  const FloatWord word = __builtin_convertvector(bits, FloatWord);
+#endif
+  return bits_as<FloatVec>(word << 16);
 }
 
 SMP_INLINE FloatVec widen(Bits16 bits, Half) {
@@ -262,9 +271,30 @@ SMP_INLINE Vec<C> keep(Vec<C> v, First first, C neutral) {
   return lane_numbers<C>() < first.count ? v : splat<C>(neutral);
 }
 
+// Of a and b; b if one of them is NaN. Compilers do not make one instruction of
+// the comparison, because it treats zeros of both signs alike.
 template <typename C>
 SMP_INLINE Vec<C> larger(Vec<C> a, Vec<C> b) {
+#if SMP_VECTOR_BYTES == 64
+  if constexpr (sizeof(C) == 4) {
+    return _mm512_max_ps(a, b);
+  } else {
+    return _mm512_max_pd(a, b);
+  }
+#elif SMP_VECTOR_BYTES == 32
+  if constexpr (sizeof(C) == 4) {
+    return _mm256_max_ps(a, b);
+  } else {
+    return _mm256_max_pd(a, b);
+  }
+#else
   return a > b ? a : b;
+#endif
+}
+
+template <typename C>
+SMP_INLINE Vec<C> smaller(Vec<C> a, Vec<C> b) {
+  return -larger<C>(-a, -b);
 }
 
 template <typename C>

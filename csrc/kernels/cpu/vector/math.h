@@ -73,12 +73,13 @@ SMP_INLINE Vec<C> scale_by_power(Vec<C> y, Vec<C> n, Vec<C> shifted) {
 #endif
 }
 
-template <typename C>
+/// e^x; without kMayBePositive for x <= 0 only.
+template <typename C, bool kMayBePositive = false>
 SMP_INLINE Vec<C> exp_of(Vec<C> x) {
   using K = ExpConstants<C>;
-  // In this order comparisons keep NaN.
-  x = x < K::kLowest ? splat<C>(K::kLowest) : x;
-  x = x > K::kHighest ? splat<C>(K::kHighest) : x;
+  // In this order NaN stays.
+  x = larger<C>(splat<C>(K::kLowest), x);
+  if constexpr (kMayBePositive) x = smaller<C>(splat<C>(K::kHighest), x);
   const Vec<C> shifted = x * C(1.44269504088896340736) + K::kRound;
   const Vec<C> n = shifted - K::kRound;
   const Vec<C> r = (x - n * K::kLn2High) - n * K::kLn2Low;

@@ -52,6 +52,14 @@ SMP_INLINE Compute<T> masked_scores(const ScaledMaskedSoftmax& op, int64_t row,
       });
 }
 
+template <typename C>
+SMP_INLINE bool has_nan(const C* values, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    if (values[j] != values[j]) return true;
+  }
+  return false;
+}
+
 template <typename T>
 void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
                         int64_t end) {
@@ -65,7 +73,8 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
     T* probs = static_cast<T*>(op.probs) + row * n;
     T* y = op.y == nullptr ? nullptr : static_cast<T*>(op.y) + row * n;
     const C max = masked_scores<T>(op, row, query, range, values);
-    if (max == kMinusInfinity<C>) {  // nothing to see
+    if (max == kMinusInfinity<C> &&
+        !has_nan(values, range.end - range.begin)) {  // nothing to see
       fill_zero(probs, 0, n);
       if (y != nullptr) fill_zero(y, 0, n);
       continue;
