@@ -81,10 +81,10 @@ void Reducer::check_arguments() const {
                     record.name, " is on ", param.device(), ", ",
                     records_.front().name, " on ", params_.front().device(),
                     "; move the model to one device per rank");
-    SMP_CHECK_VALUE(record.group == ReductionGroup::kDp, "parameter ",
-                    record.name,
-                    " is to be reduced over the rdp group; that "
-                    "needs tensor parallelism, which is not available yet");
+    SMP_CHECK_VALUE(record.group == records_.front().group, "parameter ",
+                    record.describe(), " is reduced over another group than ",
+                    records_.front().describe(),
+                    "; a reducer serves one group");
   }
 }
 

@@ -18,8 +18,9 @@
 
 namespace smp::data_parallel {
 
-/// Collects the gradients of the parameters that this rank holds and averages
-/// them over the data-parallel ranks.
+/// Collects the gradients of parameters that this rank holds and averages them
+/// over a group of ranks, `dp` below: the data-parallel ranks, or those of them
+/// that hold the same slices (rdp).
 ///
 /// While a step is open, gradients are summed unscaled in flat buckets, in
 /// microbatch order. At its end a bucket is divided once, summed over the
@@ -64,7 +65,7 @@ class Reducer {
   /// Collective over `dp`.
   /// @param params   leaves that require a gradient, one per record, all on
   ///                 one device; in their final place (see GradientHooks)
-  /// @param records  equal on all ranks of the group
+  /// @param records  equal on all ranks of the group, and all of that group
   /// @param dp       may be null, like a group of one
   /// @throws ValueError on every rank when the ranks disagree on the records
   Reducer(std::vector<at::Tensor> params, std::vector<ParameterRecord> records,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from smp import _C, comm, runtime
-from smp.model_parts import PARTIAL_MARK
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
 
 def save(
@@ -127,11 +128,10 @@ def _merge(parts: list[Any]) -> Any:
         return first
     if not first.get(PARTIAL_MARK):
         return {key: _merge([part[key] for part in parts]) for key in first}
-    merged: dict[Any, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key == PARTIAL_MARK:
-                continue
-            both_maps = isinstance(value, dict) and isinstance(merged.get(key), dict)
-            merged[key] = {**merged[key], **value} if both_maps else value
-    return merged
+    if "state" in first and "param_groups" in first:  # of an optimizer
+        states = [{**part["state"], SHARDS_MARK: part.get(SHARDS_MARK, {})} for part in parts]
+        merged = {
+            key: value for key, value in first.items() if key not in (PARTIAL_MARK, SHARDS_MARK)
+        }
+        return {**merged, "state": partial.merge(states, partial.join_optimizer_entries)}
+    return partial.merge(parts)

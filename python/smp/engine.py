@@ -12,13 +12,17 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, comm, data_parallel, memory, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
-from smp.model_parts import PARTIAL_MARK, ModelParts
+from smp.model_parts import ModelParts
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK
+from smp.tensor_parallel.registry import Registration
+from smp.tensor_parallel.sharding import interval_of
 
 _log = logging.getLogger("smp")
 
@@ -33,6 +37,7 @@ class Engine:
         trace: how the model is traced for the automatic partition.
         overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
         broadcast_buffers: whether each training step begins with the first replica's buffers.
+        registrations: of the modules in it that were replaced by distributed ones.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Engine:
         average: bool,
         bucket_cap_bytes: int,
         broadcast_buffers: bool,
+        registrations: Sequence[Registration] = (),
     ) -> None:
         self._current = current
         self.idx = idx
@@ -57,11 +63,12 @@ class Engine:
         self.averages = average
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
+        self._registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
-        self._reducer: _C.Reducer | None = None
+        self.reducers: list[_C.Reducer] = []  # one per group of ranks, once there are some
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
@@ -119,16 +126,14 @@ class Engine:
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         self.parts.place(current.device)
         local = list(self.parts.named_parameters())
-        communicator = current.comms.dp
-        if communicator is not None:
-            data_parallel.broadcast_initial(
-                communicator, [p for _, p in local] + [b for b in self._root.buffers()]
-            )
+        split = [p for _, p in local if interval_of(p) is not None]
+        whole = [p for _, p in local if interval_of(p) is None]
+        data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
+        data_parallel.broadcast_from_first(split, "rdp")
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
-        self._reducer = data_parallel.make_reducer(
+        self.reducers = data_parallel.make_reducers(
             trainable,
-            communicator,
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self._overlap and current.config.overlapping_allreduce,
             average=self.averages,
@@ -187,7 +192,7 @@ class Engine:
         hub = self._current.pipeline
         if self.link is not None and isinstance(hub, PipelineHub):
             hub.remove(self.link)
-        self._reducer = None
+        self.reducers = []
 
     # ---- steps
 
@@ -207,14 +212,11 @@ class Engine:
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
-        communicator = self._current.comms.dp
-        if trains and communicator is not None and self._broadcast_buffers and self._root.training:
-            buffers = [b for b in self._root.buffers()]
-            if buffers:
-                data_parallel.broadcast_initial(communicator, buffers)
+        if trains and self._broadcast_buffers and self._root.training:
+            data_parallel.broadcast_from_first([b for b in self._root.buffers()])
         if trains:
-            assert self._reducer is not None
-            self._reducer.begin_step(num_microbatches, may_overlap)
+            for reducer in self.reducers:
+                reducer.begin_step(num_microbatches, may_overlap)
             if weights is not None and self.averages and self.server is None:
                 self._weigh_gradients(weights)
 
@@ -260,8 +262,9 @@ class Engine:
 
     def microbatch_done(self, mb: int) -> None:
         """All gradients of a microbatch have come."""
-        if self._reducer is not None and self._reducer.in_step:
-            self._reducer.finish_microbatch(mb)
+        for reducer in self.reducers:
+            if reducer.in_step:
+                reducer.finish_microbatch(mb)
 
     def leave_bodies(self) -> None:
         """No body runs any more, without a server."""
@@ -272,35 +275,41 @@ class Engine:
         self.joins_step = False
         self._stop_weighing()
         if trains:
-            assert self._reducer is not None
-            self._reducer.end_step()
+            for reducer in self.reducers:
+                reducer.end_step()
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
         self.joins_step = False
         self._stop_weighing()
-        if self._reducer is not None and self._reducer.in_step:
-            self._reducer.cancel_step()
+        for reducer in self.reducers:
+            if reducer.in_step:
+                reducer.cancel_step()
 
     # ---- state
 
+    @property
+    def _is_alone(self) -> bool:
+        """Has this rank all of the model?"""
+        return self._current.sizes["mp"] == 1
+
     def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
         current = self._current
-        if self.parts is None or current.sizes["pp"] == 1:
+        if self.parts is None or self._is_alone:
             state = dict(self._root.state_dict())
             return {} if gather_to_rank0 and current.global_rank != 0 else state
         if not gather_to_rank0:
-            return self.parts.merged(comm.allgather(self.parts.local_state(), comm.PP_GROUP))
-        if 0 not in current.groups["pp"]:
+            return self.parts.merged(comm.allgather(self.parts.marked_state(), comm.MP_GROUP))
+        if 0 not in current.groups["mp"]:
             return {}
         if current.global_rank != 0:
-            comm.send(self.parts.local_state(), 0, comm.RankType.WORLD_RANK)
+            comm.send(self.parts.marked_state(), 0, comm.RankType.WORLD_RANK)
             return {}
         states = [
-            self.parts.local_state()
+            self.parts.marked_state()
             if rank == 0
             else comm.recv_from(rank, comm.RankType.WORLD_RANK)
-            for rank in current.groups["pp"]
+            for rank in current.groups["mp"]
         ]
         return self.parts.merged(states)
 
@@ -318,27 +327,40 @@ class Engine:
             # All ranks still hold the whole model, so the values can go in at once; the
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
-        if state.get(PARTIAL_MARK) and self._current.sizes["pp"] > 1 and not same_partition_load:
-            merged: dict[str, Any] = {}
-            for part in comm.allgather(dict(state), comm.PP_GROUP):
-                merged.update(part)
-            state = merged
-        elif state.get(PARTIAL_MARK) and same_partition_load:
-            if self.parts is not None:
-                expected = self.parts.local_state().keys()
-                missing = [key for key in expected if key not in state]
-                if strict and missing:
-                    raise RuntimeError(
-                        f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
-                        "under another partition: load it with same_partition_load=False"
-                    )
-                full = dict(self._root.state_dict())
-                full.update(state)
-                state = full
-        return parts.load(state, strict)
+        if not state.get(PARTIAL_MARK):
+            return parts.load(self._translated(state), strict)
+        if not same_partition_load:
+            held = [dict(state)]
+            if not self._is_alone:
+                held = comm.allgather(held[0], comm.MP_GROUP)
+            return parts.load(partial.merge(held), strict)
+        if self.parts is not None:
+            expected = self.parts.local_state().keys()
+            missing = [key for key in expected if key not in state]
+            if strict and missing:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
+                    "under another partition: load it with same_partition_load=False"
+                )
+            full = dict(self._root.state_dict())
+            full.update(state)
+            state = full
+        return parts.load(state, strict, sliced=True)
+
+    def _translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state dict with the names of the distributed modules that the model has."""
+        for registration in self._registrations:
+            if registration.translators is not None:
+                state = registration.translators[1](dict(state))
+        return state
 
     def gather_to_cpu(self) -> None:
         """Makes every parameter real on the CPU of every rank and gives modules their forward."""
+        if self._current.sizes["tp"] > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}modules that are split over tensor-parallel ranks do not work "
+                "on one rank; build the plain model and load state_dict() into it"
+            )
         state = self.state_dict(gather_to_rank0=False)
         if self.link is not None:
             self.link.disconnect()
@@ -358,6 +380,11 @@ class Engine:
                     value.copy_(state[key])
 
 
+def _order_ranks(current: runtime.Runtime) -> list[int]:
+    """Ranks that run their tasks in one order, the one that decides first."""
+    return list(current.groups["dp" if current.config.deterministic_server else "tp"])
+
+
 def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
     links, config = current.links, current.config
     assert links is not None and links.mailbox is not None and links.board is not None
@@ -366,12 +393,13 @@ def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> Pipeli
         links.board,
         global_rank=current.global_rank,
         pp_ranks=list(current.groups["pp"]),
-        order_ranks=list(current.groups["dp"]),
+        order_ranks=_order_ranks(current),
         policy=schedule.policy,
         actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
         num_chunks=schedule.num_chunks,
         active_microbatches=config.active_microbatches or 0,
-        deterministic=config.deterministic_server,
+        # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
+        deterministic=config.deterministic_server or current.sizes["tp"] > 1,
         static_mode=config.static_mode,
         device=str(current.device),
         timeout_s=current.settings.timeout_s,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from smp import _C, comm
+from smp.tensor_parallel.sharding import interval_of
 
 
 def clip_grad_norm_(
@@ -20,8 +21,8 @@ def clip_grad_norm_(
     """Scales gradients so that their norm over the whole model is at most ``max_norm``.
 
     Takes the place of ``torch.nn.utils.clip_grad_norm_``: the norm covers the parameters of all
-    pipeline ranks, each once, and is the same on every rank. Between the step call and
-    ``optimizer.step()``. Collective over the pipeline group.
+    pipeline and tensor-parallel ranks, each once, and is the same on every rank. Between the step
+    call and ``optimizer.step()``. Collective over the ranks of a replica (the MP group).
 
     Args:
         parameters: ``model.parameters()``, or on every rank its part of the same selection;
@@ -40,11 +41,11 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
-    grads = _gradients(parameters)
+    grads, counted = _gradients(parameters)
     has_double = any(grad.dtype == torch.float64 for grad in grads)
-    parts = [(_power_sum(grads, norm_type), has_double)]
-    if comm.pp_size() > 1:
-        parts = comm.allgather(parts[0], comm.PP_GROUP)
+    parts = [(_power_sum(counted, norm_type), has_double)]
+    if comm.mp_size() > 1:
+        parts = comm.allgather(parts[0], comm.MP_GROUP)
     # In order of rank, so that all ranks get the same bits.
     if math.isinf(norm_type):
         powers = [power for power, _ in parts]
@@ -61,11 +62,24 @@ def clip_grad_norm_(
     return torch.tensor(total, dtype=dtype, device=grads[0].device if grads else None)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Gradients that are there, one per parameter however often this is listed."""
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients that are there, one per parameter however often this is listed.
+
+    Returns:
+        all of them, and those that count here: slices, and on the first tensor-parallel rank those
+        of parameters that all of them hold.
+    """
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = {id(parameter): parameter for parameter in listed}
-    return [p.grad.detach() for p in unique.values() if p.grad is not None]
+    having = [parameter for parameter in unique.values() if parameter.grad is not None]
+    counts_whole = comm.tp_rank() == 0
+    counted = [p for p in having if counts_whole or interval_of(p) is not None]
+    return [_grad(p) for p in having], [_grad(p) for p in counted]
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach()
 
 
 def _power_sum(grads: Sequence[Tensor], norm_type: float) -> float:

@@ -25,17 +25,21 @@ _NEVER = timedelta(days=365)
 class Groups:
     """Communicators of this rank; None for a group of one.
 
-    `dp` serves tensors on the device of the run; the control communicators serve CPU tensors.
-    Nothing but the reducer may use `dp`: all ranks must issue its operations in one order.
+    `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
+    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but the regions of split
+    modules `tp`: all ranks must issue the operations of one in one order. Without tensor
+    parallelism the rdp group is the dp group, and there is no communicator of its own.
     """
 
-    dp: _C.Communicator | None
-    dp_control: _C.Communicator | None
-    mp_control: _C.Communicator | None
+    dp: _C.Communicator | None = None
+    dp_control: _C.Communicator | None = None
+    mp_control: _C.Communicator | None = None
+    rdp: _C.Communicator | None = None
+    tp: _C.Communicator | None = None
 
     def abort(self) -> None:
         """Ends what is in flight, for a run that has failed."""
-        for communicator in (self.dp, self.dp_control, self.mp_control):
+        for communicator in vars(self).values():
             if communicator is not None:
                 communicator.abort()
 
@@ -62,22 +66,35 @@ def build_groups(
     Args:
         grid: process grid.
         global_rank: of this process.
-        store: for the connections; needs no other use of keys "dp", "dp_control", "mp_control".
+        store: for the connections; nobody else uses keys that begin with the name of a group.
         device: of the tensors that `dp` serves.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
     """
-    dp_ranks, mp_ranks = grid.group("dp", global_rank), grid.group("mp", global_rank)
-    dp_control = mp_control = dp = None
-    if len(dp_ranks) > 1:
-        dp_control = _make_gloo(store, "dp_control", dp_ranks, global_rank, loopback, timeout_s)
+    made = Groups()
+
+    def ranks_of(kind: str) -> list[int]:
+        return list(grid.group(kind, global_rank))
+
+    def control(kind: str) -> _C.Communicator | None:
+        name, ranks = f"{kind}_control", ranks_of(kind)
+        if len(ranks) == 1:
+            return None
+        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+
+    def on_device(kind: str) -> _C.Communicator | None:
+        ranks = ranks_of(kind)
+        if len(ranks) == 1:
+            return None
         if device.type == "cuda":
-            dp = _make_nccl(store, "dp", dp_ranks, global_rank, timeout_s)
-        else:
-            dp = _make_gloo(store, "dp", dp_ranks, global_rank, loopback, timeout_s)
-    if len(mp_ranks) > 1:
-        mp_control = _make_gloo(store, "mp_control", mp_ranks, global_rank, loopback, timeout_s)
-    return Groups(dp, dp_control, mp_control)
+            return _make_nccl(store, kind, ranks, global_rank, timeout_s)
+        return _make_gloo(store, kind, ranks, global_rank, loopback, timeout_s)
+
+    made.dp_control, made.dp = control("dp"), on_device("dp")
+    made.mp_control = control("mp")
+    if grid.group_size("tp") > 1:
+        made.rdp, made.tp = on_device("rdp"), on_device("tp")
+    return made
 
 
 def _make_gloo(

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, microbatch, runtime
 from smp.engine import Engine
-from smp.model_parts import PARTIAL_MARK, ModelParts, alias_forwards
+from smp.model_parts import ModelParts, alias_forwards
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
@@ -337,7 +337,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Entries of the state dict that live on this rank, marked as partial."""
-        return {**self._parts().local_state(), PARTIAL_MARK: True}
+        return self._parts().marked_state()
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """The whole model, with the keys of the unwrapped one.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smp import memory
-
-PARTIAL_MARK = "_smp_is_partial"
+from smp.tensor_parallel import partial, sharding
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
 
 def alias_forwards(root: nn.Module) -> None:
@@ -108,31 +108,55 @@ class ModelParts:
             if partitions.get(key, 0) == self._pp_rank
         }
 
-    def merged(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole state dict out of the local ones of all pipeline ranks, in order of rank."""
+    def local_slices(self) -> dict[str, partial.Slice]:
+        """Which entries of the local state are slices, and which."""
+        partitions = self.key_partitions()
+        own = (
+            (key, value)
+            for key, value in self.root.state_dict(keep_vars=True).items()
+            if partitions.get(key, 0) == self._pp_rank
+        )
+        return partial.slices_of(own)
+
+    def marked_state(self) -> dict[str, Any]:
+        """The local state as a dict that says of itself that it is one."""
+        marks: dict[str, Any] = {PARTIAL_MARK: True}
+        slices = self.local_slices()
+        if slices:
+            marks[SHARDS_MARK] = slices
+        return {**self.local_state(), **marks}
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The whole state dict out of the marked ones of all ranks of a replica."""
+        whole = partial.merge(parts)
         partitions = self.key_partitions()
         merged: dict[str, Any] = {}
         for key in self.root.state_dict():
-            partition = partitions.get(key, 0)
-            if key not in states[partition]:
+            if key not in whole:
                 raise ValueError(
-                    f"'{key}' belongs to pipeline rank {partition}, whose part of the state does "
-                    "not have it; the parts come from another model or another partition"
+                    f"'{key}' belongs to pipeline rank {partitions.get(key, 0)}, whose part of the "
+                    "state does not have it; the parts come from another model or another partition"
                 )
-            merged[key] = states[partition][key]
+            merged[key] = whole[key]
         return merged
 
     def load(
-        self, state: Mapping[str, Any], strict: bool
+        self, state: Mapping[str, Any], strict: bool, sliced: bool = False
     ) -> torch.nn.modules.module._IncompatibleKeys:
         """Loads the local entries of a whole state dict; keys are compared over the whole model.
+
+        Args:
+            state: whole tensors, or the slices that this rank holds if ``sliced``.
+            strict: missing and unexpected keys are errors.
+            sliced: split entries are there as this rank holds them.
 
         Raises:
             RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
         """
         own = self.root.state_dict(keep_vars=True)
         missing = [key for key in own if key not in state]
-        unexpected = [key for key in state if key not in own and key != PARTIAL_MARK]
+        marks = (PARTIAL_MARK, SHARDS_MARK)
+        unexpected = [key for key in state if key not in own and key not in marks]
         problems = []
         if strict and missing:
             problems.append(f"missing keys: {missing}")
@@ -140,13 +164,12 @@ class ModelParts:
             problems.append(f"unexpected keys: {unexpected}")
         for key, value in own.items():
             given = state.get(key)
-            if (
-                isinstance(value, Tensor)
-                and isinstance(given, Tensor)
-                and given.shape != value.shape
-            ):
+            if not isinstance(value, Tensor) or not isinstance(given, Tensor):
+                continue
+            shape = list(value.shape) if sliced else sharding.whole_shape(value)
+            if list(given.shape) != shape:
                 problems.append(
-                    f"'{key}' has shape {tuple(given.shape)}, the model has {tuple(value.shape)}"
+                    f"'{key}' has shape {tuple(given.shape)}, the model has {tuple(shape)}"
                 )
         if problems:
             raise RuntimeError(
@@ -159,5 +182,6 @@ class ModelParts:
                     continue
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
-                    value.copy_(state[key])
+                    interval = None if sliced else sharding.interval_of(value)
+                    value.copy_(sharding.slice_of(state[key], interval))
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from smp import _C, comm, grad_norm, runtime
 from smp.model import DistributedModel
-from smp.model_parts import PARTIAL_MARK
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
+from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
 
 _LOSS_SCALE_ARGUMENTS = (
     "init_scale",
@@ -157,7 +159,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             gather_if_shard: without effect unless the optimizer state is sharded.
         """
-        return {**self._local_state(), PARTIAL_MARK: True}
+        return {**self._local_state(), **self._marks()}
+
+    def _marks(self) -> dict[str, Any]:
+        """What a partial state says of itself: which parameters are slices."""
+        slices = partial.slices_of(enumerate(self._parameters()))
+        return {PARTIAL_MARK: True, **({SHARDS_MARK: slices} if slices else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """State of all parameters of the model, as the wrapped optimizer would have it alone.
@@ -168,9 +175,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self._local_state()
         if comm.mp_size() == 1 or not self._is_partitioned(any):
             return result
-        parts = comm.allgather(_to_cpu(result["state"]), comm.MP_GROUP)
-        merged = {index: entry for part in parts for index, entry in part.items()}
-        merged.update(result["state"])  # on this rank's device
+        own = {**_to_cpu(result["state"]), **self._marks()}
+        merged = partial.merge(comm.allgather(own, comm.MP_GROUP), partial.join_optimizer_entries)
+        slices = self._marks().get(SHARDS_MARK, {})
+        for index, entry in result["state"].items():
+            if index not in slices:
+                merged[index] = entry  # on this rank's device
         order = [index for index in range(len(self._parameters())) if index in merged]
         rest = [key for key in merged if not isinstance(key, int)]
         return {**result, "state": {key: merged[key] for key in order + rest}}
@@ -200,12 +210,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if given is None:
             return
         is_partial = bool(given.pop(PARTIAL_MARK, False))
+        held = given.pop(SHARDS_MARK, {})
         entries: dict[Any, Any] = given["state"]
         parameters = self._parameters()
         is_local = self._locality()
         local = {index for index, p in enumerate(parameters) if is_local(p)}
+        slices = partial.slices_of(enumerate(parameters))
+        is_own = is_partial and held == {i: slices[i] for i in held if i in slices}
         if is_partial and comm.mp_size() > 1:
-            entries = _complete(entries, local)
+            entries, is_own = _complete(entries, held, local, is_own)
+        if not is_own:
+            entries = {
+                index: _slice_entry(entry, parameters[index]) if index in slices else entry
+                for index, entry in entries.items()
+                if not isinstance(index, int) or index in local
+            }
         given["state"] = {
             index: entry
             for index, entry in entries.items()
@@ -259,19 +278,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return lambda p: id(p) not in remote
 
 
-def _complete(entries: dict[Any, Any], local: set[int]) -> dict[Any, Any]:
+def _complete(
+    entries: dict[Any, Any], held: dict[int, partial.Slice], local: set[int], is_own: bool
+) -> tuple[dict[Any, Any], bool]:
     """Adds entries of local parameters that other ranks of the replica have. Collective.
 
     After the same partition every rank has all of its own, and nothing big is sent.
+
+    Args:
+        entries: of this rank.
+        held: which of them are slices.
+        local: parameters of this rank.
+        is_own: these are the slices of this rank.
+
+    Returns:
+        entries, and whether those of split parameters are slices still.
     """
-    holdings = comm.allgather((set(entries), local), comm.MP_GROUP)
-    held_by_some = {index for held, _ in holdings for index in held}
-    if not any((wanted & held_by_some) - held for held, wanted in holdings):
-        return entries
-    complete: dict[Any, Any] = {}
-    for part in comm.allgather(_to_cpu(entries), comm.MP_GROUP):
-        complete.update(part)
-    return {**complete, **entries}
+    holdings = comm.allgather((set(entries), local, is_own), comm.MP_GROUP)
+    held_by_some = {index for there, _, _ in holdings for index in there}
+    is_whole = any((wanted & held_by_some) - there for there, wanted, _ in holdings)
+    if not is_whole and all(own for _, _, own in holdings):
+        return entries, True
+    marked = {**_to_cpu(entries), SHARDS_MARK: held}
+    return partial.merge(
+        comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
+    ), False
+
+
+def _slice_entry(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The state of a slice out of that of the whole parameter."""
+    interval, shape = interval_of(parameter), whole_shape(parameter)
+    return {
+        name: slice_of(value, interval).clone()
+        if isinstance(value, Tensor) and list(value.shape) == shape
+        else value
+        for name, value in entry.items()
+    }
 
 
 def _to_cpu(value: Any) -> Any:

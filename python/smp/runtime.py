@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +55,12 @@ class ModuleManager:
     translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = field(
         default_factory=list
     )
+
+    def add(self, translators: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Adds pairs of functions that are not there yet."""
+        for pair in translators:
+            if pair not in self.translate_functions:
+                self.translate_functions.append(pair)
 
 
 def _make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
@@ -129,7 +135,7 @@ class Runtime(WrappedObjects):
         self.num_steps = self.num_begun = 0
         self.pid = os.getpid()
         self.links: Links | None = None
-        self.comms = Groups(None, None, None)
+        self.comms = Groups()
         self._torch_groups: TorchGroups | None = None
         self._store: dist.Store | None = None
         self._loopback = True
@@ -325,7 +331,7 @@ class Runtime(WrappedObjects):
     def _drop_references(self) -> None:
         if self.links is not None and not self.links.is_healthy:
             self.comms.abort()
-        self.comms = Groups(None, None, None)
+        self.comms = Groups()
         self.forget_wrapped()
         self.pipeline = self.server = None
         self._torch_groups = self._store = None

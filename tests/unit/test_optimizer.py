@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import smp
 from smp import _C, comm, runtime
 from smp import optimizer as optimizer_module
-from smp.model_parts import PARTIAL_MARK
+from smp.tensor_parallel.partial import PARTIAL_MARK
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +255,7 @@ def test_partial_states_are_merged_when_the_partition_has_moved(
     whole = source.state_dict()
     held = [{0, 1}, {2, 3}] if same_partition else [{0, 1, 2}, {3}]
     parts = [{i: e for i, e in whole["state"].items() if i in indices} for indices in held]
-    answers: list[Any] = [(held[0], {0, 1})]
+    answers: list[Any] = [(held[0], {0, 1}, True)]
     if not same_partition:
         answers.append(parts[0])
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(replica.parameters, lr=0.7))
@@ -311,7 +311,7 @@ def test_clipping_counts_a_repeated_parameter_once() -> None:
 
 def test_clipping_adds_up_over_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(1))
-    monkeypatch.setattr(comm, "pp_size", lambda: 2)
+    monkeypatch.setattr(comm, "mp_size", lambda: 2)
     for norm_type, expected in ((2.0, 5.0), (float("inf"), 16.0)):
         p.grad = torch.full((1,), 3.0)
         monkeypatch.setattr(comm, "allgather", lambda obj, group: [obj, (16.0, True)])

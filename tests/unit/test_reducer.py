@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smp import _C
-from smp.data_parallel import make_records
+from smp.data_parallel import Reduction, make_records
 
 
 def make_model() -> nn.Module:
@@ -24,7 +24,12 @@ def make_model() -> nn.Module:
 def make_reducer(model: nn.Module, **options: object) -> _C.Reducer:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     options = {"bucket_cap_bytes": 512} | options
-    return _C.Reducer([p for _, p in named], make_records(named, 1.0), None, **options)
+    return _C.Reducer(
+        [p for _, p in named],
+        make_records(named, [Reduction("dp", 1.0)] * len(named)),
+        None,
+        **options,
+    )
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -198,7 +203,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 def test_records_name_what_a_parameter_is() -> None:
     model = make_model()
-    record = make_records(list(model.named_parameters()), 4.0, {"0.weight": ["tied"]})[0]
+    named = list(model.named_parameters())
+    reductions = [Reduction("dp", 4.0)] * len(named)
+    record = make_records(named, reductions, {"0.weight": ["tied"]})[0]
     assert (record.name, record.shape, record.dtype) == ("0.weight", [8, 5], torch.float32)
     assert (record.divisor, record.ties, record.group) == (4.0, ["tied"], _C.ReductionGroup.DP)
     assert record.interval.is_whole and record.local_shape == [8, 5]

@@ -3,57 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from smp import _C, runtime
+from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradient of a parameter is made out of those of several ranks.
+
+    Attributes:
+        kind: of the group over which it is summed, "dp" or "rdp".
+        divisor: of the sum.
+    """
+
+    kind: str
+    divisor: float
+
+
+def reduction_of(parameter: Tensor) -> Reduction:
+    """Over which ranks a gradient is averaged (docs/design/tensor_parallelism.md).
+
+    Parameters of distributed modules see the samples of the whole tensor-parallel group: with own
+    batches their gradients are sums over its ranks' losses, with a prescaled batch they belong to
+    one loss that all its ranks have.
+    """
+    current = runtime.current()
+    sizes = current.sizes
+    placement = placement_of(parameter)
+    if placement is None or sizes["tp"] == 1:
+        return Reduction("dp", sizes["dp"])
+    divisor = sizes["rdp"] if current.config.prescaled_batch else sizes["dp"]
+    return Reduction("dp" if placement.partial else "rdp", divisor)
 
 
 def make_records(
     parameters: Sequence[tuple[str, nn.Parameter]],
-    divisor: float,
+    reductions: Sequence[Reduction],
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> list[_C.ParameterRecord]:
-    """Records of parameters that this rank holds whole.
+    """Records of parameters, in their order.
 
     Args:
-        parameters: names in the whole model, each parameter once, in one order on all
-            data-parallel ranks.
-        divisor: of the gradient summed over these ranks; their number for a mean.
+        parameters: names in the whole model, each parameter once, in one order on all ranks of
+            their group.
+        reductions: of the parameters, all over one group.
         ties: further names of the same parameter, by name.
     """
     others = ties or {}
-    return [
-        _C.ParameterRecord(
-            index,
-            name,
-            list(parameter.shape),
-            parameter.dtype,
-            divisor=divisor,
-            ties=list(others.get(name, ())),
+    records = []
+    for index, ((name, parameter), reduction) in enumerate(
+        zip(parameters, reductions, strict=True)
+    ):
+        records.append(
+            _C.ParameterRecord(
+                index,
+                name,
+                whole_shape(parameter),
+                parameter.dtype,
+                divisor=reduction.divisor,
+                interval=interval_of(parameter),
+                ties=list(others.get(name, ())),
+                group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
+            )
         )
-        for index, (name, parameter) in enumerate(parameters)
-    ]
+    return records
 
 
-def make_reducer(
+def make_reducers(
     parameters: Sequence[tuple[str, nn.Parameter]],
-    communicator: _C.Communicator | None,
     *,
     bucket_cap_bytes: int,
     overlap: bool,
     average: bool,
     passes_per_reduction: int,
     ties: Mapping[str, Sequence[str]] | None = None,
-) -> _C.Reducer:
-    """The reducer of this rank's parameters; takes over their gradients from here on.
+) -> list[_C.Reducer]:
+    """The reducers of this rank's parameters, one per group; they take over the gradients.
 
     Collective over the data-parallel group.
 
     Args:
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
-        communicator: of the data-parallel group; None for a group of one.
         bucket_cap_bytes: size of a bucket.
         overlap: reduce buckets while backward goes on.
         average: divide by the number of microbatches.
@@ -64,19 +99,26 @@ def make_reducer(
         ValueError: on every rank, when the ranks have different parameters or options.
     """
     current = runtime.current()
-    num_ranks = 1 if communicator is None else communicator.size
-    return _C.Reducer(
-        [parameter for _, parameter in parameters],
-        make_records(parameters, num_ranks, ties),
-        communicator,
-        faults=current.board,
-        dp_ranks=list(current.groups["dp"]),
-        bucket_cap_bytes=bucket_cap_bytes,
-        overlap=overlap,
-        average_over_microbatches=average,
-        passes_per_reduction=passes_per_reduction,
-        timeout_s=current.settings.timeout_s,
-    )
+    communicators = {"dp": current.comms.dp, "rdp": current.comms.rdp}
+    kinds = ("dp", "rdp") if current.sizes["tp"] > 1 else ("dp",)
+    reducers = []
+    for kind in kinds:
+        own = [item for item in parameters if reduction_of(item[1]).kind == kind]
+        reductions = [reduction_of(parameter) for _, parameter in own]
+        reducer = _C.Reducer(
+            [parameter for _, parameter in own],
+            make_records(own, reductions, ties),
+            communicators[kind],
+            faults=current.board,
+            dp_ranks=list(current.groups[kind]),
+            bucket_cap_bytes=bucket_cap_bytes,
+            overlap=overlap,
+            average_over_microbatches=average,
+            passes_per_reduction=passes_per_reduction,
+            timeout_s=current.settings.timeout_s,
+        )
+        reducers.append(reducer)
+    return reducers
 
 
 def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:
@@ -99,24 +141,27 @@ def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: 
     )
 
 
-def broadcast_initial(communicator: _C.Communicator | None, tensors: Sequence[Tensor]) -> None:
-    """Overwrites ``tensors`` with those of the first data-parallel rank.
+def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp") -> None:
+    """Overwrites ``tensors`` with those of the first rank of the group.
 
-    Collective over the data-parallel group; the lists agree in order, shapes and dtypes. Used for
-    parameters and buffers after partition, and for buffers before a step.
+    Collective over the group; the lists agree in order, shapes and dtypes. Used for parameters and
+    buffers after partition, and for buffers before a step.
 
     Args:
-        communicator: of the group; None for a group of one.
         tensors: any dtypes and strides.
+        kind: "dp", or "rdp" for slices, which only these ranks share.
     """
-    if communicator is None or not tensors:
-        return
     current = runtime.current()
+    if not tensors or current.sizes[kind] == 1:
+        return
+    is_rdp = kind == "rdp" and current.sizes["tp"] > 1
+    communicator = current.comms.rdp if is_rdp else current.comms.dp
+    assert communicator is not None
     _C.broadcast_coalesced(
         list(tensors),
         communicator,
         0,
         faults=current.board,
-        ranks=list(current.groups["dp"]),
+        ranks=list(current.groups[kind]),
         timeout_s=current.settings.timeout_s,
     )

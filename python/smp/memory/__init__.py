@@ -2,9 +2,16 @@
 
 from smp.memory.materialize import (
     delay_param_initialization,
+    fill,
     initialise_delayed,
     make_placeholder,
     make_real,
 )
 
-__all__ = ["delay_param_initialization", "initialise_delayed", "make_placeholder", "make_real"]
+__all__ = [
+    "delay_param_initialization",
+    "fill",
+    "initialise_delayed",
+    "make_placeholder",
+    "make_real",
+]

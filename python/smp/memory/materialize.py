@@ -52,6 +52,20 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad = None
 
 
+def fill(parameter: nn.Parameter, value: Tensor) -> None:
+    """Gives a parameter values, also one on the meta device; ``value`` is copied.
+
+    Args:
+        parameter: keeps its dtype, and its device unless that is meta.
+        value: of the same shape.
+    """
+    if parameter.is_meta:
+        _exchange(parameter, value.detach().to(parameter.dtype, copy=True).contiguous())
+    else:
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
 def _fill(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element that nobody initialises a tensor with: NaN, or the smallest integer."""
     if dtype.is_floating_point or dtype.is_complex:

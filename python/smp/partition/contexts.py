@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from smp import _C, runtime
 from smp.config import config_error
+from smp.creation import CreationMarks
 
-# Wishes of the user. Modules that are gone take theirs along.
-_marks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_marks: CreationMarks[int] = CreationMarks()  # wishes of the user
 
 
 def mark_of(module: nn.Module) -> int | None:
@@ -49,62 +45,6 @@ def _known_pp_size() -> int | None:
     return runtime.current().sizes["pp"] if runtime.is_initialized() else None
 
 
-class _Open(threading.local):
-    """Indices of the contexts that are open in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-
-class _Recorder:
-    """Notices modules being made, by wrapping two methods of `nn.Module` while a context is open.
-
-    `__init__` runs for new modules, `__setstate__` for copies and unpickled ones (`deepcopy` is how
-    `nn.TransformerEncoder` makes its layers).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_open = 0
-        self._wrapped: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-
-    def open(self) -> None:
-        with self._lock:
-            self._num_open += 1
-            if self._num_open > 1:
-                return
-            for name in ("__init__", "__setstate__"):
-                original = getattr(nn.Module, name)
-                wrapper = _recording(original)
-                self._wrapped[name] = (original, wrapper)
-                setattr(nn.Module, name, wrapper)
-
-    def close(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open > 0:
-                return
-            for name, (original, wrapper) in self._wrapped.items():
-                # Somebody may have wrapped ours in between; with no context open it does nothing.
-                if getattr(nn.Module, name) is wrapper:
-                    setattr(nn.Module, name, original)
-            self._wrapped.clear()
-
-
-_open = _Open()
-_recorder = _Recorder()
-
-
-def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        method(self, *args, **kwargs)
-        if _open.indices:
-            _marks[self] = _open.indices[-1]
-
-    return wrapper
-
-
 @contextmanager
 def partition(index: int) -> Iterator[None]:
     """Places modules that are created inside the context; used with ``auto_partition: False``.
@@ -119,13 +59,8 @@ def partition(index: int) -> Iterator[None]:
     Raises:
         ValueError: ``index`` is out of range.
     """
-    _open.indices.append(check_index("partition", index, _known_pp_size()))
-    _recorder.open()
-    try:
+    with _marks.marking(check_index("partition", index, _known_pp_size())):
         yield
-    finally:
-        _recorder.close()
-        _open.indices.pop()
 
 
 def set_partition(module: nn.Module, index: int) -> None:

@@ -331,8 +331,11 @@ TEST(ReducerAlone, misuse_is_told) {
       ValueError);
   auto rdp = record;
   rdp.group = ReductionGroup::kRdp;
-  EXPECT_THROW(Reducer({at::zeros({3}).requires_grad_()}, {rdp}, nullptr, {}),
-               ValueError);
+  EXPECT_THROW(Reducer({at::zeros({3}).requires_grad_(),
+                        at::zeros({3}).requires_grad_()},
+                       {record, rdp}, nullptr, {}),
+               ValueError)
+      << "two groups";
 }
 
 TEST(ReducerAlone, a_sparse_gradient_is_refused_by_name) {

@@ -1,0 +1,1 @@
+"""Splitting of modules over the ranks of a tensor-parallel group."""

@@ -1,0 +1,112 @@
+"""Which part of a parameter this rank holds, and over which ranks its gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from smp import _C, runtime
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of a parameter of a distributed module.
+
+    Attributes:
+        interval: the slice held here; None if all of it is.
+        partial: its gradient here covers only the part of the activations that is on this rank, so
+            it is summed over the tensor-parallel ranks as well.
+    """
+
+    interval: _C.ShardInterval | None
+    partial: bool = False
+
+
+_placements = WeakTensorKeyDictionary()
+
+
+def split(extent: int, num_parts: int | None = None) -> list[int]:
+    """Sizes of the parts of something that is cut as evenly as possible, larger ones first.
+
+    Args:
+        extent: what is cut.
+        num_parts: into how many; the tensor-parallel degree if not given.
+    """
+    parts = runtime.current().sizes["tp"] if num_parts is None else num_parts
+    return [extent // parts + (idx < extent % parts) for idx in range(parts)]
+
+
+def begin_of(sizes: Sequence[int], rank: int | None = None) -> int:
+    """Where the part of a tensor-parallel rank begins; of this one if none is given."""
+    return sum(sizes[: runtime.current().ranks["tp"] if rank is None else rank])
+
+
+def mark_split(parameter: nn.Parameter, dim: int, begin: int, extent: int) -> None:
+    """Says that a parameter is the slice from ``begin`` on of a dim of size ``extent``."""
+    size = parameter.shape[dim]
+    interval = _C.ShardInterval(dim, begin, begin + size, extent)
+    _placements[parameter] = Placement(interval)
+
+
+def mark_whole(parameter: nn.Parameter, *, partial: bool) -> None:
+    """Says that a parameter of a distributed module is held whole by every rank.
+
+    Args:
+        parameter: of the module, registered.
+        partial: it is applied to a part of the group's activations on each rank, so that its
+            gradients are parts of a sum.
+    """
+    _placements[parameter] = Placement(None, partial)
+
+
+def placement_of(parameter: Tensor) -> Placement | None:
+    """None for parameters of modules that are not distributed."""
+    placement = _placements.get(parameter)
+    assert placement is None or isinstance(placement, Placement)
+    return placement
+
+
+def interval_of(parameter: Tensor) -> _C.ShardInterval | None:
+    """The slice that this rank holds; None for a parameter that every rank holds whole."""
+    placement = placement_of(parameter)
+    return None if placement is None else placement.interval
+
+
+def is_scaled_batch(parameter: Tensor) -> bool:
+    """Does its gradient cover the samples of the whole tensor-parallel group?"""
+    return placement_of(parameter) is not None
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Shape of the parameter that this rank holds a part of."""
+    shape = list(parameter.shape)
+    interval = interval_of(parameter)
+    if interval is not None:
+        shape[interval.dim] = interval.extent
+    return shape
+
+
+def slice_of(whole: Tensor, interval: _C.ShardInterval | None) -> Tensor:
+    """The slice that an interval names, a view."""
+    if interval is None:
+        return whole
+    return whole.narrow(interval.dim, interval.begin, interval.size)
+
+
+def join(parts: Sequence[tuple[Tensor, _C.ShardInterval | None]]) -> Tensor:
+    """The whole tensor out of the slices of all ranks, in any order."""
+    first, interval = parts[0]
+    if interval is None:
+        return first
+    by_begin = sorted(parts, key=_begin)
+    return torch.cat([part.to(first.device) for part, _ in by_begin], interval.dim)
+
+
+def _begin(part: tuple[Tensor, _C.ShardInterval | None]) -> int:
+    interval = part[1]
+    assert interval is not None
+    return interval.begin
