@@ -72,6 +72,9 @@ void bind_communicator(py::module_& m) {
       .def("reduce_scatter", &Communicator::reduce_scatter, py::arg("output"),
            py::arg("input"), py::arg("op") = ReduceOp::kSum, NoGil(),
            "output [n], input [size * n].")
+      .def("all_to_all", &Communicator::all_to_all, py::arg("output"),
+           py::arg("input"), NoGil(),
+           "Both [size * n]: part i of the input goes to group rank i.")
       .def("barrier", &Communicator::barrier, NoGil())
       .def("abort", &Communicator::abort, NoGil(),
            "Ends all waits in this process with an error; further calls "

@@ -127,6 +127,19 @@ class C10dCommunicator final : public Communicator {
     });
   }
 
+  WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
+    CallName call{info_, "all_to_all"};
+    check_exchange(output, input, call);
+    check_device(input, call);
+    // As bytes: no backend knows all types here.
+    at::Tensor to = flat(output).view(at::kByte);
+    at::Tensor from = flat(input).view(at::kByte);
+    return collective(std::move(call), [&](c10d::Backend& backend) {
+      std::vector<int64_t> equal_parts;
+      return backend.alltoall_base(to, from, equal_parts, equal_parts);
+    });
+  }
+
   WorkPtr barrier() override {
     return collective({info_, "barrier"},
                       [](c10d::Backend& backend) { return backend.barrier(); });

@@ -3,12 +3,21 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
+
+#include "csrc/common/check.h"
 
 namespace smp::comm {
 
 enum class ReduceOp { kSum, kMax, kMin };
+
+/// The ranks called different things with one collective; each of them gets
+/// this error, and the communicator can still be used.
+class Disagreement : public Error {
+  using Error::Error;
+};
 
 /// One operation in flight. Tensors given to the operation are kept alive by
 /// the Work until it is destroyed; read or reuse them only after `wait`.
@@ -59,7 +68,16 @@ class Communicator {
   /// `output` is [n], `input` is [size * n].
   virtual WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
                                  ReduceOp op) = 0;
+  /// `output` and `input` are [size * n]: part i of the input goes to group
+  /// rank i, and part i of the output comes from there.
+  virtual WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) = 0;
   virtual WorkPtr barrier() = 0;
+
+  /// Gives the next collective that this thread issues a number that all ranks
+  /// must have equal, for instance a hash of shapes.
+  /// @return false where nobody would notice a difference; true where ranks
+  ///         that disagree on this or on any argument get a `Disagreement`
+  virtual bool stamp_next(uint64_t /*stamp*/) { return false; }
 
   /// Ends all operations in flight with an error, in this process only.
   /// Further calls raise. May be called twice and from any thread.

@@ -7,6 +7,18 @@
 #include "csrc/common/check.h"
 
 namespace smp::comm {
+namespace {
+
+void check_alike(const at::Tensor& one, const at::Tensor& other,
+                 const CallName& call) {
+  SMP_CHECK(one.scalar_type() == other.scalar_type() &&
+                one.device() == other.device(),
+            call.text(), ": expected equal dtypes and devices, got ",
+            describe_tensor(one), " on ", one.device().str(), " and ",
+            describe_tensor(other), " on ", other.device().str());
+}
+
+}  // namespace
 
 std::string CallName::text() const {
   std::ostringstream out;
@@ -79,11 +91,19 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part,
   SMP_CHECK(whole.numel() == part.numel() * size, call.text(), ": expected ",
             size, " times the elements of ", describe_tensor(part), ", got ",
             describe_tensor(whole));
-  SMP_CHECK(whole.scalar_type() == part.scalar_type() &&
-                whole.device() == part.device(),
-            call.text(), ": expected equal dtypes and devices, got ",
-            describe_tensor(whole), " on ", whole.device().str(), " and ",
-            describe_tensor(part), " on ", part.device().str());
+  check_alike(whole, part, call);
+}
+
+void check_exchange(const at::Tensor& output, const at::Tensor& input,
+                    const CallName& call) {
+  check_tensor(output, call);
+  check_tensor(input, call);
+  const int size = call.group->size;
+  SMP_CHECK(output.numel() == input.numel() && input.numel() % size == 0,
+            call.text(), ": expected equal numbers of elements, a multiple of ",
+            size, ", got ", describe_tensor(output), " and ",
+            describe_tensor(input));
+  check_alike(output, input, call);
 }
 
 }  // namespace smp::comm

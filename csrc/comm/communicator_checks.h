@@ -53,6 +53,11 @@ void check_tag(const CallName& call);
 void check_parts(const at::Tensor& whole, const at::Tensor& part,
                  const CallName& call);
 
+/// Both have the same number of elements, a multiple of `size`, and the same
+/// dtype and device; both pass `check_tensor`.
+void check_exchange(const at::Tensor& output, const at::Tensor& input,
+                    const CallName& call);
+
 /// For instance "Float[2, 3]".
 std::string describe_tensor(const at::Tensor& tensor);
 

@@ -10,6 +10,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "csrc/comm/communicator_checks.h"
@@ -25,6 +26,7 @@ enum class Kind {
   kBroadcast,
   kAllGather,
   kReduceScatter,
+  kAllToAll,
   kBarrier
 };
 
@@ -38,9 +40,11 @@ struct Operation {
   at::Tensor input;   // collectives
   at::Tensor output;  // receives and collectives; may be the input
   ReduceOp op = ReduceOp::kSum;
+  uint64_t stamp = 0;
 
   bool done = false;
   std::string error;  // empty: success
+  bool disagreement = false;
   int source = -1;
 
   int group_rank() const { return call.group->group_rank; }
@@ -59,6 +63,7 @@ struct Member {
   std::deque<Envelope> arrived;       // nobody asked for them yet
   std::deque<OperationPtr> receives;  // nothing came for them yet
   int64_t next_collective = 0;
+  std::map<std::thread::id, uint64_t> stamps;  // of the next collectives
 };
 
 // What the ranks share.
@@ -124,7 +129,8 @@ std::string disagreement(const std::vector<OperationPtr>& members) {
          (first.input.numel() == member->input.numel() &&
           first.input.scalar_type() == member->input.scalar_type()));
     if (member->kind == first.kind && member->op == first.op &&
-        member->call.peer == first.call.peer && tensors_agree) {
+        member->call.peer == first.call.peer && tensors_agree &&
+        member->stamp == first.stamp) {
       continue;
     }
     auto words = [](const Operation& operation) {
@@ -176,6 +182,20 @@ void gather(const std::vector<OperationPtr>& members) {
   }
 }
 
+void exchange(const std::vector<OperationPtr>& members) {
+  for (const OperationPtr& receiver : members) {
+    auto* to = static_cast<char*>(receiver->output.mutable_data_ptr());
+    const size_t num_bytes = receiver->output.nbytes() / members.size();
+    if (num_bytes == 0) continue;
+    for (const OperationPtr& sender : members) {
+      const auto* from =
+          static_cast<const char*>(sender->input.const_data_ptr());
+      std::memcpy(to, from + num_bytes * receiver->group_rank(), num_bytes);
+      to += num_bytes;
+    }
+  }
+}
+
 void run_collective(const std::vector<OperationPtr>& members) {
   const Operation& first = *members.front();
   switch (first.kind) {
@@ -197,6 +217,9 @@ void run_collective(const std::vector<OperationPtr>& members) {
       break;
     case Kind::kReduceScatter:
       scatter(reduced_input(members), members);
+      break;
+    case Kind::kAllToAll:
+      exchange(members);
       break;
     case Kind::kBarrier:
       break;
@@ -222,6 +245,8 @@ class LocalWork final : public Work {
         lock, timeout, [&] { return operation_->done; });
     SMP_CHECK(in_time, operation_->call.text(), ": timed out after ",
               timeout.count(), " ms");
+    SMP_THROW_IF_NOT(Disagreement, !operation_->disagreement,
+                     operation_->call.text(), ": ", operation_->error);
     SMP_CHECK(operation_->error.empty(), operation_->call.text(), ": ",
               operation_->error);
   }
@@ -313,6 +338,18 @@ class LocalCommunicator final : public Communicator {
     return collective(std::move(operation), std::move(output), input);
   }
 
+  WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
+    auto operation = make(Kind::kAllToAll, {info_, "all_to_all"});
+    check_exchange(output, input, operation->call);
+    return collective(std::move(operation), std::move(output), input);
+  }
+
+  bool stamp_next(uint64_t stamp) override {
+    std::lock_guard lock(world_->mutex);
+    world_->members[group_rank()].stamps[std::this_thread::get_id()] = stamp;
+    return true;
+  }
+
   WorkPtr barrier() override {
     auto operation = make(Kind::kBarrier, {info_, "barrier"});
     return issue(std::move(operation));
@@ -398,6 +435,11 @@ class LocalCommunicator final : public Communicator {
       check_alive(*operation);
       Member& self = world_->members[group_rank()];
       const int64_t index = self.next_collective++;
+      const auto stamp = self.stamps.find(std::this_thread::get_id());
+      if (stamp != self.stamps.end()) {
+        operation->stamp = stamp->second;
+        self.stamps.erase(stamp);
+      }
       auto& members = world_->collectives[index];
       members.resize(world_->members.size());
       members[group_rank()] = operation;
@@ -408,6 +450,9 @@ class LocalCommunicator final : public Communicator {
           [](const OperationPtr& one) { return one && !one->done; });
       if (complete) {
         std::string error = disagreement(members);
+        for (const OperationPtr& one : members) {
+          one->disagreement = !error.empty();
+        }
         try {
           if (error.empty()) run_collective(members);
         } catch (const std::exception& failure) {

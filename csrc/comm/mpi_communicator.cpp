@@ -421,6 +421,19 @@ class MpiCommunicator final : public Communicator {
         std::move(finish));
   }
 
+  WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
+    CallName call{info_, "all_to_all"};
+    check_exchange(output, input, call);
+    check_cpu_tensor(input, call);
+    const Buffer from = buffer_to_move(input, call);
+    const int count = from.count / size();
+    return start(
+        call, Kind::kOther, {output, input}, [&](MPI_Request* request) {
+          return MPI_Ialltoall(from.data, count, from.type, output.data_ptr(),
+                               count, from.type, shared_->comm, request);
+        });
+  }
+
   WorkPtr barrier() override {
     CallName call{info_, "barrier"};
     return start(call, Kind::kOther, {}, [&](MPI_Request* request) {

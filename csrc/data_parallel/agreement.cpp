@@ -5,22 +5,14 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <sstream>
 #include <string_view>
-#include <thread>
-#include <utility>
 
-#include "csrc/comm/wait_registry.h"
 #include "csrc/common/check.h"
 
 namespace smp::data_parallel {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::milliseconds kSlice(100);
 
 at::Tensor to_tensor(const std::vector<int64_t>& values, at::Device device) {
   at::Tensor tensor =
@@ -88,83 +80,7 @@ std::string first_difference(const std::vector<std::string>& texts) {
   }
 }
 
-// One wait: who it is for, and what ends it early.
-class Watch {
- public:
-  Watch(const Patience& patience, std::string words)
-      : patience_(patience), words_(std::move(words)) {}
-
-  // Between two slices of the wait.
-  void look() {
-    if (!patience_.faults) return;
-    comm::FaultBoard& board = *patience_.faults;
-    if (!blocked_) blocked_.emplace(board.waits(), words_);
-    board.check_interrupt();
-    board.raise_if_faulted();
-    raise_if_left();
-  }
-
-  // The operation failed: usually a rank is gone, and soon we know which.
-  void explain_failure() {
-    if (!patience_.faults) return;
-    const Clock::time_point deadline = Clock::now() + patience_.grace;
-    while (Clock::now() < deadline) {
-      patience_.faults->raise_if_faulted();
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    raise_if_left();
-  }
-
-  const std::string& words() const { return words_; }
-
- private:
-  void raise_if_left() {
-    comm::FaultBoard& board = *patience_.faults;
-    const auto left = std::find_if(
-        patience_.peers.begin(), patience_.peers.end(),
-        [&](int global_rank) { return board.has_left(global_rank); });
-    if (left == patience_.peers.end()) return;
-    if (!left_since_) left_since_ = Clock::now();
-    if (Clock::now() - *left_since_ < patience_.grace) return;
-    throw PeerFailure(detail::concat(rank_prefix(), "global_rank ", *left,
-                                     " has left while this rank waits in the ",
-                                     words_));
-  }
-
-  const Patience& patience_;
-  const std::string words_;
-  std::optional<comm::BlockedScope> blocked_;
-  std::optional<Clock::time_point> left_since_;
-};
-
 }  // namespace
-
-void wait_for(comm::Work& work, const Patience& patience,
-              const comm::Communicator& group, const std::string& what) {
-  Watch watch(patience, detail::concat(what, " over ", group.name(), " (",
-                                       group.size(), " ranks)"));
-  const Clock::time_point deadline = Clock::now() + patience.timeout;
-  for (;;) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - Clock::now());
-    try {
-      return work.wait(std::clamp(left, std::chrono::milliseconds(0), kSlice));
-    } catch (const Error&) {
-      if (work.done()) break;
-    }
-    watch.look();
-    SMP_CHECK(left > kSlice, "waited ", patience.timeout.count(),
-              " ms for the ", watch.words(),
-              "; did every rank call the step function, and "
-              "equally often?");
-  }
-  try {
-    work.wait(kSlice);  // may have finished after its time slice
-  } catch (const Error&) {
-    watch.explain_failure();
-    throw;
-  }
-}
 
 std::vector<int64_t> agree_on_maxima(comm::Communicator& group,
                                      const std::vector<int64_t>& values,

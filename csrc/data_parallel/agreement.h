@@ -2,32 +2,17 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "csrc/comm/communicator.h"
-#include "csrc/comm/fault_board.h"
+#include "csrc/comm/group_wait.h"
 
 namespace smp::data_parallel {
 
-/// How to wait for other ranks.
-struct Patience {
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  std::shared_ptr<comm::FaultBoard> faults;  ///< ends waits; may be null
-  std::vector<int> peers;  ///< global ranks of the group; empty: unknown
-  /// A fault or a farewell may come later than what it does to connections.
-  std::chrono::milliseconds grace = std::chrono::seconds(2);
-};
-
-/// Waits for an operation.
-/// @param what  words for the error, for instance "reduction of bucket 3"
-/// @throws PeerFailure on a fault or when a peer has left; Error when the
-///         operation fails or `patience.timeout` passes
-void wait_for(comm::Work& work, const Patience& patience,
-              const comm::Communicator& group, const std::string& what);
+using comm::Patience;
+using comm::wait_for;
 
 /// All-reduces small integers and returns the maxima. Collective.
 std::vector<int64_t> agree_on_maxima(comm::Communicator& group,

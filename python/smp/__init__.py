@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import metrics, model, schedule  # noqa: E402
+from smp import metrics, model, nn, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -66,6 +66,13 @@ from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
+from smp.replacement import (  # noqa: E402
+    model_creation,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
 from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 
 # `step` and `partition` are submodules and public functions at once; as in the documented
@@ -116,9 +123,11 @@ __all__ = [
     "local_size",
     "metrics",
     "model",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "partition",
     "pp_barrier",
     "pp_rank",
@@ -133,12 +142,16 @@ __all__ = [
     "schedule",
     "send",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
     "trace",
 ]

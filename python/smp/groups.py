@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +26,10 @@ class Groups:
     """Communicators of this rank; None for a group of one.
 
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
-    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but the regions of split
-    modules `tp`: all ranks must issue the operations of one in one order. Without tensor
-    parallelism the rdp group is the dp group, and there is no communicator of its own.
+    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
+    split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
+    own.
     """
 
     dp: _C.Communicator | None = None
@@ -36,11 +37,15 @@ class Groups:
     mp_control: _C.Communicator | None = None
     rdp: _C.Communicator | None = None
     tp: _C.Communicator | None = None
+    tp_control: _C.Communicator | None = None
+    tp_group: _C.TensorParallelGroup = field(
+        default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
+    )
 
     def abort(self) -> None:
         """Ends what is in flight, for a run that has failed."""
         for communicator in vars(self).values():
-            if communicator is not None:
+            if isinstance(communicator, _C.Communicator):
                 communicator.abort()
 
 
@@ -58,6 +63,9 @@ def build_groups(
     store: dist.Store,
     *,
     device: torch.device,
+    board: _C.FaultBoard,
+    machine: str,
+    shared_memory: bool,
     loopback: bool,
     timeout_s: float,
 ) -> Groups:
@@ -68,6 +76,9 @@ def build_groups(
         global_rank: of this process.
         store: for the connections; nobody else uses keys that begin with the name of a group.
         device: of the tensors that `dp` serves.
+        board: ends waits of `tp_group` when a rank fails.
+        machine: equal on ranks that may try to share memory.
+        shared_memory: whether this rank wants to, for collectives of `tp_group`.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
     """
@@ -94,6 +105,27 @@ def build_groups(
     made.mp_control = control("mp")
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = on_device("rdp"), on_device("tp")
+        made.tp_control = control("tp") if device.type == "cuda" else made.tp
+        assert made.tp_control is not None
+        made.tp_control = _C.share_collectives(
+            made.tp_control,
+            machine=machine,
+            enabled=shared_memory,
+            faults=board,
+            ranks=ranks_of("tp"),
+            timeout_s=timeout_s,
+        )
+        if device.type != "cuda":
+            made.tp = made.tp_control
+        made.tp_group = _C.TensorParallelGroup(
+            made.tp,
+            grid.group_rank("tp", global_rank),
+            grid.group_size("tp"),
+            control=made.tp_control,
+            faults=board,
+            ranks=ranks_of("tp"),
+            timeout_s=timeout_s,
+        )
     return made
 
 

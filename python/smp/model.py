@@ -16,13 +16,17 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, microbatch, runtime
 from smp.engine import Engine
+from smp.data_parallel import reduction_of
 from smp.model_parts import ModelParts, alias_forwards
+from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
+from smp.replacement import replace_marked
+from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -102,6 +106,9 @@ class DistributedModel(nn.Module):
                 f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
                 f"and bucket_cap_mb ({bucket_cap_mb}) a number > 0"
             )
+        module, registrations = replace_marked(module)
+        translators = [r.translators for r in registrations if r.translators is not None]
+        runtime.state.module_manager.add(translators)
         self.module = _ModuleWrapper(module)
         self._engine = Engine(
             current,
@@ -118,6 +125,7 @@ class DistributedModel(nn.Module):
             average=average_grads_across_microbatches,
             bucket_cap_bytes=int(bucket_cap_mb * 2**20),
             broadcast_buffers=broadcast_buffers,
+            registrations=registrations,
         )
         self._runtime = current
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -332,6 +340,44 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Names as in the user's module, and modules that live on this rank."""
         return self._parts().named_modules()
+
+    # ---- tensor parallelism
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules that are split over tensor-parallel ranks, those inside of others too."""
+        for module in self.modules():
+            if isinstance(module, DistributedModule):
+                yield module
+
+    def is_distributed_parameter(self, parameter: Tensor) -> bool:
+        """Is the parameter split over tensor-parallel ranks?"""
+        return interval_of(parameter) is not None
+
+    def is_distributed_buffer(self, buffer: Tensor) -> bool:
+        """Is the buffer split over tensor-parallel ranks? None of this library is."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
+        """Is it used on the samples of the whole tensor-parallel group?"""
+        return is_scaled_batch(parameter)
+
+    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
+        """Is it used on the samples of the whole tensor-parallel group?"""
+        return any(
+            own is buffer for module in self.distributed_modules() for own in module.buffers()
+        )
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Local parameters whose gradients are summed over the data-parallel group."""
+        for name, parameter in self.local_named_parameters():
+            if reduction_of(parameter).kind == "dp":
+                yield name, parameter
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Local parameters whose gradients are summed over the reduced-data-parallel group."""
+        for name, parameter in self.local_named_parameters():
+            if reduction_of(parameter).kind == "rdp":
+                yield name, parameter
 
     # ---- state
 

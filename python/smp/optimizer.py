@@ -12,7 +12,7 @@ from smp import _C, comm, grad_norm, runtime
 from smp.model import DistributedModel
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
-from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
+from smp.tensor_parallel.sharding import interval_of, replaced_name, slice_of, whole_shape
 
 _LOSS_SCALE_ARGUMENTS = (
     "init_scale",
@@ -68,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{_C.rank_prefix()}unknown loss scale arguments {unknown}; the known ones are "
                 f"{', '.join(_LOSS_SCALE_ARGUMENTS)}"
             )
+        _check_none_replaced(optimizer)
         self.optimizer = optimizer
         self._pending_load: dict[str, Any] | None = None
         current.add_optimizer(self)
@@ -276,6 +277,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not model.is_local_parameter(parameter)
         }
         return lambda p: id(p) not in remote
+
+
+def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:
+    names = [
+        name
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (name := replaced_name(parameter)) is not None
+    ]
+    if names:
+        raise ValueError(
+            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' for one, "
+            "of modules that distributed ones have replaced; make it from the parameters of the "
+            "DistributedModel"
+        )
 
 
 def _complete(

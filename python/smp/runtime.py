@@ -174,6 +174,9 @@ class Runtime(WrappedObjects):
             self.global_rank,
             store,
             device=self.device,
+            board=self.links.board,
+            machine=machine,
+            shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
         )

@@ -53,7 +53,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
-    frozenset({"chosen_schedule", "model_parts", "partition_report"}),
+    frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use"}),

@@ -32,7 +32,7 @@ _DROPOUTS = (
 )  # fmt: skip
 
 
-def _hugging_face(model: str, config: str, **sizes: Any) -> Maker:
+def hugging_face(model: str, config: str, **sizes: Any) -> Maker:
     """Builds a transformers class; sizes are arguments of its configuration."""
 
     def make(options: frozenset[str]) -> nn.Module:
@@ -62,40 +62,40 @@ _BERT = {
 }  # fmt: skip
 
 CAUSAL: dict[str, Maker] = {
-    "hf/gpt2": _hugging_face(
+    "hf/gpt2": hugging_face(
         "GPT2LMHeadModel", "GPT2Config", n_positions=16, n_embd=16, n_layer=4, n_head=2, **_TOKENS
     ),
-    "hf/gptj": _hugging_face(
+    "hf/gptj": hugging_face(
         "GPTJForCausalLM", "GPTJConfig",
         n_positions=16, n_embd=16, n_layer=4, n_head=2, rotary_dim=4, **_TOKENS,
     ),
-    "hf/gpt_neo": _hugging_face(
+    "hf/gpt_neo": hugging_face(
         "GPTNeoForCausalLM", "GPTNeoConfig",
         max_position_embeddings=16, hidden_size=16, num_layers=4, num_heads=2, window_size=3,
         attention_types=[[["global", "local"], 2]], **_TOKENS,
     ),
-    "hf/gpt_neox": _hugging_face(
+    "hf/gpt_neox": hugging_face(
         "GPTNeoXForCausalLM", "GPTNeoXConfig",
         max_position_embeddings=16, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
         num_attention_heads=2, **_TOKENS,
     ),
-    "hf/llama": _hugging_face("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
-    "hf/qwen2": _hugging_face("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA),
-    "hf/mistral": _hugging_face("MistralForCausalLM", "MistralConfig", **_LLAMA),
+    "hf/llama": hugging_face("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+    "hf/qwen2": hugging_face("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA),
+    "hf/mistral": hugging_face("MistralForCausalLM", "MistralConfig", **_LLAMA),
 }  # fmt: skip
 CLASSIFIERS: dict[str, Maker] = {
-    "hf/bert": _hugging_face("BertForSequenceClassification", "BertConfig", **_BERT),
-    "hf/roberta": _hugging_face(
+    "hf/bert": hugging_face("BertForSequenceClassification", "BertConfig", **_BERT),
+    "hf/roberta": hugging_face(
         "RobertaForSequenceClassification", "RobertaConfig", **_BERT | {"pad_token_id": 1}
     ),
 }
-_T5 = _hugging_face(
+_T5 = hugging_face(
     "T5ForConditionalGeneration", "T5Config",
     vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2,
     num_heads=2, relative_attention_num_buckets=8, relative_attention_max_distance=16,
     decoder_start_token_id=0, pad_token_id=0,
 )  # fmt: skip
-_VIT = _hugging_face(
+_VIT = hugging_face(
     "ViTForImageClassification", "ViTConfig",
     hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
     image_size=IMAGE, patch_size=4, num_labels=CLASSES,

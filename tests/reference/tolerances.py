@@ -39,8 +39,17 @@ def assert_close(
     expected: Mapping[str, torch.Tensor | None],
     dtype: torch.dtype,
     what: str,
+    tolerance: float | None = None,
 ) -> float:
-    """Compares dicts by name and returns the largest difference found."""
+    """Compares dicts by name and returns the largest difference found.
+
+    Args:
+        actual, expected: tensors or None, by name.
+        dtype: of the run; says how equal is equal unless ``tolerance`` does.
+        what: words for failures.
+        tolerance: largest difference.
+    """
+    limit = TOLERANCE[dtype] if tolerance is None else tolerance
     assert set(actual) == set(expected), (
         f"{what}: names differ: only here {sorted(set(actual) - set(expected))}, "
         f"only in the reference {sorted(set(expected) - set(actual))}"
@@ -58,8 +67,8 @@ def assert_close(
         differences[name] = relative_difference(value, ref, floor)
     worst = sorted(differences, key=lambda name: -differences[name])[:5]
     top = differences[worst[0]] if worst else 0.0
-    assert top <= TOLERANCE[dtype], (
-        f"{what} differ from one process (limit {TOLERANCE[dtype]}): "
+    assert top <= limit, (
+        f"{what} differ from one process (limit {limit}): "
         + (", ".join(f"{name} {differences[name]:.2e}" for name in worst))
     )
     return top

@@ -77,7 +77,9 @@ def _fill(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
     """Puts a tensor of another device type into a parameter, where ``.data =`` cannot."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)  # attributes change places, too, and are to stay
+    torch.utils.swap_tensors(parameter, other)
 
 
 # ---- delayed initialisation -----------------------------------------------------------

@@ -13,6 +13,7 @@ from smp.partition.costs import Trace
 from smp.partition.stand_in import real_result, stand_in
 from smp.partition.trace import tracing
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
+from smp.tensor_parallel import regions
 
 _log = logging.getLogger("smp")
 
@@ -95,7 +96,8 @@ class Capture:
         Raises:
             Exception: what ``body`` raises before it calls a model.
         """
-        with tracing():
+        # Only this rank traces, so layers that are split have nobody to talk to.
+        with tracing(), regions.alone():
             try:
                 body()
             except CallSeen:

@@ -47,11 +47,13 @@ def is_tracing() -> bool:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Marks the tracing pass, see `is_tracing`."""
+    """Marks the tracing pass, see `is_tracing`. Split modules run on this rank alone."""
     _Tracing.depth += 1
+    was_alone = _C.set_tensor_parallel_alone(True)
     try:
         yield
     finally:
+        _C.set_tensor_parallel_alone(was_alone)
         _Tracing.depth -= 1
 
 

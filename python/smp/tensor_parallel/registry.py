@@ -75,7 +75,8 @@ class Registration:
         dist_module: class of its replacement.
         init_hook: arguments of the original's ``__init__`` to ``(args, kwargs)`` of the distributed
             one; ``Declined`` or None to leave the module alone.
-        adapter: makes the :class:`Adapter` of one call; None: calls stay as they are.
+        adapter: makes the :class:`Adapter` of one call of the distributed module that it is given;
+            None: calls stay as they are.
         translators: of state dicts: distributed to original, original to distributed; None: the
             names are equal, or there are no weights to take over.
         arguments_of: arguments of ``__init__`` out of a module; None: they are recorded when the
@@ -88,7 +89,7 @@ class Registration:
     module_cls: type[nn.Module]
     dist_module: type[nn.Module]
     init_hook: Callable[..., Arguments | Declined | None] | None = None
-    adapter: Callable[[], Adapter] | None = None
+    adapter: Callable[[nn.Module], Adapter] | None = None
     translators: tuple[Translator, Translator] | None = None
     arguments_of: Callable[[nn.Module], Arguments] | None = None
     was_initialised: Callable[[nn.Module], bool] | None = None
@@ -105,6 +106,11 @@ def register(registration: Registration) -> None:
     _registrations[registration.module_cls] = registration
     if registration.arguments_of is None:
         _record_arguments(registration.module_cls)
+
+
+def is_registered(module_cls: type[nn.Module]) -> bool:
+    """Whether modules of exactly this class have a distributed form."""
+    return module_cls in _registrations
 
 
 def registration_of(module: nn.Module) -> Registration | None:

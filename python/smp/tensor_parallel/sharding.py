@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp import _C, runtime
 
@@ -26,7 +25,9 @@ class Placement:
     partial: bool = False
 
 
-_placements = WeakTensorKeyDictionary()
+# Attributes of parameters. Weak references to them would forbid what makes meta parameters real.
+_PLACEMENT = "_smp_placement"
+_REPLACED = "_smp_replaced"
 
 
 def split(extent: int, num_parts: int | None = None) -> list[int]:
@@ -49,7 +50,7 @@ def mark_split(parameter: nn.Parameter, dim: int, begin: int, extent: int) -> No
     """Says that a parameter is the slice from ``begin`` on of a dim of size ``extent``."""
     size = parameter.shape[dim]
     interval = _C.ShardInterval(dim, begin, begin + size, extent)
-    _placements[parameter] = Placement(interval)
+    setattr(parameter, _PLACEMENT, Placement(interval))
 
 
 def mark_whole(parameter: nn.Parameter, *, partial: bool) -> None:
@@ -60,12 +61,12 @@ def mark_whole(parameter: nn.Parameter, *, partial: bool) -> None:
         partial: it is applied to a part of the group's activations on each rank, so that its
             gradients are parts of a sum.
     """
-    _placements[parameter] = Placement(None, partial)
+    setattr(parameter, _PLACEMENT, Placement(None, partial))
 
 
 def placement_of(parameter: Tensor) -> Placement | None:
     """None for parameters of modules that are not distributed."""
-    placement = _placements.get(parameter)
+    placement = getattr(parameter, _PLACEMENT, None)
     assert placement is None or isinstance(placement, Placement)
     return placement
 
@@ -110,3 +111,15 @@ def _begin(part: tuple[Tensor, _C.ShardInterval | None]) -> int:
     interval = part[1]
     assert interval is not None
     return interval.begin
+
+
+def mark_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Says that a distributed module has taken the place of the one that held a parameter."""
+    setattr(parameter, _REPLACED, name)
+
+
+def replaced_name(parameter: Tensor) -> str | None:
+    """The former name of a parameter that was replaced; None for others."""
+    name = getattr(parameter, _REPLACED, None)
+    assert name is None or isinstance(name, str)
+    return name

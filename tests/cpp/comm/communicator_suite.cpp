@@ -156,6 +156,7 @@ void check_empty_tensors(Communicator& comm) {
   comm.broadcast(empty, 0)->wait(kLong);
   comm.all_gather(at::empty({0}), empty)->wait(kLong);
   comm.reduce_scatter(at::empty({0}), empty, ReduceOp::kSum)->wait(kLong);
+  comm.all_to_all(at::empty({0}), empty)->wait(kLong);
   if (comm.size() == 1) return;
   const WorkPtr send = comm.send(empty, next(comm), 7);
   comm.recv(at::empty({0, 4}), previous(comm), 7)->wait(kLong);
@@ -237,6 +238,26 @@ void check_reduce_scatter_gives_own_part(Communicator& comm) {
     comm.reduce_scatter(output, input, ReduceOp::kMax)->wait(kLong);
     expect_all(output.narrow(0, 0, 1), 3 * comm.group_rank() + n - 1,
                "reduce_scatter max");
+  }
+}
+
+void check_all_to_all_exchanges_parts(Communicator& comm) {
+  const int n = comm.size();
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf,
+                                     at::kBFloat16, at::kLong, at::kByte}) {
+    // Part i of rank r holds 10 r + i.
+    const at::Tensor input = at::arange(n, at::TensorOptions(dtype))
+                                 .add(10 * comm.group_rank())
+                                 .repeat_interleave(3)
+                                 .to(dtype);
+    const at::Tensor output = at::zeros({n, 3}, at::TensorOptions(dtype));
+    comm.all_to_all(output, input)->wait(kLong);
+    for (int i = 0; i < n; ++i) {
+      expect_all(output.narrow(0, i, 1), 10 * i + comm.group_rank(),
+                 "all_to_all");
+    }
+    expect_all(input.narrow(0, 0, 3), 10 * comm.group_rank(),
+               "input of all_to_all");
   }
 }
 
@@ -417,6 +438,11 @@ void check_bad_arguments(Communicator& comm) {
       text_of_error("sizes",
                     [&] { comm.all_gather(at::zeros({5 * n + 1}), good); }),
       "times the elements of Float[5]");
+  expect_text(
+      text_of_error(
+          "parts",
+          [&] { comm.all_to_all(at::zeros({2 * n}), at::zeros({2 * n + 1})); }),
+      "a multiple of");
   expect_text(text_of_error("dtypes",
                             [&] {
                               comm.reduce_scatter(filled(0, at::kDouble),
@@ -466,6 +492,7 @@ const std::vector<Check>& all_checks() {
       {"broadcast_from_each_root", check_broadcast_from_each_root},
       {"all_gather_orders_by_rank", check_all_gather_orders_by_rank},
       {"reduce_scatter_gives_own_part", check_reduce_scatter_gives_own_part},
+      {"all_to_all_exchanges_parts", check_all_to_all_exchanges_parts},
       {"barrier_waits_for_the_last", check_barrier_waits_for_the_last},
       {"collectives_in_flight_together", check_collectives_in_flight_together},
       {"tensors_of_a_graph_are_accepted",

@@ -1,0 +1,211 @@
+"""Step time of a stack of transformer layers on two ranks, next to PyTorch's DTensor.
+
+All contenders compute the same function of the same batch with the same weights: `one_process` on
+each rank alone, `dtensor` with ColwiseParallel and RowwiseParallel layers, `dtensor_sequence` with
+layer norms on a part of the sequence besides, `smp_speed` and `smp_memory` with `prescaled_batch`,
+and `smp_own` with half of the batch on each rank. A step is forward and backward with whatever
+reduction of gradients belongs to it. The outputs must agree, or the run fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from models import Block, GptShape
+from timer import Timing, compare, measure
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from workers import Worker
+
+import smp
+from smp.tensor_parallel import regions
+
+BASE = {"tensor_parallel_degree": 2}
+
+
+class SeparateBlock(nn.Module):
+    """The block of `models.py` with query, key and value apart, as DTensor can split them."""
+
+    def __init__(self, whole: Block) -> None:
+        super().__init__()
+        hidden = whole.proj.in_features
+        self.head_size = hidden // whole.num_heads
+        self.norm1, self.norm2 = whole.norm1, whole.norm2
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        for idx, layer in enumerate((self.query, self.key, self.value)):
+            rows = slice(idx * hidden, (idx + 1) * hidden)
+            layer.weight.data.copy_(whole.qkv.weight[rows])
+            layer.bias.data.copy_(whole.qkv.bias[rows])
+        self.proj, self.up, self.down = whole.proj, whole.up, whole.down
+
+    def attend(self, x: Tensor) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for f in layers)
+        context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(context.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+def plain_stack(shape: GptShape) -> nn.Sequential:
+    """The same weights on every rank and at every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(SeparateBlock(Block(shape)) for _ in range(shape.num_layers)))
+
+
+def dtensor_stack(shape: GptShape, sequence: bool) -> nn.Module:
+    """Split by hand, as the tutorials of PyTorch do."""
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (2,))
+    stack = plain_stack(shape)
+    column = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
+    for block in stack:
+        plan: dict[str, Any] = dict(column)
+        plan |= dict.fromkeys(("proj", "down"), RowwiseParallel())
+        if sequence:
+            gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+            inside = ColwiseParallel(input_layouts=Shard(1))
+            plan |= dict.fromkeys(("query", "key", "value", "up"), inside)
+            plan |= dict.fromkeys(("proj", "down"), RowwiseParallel(output_layouts=Shard(1)))
+            plan |= dict.fromkeys(("norm1", "norm2"), SequenceParallel())
+            # One gather for query, key and value together.
+            block.attend = GatheredOnce(block)  # type: ignore[assignment]
+            plan["attend"] = PrepareModuleInput(**gathered)
+            plan |= dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+        parallelize_module(block, mesh, plan)
+    return stack
+
+
+class GatheredOnce(nn.Module):
+    """The attention of a block as a module, so that its input can be prepared."""
+
+    def __init__(self, block: SeparateBlock) -> None:
+        super().__init__()
+        self._function = [SeparateBlock.attend, block]
+
+    def forward(self, x: Tensor) -> Tensor:
+        function, block = self._function
+        return function(block, x)
+
+
+def smp_stack(shape: GptShape) -> smp.nn.DistributedTransformer:
+    """The library's layers with the weights of the plain stack."""
+    stack = smp.nn.DistributedTransformer(
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        attention_head_size=shape.hidden // shape.num_heads,
+        hidden_size=shape.hidden,
+        intermediate_size=4 * shape.hidden,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        causal_mask_size=shape.seq_len,
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+    names = {"query": "query", "key": "key", "value": "value", "dense": "proj"}
+    whole = {}
+    for idx, block in enumerate(plain_stack(shape)):
+        ours = f"seq_layers.{idx}"
+        pairs = {f"attention.{new}": old for new, old in names.items()}
+        pairs |= {"attention.pre_layernorm": "norm1", "output.pre_layernorm": "norm2"}
+        pairs |= {"output.dense1": "up", "output.dense2": "down"}
+        for new, old in pairs.items():
+            for key, value in block.get_submodule(old).state_dict().items():
+                whole[f"{ours}.{new}.{key}"] = value
+    model = smp.DistributedModel(stack)
+    model.load_state_dict(whole)
+    return model
+
+
+def smp_step(shape: GptShape, config: dict[str, Any], x: Tensor) -> Callable[[], Tensor]:
+    smp.init({"ddp": True, **BASE, **config})
+    model = smp_stack(shape)
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        output = model((x, None))[0]
+        model.backward(output.square().mean())
+        return output.detach()
+
+    def run() -> Tensor:
+        output = train_step(x).outputs[0]
+        model.zero_grad()
+        return output
+
+    return run
+
+
+def plain_step(stack: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        output = stack(x)
+        if isinstance(output, DTensor):
+            output = output.full_tensor()
+        output.square().mean().backward()
+        stack.zero_grad()
+        return output.detach()
+
+    return run
+
+
+def check_outputs(contenders: dict[str, Callable[[], Tensor]], halves: set[str]) -> None:
+    """All contenders compute the same, or the comparison means nothing."""
+    expected = contenders["one_process"]()
+    for name, run in contenders.items():
+        output = run()
+        wanted = expected.chunk(2)[smp.tp_rank()] if name in halves else expected
+        torch.testing.assert_close(output, wanted, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def sent_mb(contenders: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """MB that this rank had to send at the least in one step, by contender of ours."""
+    sent = {}
+    for name, run in contenders.items():
+        before = regions.traffic()[1]
+        run()
+        sent[name] = (regions.traffic()[1] - before) / 1e6
+    return sent
+
+
+def main() -> None:
+    worker = Worker("tensor_parallel")
+    shape, batch = GptShape(**worker.config["shape"]), worker.config["batch_size"]
+    worker.start(BASE)
+    x = torch.randn(batch, shape.seq_len, shape.hidden, generator=torch.Generator().manual_seed(1))
+    own = x.chunk(2)[smp.tp_rank()]
+    contenders = {
+        "one_process": plain_step(plain_stack(shape), x),
+        "dtensor": plain_step(dtensor_stack(shape, False), x),
+        "smp_speed": smp_step(shape, {"optimize": "speed", "prescaled_batch": True}, x),
+        "smp_memory": smp_step(shape, {"optimize": "memory", "prescaled_batch": True}, x),
+        "smp_own": smp_step(shape, {"optimize": "memory", "prescaled_batch": False}, own),
+    }
+    check_outputs(contenders, {"smp_own"})
+    timings = measure(contenders, worker.repeats, worker.warmup, distributed.barrier)
+    emit(worker, timings, sent_mb(contenders))
+    smp.shutdown()
+
+
+def emit(worker: Worker, timings: dict[str, Timing], sent: Mapping[str, float]) -> None:
+    """Times, ratios to DTensor in the same repeat, and to half of one process's time."""
+    for name, timing in timings.items():
+        values = timing.summary() | compare(timing, timings["dtensor"])
+        floor = compare(timing, timings["one_process"])["ratio_median"] * 2
+        values["ratio_to_half_of_one_process"] = floor
+        if name.startswith("smp"):
+            values["sent_mb"] = sent[name]
+        worker.emit(name, values)
+
+
+if __name__ == "__main__":
+    main()

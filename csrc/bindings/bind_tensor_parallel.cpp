@@ -1,0 +1,135 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/comm/fault_board.h"
+#include "csrc/comm/shared_collectives.h"
+#include "csrc/tensor_parallel/regions.h"
+#include "csrc/tensor_parallel/seeds.h"
+#include "csrc/tensor_parallel/vocabulary.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+namespace {
+
+using tensor_parallel::Group;
+using tensor_parallel::GroupPtr;
+using tensor_parallel::Sizes;
+using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
+
+comm::Patience make_patience(FaultsPtr faults, std::vector<int> ranks,
+                             double timeout_s) {
+  comm::Patience patience;
+  patience.timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
+  patience.faults = std::move(faults);
+  patience.peers = std::move(ranks);
+  patience.hint =
+      "did every rank of the tensor-parallel group run the same modules, and "
+      "backward equally often?";
+  return patience;
+}
+
+GroupPtr make_group(comm::CommunicatorPtr communicator, int group_rank,
+                    int size, comm::CommunicatorPtr control, FaultsPtr faults,
+                    std::vector<int> ranks, double timeout_s) {
+  return std::make_shared<Group>(
+      std::move(communicator), std::move(control), group_rank, size,
+      make_patience(std::move(faults), std::move(ranks), timeout_s));
+}
+
+std::vector<at::Tensor> gathered_linears(
+    const GroupPtr& group, const at::Tensor& x,
+    const std::vector<at::Tensor>& weights,
+    const std::vector<std::optional<at::Tensor>>& biases,
+    std::optional<int64_t> dim, const Sizes& sizes) {
+  std::vector<at::Tensor> given;
+  given.reserve(biases.size());
+  for (const auto& bias : biases) given.push_back(bias.value_or(at::Tensor()));
+  return tensor_parallel::gathered_linears(group, x, weights, given, dim,
+                                           sizes);
+}
+
+at::Tensor cross_entropy(const GroupPtr& group, const at::Tensor& logits,
+                         const at::Tensor& targets, int64_t begin,
+                         int64_t vocab_size, int64_t ignore_index,
+                         double label_smoothing) {
+  return tensor_parallel::vocabulary_cross_entropy(
+      group, logits, targets,
+      {begin, vocab_size, ignore_index, label_smoothing});
+}
+
+at::Tensor gather(const GroupPtr& group, const at::Tensor& x, int64_t dim,
+                  const Sizes& sizes, bool sum_grads) {
+  return tensor_parallel::gather(group, x, dim, sizes,
+                                 sum_grads
+                                     ? tensor_parallel::GatheredGrad::kSum
+                                     : tensor_parallel::GatheredGrad::kOwn);
+}
+
+py::tuple traffic(const Group& group) {
+  const tensor_parallel::Traffic traffic = group.traffic();
+  return py::make_tuple(traffic.num_calls, traffic.bytes_sent);
+}
+
+}  // namespace
+
+void bind_tensor_parallel(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  namespace tp = tensor_parallel;
+  const Sizes even;
+  py::class_<Group, GroupPtr>(
+      m, "TensorParallelGroup",
+      "Ranks that split layers, and the regions of autograd at the borders; "
+      "see tensor_parallel/{group,regions,vocabulary}.h. `sizes` are the parts "
+      "of the ranks along a dim; empty: equal ones.")
+      .def(py::init(&make_group), py::arg("communicator"),
+           py::arg("group_rank"), py::arg("size"), py::kw_only(),
+           py::arg("control") = py::none(), py::arg("faults") = py::none(),
+           py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0)
+      .def_property_readonly("group_rank", &Group::group_rank)
+      .def_property_readonly("size", &Group::size)
+      .def("traffic", &traffic,
+           "(collectives, bytes that this rank had to send) so far.")
+      .def("copy", &tp::copy, py::arg("x"), NoGil())
+      .def("reduce", &tp::reduce, py::arg("x"), NoGil())
+      .def("gather", &gather, py::arg("x"), py::arg("dim"),
+           py::arg("sizes") = even, py::arg("sum_grads") = true, NoGil())
+      .def("reduce_scatter", &tp::reduce_scatter, py::arg("x"), py::arg("dim"),
+           py::arg("sizes") = even, NoGil())
+      .def("scatter", &tp::scatter, py::arg("x"), py::arg("dim"),
+           py::arg("sizes") = even, NoGil())
+      .def("exchange", &tp::exchange, py::arg("x"), py::arg("split_dim"),
+           py::arg("concat_dim"), py::arg("split_sizes") = even,
+           py::arg("concat_sizes") = even, NoGil())
+      .def("gathered_linears", &gathered_linears, py::arg("x"),
+           py::arg("weights"), py::arg("biases"), py::arg("dim"),
+           py::arg("sizes") = even, NoGil())
+      .def("vocabulary_cross_entropy", &cross_entropy, py::arg("logits"),
+           py::arg("targets"), py::kw_only(), py::arg("begin"),
+           py::arg("vocab_size"), py::arg("ignore_index") = -100,
+           py::arg("label_smoothing") = 0.0, NoGil())
+      .def("own_seed", &tp::own_seed, NoGil())
+      .def("common_seed", &tp::common_seed, NoGil(), "Collective.");
+  m.def(
+      "share_collectives",
+      [](comm::CommunicatorPtr inner, std::string machine, bool enabled,
+         FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
+        return comm::share_collectives(
+            std::move(inner), {enabled, std::move(machine)},
+            make_patience(std::move(faults), std::move(ranks), timeout_s));
+      },
+      py::arg("inner"), py::kw_only(), py::arg("machine"), py::arg("enabled"),
+      py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
+      py::arg("timeout_s") = 1800.0, NoGil(),
+      "Collectives through memory that all ranks of `inner` map, or `inner` "
+      "itself where they cannot. Collective.");
+  m.def("vocabulary_embedding", &tp::vocabulary_embedding, py::arg("ids"),
+        py::arg("table"), py::arg("begin"), py::arg("padding_id") = -1,
+        NoGil());
+  m.def("set_tensor_parallel_alone", &tp::set_alone, py::arg("is_alone"),
+        "Makes the regions of this thread communicate with nobody. Returns the "
+        "value before.");
+}
+
+}  // namespace smp::bindings

@@ -1,0 +1,113 @@
+#include "csrc/comm/group_wait.h"
+
+#include <algorithm>
+#include <optional>
+#include <string_view>
+#include <thread>
+
+#include "csrc/comm/wait_registry.h"
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kSlice(100);
+
+// One wait: who it is for, and what ends it early. Its words are put together
+// only when somebody reads them.
+class Watch {
+ public:
+  Watch(const Patience& patience, const Communicator& group,
+        std::string_view what)
+      : patience_(patience), group_(group), what_(what) {}
+
+  // Between two slices of the wait.
+  void look() {
+    if (!patience_.faults) return;
+    FaultBoard& board = *patience_.faults;
+    if (!blocked_) blocked_.emplace(board.waits(), words());
+    board.check_interrupt();
+    board.raise_if_faulted();
+    raise_if_left();
+  }
+
+  // The operation failed: usually a rank is gone, and soon we know which.
+  void explain_failure() {
+    if (!patience_.faults) return;
+    const Clock::time_point deadline = Clock::now() + patience_.grace;
+    while (Clock::now() < deadline) {
+      patience_.faults->raise_if_faulted();
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    raise_if_left();
+  }
+
+  std::string words() const {
+    return detail::concat(what_, " over ", group_.name(), " (", group_.size(),
+                          " ranks)");
+  }
+
+ private:
+  void raise_if_left() {
+    FaultBoard& board = *patience_.faults;
+    const auto left = std::find_if(
+        patience_.peers.begin(), patience_.peers.end(),
+        [&](int global_rank) { return board.has_left(global_rank); });
+    if (left == patience_.peers.end()) return;
+    if (!left_since_) left_since_ = Clock::now();
+    if (Clock::now() - *left_since_ < patience_.grace) return;
+    throw PeerFailure(detail::concat(rank_prefix(), "global_rank ", *left,
+                                     " has left while this rank waits in the ",
+                                     words()));
+  }
+
+  const Patience& patience_;
+  const Communicator& group_;
+  const std::string_view what_;
+  std::optional<BlockedScope> blocked_;
+  std::optional<Clock::time_point> left_since_;
+};
+
+void wait_watched(Work& work, const Patience& patience,
+                  const Communicator& group, std::string_view what) {
+  Watch watch(patience, group, what);
+  const Clock::time_point deadline = Clock::now() + patience.timeout;
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - Clock::now());
+    try {
+      return work.wait(std::clamp(left, std::chrono::milliseconds(0), kSlice));
+    } catch (const Disagreement&) {
+      throw;  // everybody is there, and knows
+    } catch (const Error&) {
+      if (work.done()) break;
+    }
+    watch.look();
+    SMP_CHECK(left > kSlice, "waited ", patience.timeout.count(),
+              " ms for the ", watch.words(), "; ", patience.hint);
+  }
+  try {
+    work.wait(kSlice);  // may have finished after its time slice
+  } catch (const Disagreement&) {
+    throw;
+  } catch (const Error&) {
+    watch.explain_failure();
+    throw;
+  }
+}
+
+}  // namespace
+
+void wait_for(Work& work, const Patience& patience, const Communicator& group,
+              const char* what) {
+  wait_watched(work, patience, group, what);
+}
+
+void wait_for(Work& work, const Patience& patience, const Communicator& group,
+              const std::string& what) {
+  wait_watched(work, patience, group, what);
+}
+
+}  // namespace smp::comm

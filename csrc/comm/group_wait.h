@@ -1,0 +1,34 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/fault_board.h"
+
+namespace smp::comm {
+
+/// How to wait for the operations of a group.
+struct Patience {
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  std::shared_ptr<FaultBoard> faults;  ///< ends waits; may be null
+  std::vector<int> peers;  ///< global ranks of the group; empty: unknown
+  /// A fault or a farewell may come later than what it does to connections.
+  std::chrono::milliseconds grace = std::chrono::seconds(2);
+  /// Ends the text of a time-out: a question that leads to the reason.
+  std::string hint =
+      "did every rank call the step function, and equally often?";
+};
+
+/// Waits for an operation.
+/// @param what  words for the error, for instance "reduction of bucket 3"
+/// @throws PeerFailure on a fault or when a peer has left; Error when the
+///         operation fails or `patience.timeout` passes
+void wait_for(Work& work, const Patience& patience, const Communicator& group,
+              const char* what);
+void wait_for(Work& work, const Patience& patience, const Communicator& group,
+              const std::string& what);
+
+}  // namespace smp::comm

@@ -1,0 +1,199 @@
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+
+#include <optional>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/tensor_parallel/once.h"
+#include "csrc/tensor_parallel/region_call.h"
+#include "csrc/tensor_parallel/regions.h"
+
+namespace smp::tensor_parallel {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kName = "gathered_linears";
+constexpr const char* kBackward = "backward of gathered_linears";
+
+struct Call {
+  GroupPtr group;
+  std::optional<int64_t> dim;
+  Sizes sizes;
+  size_t num_outputs;
+  std::vector<int> bias_of;  // index among the biases; -1: none
+  bool was_alone = alone();
+
+  bool gathers() const { return dim.has_value() && group->size() > 1; }
+};
+
+at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
+
+// Whose gradients are wanted; edges stand in the order of the arguments.
+struct Needs {
+  Needs(AutogradContext* context, const Call& call)
+      : context(context), call(call) {}
+
+  bool x() const { return context->needs_input_grad(0); }
+  bool weight(size_t i) const { return context->needs_input_grad(1 + i); }
+  bool bias(size_t i) const {
+    return call.bias_of[i] >= 0 &&
+           context->needs_input_grad(1 + call.num_outputs + call.bias_of[i]);
+  }
+  bool any_weight() const {
+    for (size_t i = 0; i < call.num_outputs; ++i) {
+      if (weight(i)) return true;
+    }
+    return false;
+  }
+
+  AutogradContext* context;
+  const Call& call;
+};
+
+// The sum over the products, of this rank.
+at::Tensor input_grad(const variable_list& grads, const variable_list& saved) {
+  at::Tensor sum;
+  std::vector<int64_t> shape;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined()) continue;
+    const at::Tensor& weight = saved[1 + i];
+    if (sum.defined()) {
+      sum.addmm_(flat(grads[i]), weight);
+      continue;
+    }
+    sum = at::mm(flat(grads[i]), weight);
+    shape = grads[i].sizes().vec();
+    shape.back() = weight.size(1);
+  }
+  return sum.view(shape);
+}
+
+Pending begin_input_grad(const Call& call, const at::Tensor& dx) {
+  if (call.group->size() == 1) return Pending(dx);
+  if (call.gathers()) {
+    return call.group->begin_reduce_scatter(dx, *call.dim, call.sizes,
+                                            kBackward);
+  }
+  return call.group->begin_all_reduce(dx, comm::ReduceOp::kSum, kBackward,
+                                      /*may_overwrite=*/true);
+}
+
+// Both transfers are on their way while products that do not need them run.
+variable_list run_backward(const Call& call, const Needs& needs,
+                           const variable_list& grads,
+                           const variable_list& saved) {
+  variable_list results(1 + 1 + call.num_outputs);
+  for (const int bias : call.bias_of) {
+    if (bias >= 0) results.emplace_back();
+  }
+  const at::Tensor& x = saved[0];
+  std::optional<Pending> whole;
+  if (needs.any_weight()) {
+    whole = call.gathers() ? call.group->begin_all_gather(x, *call.dim,
+                                                          call.sizes, kBackward)
+                           : Pending(x);
+  }
+  std::optional<Pending> dx;
+  if (needs.x()) dx = begin_input_grad(call, input_grad(grads, saved));
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined() || !needs.bias(i)) continue;
+    results[2 + call.num_outputs + call.bias_of[i]] = flat(grads[i]).sum(0);
+  }
+  if (whole) {
+    const at::Tensor inputs = flat(whole->take());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (!grads[i].defined() || !needs.weight(i)) continue;
+      results[2 + i] = at::mm(flat(grads[i]).t(), inputs);
+    }
+  }
+  if (dx) results[1] = dx->take();
+  return results;
+}
+
+struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
+  static variable_list forward(AutogradContext* context, const Call& call,
+                               const at::Tensor& x, at::TensorList weights,
+                               at::TensorList biases) {
+    const at::Tensor whole =
+        call.gathers()
+            ? call.group->begin_all_gather(x, *call.dim, call.sizes, kName)
+                  .take()
+            : x;
+    variable_list saved{x};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    variable_list outputs;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const int bias = call.bias_of[i];
+      outputs.push_back(at::linear(
+          whole, weights[i],
+          bias < 0 ? std::nullopt : std::optional<at::Tensor>(biases[bias])));
+    }
+    keep(context, call);
+    context->save_for_backward(std::move(saved));
+    context->set_materialize_grads(false);
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const Call& call = kept<Call>(context);
+    const SameCompany company(call.was_alone);
+    variable_list results;
+    {
+      at::NoGradGuard no_grad;
+      results = run_backward(call, Needs(context, call), with_data(grads),
+                             context->get_saved_variables());
+    }
+    return only_once(kName, std::move(results), grads);
+  }
+};
+
+// What `torch.autocast` would do to the arguments of a product.
+at::Tensor cast(const at::Tensor& tensor, at::DeviceType device) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device),
+                                   tensor, device);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
+                                         const at::Tensor& x,
+                                         const std::vector<at::Tensor>& weights,
+                                         const std::vector<at::Tensor>& biases,
+                                         std::optional<int64_t> dim,
+                                         const Sizes& sizes) {
+  SMP_CHECK_VALUE(!weights.empty() && biases.size() == weights.size(), kName,
+                  ": expected one bias (or None) per weight, got ",
+                  biases.size(), " for ", weights.size(), " weights");
+  SMP_CHECK_VALUE(x.dim() >= 2 && (!dim || (*dim != -1 && *dim < x.dim() - 1)),
+                  kName,
+                  ": expected an input of two or more dims, gathered "
+                  "along any but the last; got shape ",
+                  x.sizes());
+  const at::DeviceType device = x.device().type();
+  const bool casts = at::autocast::is_autocast_enabled(device);
+  Call call{group, dim, sizes, weights.size(), {}};
+  std::vector<at::Tensor> given_weights;
+  std::vector<at::Tensor> given_biases;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    SMP_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == x.size(-1),
+                    kName, ": expected weights [out, ", x.size(-1), "], got ",
+                    weights[i].sizes());
+    given_weights.push_back(casts ? cast(weights[i], device) : weights[i]);
+    call.bias_of.push_back(
+        biases[i].defined() ? static_cast<int>(given_biases.size()) : -1);
+    if (!biases[i].defined()) continue;
+    given_biases.push_back(casts ? cast(biases[i], device) : biases[i]);
+  }
+  const at::Tensor input = casts ? cast(x, device) : x;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::autocast_dispatch_keyset);
+  return GatheredLinears::apply(call, input, at::TensorList(given_weights),
+                                at::TensorList(given_biases));
+}
+
+}  // namespace smp::tensor_parallel

@@ -1,0 +1,145 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/group_wait.h"
+#include "csrc/tensor_parallel/header.h"
+
+namespace smp::tensor_parallel {
+
+/// Extents of the parts of the ranks along a dim; empty: all alike.
+using Sizes = std::vector<int64_t>;
+
+/// What a group has done since it was made.
+struct Traffic {
+  int64_t num_calls = 0;
+  /// That this rank must send at the least, whatever carries them: for n bytes
+  /// of a whole tensor n (t - 1) / t, twice that for an all-reduce.
+  int64_t bytes_sent = 0;
+};
+
+class Group;
+
+/// The result of a collective, which may be on its way.
+class Pending {
+ public:
+  using Finish = std::function<at::Tensor()>;
+
+  explicit Pending(at::Tensor ready);
+  Pending(const Group& group, const Header& header, comm::WorkPtr work,
+          Finish finish);
+
+  /// Waits for it; once.
+  /// @throws ValueError on every rank when shapes disagree; Error and
+  ///         PeerFailure as `comm::wait_for`
+  at::Tensor take();
+
+ private:
+  const Group* group_ = nullptr;  // null: the result is there
+  Header header_{};
+  comm::WorkPtr work_;
+  Finish finish_;
+  at::Tensor ready_;
+};
+
+/// The ranks that split layers, as the regions see them: collectives along any
+/// dim, with parts of any size. All ranks issue them in one order; when they
+/// disagree on a shape, each raises an error that names both.
+///
+/// Nothing is communicated when the group is one rank, for tensors without
+/// data (meta, fake), and where `Alone` lives: results have the right shapes
+/// then, and values as if all ranks held the same.
+class Group {
+ public:
+  /// @param communicator  null in a group of one
+  /// @param control  for host tensors; null: the communicator serves these
+  Group(comm::CommunicatorPtr communicator, comm::CommunicatorPtr control,
+        int group_rank, int size, comm::Patience patience);
+
+  int group_rank() const { return group_rank_; }
+  int size() const { return size_; }
+  Traffic traffic() const { return {num_calls_, bytes_sent_}; }
+
+  /// Parts of all ranks; `sizes` or, without them, an even split of `extent`.
+  /// @throws ValueError when there is none
+  Sizes even_or(const Sizes& sizes, int64_t extent, const char* what) const;
+
+  /// The sum (maximum, minimum) of all ranks.
+  /// @param may_overwrite  false: the result is a new tensor
+  Pending begin_all_reduce(const at::Tensor& x, comm::ReduceOp op,
+                           const char* what, bool may_overwrite = false);
+  /// The parts of all ranks, concatenated along `dim`.
+  Pending begin_all_gather(const at::Tensor& x, int64_t dim, const Sizes& sizes,
+                           const char* what);
+  /// The part of this rank, along `dim`, of the sum of all ranks.
+  Pending begin_reduce_scatter(const at::Tensor& x, int64_t dim,
+                               const Sizes& sizes, const char* what);
+  /// Sends part i along `split_dim` to group rank i, and concatenates what
+  /// comes along `concat_dim`.
+  Pending begin_exchange(const at::Tensor& x, int64_t split_dim,
+                         int64_t concat_dim, const Sizes& split_sizes,
+                         const Sizes& concat_sizes, const char* what);
+
+  /// The part of this rank, a view. Communicates nothing.
+  at::Tensor own_part(const at::Tensor& x, int64_t dim, const Sizes& sizes,
+                      const char* what) const;
+
+  /// The value of group rank 0.
+  int64_t broadcast_from_first(int64_t value, const char* what);
+
+ private:
+  friend class Pending;
+
+  bool is_alone(const at::Tensor& tensor) const;
+  /// Issues a collective whose arguments are compared before or with it.
+  template <typename Start>
+  comm::WorkPtr issue(comm::Communicator& on, const Header& header,
+                      int64_t num_bytes, Start&& start);
+  void finish(comm::Work& work, const Header& header) const;
+  void compare(const Header& header) const;
+  [[noreturn]] void raise_disagreement(const Header& header) const;
+  std::vector<at::Tensor> gather_headers(const at::Tensor& own,
+                                         const char* what) const;
+  comm::Communicator& control() const;
+
+  const comm::CommunicatorPtr communicator_;
+  const comm::CommunicatorPtr control_;
+  const int group_rank_;
+  const int size_;
+  const comm::Patience patience_;
+  std::atomic<int64_t> num_calls_ = 0;
+  std::atomic<int64_t> bytes_sent_ = 0;
+};
+
+/// Has a shape and no numbers: on the meta device, or fake.
+bool has_no_data(const at::Tensor& x);
+
+/// The same numbers as an ordinary tensor, where `x` is a class of Python that
+/// only stands for them (a handle of a tensor on another rank).
+at::Tensor with_data(const at::Tensor& x);
+std::vector<at::Tensor> with_data(const std::vector<at::Tensor>& tensors);
+
+/// Makes this thread communicate with nobody; see `Group`.
+/// @return the value before
+bool set_alone(bool is_alone);
+bool alone();
+
+/// For the backward of what was begun alone, or was not.
+class SameCompany {
+ public:
+  explicit SameCompany(bool is_alone) : before_(set_alone(is_alone)) {}
+  ~SameCompany() { set_alone(before_); }
+  SameCompany(const SameCompany&) = delete;
+  SameCompany& operator=(const SameCompany&) = delete;
+
+ private:
+  const bool before_;
+};
+
+}  // namespace smp::tensor_parallel

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smp::tensor_parallel {
+
+/// What the ranks must have equal in one collective. Plain bytes, so that it
+/// can be sent.
+struct Header {
+  static constexpr int kMaxDims = 8;
+
+  std::array<char, 40> what{};  ///< the region, cut
+  int64_t dtype = -1;
+  int64_t num_dims = -1;  ///< -1: there is no tensor
+  std::array<int64_t, kMaxDims> shape{};
+  std::array<int64_t, 2> dims{-1, -1};
+  int64_t extras = 0;  ///< a hash of everything else
+
+  static Header of(const char* what);
+  /// @param shape  that all ranks must have
+  static Header of(const char* what, const at::Tensor& x, at::IntArrayRef shape,
+                   int64_t dim = -1, int64_t other_dim = -1);
+
+  Header& add(const std::vector<int64_t>& sizes);
+
+  uint64_t hash() const;
+  /// For instance "gather of Float[4, 12, 64] along dim 1".
+  std::string describe() const;
+};
+
+}  // namespace smp::tensor_parallel

@@ -1,0 +1,180 @@
+"""Attention of one rank's heads: PyTorch's fused kernel where it applies, else our softmax."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from smp.nn import functional
+from smp.tensor_parallel import regions
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How products of queries and keys become probabilities.
+
+    Attributes:
+        scale: of the products.
+        causal: position i sees positions up to i.
+        window: position i sees at most so many positions, itself the last; needs ``causal``.
+        in_fp32: products and softmax in float32 at least.
+        prescale: products are made smaller by this factor and enlarged again inside the softmax,
+            so that they fit into float16; 1 for no effect.
+        flash: use ``scaled_dot_product_attention`` where it can do all this.
+    """
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    in_fp32: bool = False
+    prescale: float = 1.0
+    flash: bool = True
+
+
+def alibi_slopes(num_heads: int, bias_max: float) -> Tensor:
+    """Slopes ``2 ** -(i * bias_max / num_heads)`` of heads ``i = 1..num_heads``."""
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
+    return torch.exp2(-heads * bias_max / num_heads)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    dropout_p: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Weighted values of one rank's heads.
+
+    Args:
+        query: ``[B, heads, Q, D]``.
+        key, value: ``[B, kv_heads, K, D]``; ``kv_heads`` divides ``heads``.
+        mask: additive, broadcast to ``[B, heads, Q, K]``; None for nothing masked.
+        scoring: how.
+        dropout_p: of probabilities, now; masks of different ranks differ.
+        slopes: of ALiBi, ``[heads]``.
+
+    Returns:
+        ``[B, heads, Q, D]``.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    window = scoring.window
+    if window is not None and window >= key.shape[2]:
+        window = None  # everybody sees everything
+    is_wide = query.dtype in (torch.float32, torch.float64)
+    plain = slopes is None and window is None and scoring.prescale == 1.0
+    if scoring.flash and plain and (is_wide or not scoring.in_fp32):
+        if dropout_p == 0.0 or query.is_cuda:
+            return _flash(query, key, value, mask, scoring, dropout_p)
+    return _softmax(query, key, value, mask, scoring, dropout_p, slopes, window)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    dropout_p: float,
+) -> Tensor:
+    causal = scoring.causal
+    if mask is not None:
+        mask = _mask_for(mask, query, key, causal)
+        causal = False
+    with _drawing(dropout_p, query.device):
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal=causal, scale=scoring.scale
+        )
+
+
+def _softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    dropout_p: float,
+    slopes: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    if scoring.prescale != 1.0:
+        query = query * (scoring.scale / scoring.prescale)
+    if scoring.in_fp32:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = query.to(wide), key.to(wide)
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if slopes is not None:
+        slopes = slopes.to(scores.device, wide)
+    probabilities = functional.scaled_masked_softmax(
+        scores,
+        None if mask is None else _cast(mask, wide),
+        scoring.scale if scoring.prescale == 1.0 else scoring.prescale,
+        scoring.causal,
+        window,
+        slopes,
+        dropout_p=dropout_p,
+        seed=regions.own_seed() if dropout_p > 0.0 else 0,
+        in_fp32=scoring.in_fp32 or scoring.prescale != 1.0,
+    )
+    return torch.matmul(probabilities.to(value.dtype), value)
+
+
+# ---- masks -----------------------------------------------------------------------------
+
+# All layers of a stack get one mask, so what is made of it is made once.
+_made_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _mask_for(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """An additive mask in the dtype of the query, with what causality forbids if asked."""
+    if mask.dtype == query.dtype and not causal:
+        return mask  # what is kept for a mask must not hold the mask itself
+    if mask.requires_grad or mask.is_inference():
+        return _make_mask(mask, query, key, causal)
+    made = _made_masks.setdefault(mask, {})
+    what = (mask._version, query.dtype, query.shape[2], causal)
+    if what not in made:
+        made.clear()
+        made[what] = _make_mask(mask, query, key, causal)
+    result = made[what]
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _make_mask(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    mask = _cast(mask, query.dtype)
+    if causal:
+        shape = (query.shape[2], key.shape[2])
+        future = torch.ones(shape, dtype=torch.bool, device=mask.device).triu_(1)
+        mask = mask.masked_fill(future, float("-inf"))
+    return mask
+
+
+def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that keeps the most negative number finite, so that masked rows stay numbers."""
+    if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
+        return mask.to(dtype)
+    return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+
+
+@contextlib.contextmanager
+def _drawing(dropout_p: float, device: torch.device) -> Iterator[None]:
+    """Seeds the device's generator for one call, differently on each tensor-parallel rank."""
+    if dropout_p == 0.0:
+        yield
+        return
+    seed = regions.own_seed()
+    with torch.random.fork_rng([device], device_type=device.type):
+        torch.get_device_module(device).manual_seed(seed)
+        yield

@@ -1,0 +1,388 @@
+"""Self and cross attention with heads split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smp.nn import functional
+from smp.nn import layout as layouts
+from smp.nn.attend import Scoring, alibi_slopes, attend
+from smp.nn.layer_norm import make_norm
+from smp.nn.layout import Layout
+from smp.nn.linear import ColumnLinear, RowLinear
+from smp.nn.module import IndivisibleModule
+from smp.nn.parameters import split_or_refuse
+from smp.tensor_parallel import regions, sharding
+
+
+def scale_of(
+    head_size: int | None, scale_scores: bool, by_layer_idx: bool, layer_idx: int | None
+) -> float:
+    """The factor of attention scores.
+
+    Raises:
+        ValueError: what it depends on is missing.
+    """
+    scale = 1.0
+    if scale_scores:
+        if head_size is None:
+            raise ValueError("scale_attention_scores needs attention_head_size, which is None")
+        scale /= math.sqrt(head_size)
+    if by_layer_idx:
+        if layer_idx is None:
+            raise ValueError("scale_attn_by_layer_idx needs layer_idx, which is None")
+        scale /= layer_idx + 1
+    return scale
+
+
+class DistributedAttentionLayer(IndivisibleModule):
+    """An attention block: norm, query, key and value, attention, projection, dropout, residual.
+
+    ``forward((hidden_states, attention_mask))`` returns hidden states ``[N, S, H]``; with
+    ``cross_attention`` the tuple is ``(hidden_states, cross_states, attention_mask)``. With rotary
+    embeddings a last member ``position_ids`` ``[N or 1, S]`` may follow. Masks are additive, either
+    on all ranks of a tensor-parallel group or on none. All of them call it together, with inputs of
+    one shape.
+
+    Args:
+        num_attention_heads: of all ranks.
+        attention_head_size: channels of one head.
+        hidden_size: channels of the hidden states.
+        attention_dropout_prob: on probabilities.
+        hidden_dropout_prob: on the result of the projection.
+        layernorm_epsilon: of the norms.
+        initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
+        use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
+        cross_attention: keys and values come from ``cross_states``, nothing is causal.
+        causal_mask_size: the longest sequence, attended causally; None for attention to all.
+        pre_layernorm: a norm of what enters.
+        post_layernorm: a norm of the sum with the residual.
+        rotary_dim: channels of each head that are rotated by their position; None for none.
+        rotary_interleaved: neighbours are pairs, instead of the first and second half.
+        rotary_base: of the angles.
+        scale_attention_scores: divide scores by the root of the head size.
+        scale_attn_by_layer_idx: divide scores by ``layer_idx + 1``.
+        layer_idx: number of the layer, from 0.
+        attention_in_fp32: scores and softmax in float32.
+        query_key_layer_scaling: divide scores by ``layer_idx + 1`` and multiply again inside of a
+            softmax in float32.
+        window_size: a position sees so many positions at most, up to itself.
+        num_key_value_heads: heads of keys and values, each for a group of query heads.
+        fused_qkv: one parameter ``query_key_value``, in which the query, key and value of a head
+            stand together.
+        use_qkv_bias, use_attn_dense_bias: biases.
+        use_alibi: linear position bias, with base ``alibi_bias_max``.
+        norm: "layernorm" or "rmsnorm".
+        fp32_residual_addition: add the residual in float32.
+        residual_init_std: standard deviation of the initial projection instead of
+            ``initializer_range``.
+        flash_attention: use ``scaled_dot_product_attention`` where it can do what is asked.
+
+    Raises:
+        Unsupported: heads cannot be split over the ranks.
+        ValueError: arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        rotary_dim: int | None = None,
+        rotary_interleaved: bool = False,
+        rotary_base: float = 10000.0,
+        scale_attention_scores: bool = True,
+        scale_attn_by_layer_idx: bool = False,
+        layer_idx: int | None = None,
+        attention_in_fp32: bool = False,
+        query_key_layer_scaling: bool = False,
+        window_size: int | None = None,
+        num_key_value_heads: int | None = None,
+        fused_qkv: bool = False,
+        use_qkv_bias: bool = True,
+        use_attn_dense_bias: bool = True,
+        use_alibi: bool = False,
+        alibi_bias_max: float = 8,
+        norm: str = "layernorm",
+        fp32_residual_addition: bool = False,
+        residual_init_std: float | None = None,
+        flash_attention: bool = True,
+        *,
+        _inside: bool = False,
+    ) -> None:
+        super().__init__()
+        check_norms(pre_layernorm, post_layernorm)
+        kv_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        is_causal = causal_mask_size is not None and not cross_attention
+        _check_heads(num_attention_heads, kv_heads, fused_qkv, cross_attention)
+        if window_size is not None and not is_causal:
+            raise ValueError(f"window_size is {window_size}; it needs causal_mask_size")
+        if query_key_layer_scaling and layer_idx is None:
+            raise ValueError("query_key_layer_scaling needs layer_idx, which is None")
+        if rotary_dim is not None and not 0 < rotary_dim <= attention_head_size:
+            raise ValueError(
+                f"rotary_dim is {rotary_dim}; expected at most attention_head_size, "
+                f"{attention_head_size}"
+            )
+        if rotary_dim is not None and rotary_dim % 2 == 1:
+            raise ValueError(f"rotary_dim is {rotary_dim}; it has to be even")
+        self._layout = layouts.current()
+        self._inside = _inside
+        self.cross_attention = cross_attention
+        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, kv_heads
+        self.attention_head_size, self.hidden_size = attention_head_size, hidden_size
+        self.attention_dropout_prob = attention_dropout_prob
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.causal_mask_size = causal_mask_size
+        self.fp32_residual_addition = fp32_residual_addition
+        self._rotary = (rotary_dim, rotary_base, rotary_interleaved)
+        scale = scale_of(
+            attention_head_size, scale_attention_scores, scale_attn_by_layer_idx, layer_idx
+        )
+        self._scoring = Scoring(
+            scale=scale,
+            causal=is_causal,
+            window=window_size,
+            in_fp32=attention_in_fp32,
+            prescale=float((layer_idx or 0) + 1) if query_key_layer_scaling else 1.0,
+            flash=flash_attention,
+        )
+        kv_sizes = split_or_refuse(
+            kv_heads,
+            "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads",
+        )
+        group = num_attention_heads // kv_heads
+        q_sizes = [size * group for size in kv_sizes]
+        self._slopes: Tensor | None = None
+        if use_alibi:
+            begin = sharding.begin_of(q_sizes)
+            every = alibi_slopes(num_attention_heads, alibi_bias_max)
+            self._slopes = every[begin : begin + q_sizes[regions.rank()]].clone()
+        std = initializer_range if use_normal_initialization else None
+        q_parts = [size * attention_head_size for size in q_sizes]
+        kv_parts = [size * attention_head_size for size in kv_sizes]
+        self._fused = fused_qkv
+        if fused_qkv:
+            parts = [3 * size for size in q_parts]
+            self.query_key_value = ColumnLinear(hidden_size, parts, use_qkv_bias, std)
+        else:
+            self.query = ColumnLinear(hidden_size, q_parts, use_qkv_bias, std)
+            self.key = ColumnLinear(hidden_size, kv_parts, use_qkv_bias, std)
+            self.value = ColumnLinear(hidden_size, kv_parts, use_qkv_bias, std)
+        std = std if residual_init_std is None else residual_init_std
+        self.dense = RowLinear(q_parts, hidden_size, use_attn_dense_bias, std, self._layout)
+        make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
+        self.pre_layernorm = make() if pre_layernorm else None
+        self.layernorm = make() if post_layernorm else None
+
+    def forward(
+        self,
+        inputs: Sequence[Tensor | None],
+        *,
+        extent: int | None = None,
+        products: Sequence[Tensor] | None = None,
+        unreduced: bool = False,
+    ) -> Tensor:
+        """See the class. Collective over the tensor-parallel group.
+
+        Args:
+            inputs: the tuple.
+            extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
+            products: inside of a layer: those with `columns`, if they are there.
+            unreduced: inside of a layer: return this rank's term of the projection, before sum,
+                bias, dropout and residual.
+        """
+        hidden, cross, mask, positions = self._take_apart(inputs)
+        layout = self._layout
+        if self._inside:
+            return self._compute(hidden, cross, mask, positions, extent, products, unreduced)
+        extent = hidden.shape[1]
+        mask = layout.whole_mask(mask, hidden if cross is None else cross)
+        if positions is not None:
+            positions = layout.expand_to_all(positions, hidden.shape[0])
+        cross_inside = None if cross is None else layout.enter(cross)
+        result = self._compute(layout.enter(hidden), cross_inside, mask, positions, extent)
+        return layout.leave(result, extent).to(hidden.dtype)
+
+    def _take_apart(
+        self, inputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Hidden states, cross states, mask and positions."""
+        members = ["hidden_states", "attention_mask"]
+        if self.cross_attention:
+            members.insert(1, "cross_states")
+        if self._rotary[0] is not None:
+            members.append("position_ids")
+        given = dict(zip(members, inputs, strict=False))
+        has_all = len(inputs) in {len(members), 2 + self.cross_attention}
+        if isinstance(inputs, Tensor) or not has_all or given["hidden_states"] is None:
+            raise ValueError(f"inputs has to be a tuple ({', '.join(members)})")
+        if self.cross_attention and given["cross_states"] is None:
+            raise ValueError("cross_states is None; a layer with cross attention needs it")
+        hidden, mask = given["hidden_states"], given["attention_mask"]
+        assert hidden is not None
+        if mask is not None and not mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask has dtype {mask.dtype}; it is added to scores, so that it has to "
+                "be 0 for what is seen and a very negative number for what is not"
+            )
+        return hidden, given.get("cross_states"), mask, given.get("position_ids")
+
+    def _compute(
+        self,
+        hidden: Tensor,
+        cross: Tensor | None,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        extent: int | None,
+        products: Sequence[Tensor] | None = None,
+        unreduced: bool = False,
+    ) -> Tensor:
+        """What `forward` does between the borders; all in the layout."""
+        if products is None:
+            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+        query, key, value = self._heads(products, cross, mask)
+        if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
+            raise ValueError(
+                f"a sequence has {query.shape[1]} positions; causal_mask_size is "
+                f"{self.causal_mask_size}"
+            )
+        query, key = self._rotate(query, key, positions)
+        context = attend(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            self._scoring,
+            self.attention_dropout_prob if self.training else 0.0,
+            self._slopes,
+        )
+        term = self.dense(context.transpose(1, 2).flatten(2))
+        assert isinstance(term, Tensor)
+        if unreduced:
+            return term
+        return close_block(
+            self._layout.sum_up(term, extent),
+            self.dense.bias,
+            hidden,
+            self.hidden_dropout_prob if self.training else 0.0,
+            self._layout,
+            self.fp32_residual_addition,
+            self.layernorm,
+        )
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What the first products take."""
+        normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense.weight.dtype)
+        return normed
+
+    @property
+    def columns(self) -> list[ColumnLinear]:
+        """Layers that read the hidden states."""
+        if self._fused:
+            return [self.query_key_value]
+        return [self.query] if self.cross_attention else [self.query, self.key, self.value]
+
+    def _heads(
+        self, products: Sequence[Tensor], cross: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[all B, all S, own heads, D]``."""
+        layout, size = self._layout, self.attention_head_size
+        if self._fused:
+            query, key, value = products[0].unflatten(2, (-1, 3, size)).unbind(3)
+            return query, key, value
+        if cross is not None:
+            extent = layout.extent_inside(cross, mask)
+            products = [*products, *layout.columns(cross, [self.key, self.value], extent)]
+        query, key, value = (product.unflatten(2, (-1, size)) for product in products)
+        return query, key, value
+
+    def _rotate(
+        self, query: Tensor, key: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rotary_dim, base, is_interleaved = self._rotary
+        if rotary_dim is None:
+            return query, key
+        if positions is None:
+            positions = torch.arange(query.shape[1], device=query.device)[None]
+        cos, sin = rotary_tables(positions, rotary_dim, base, query.dtype)
+        return (
+            functional.rotary(query, cos, sin, rotary_dim, is_interleaved),
+            functional.rotary(key, cos, sin, rotary_dim, is_interleaved),
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_attention_heads}, kv_heads={self.num_key_value_heads}, "
+            f"head_size={self.attention_head_size}, {self._scoring}"
+        )
+
+
+def close_block(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    dropout_p: float,
+    layout: Layout,
+    fp32_residual: bool,
+    norm: nn.Module | None,
+) -> Tensor:
+    """``norm(dropout(x + bias) + residual)``, everything in the layout.
+
+    A sum in float32 stays wide until a norm has been applied, of this block or a later one.
+    """
+    seed = layout.seed() if dropout_p > 0.0 else 0
+    total = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
+    if norm is not None:
+        total = norm(total)
+        if fp32_residual:
+            total = total.to(x.dtype)
+    return total
+
+
+def rotary_tables(
+    positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[B or 1, S, rotary_dim / 2]`` of the angles of positions.
+
+    They are float32, or float64 for a ``dtype`` of float64.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    steps = torch.arange(0, rotary_dim, 2, dtype=wide, device=positions.device)
+    angles = positions.to(wide)[..., None] * (1.0 / base ** (steps / rotary_dim))
+    return angles.cos(), angles.sin()
+
+
+def check_norms(pre_layernorm: bool, post_layernorm: bool) -> None:
+    """Refuses a block without any norm."""
+    if not pre_layernorm and not post_layernorm:
+        raise ValueError(
+            "pre_layernorm and post_layernorm are both False; at least one of them has to be True"
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, fused_qkv: bool, cross_attention: bool) -> None:
+    if heads % kv_heads != 0:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads}; it has to divide num_attention_heads, {heads}"
+        )
+    if fused_qkv and (kv_heads != heads or cross_attention):
+        raise ValueError(
+            "fused_qkv needs as many heads of keys and values as of queries, and self attention"
+        )

@@ -1,0 +1,283 @@
+"""Between callers of a replaced module and its distributed form: arguments in, results out."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.nn import layout as layouts
+from smp.nn.huggingface.family import Family, Kind
+from smp.nn.huggingface.outputs import keep_logits, lazy_output
+from smp.nn.lm_head import LMHeadOutput
+from smp.tensor_parallel.registry import Adapter, Arguments
+
+_TAKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
+_KEEP = ("logits_to_keep", "num_logits_to_keep")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CROSS = ("encoder_hidden_states", "encoder_attention_mask")
+
+
+class _Given:
+    """The arguments of one call by name, as the installed class binds them.
+
+    Args:
+        family: for messages.
+        signature: of the original's ``forward``, without ``self``.
+        args, kwargs: of the call.
+    """
+
+    def __init__(
+        self, family: str, signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self._family = family
+        bound = signature.bind(*args, **kwargs)
+        self._values: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                self._values |= value
+            else:
+                self._values[name] = value
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Takes an argument out."""
+        value = self._values.pop(name, None)
+        return default if value is None else value
+
+    def take_keep(self) -> int | Tensor:
+        """Which logits the caller wants."""
+        kept = [self._values.pop(name, 0) for name in _KEEP]
+        return next((k for k in kept if isinstance(k, Tensor) or k), 0)
+
+    def take_empty_caches(self) -> None:
+        """Takes caches out in which nothing is."""
+        for name in _CACHES:
+            cache = self._values.get(name)
+            length = getattr(cache, "get_seq_length", None)
+            if length is not None and int(length()) == 0:
+                del self._values[name]
+
+    def refuse_rest(self) -> None:
+        """Refuses whatever is left and would have an effect."""
+        for name, value in self._values.items():
+            if not _is_nothing(value):
+                raise self.error(
+                    name,
+                    "has no effect in a distributed model; leave it out, or call the plain model "
+                    "with a translated state dict",
+                )
+
+    def error(self, name: str, problem: str) -> ValueError:
+        """Says what is wrong with an argument."""
+        return ValueError(f"{_C.rank_prefix()}{self._family}: argument '{name}' {problem}")
+
+
+class ModelAdapter:
+    """Of a model with or without a head, for one call.
+
+    Args:
+        family: of the model.
+        kind: "head" or "base".
+        signature: of the original's ``forward``.
+        config: of the model.
+    """
+
+    def __init__(
+        self, family: Family, kind: Kind, signature: inspect.Signature, config: Any
+    ) -> None:
+        self._family, self._kind = family, kind
+        self._signature, self._config = signature, config
+        self._shape: torch.Size | None = None
+        self._keep: int | Tensor = 0
+        self._returns_dict = True
+
+    def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
+        given = _Given(self._family.names.family, self._signature, args, kwargs)
+        self._returns_dict = given.take("return_dict", getattr(self._config, "return_dict", True))
+        self._keep = given.take_keep()
+        given.take("use_cache")
+        ids, mask, token_types, positions, labels = (given.take(name) for name in _TAKEN)
+        cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
+        given.refuse_rest()
+        if ids is None:
+            raise given.error("input_ids", "is missing")
+        self._shape = ids.shape
+        if ids.dim() < 2 or (ids.dim() > 2 and self._kind == "head"):
+            raise given.error("input_ids", f"has shape {list(ids.shape)}; expected [N, S]")
+        ids = ids.view(-1, ids.shape[-1])
+        length = ids.shape[1]
+        if token_types is not None:
+            token_types = token_types.view(-1, length)
+        if positions is not None:
+            positions = positions.view(-1, length)
+            if mask is None and _is_packed(positions):
+                raise given.error(
+                    "position_ids",
+                    "starts anew inside of a sample, which without attention_mask stands for "
+                    "several sequences; give them as samples of their own",
+                )
+        masked = _masked(given, "attention_mask", mask, ids.shape)
+        if cross:
+            states, cross_mask = cross
+            shape = None if states is None else states.shape[:2]
+            cross = [states, _masked(given, "encoder_attention_mask", cross_mask, shape)]
+        return ((ids, masked, token_types, positions, *cross, labels),), {}
+
+    def wrap(self, output: Any) -> Any:
+        if self._kind == "base":
+            assert self._shape is not None
+            return self._result(last_hidden_state=output.view(*self._shape, output.shape[-1]))
+        if not isinstance(output, LMHeadOutput):
+            return self._result(logits=keep_logits(output, self._keep))
+        if not self._returns_dict:
+            return output.loss, keep_logits(output.logits, self._keep)
+        return lazy_output(self._family.output_class(self._kind), output, self._keep)
+
+    def _result(self, **entries: Tensor) -> Any:
+        if not self._returns_dict:
+            return tuple(entries.values())
+        return self._family.output_class(self._kind)(**entries)
+
+    def _has_cross_attention(self) -> bool:
+        return bool(getattr(self._config, "add_cross_attention", False))
+
+
+class StackAdapter:
+    """Of an encoder's layers or of one layer, for one call.
+
+    Args:
+        family: of the model.
+        kind: "stack" or "layer".
+        signature: of the original's ``forward``.
+        config: of the model, if it is known.
+    """
+
+    def __init__(
+        self, family: Family, kind: Kind, signature: inspect.Signature, config: Any
+    ) -> None:
+        self._family, self._kind = family, kind
+        self._signature, self._config = signature, config
+        self._returns_dict = True
+
+    def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
+        given = _Given(self._family.names.family, self._signature, args, kwargs)
+        hidden = given.take("hidden_states")
+        _refuse_captures(given)
+        self._returns_dict = given.take("return_dict", True)
+        mask, positions = given.take("attention_mask"), given.take("position_ids")
+        cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
+        given.take_empty_caches()
+        for name in ("use_cache", "position_embeddings", "cache_position"):
+            given.take(name)
+        if "output_attentions" not in self._signature.parameters:
+            given.take("num_items_in_batch")  # passed on by the model to everybody
+        given.refuse_rest()
+        additive = _additive(given, "attention_mask", mask, hidden, hidden.shape[1])
+        inputs: tuple[Tensor | None, ...] = (hidden, additive)
+        if cross and cross[0] is not None:
+            length = cross[0].shape[1]
+            cross_mask = _additive(given, "encoder_attention_mask", cross[1], hidden, length)
+            inputs = (hidden, cross[0], additive, cross_mask)
+        if self._family.rotates and positions is not None:
+            inputs += (positions.view(-1, hidden.shape[1]),)
+        return (inputs,), {}
+
+    def wrap(self, output: Any) -> Any:
+        hidden = output[0]
+        if self._kind == "stack":
+            if not self._returns_dict:
+                return (hidden,)
+            return self._family.output_class(self._kind)(last_hidden_state=hidden)
+        is_older = "output_attentions" in self._signature.parameters
+        return (hidden, None) if is_older or self._family.layers_return_tuples else hidden
+
+    def _has_cross_attention(self) -> bool:
+        return "cross_attention" in self._family.names.inner_parts and bool(
+            getattr(self._config, "add_cross_attention", False)
+        )
+
+
+def adapter_maker(
+    family: Family, kind: Kind, module_cls: type[nn.Module]
+) -> Callable[[nn.Module], Adapter]:
+    """Makes adapters of calls of the replacements of one class."""
+    signature = inspect.signature(module_cls.forward)
+    parameters = list(signature.parameters.values())[1:]
+    signature = signature.replace(parameters=parameters)
+    cls = ModelAdapter if kind in ("head", "base") else StackAdapter
+
+    def make(module: nn.Module) -> Adapter:
+        return cls(family, kind, signature, getattr(module, "config", None))
+
+    return make
+
+
+def _is_nothing(value: Any) -> bool:
+    """None, False, or None for each layer."""
+    if isinstance(value, list | tuple):
+        return all(part is None for part in value)
+    return value is None or value is False
+
+
+def _is_packed(positions: Tensor) -> bool:
+    """Do releases from 5 on take these positions for several sequences in a sample?"""
+    major = int(getattr(sys.modules.get("transformers"), "__version__", "0").split(".")[0])
+    return major >= 5 and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _masked(
+    given: _Given, name: str, mask: Tensor | None, shape: torch.Size | None
+) -> Tensor | None:
+    """True where theirs, ``[N, S]``, is 0; None stays None."""
+    if mask is None:
+        return None
+    if shape is not None and mask.dim() != 4 and mask.numel() == shape.numel():
+        return mask.view(shape) == 0
+    expected = "None" if shape is None else str(list(shape))
+    raise given.error(
+        name, f"has shape {list(mask.shape)}; expected {expected}, with 0 for what is masked"
+    )
+
+
+def _additive(given: _Given, name: str, mask: Any, hidden: Tensor, length: int) -> Tensor | None:
+    """A prepared mask as numbers that are added to scores, ``[N or 1, 1, S or 1, S]``.
+
+    Releases leave a mask out where their samples need none. Ranks with own batches have to agree,
+    so they get one all the same.
+    """
+    layout = layouts.current()
+    if mask is None:
+        if not layout.has_own_batches:
+            return None
+        return hidden.new_zeros(hidden.shape[0], 1, 1, length)
+    prepared = _prepared(given, name, mask, hidden)
+    return prepared.expand(hidden.shape[0], -1, -1, -1) if layout.has_own_batches else prepared
+
+
+def _prepared(given: _Given, name: str, mask: Any, hidden: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        raise given.error(name, f"is {type(mask).__name__}; expected a tensor [N, 1, 1 or S, S]")
+    if mask.dim() == 2:
+        mask = (mask != 0)[:, None, None]
+    if mask.dtype == torch.bool:
+        lowest = torch.finfo(hidden.dtype).min
+        mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
+    prepared: Tensor = mask
+    rows = prepared[:, :, :1]
+    if prepared.stride(2) == 0 or torch.equal(prepared, rows.expand_as(prepared)):
+        return rows
+    return prepared
+
+
+def _refuse_captures(given: _Given) -> None:
+    """Releases from 5 on collect hidden states and attentions by hooks on layers."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    for name in wanted or ():
+        raise given.error(f"output_{name}", "cannot be True in a distributed model")

@@ -1,0 +1,93 @@
+"""What the installed release of transformers calls things; asked of a tiny model of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Names of a language-modelling head over all releases.
+HEADS = ("lm_head", "embed_out")
+
+_SMALL = {"vocab_size": 4, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+_WIDTHS = {"hidden_size": 4, "intermediate_size": 4, "max_position_embeddings": 4}
+_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 1}
+_GPT = {"n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
+# Class and configuration arguments by family, and the prefix of its first layer.
+_SAMPLES: Mapping[str, tuple[str, str, Mapping[str, Any], str]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT, "transformer.h.0."),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}, "transformer.h.0."),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {**_WIDTHS, "num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]},
+        "transformer.h.0.",
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**_WIDTHS, **_LAYERS},
+        "gpt_neox.layers.0.",
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_WIDTHS, **_LAYERS}, "model.layers.0."),
+    "bert": ("BertModel", "BertConfig", {**_WIDTHS, **_LAYERS}, "encoder.layer.0."),
+    "roberta": ("RobertaModel", "RobertaConfig", {**_WIDTHS, **_LAYERS}, "encoder.layer.0."),
+}
+
+
+@functools.cache
+def _sample(family: str) -> tuple[frozenset[str], dict[str, torch.dtype]] | None:
+    """All keys of a state dict of the family, and those of buffers; None without transformers."""
+    if family not in _SAMPLES:
+        return frozenset(), {}
+    model_name, config_name, sizes, _ = _SAMPLES[family]
+    try:
+        transformers = importlib.import_module("transformers")
+        model_cls, config_cls = (
+            getattr(transformers, model_name),
+            getattr(transformers, config_name),
+        )
+    except (ImportError, AttributeError):
+        return None
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model = model_cls(config_cls(**_SMALL, **sizes))
+    state: dict[str, Tensor] = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = {key: value.dtype for key, value in state.items() if key not in parameters}
+    return frozenset(state), stored
+
+
+def is_known() -> bool:
+    """Whether transformers can be imported."""
+    return _sample("gpt2") is not None
+
+
+def head_of(family: str) -> str:
+    """What the family's language-modelling head is called."""
+    sample = _sample(family)
+    if sample is not None and "embed_out.weight" in sample[0]:
+        return "embed_out"
+    return "lm_head"
+
+
+def layer_buffers(family: str) -> dict[str, torch.dtype]:
+    """Buffers in each layer that stand in a state dict, with their types."""
+    sample = _sample(family)
+    if sample is None:
+        return {}
+    prefix = _SAMPLES[family][3] if family in _SAMPLES else ""
+    return {
+        key.removeprefix(prefix): dtype
+        for key, dtype in sample[1].items()
+        if prefix and key.startswith(prefix)
+    }
+
+
+def stores_positions(family: str) -> bool:
+    """Whether embeddings of the family have ``position_ids`` in a state dict."""
+    sample = _sample(family)
+    return sample is not None and "embeddings.position_ids" in sample[1]

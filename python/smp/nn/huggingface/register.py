@@ -1,0 +1,82 @@
+"""Registration of the families whose classes are there; transformers is never imported for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from smp.nn.huggingface import (
+    bert,
+    gpt2,
+    gptj,
+    gptneo,
+    gptneox,
+    llama,
+    mistral,
+    pretrained,
+    qwen2,
+    roberta,
+)
+from smp.nn.huggingface.adapters import adapter_maker
+from smp.nn.huggingface.family import Family, Kind
+from smp.nn.lm_head import DistributedTransformerLMHead
+from smp.nn.transformer import DistributedTransformer
+from smp.nn.transformer_layer import DistributedTransformerLayer
+from smp.tensor_parallel.registry import Arguments, Registration, is_registered, register
+
+FAMILIES: tuple[Family, ...] = tuple(
+    module.FAMILY for module in (gpt2, gptj, gptneo, gptneox, bert, roberta, llama, mistral, qwen2)
+)
+_DISTRIBUTED: Mapping[Kind, type[nn.Module]] = {
+    "head": DistributedTransformerLMHead,
+    "base": DistributedTransformerLMHead,
+    "stack": DistributedTransformer,
+    "layer": DistributedTransformerLayer,
+}
+
+
+def register_available(modules: Mapping[str, ModuleType | None] | None = None) -> None:
+    """Registers the families whose transformers modules are imported already.
+
+    A class that is registered keeps its registration, so users may put their own in its place.
+
+    Args:
+        modules: what is imported; ``sys.modules`` if not given.
+    """
+    imported = sys.modules if modules is None else modules
+    models = imported.get("transformers.modeling_utils")
+    model_cls = getattr(models, "PreTrainedModel", None)
+    if model_cls is None:  # not there, or being imported just now
+        return
+    pretrained.watch(model_cls)
+    for family in FAMILIES:
+        modeling = imported.get(family.modeling)
+        for kind, name in family.classes.items():
+            module_cls = getattr(modeling, name, None)
+            if module_cls is not None and not is_registered(module_cls):
+                register(_registration(family, kind, module_cls, model_cls))
+
+
+def _registration(
+    family: Family, kind: Kind, module_cls: type[nn.Module], model_cls: type[Any]
+) -> Registration:
+    return Registration(
+        module_cls,
+        _DISTRIBUTED[kind],
+        init_hook=family.init_hook(kind, module_cls),
+        adapter=adapter_maker(family, kind, module_cls),
+        translators=family.translators(kind),
+        # Models and encoders have their only argument as an attribute.
+        arguments_of=None if kind == "layer" else _configuration_of,
+        was_initialised=functools.partial(pretrained.was_initialised, model_cls=model_cls),
+        family=family.names.family,
+    )
+
+
+def _configuration_of(module: nn.Module) -> Arguments:
+    return (module.config,), {}

@@ -1,0 +1,175 @@
+"""Linear layers split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smp.nn import layout as layouts
+from smp.nn.layout import Layout, uneven
+from smp.nn.module import DistributedModule
+from smp.nn.parameters import add_split, fill_linear, split_or_refuse
+from smp.tensor_parallel import regions, sharding
+
+
+class ColumnLinear(nn.Module):
+    """Holds the part of a linear layer that belongs to some output features.
+
+    Several of them read one gathered input, see `Layout.columns`.
+
+    Args:
+        in_features: of the layer.
+        sizes: output features by rank.
+        bias: with a bias.
+        std: of the initial weight; None for that of ``nn.Linear``.
+        adds_bias: False if the bias is left to what follows.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        bias: bool,
+        std: float | None,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.adds_bias = adds_bias
+        self.in_features, self.out_features = in_features, sum(sizes)
+        self._std = std
+        add_split(self, "weight", [self.out_features, in_features], 0, sizes)
+        if bias:
+            add_split(self, "bias", [self.out_features], 0, sizes)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises this rank's part."""
+        fill_linear(self.weight, self.bias, self.in_features, self._std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The own part ``[*, out]`` of the product of a gathered input ``[*, in]``."""
+        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+
+    def extra_repr(self) -> str:
+        return _describe(self)
+
+
+class RowLinear(nn.Module):
+    """The part of a linear layer that belongs to some input features.
+
+    Args:
+        sizes: input features by rank.
+        out_features: of the layer.
+        bias: with a bias, held whole, which the caller adds after the ranks' terms are summed.
+        std: of the initial weight; None for that of ``nn.Linear``.
+        layout: of the sum.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, sizes: Sequence[int], out_features: int, bias: bool, std: float | None, layout: Layout
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = sum(sizes), out_features
+        self._std = std
+        add_split(self, "weight", [out_features, self.in_features], 1, sizes)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features))
+            sharding.mark_whole(self.bias, partial=layout.dim is not None)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises this rank's part."""
+        fill_linear(self.weight, self.bias, self.in_features, self._std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's term ``[*, out]`` of the product, out of its part ``[*, in]`` of the input.
+
+        Neither summed over ranks nor biased.
+        """
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return _describe(self)
+
+
+class DistributedLinear(DistributedModule):
+    """``nn.Linear``, split over its input features.
+
+    Each rank holds ``weight[:, own part]``. With own batches the ranks exchange samples against
+    features, and sums go back to whom the samples belong; with ``prescaled_batch`` every rank
+    takes its features and the terms are summed. All ranks of a tensor-parallel group call it
+    together, with inputs of one shape.
+
+    Args:
+        in_features: of the whole layer, at least the tensor-parallel degree.
+        out_features: of the layer.
+        bias: with a bias, which every rank holds.
+        initializer_range: standard deviation of the initial weight; None: as ``nn.Linear``.
+
+    Raises:
+        Unsupported: a rank would get no features.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        initializer_range: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._std = initializer_range
+        self._layout = layouts.current()
+        self._sizes = split_or_refuse(in_features, "in_features")
+        add_split(self, "weight", [out_features, in_features], 1, self._sizes)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features))
+            sharding.mark_whole(self.bias, partial=self._layout.has_own_batches)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises this rank's part."""
+        fill_linear(self.weight, self.bias, self.in_features, self._std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in_features]`` to ``[*, out_features]``. Collective over the group."""
+        x = input if input.dim() > 1 else input[None]
+        sizes = uneven(self._sizes)
+        if self._layout.has_own_batches:
+            x = regions.exchange(x, x.dim() - 1, 0, split_sizes=sizes)
+            y = regions.reduce_scatter(F.linear(x, self.weight), 0)
+        else:
+            x = regions.scatter(x, x.dim() - 1, sizes)
+            y = regions.reduce(F.linear(x, self.weight))
+        if self.bias is not None:
+            y = y + self.bias
+        return y if input.dim() > 1 else y[0]
+
+    def extra_repr(self) -> str:
+        return _describe(self)
+
+
+def _describe(module: ColumnLinear | RowLinear | DistributedLinear) -> str:
+    return (
+        f"in_features={module.in_features}, out_features={module.out_features}, "
+        f"bias={module.bias is not None}, local weight {list(module.weight.shape)}"
+    )

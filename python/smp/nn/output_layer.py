@@ -1,0 +1,176 @@
+"""The feed-forward block of a transformer layer, split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from smp.nn import functional
+from smp.nn import layout as layouts
+from smp.nn.attention import check_norms, close_block
+from smp.nn.layer_norm import make_norm
+from smp.nn.linear import ColumnLinear, RowLinear
+from smp.nn.module import IndivisibleModule
+from smp.nn.parameters import split_or_refuse
+
+# GELU variants are fused with the bias before them; the value is that operator's argument.
+_GELUS = {"gelu": "none", "gelu_new": "tanh"}
+_OTHERS = {"relu": F.relu, "silu": F.silu}
+ACTIVATIONS = (*_GELUS, *_OTHERS)
+
+
+class DistributedTransformerOutputLayer(IndivisibleModule):
+    """A feed-forward block: norm, ``dense1``, activation, ``dense2``, dropout, residual.
+
+    ``forward(hidden_states)`` returns hidden states ``[N, S, H]``. All ranks of a tensor-parallel
+    group call it together, with inputs of one shape.
+
+    Args:
+        hidden_size: channels of the hidden states.
+        intermediate_size: channels between the two products, of all ranks.
+        hidden_dropout_prob: on the result.
+        activation: "gelu", "gelu_new" (tanh), "relu" or "silu".
+        layernorm_epsilon: of the norms.
+        initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
+        use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
+        pre_layernorm: a norm of what enters.
+        post_layernorm: a norm of the sum with the residual.
+        fp32_residual_addition: add the residual in float32.
+        gated_mlp: a third product ``gate``, whose activation is multiplied with ``dense1``.
+        use_mlp_bias: biases.
+        norm: "layernorm" or "rmsnorm".
+        residual_init_std: standard deviation of the initial ``dense2`` instead of
+            ``initializer_range``.
+
+    Raises:
+        Unsupported: a rank would get no intermediate channels.
+        ValueError: for an unknown activation or norm, or no norm at all.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        gated_mlp: bool = False,
+        use_mlp_bias: bool = True,
+        norm: str = "layernorm",
+        residual_init_std: float | None = None,
+        *,
+        _inside: bool = False,
+        _has_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"
+            )
+        check_norms(pre_layernorm, post_layernorm)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.hidden_dropout_prob, self.activation = hidden_dropout_prob, activation
+        self.fp32_residual_addition = fp32_residual_addition
+        self._layout = layouts.current()
+        self._inside = _inside
+        sizes = split_or_refuse(intermediate_size, "intermediate_size")
+        std = initializer_range if use_normal_initialization else None
+        make_column = functools.partial(ColumnLinear, hidden_size, sizes, use_mlp_bias, std)
+        # GELU adds the bias of what it reads.
+        is_gelu = activation in _GELUS
+        self.dense1 = make_column(adds_bias=gated_mlp or not is_gelu)
+        self.gate = make_column(adds_bias=not is_gelu) if gated_mlp else None
+        std = std if residual_init_std is None else residual_init_std
+        self.dense2 = RowLinear(sizes, hidden_size, use_mlp_bias, std, self._layout)
+        make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
+        self.pre_layernorm = make() if pre_layernorm and _has_norm else None
+        self.layernorm = make() if post_layernorm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        extent: int | None = None,
+        products: Sequence[Tensor] | None = None,
+        residual: Tensor | None = None,
+        term: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """See the class. Collective over the tensor-parallel group.
+
+        Args:
+            hidden_states: ``[N, S, H]``.
+            extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
+            products: inside of a layer: those with `columns`, if they are there.
+            residual: inside of a layer: added at the end instead of the hidden states.
+            term: inside of a layer: what this rank adds to the sum of all ranks' products.
+            bias: inside of a layer: added to the sum once more.
+        """
+        layout = self._layout
+        if not self._inside:
+            extent = hidden_states.shape[1]
+            result = self._compute(layout.enter(hidden_states), extent)
+            return layout.leave(result, extent).to(hidden_states.dtype)
+        return self._compute(hidden_states, extent, products, residual, term, bias)
+
+    def _compute(
+        self,
+        hidden: Tensor,
+        extent: int | None,
+        products: Sequence[Tensor] | None = None,
+        residual: Tensor | None = None,
+        term: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        if products is None:
+            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+        product = self.dense2(self._activate(products))
+        if term is not None:
+            product = product + term
+        total_bias: Tensor | None = self.dense2.bias
+        if bias is not None:
+            total_bias = bias if total_bias is None else total_bias + bias
+        return close_block(
+            self._layout.sum_up(product, extent),
+            total_bias,
+            hidden if residual is None else residual,
+            self.hidden_dropout_prob if self.training else 0.0,
+            self._layout,
+            self.fp32_residual_addition,
+            self.layernorm,
+        )
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What the first products take."""
+        normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        if self.fp32_residual_addition:  # hidden states may be wider than weights
+            normed = normed.to(self.dense2.weight.dtype)
+        return normed
+
+    @property
+    def columns(self) -> list[ColumnLinear]:
+        """Layers that read the hidden states; the first is followed by the activation."""
+        return [self.dense1] if self.gate is None else [self.gate, self.dense1]
+
+    def _activate(self, products: Sequence[Tensor]) -> Tensor:
+        """``[all B, all S, own intermediate channels]``."""
+        if self.activation in _GELUS:
+            bias = self.columns[0].bias
+            active = functional.bias_gelu(products[0], bias, _GELUS[self.activation])
+        else:
+            active = _OTHERS[self.activation](products[0])
+        return active if self.gate is None else active * products[1]
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation!r}"
+        )

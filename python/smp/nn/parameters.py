@@ -1,0 +1,89 @@
+"""Making and initialising parameters of which a rank holds a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smp import runtime
+from smp.tensor_parallel import sharding
+from smp.tensor_parallel.registry import Unsupported
+
+
+def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:
+    """Sizes of the parts of ``extent`` units, each of ``unit`` elements.
+
+    Args:
+        extent: what is split.
+        what: its name, for the message.
+        unit: elements that stay together.
+
+    Raises:
+        Unsupported: a rank would get nothing.
+    """
+    sizes = sharding.split(extent)
+    if sizes[-1] == 0:
+        raise Unsupported(
+            f"{what} is {extent}, which {len(sizes)} tensor-parallel ranks cannot share; "
+            f"it has to be at least {len(sizes)}"
+        )
+    return [size * unit for size in sizes]
+
+
+def add_split(
+    module: nn.Module, name: str, shape: Sequence[int], dim: int, sizes: Sequence[int]
+) -> None:
+    """Registers this rank's slice of a parameter; `reset_parameters` fills it.
+
+    Args:
+        module, name: its place.
+        shape: of the whole parameter.
+        dim: along which it is split.
+        sizes: of the slices, by rank.
+    """
+    begin = sharding.begin_of(sizes)
+    local = list(shape)
+    local[dim] = sizes[runtime.current().ranks["tp"]]
+    module.register_parameter(name, nn.Parameter(torch.empty(local)))
+    # A context may have put another object in its place.
+    sharding.mark_split(getattr(module, name), dim, begin, shape[dim])
+
+
+def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
+    """Initialises a parameter or this rank's slice of it.
+
+    A whole tensor is drawn and cut, also where there is nothing to cut, so that the values do not
+    depend on the degree. Nothing happens on the meta device.
+
+    Args:
+        parameter: marked if it is split.
+        draw: fills a tensor of the whole shape.
+    """
+    if parameter.is_meta:
+        return
+    with torch.no_grad():
+        whole = parameter.new_empty(sharding.whole_shape(parameter))
+        draw(whole)
+        parameter.copy_(sharding.slice_of(whole, sharding.interval_of(parameter)))
+
+
+def fill_linear(
+    weight: nn.Parameter, bias: nn.Parameter | None, fan_in: int, std: float | None
+) -> None:
+    """Initialises a linear layer: normal with a zero bias, or as ``nn.Linear`` does.
+
+    Args:
+        weight, bias: its parameters.
+        fan_in: input features of the whole layer.
+        std: of the weight; None for the uniform distribution of ``nn.Linear``.
+    """
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    if std is None:
+        fill(weight, lambda t: t.uniform_(-bound, bound))
+    else:
+        fill(weight, lambda t: t.normal_(0.0, std))
+    if bias is not None:
+        fill(bias, Tensor.zero_ if std is not None else lambda t: t.uniform_(-bound, bound))

@@ -1,0 +1,14 @@
+"""Marked modules and what takes their place."""
+
+from smp.replacement.marks import model_creation, set_tensor_parallelism, tensor_parallelism
+from smp.replacement.registration import tp_register, tp_register_with_module
+from smp.replacement.replace import replace_marked
+
+__all__ = [
+    "model_creation",
+    "replace_marked",
+    "set_tensor_parallelism",
+    "tensor_parallelism",
+    "tp_register",
+    "tp_register_with_module",
+]

@@ -1,0 +1,120 @@
+"""Which modules the user wants to be distributed, and with which options."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp import _C, memory, runtime
+from smp.creation import CreationMarks
+from smp.nn import huggingface
+from smp.tensor_parallel import registry
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Of one module.
+
+    Attributes:
+        enabled: whether it is to be distributed.
+        options: keyword arguments for its distributed form, as far as that has such.
+    """
+
+    enabled: bool
+    options: Mapping[str, Any]
+
+
+_marks: CreationMarks[Mark] = CreationMarks()
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """What the user wants of a module, if anything."""
+    return _marks.get(module)
+
+
+@contextlib.contextmanager
+def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
+    """Marks modules that are created inside to be split over the tensor-parallel ranks.
+
+    They are replaced when the model is wrapped in `DistributedModel`: of modules inside of each
+    other the outermost one that has a distributed form (see :func:`smp.tp_register`). The innermost
+    context wins. Works as a decorator, too.
+
+    Args:
+        enabled: False keeps modules that are created inside as they are.
+        options: override what the distributed modules would take from the original ones, where a
+            name is an argument of their ``__init__``.
+    """
+    huggingface.register_available()
+    with _marks.marking(Mark(enabled, options)):
+        yield
+        huggingface.register_available()  # imported inside
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
+    """Marks an existing module and everything below it, any time before it is wrapped.
+
+    Args:
+        module: part of a model, or all of it.
+        enabled: False switches the whole subtree off.
+        options: as in :func:`tensor_parallelism`.
+
+    Raises:
+        ValueError: ``module`` is not a module.
+        RuntimeError: it is part of a wrapped model.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{_C.rank_prefix()}set_tensor_parallelism: expected an nn.Module, got "
+            f"{type(module).__name__}; call it once for each module of a list"
+        )
+    wrapped = runtime.current().models if runtime.is_initialized() else []
+    if any(isinstance(m, nn.Module) and module in set(m.modules()) for m in wrapped):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}set_tensor_parallelism: the module is part of a DistributedModel "
+            "already; call it before the model is wrapped"
+        )
+    for part in module.modules():
+        _marks[part] = Mark(enabled, options)
+
+
+@contextlib.contextmanager
+def model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    **tensor_parallel_config: Any,
+) -> Iterator[None]:
+    """Everything that matters while a model is made, in one context.
+
+    Args:
+        tensor_parallelism: as in :func:`smp.tensor_parallelism`.
+        dtype: default dtype inside; the current one if not given.
+        tensor_parallel_config: options for distributed modules; ignored without
+            ``tensor_parallelism``.
+
+    With the configuration key ``delayed_parameter_initialization`` parameters are allocated and
+    initialised where they are needed, see :func:`smp.delay_param_initialization`.
+    """
+    delays = runtime.is_initialized() and runtime.current().config.delayed_parameter_initialization
+    before = torch.get_default_dtype()
+    with _tensor_parallelism(tensor_parallelism, **tensor_parallel_config):
+        with memory.delay_param_initialization(delays):
+            torch.set_default_dtype(before if dtype is None else dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+
+_tensor_parallelism = tensor_parallelism  # which an argument above hides
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Is a module marked, and of a class that has a distributed form?"""
+    mark = mark_of(module)
+    return mark is not None and mark.enabled and registry.registration_of(module) is not None

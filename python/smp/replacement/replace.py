@@ -1,0 +1,209 @@
+"""Puts distributed modules in the place of marked ones, weights included."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C, memory, runtime
+from smp.nn import huggingface
+from smp.partition import contexts
+from smp.replacement.marks import Mark, is_candidate, mark_of
+from smp.tensor_parallel import sharding
+from smp.tensor_parallel.registry import (
+    Declined,
+    Registration,
+    Unsupported,
+    arguments_of,
+    registration_of,
+)
+
+_log = logging.getLogger("smp")
+
+
+def replace_marked(root: nn.Module) -> tuple[nn.Module, list[Registration]]:
+    """Replaces the outermost marked modules that have a distributed form, in place.
+
+    Args:
+        root: a model; it may be replaced itself.
+
+    Returns:
+        the model, and the registrations that were used, each once.
+    """
+    huggingface.register_available()
+    replacement = _Replacement(root)
+    new_root = replacement.visit(root, "")
+    return new_root, list(replacement.used.values())
+
+
+class _Replacement:
+    """One walk over a model, outermost modules first.
+
+    Args:
+        root: the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.used: dict[type[nn.Module], Registration] = {}
+        self._done: dict[nn.Module, nn.Module] = {}
+        self._said: set[tuple[type[nn.Module], str]] = set()
+        self._holders: dict[Tensor, set[nn.Module]] = {}
+        for module in root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._holders.setdefault(parameter, set()).add(module)
+
+    def visit(self, module: nn.Module, name: str) -> nn.Module:
+        """The module that takes the place of ``module``; itself in most cases."""
+        if module in self._done:
+            return self._done[module]
+        self._done[module] = module
+        if is_candidate(module):
+            new = self._distributed_form(module, name)
+            if isinstance(new, nn.Module):
+                self._done[module] = new
+                return new
+            self._say(module, name, new.reason)
+        for key, child in list(module._modules.items()):
+            if child is not None:
+                module._modules[key] = self.visit(child, f"{name}.{key}" if name else key)
+        return module
+
+    def _say(self, module: nn.Module, name: str, reason: str) -> None:
+        if runtime.current().global_rank == 0 and (type(module), reason) not in self._said:
+            self._said.add((type(module), reason))
+            _log.warning(
+                "smp: %s ('%s') is not distributed: %s", type(module).__name__, name, reason
+            )
+
+    def _distributed_form(self, module: nn.Module, name: str) -> nn.Module | Declined:
+        registration, mark = registration_of(module), mark_of(module)
+        assert registration is not None and mark is not None
+        if self._shares_weights(module):
+            return Declined("it shares parameters with modules outside of it")
+        made = _construct(module, registration, mark)
+        if isinstance(made, Declined):
+            return made
+        problem = _take_over(module, made, registration)
+        if problem is not None:
+            return problem
+        _install_adapter(made, registration)
+        for key, parameter in module.named_parameters():
+            sharding.mark_replaced(parameter, f"{name}.{key}" if name else key)
+        self.used[type(module)] = registration
+        return made
+
+    def _shares_weights(self, module: nn.Module) -> bool:
+        inside = set(module.modules())
+        return any(not self._holders[p] <= inside for p in module.parameters())
+
+
+def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.Module | Declined:
+    arguments = arguments_of(module)
+    if arguments is None:
+        return Declined(
+            "it is a copy, or was made before its class was registered, so the arguments of its "
+            "__init__ are not known"
+        )
+    args, kwargs = tuple(arguments[0]), dict(arguments[1])
+    if registration.init_hook is not None:
+        translated = registration.init_hook(*args, **kwargs)
+        if translated is None:
+            return Declined("its init hook declines")
+        if isinstance(translated, Declined):
+            return translated
+        args, kwargs = tuple(translated[0]), dict(translated[1])
+    signature = inspect.signature(registration.dist_module)
+    bound = signature.bind(*args, **kwargs)
+    for key, value in mark.options.items():
+        if key in signature.parameters:
+            bound.arguments[key] = value
+    try:
+        # Values come from the original, or when the model is partitioned.
+        with memory.delay_param_initialization(_gives_values(module, registration)):
+            made = registration.dist_module(*bound.args, **bound.kwargs)
+    except Unsupported as error:
+        return Declined(str(error))
+    return made
+
+
+def _gives_values(module: nn.Module, registration: Registration) -> bool:
+    """Are the weights of the new module other ones than those it would draw now?"""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return True
+    return registration.was_initialised is None or registration.was_initialised(module)
+
+
+def _take_over(module: nn.Module, made: nn.Module, registration: Registration) -> Declined | None:
+    """Gives a new module what the original is besides its arguments: weights, dtype, mode."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if len(dtypes) == 1:
+        made.to(dtype=dtypes.pop())
+    made.train(module.training)
+    frozen = [not p.requires_grad for p in module.parameters()]
+    if all(frozen) and frozen:
+        made.requires_grad_(False)
+    elif any(frozen):
+        return Declined(
+            "some of its parameters require gradients and some do not; freeze after wrapping"
+        )
+    partition = contexts.mark_of(module)
+    if partition is not None:
+        contexts.set_partition(made, partition)
+    if hasattr(module, "config"):
+        made.config = module.config
+    is_delayed = any(parameter.is_meta for parameter in module.parameters())
+    if is_delayed or not _gives_values(module, registration):
+        return None
+    state: Mapping[str, Tensor] = module.state_dict()
+    if registration.translators is not None:
+        state = registration.translators[1](dict(state))
+    missing = inherit(made, state)
+    if not missing:
+        return None
+    if registration.family is not None:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the weights of {type(module).__name__} have no entries for "
+            f"{missing} of {type(made).__name__}"
+        )
+    _log.info("smp: %s gets new values for %s", type(made).__name__, missing)
+    memory.initialise_delayed(made, lambda _: True, torch.device("cpu"))
+    inherit(made, state)  # what shares a module with them was drawn as well
+    return None
+
+
+def inherit(made: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Fills parameters with their slices of whole tensors; names those that ``state`` lacks."""
+    missing = []
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            whole = state.get(name)
+            if whole is None or list(whole.shape) != sharding.whole_shape(parameter):
+                missing.append(name)
+                continue
+            part = sharding.slice_of(whole, sharding.interval_of(parameter))
+            memory.fill(parameter, part)
+        for name, buffer in made.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+    return missing
+
+
+def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    adapter = self._smp_adapter(self)  # one per call: microbatches take turns
+    args, kwargs = adapter.forward_args(*args, **kwargs)
+    return adapter.wrap(type(self).forward(self, *args, **kwargs))
+
+
+def _install_adapter(made: nn.Module, registration: Registration) -> None:
+    if registration.adapter is None:
+        return
+    made._smp_adapter = registration.adapter  # type: ignore[assignment]
+    # A bound method, so that a deep copy has its own.
+    made.__dict__["forward"] = types.MethodType(_adapted_forward, made)

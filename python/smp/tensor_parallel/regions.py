@@ -1,0 +1,228 @@
+"""Borders between what a rank of a tensor-parallel group has and what its group has together.
+
+Each function here works on the tensor-parallel group of the running `smp.init` and is collective
+over it: all its ranks call the same functions in one order, forward and backward. In a group of one
+they are the identity. No region has a second derivative.
+
+`sizes` are the extents of the parts of the ranks along a dim, in the order of the ranks, for uneven
+splits; without it all parts are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from smp import _C, runtime
+
+Sizes = Sequence[int] | None
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A region that handles of tensors on other pipeline ranks enter as what they stand for."""
+
+    @wraps(region)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tensors = (*args, *kwargs.values())
+        if has_torch_function(tensors):
+            result: Any = handle_torch_function(call, tensors, *args, **kwargs)
+            return result  # type: ignore[no-any-return]
+        return region(*args, **kwargs)
+
+    return call
+
+
+def _group() -> _C.TensorParallelGroup:
+    return runtime.current().comms.tp_group
+
+
+def _sizes(sizes: Sizes) -> list[int]:
+    return [] if sizes is None else list(sizes)
+
+
+def rank() -> int:
+    """Place of this process in its tensor-parallel group."""
+    return _group().group_rank
+
+
+def size() -> int:
+    """Number of ranks of the tensor-parallel group."""
+    return _group().size
+
+
+def traffic() -> tuple[int, int]:
+    """Collectives so far, and the bytes that this rank had to send at the least for them."""
+    return _group().traffic()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Regions of this thread communicate with nobody: for a trial run of a model on one rank.
+
+    Results have the right shapes; values are as if all ranks held the same, and sums are not
+    taken. Tensors without data (meta, fake) are treated so everywhere.
+    """
+    before = _C.set_tensor_parallel_alone(True)
+    try:
+        yield
+    finally:
+        _C.set_tensor_parallel_alone(before)
+
+
+@_of_data
+def copy(x: Tensor) -> Tensor:
+    """The same tensor, which all ranks have alike. Backward: sum over the ranks."""
+    return _group().copy(x)
+
+
+@_of_data
+def reduce(x: Tensor) -> Tensor:
+    """Sum over the ranks. Backward: the same gradient."""
+    return _group().reduce(x)
+
+
+@_of_data
+def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"] = "sum") -> Tensor:
+    """The parts of all ranks, concatenated.
+
+    Args:
+        x: the part of this rank.
+        dim: along which.
+        sizes: of the parts.
+        grad: what backward does. "sum": each rank went on with other weights, so its gradient is
+            a part of a sum (reduce-scatter). "own": all ranks went on alike (own slice).
+    """
+    if grad not in ("sum", "own"):
+        raise ValueError(f"gather: grad must be 'sum' or 'own', got {grad!r}")
+    return _group().gather(x, dim, _sizes(sizes), grad == "sum")
+
+
+@_of_data
+def reduce_scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
+    """The part of this rank of the sum over the ranks. Backward: all-gather."""
+    return _group().reduce_scatter(x, dim, _sizes(sizes))
+
+
+@_of_data
+def scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
+    """The part of this rank of what all have alike. Backward: all-gather."""
+    return _group().scatter(x, dim, _sizes(sizes))
+
+
+@_of_data
+def exchange(
+    x: Tensor,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: Sizes = None,
+    concat_sizes: Sizes = None,
+) -> Tensor:
+    """All-to-all: one dim is split from now on, another one whole. Backward: the inverse.
+
+    Args:
+        x: whole along `split_dim`, the part of this rank along `concat_dim`.
+        split_dim, concat_dim: two different dims.
+        split_sizes, concat_sizes: of the parts along them.
+    """
+    return _group().exchange(x, split_dim, concat_dim, _sizes(split_sizes), _sizes(concat_sizes))
+
+
+@_of_data
+def gathered_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int | None,
+    sizes: Sizes = None,
+) -> list[Tensor]:
+    """Products of one gathered input with several weights.
+
+    Only the part of this rank is kept for backward, where it is gathered again; the sum of the
+    input gradients is reduce-scattered once.
+
+    Args:
+        x: [..., features]; the part of this rank along `dim`.
+        weights: each [out, features].
+        biases: one for each weight, or None.
+        dim: along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
+            gradient is summed over the ranks.
+        sizes: of the parts along `dim`.
+    Returns:
+        One [..., out] for each weight.
+    """
+    return _group().gathered_linears(x, list(weights), list(biases), dim, _sizes(sizes))
+
+
+@_of_data
+def vocabulary_embedding(
+    ids: Tensor, table: Tensor, begin: int, padding_id: int | None = None
+) -> Tensor:
+    """Rows of a table that is split along the vocabulary; not summed over the ranks.
+
+    Args:
+        ids: integers of any shape; those of other ranks give rows of zeros and no gradient.
+        table: [rows, features] of this rank.
+        begin: id of its first row.
+        padding_id: id whose row gets no gradient.
+    """
+    return _C.vocabulary_embedding(ids, table, begin, -1 if padding_id is None else padding_id)
+
+
+@_of_data
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    begin: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """Cross entropy of logits whose vocabulary is split over the ranks.
+
+    The logits stay where they are; three numbers per token are exchanged in forward, nothing in
+    backward.
+
+    Args:
+        logits: [tokens, entries of this rank].
+        targets: int64 [tokens], the same on all ranks.
+        begin: first entry of this rank.
+        ignore_index: target of tokens without a loss.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        vocab_size: entries of all ranks.
+    Returns:
+        Loss per token [tokens], 0 where ignored; float32, or float64 for such logits.
+    Raises:
+        ValueError: a target is outside of the vocabulary.
+    """
+    return _group().vocabulary_cross_entropy(
+        logits,
+        targets,
+        begin=begin,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+
+
+def own_seed() -> int:
+    """Seed that differs on each rank of the group: for dropout of what is split.
+
+    Draws from the default generator once; not collective.
+    """
+    return _group().own_seed()
+
+
+def common_seed() -> int:
+    """Seed that is the same on each rank of the group: for dropout of what all have.
+
+    Draws from the default generator once, on every rank.
+    """
+    return _group().common_seed()

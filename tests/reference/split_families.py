@@ -1,0 +1,74 @@
+"""The model families that have a distributed form, in sizes that four ranks can share unevenly.
+
+Heads, key heads and intermediate features divide by four, the vocabulary does not. Everything else
+keeps the defaults of the installed transformers, without dropout and caches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.reference import families
+from tests.reference.families import Maker
+from tests.reference.models import randomise_
+
+VOCABULARY = 41
+BATCH = 4
+SEQUENCE = 7
+
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+_GPT = {"n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 4}
+_DEEP = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+_BERT = {**_DEEP, "intermediate_size": 24, "max_position_embeddings": 16, **_TOKENS}
+_GROUPED = {
+    **_TOKENS, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+
+_make = families.hugging_face
+SPLIT_FAMILIES: dict[str, Maker] = {
+    "gpt2": _make("GPT2LMHeadModel", "GPT2Config", **_GPT, **_TOKENS),
+    "gptj": _make("GPTJForCausalLM", "GPTJConfig", rotary_dim=2, **_GPT, **_TOKENS),
+    "gptneo": _make(
+        "GPTNeoForCausalLM", "GPTNeoConfig",
+        max_position_embeddings=16, hidden_size=16, num_layers=4, num_heads=4, window_size=3,
+        attention_types=[[["global", "local"], 2]], **_TOKENS,
+    ),
+    "gptneox": _make(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig",
+        max_position_embeddings=16, intermediate_size=24, rotary_pct=0.5, **_DEEP, **_TOKENS,
+    ),
+    "bert": _make("BertForMaskedLM", "BertConfig", **_BERT),
+    "roberta": _make("RobertaForMaskedLM", "RobertaConfig", **_BERT | {"pad_token_id": 1}),
+    "llama": _make("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
+    "mistral": _make("MistralForCausalLM", "MistralConfig", sliding_window=3, **_GROUPED),
+    "qwen2": _make("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
+}  # fmt: skip
+
+
+def make_split_family(case: str, dtype: torch.dtype, dropout: bool = False) -> nn.Module:
+    """A model of a family; parameters as its class draws them."""
+    options = frozenset({"nocache", "dropout"} if dropout else {"nocache"})
+    return SPLIT_FAMILIES[case](options).to(dtype)
+
+
+def build_split_family(case: str, dtype: torch.dtype, seed: int = 1) -> nn.Module:
+    """A model of a family in training mode; every parameter has random values."""
+    return randomise_(make_split_family(case, dtype), seed).train()
+
+
+def make_split_batch(case: str, replica: int, step: int) -> dict[str, Tensor]:
+    """What one replica sees in one step: padding at the right, some labels left out.
+
+    Every replica and microbatch counts another number of labels.
+    """
+    generator = torch.Generator().manual_seed(7919 * (replica + 1) + 104729 * step)
+    ids = torch.randint(2, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    lengths = torch.randint(3, SEQUENCE + 1, (BATCH, 1), generator=generator)
+    mask = (torch.arange(SEQUENCE) < lengths).long()
+    ids = ids * mask + (1 - mask) * (1 if case == "roberta" else 0)
+    hidden = torch.rand(BATCH, SEQUENCE, generator=generator) < 0.3
+    hidden[:, 1] = False  # each sample keeps a label, so that no mean is empty
+    labels = ids.masked_fill((mask == 0) | hidden, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
