@@ -427,12 +427,11 @@ class MpiCommunicator final : public Communicator {
     check_cpu_tensor(input, call);
     const Buffer from = buffer_to_move(input, call);
     const int count = from.count / size();
-    return start(call, Kind::kOther, {output, input},
-                 [&](MPI_Request* request) {
-                   return MPI_Ialltoall(from.data, count, from.type,
-                                        output.data_ptr(), count, from.type,
-                                        shared_->comm, request);
-                 });
+    return start(
+        call, Kind::kOther, {output, input}, [&](MPI_Request* request) {
+          return MPI_Ialltoall(from.data, count, from.type, output.data_ptr(),
+                               count, from.type, shared_->comm, request);
+        });
   }
 
   WorkPtr barrier() override {

@@ -145,7 +145,7 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
     variable_list results;
     {
       at::NoGradGuard no_grad;
-      results = run_backward(call, Needs(context, call), grads,
+      results = run_backward(call, Needs(context, call), with_data(grads),
                              context->get_saved_variables());
     }
     return only_once(kName, std::move(results), grads);

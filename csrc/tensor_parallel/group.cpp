@@ -112,6 +112,28 @@ bool set_alone(bool is_alone) { return std::exchange(is_alone_here, is_alone); }
 
 bool alone() { return is_alone_here; }
 
+bool has_no_data(const at::Tensor& x) {
+  if (x.is_meta()) return true;
+  // Fake ones lie upon storage of the meta device, whatever they say.
+  return x.key_set().has(c10::DispatchKey::Python) && x.has_storage() &&
+         x.storage().device().is_meta();
+}
+
+at::Tensor with_data(const at::Tensor& x) {
+  if (!x.defined() || !x.key_set().has(c10::DispatchKey::Python) ||
+      has_no_data(x)) {
+    return x;
+  }
+  return at::empty(x.sizes(), x.options()).copy_(x);
+}
+
+std::vector<at::Tensor> with_data(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& one : tensors) result.push_back(with_data(one));
+  return result;
+}
+
 Pending::Pending(at::Tensor ready) : ready_(std::move(ready)) {}
 
 Pending::Pending(const Group& group, const Header& header, comm::WorkPtr work,
@@ -160,10 +182,7 @@ Sizes Group::even_or(const Sizes& sizes, int64_t extent,
 }
 
 bool Group::is_alone(const at::Tensor& tensor) const {
-  if (size_ == 1 || alone() || tensor.is_meta() ||
-      tensor.key_set().has(c10::DispatchKey::Python)) {
-    return true;
-  }
+  if (size_ == 1 || alone() || has_no_data(tensor)) return true;
   SMP_CHECK(communicator_, "this tensor-parallel group of ", size_,
             " has no communicator");
   return false;

@@ -117,6 +117,14 @@ class Group {
   std::atomic<int64_t> bytes_sent_ = 0;
 };
 
+/// Has a shape and no numbers: on the meta device, or fake.
+bool has_no_data(const at::Tensor& x);
+
+/// The same numbers as an ordinary tensor, where `x` is a class of Python that
+/// only stands for them (a handle of a tensor on another rank).
+at::Tensor with_data(const at::Tensor& x);
+std::vector<at::Tensor> with_data(const std::vector<at::Tensor>& tensors);
+
 /// Makes this thread communicate with nobody; see `Group`.
 /// @return the value before
 bool set_alone(bool is_alone);

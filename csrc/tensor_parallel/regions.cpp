@@ -94,7 +94,7 @@ struct Region : torch::autograd::Function<Region> {
     at::Tensor dx;
     {
       at::NoGradGuard no_grad;
-      dx = run_backward(call, grads[0]);
+      dx = run_backward(call, with_data(grads[0]));
     }
     return only_once(name_of(call.kind), {at::Tensor(), std::move(dx)}, grads);
   }
@@ -126,9 +126,9 @@ struct Exchange : torch::autograd::Function<Exchange> {
     {
       at::NoGradGuard no_grad;
       dx = call.group
-               ->begin_exchange(grads[0], call.concat_dim, call.split_dim,
-                                call.concat_sizes, call.split_sizes,
-                                "backward of exchange")
+               ->begin_exchange(with_data(grads[0]), call.concat_dim,
+                                call.split_dim, call.concat_sizes,
+                                call.split_sizes, "backward of exchange")
                .take();
     }
     return only_once("exchange", {at::Tensor(), std::move(dx)}, grads);

@@ -49,8 +49,7 @@ struct Places {
 template <typename Body>
 void for_chunks(const at::Tensor& logits, Body body) {
   const int64_t num_tokens = logits.size(0);
-  const bool is_on_host =
-      logits.is_cpu() && !logits.key_set().has(c10::DispatchKey::Python);
+  const bool is_on_host = logits.is_cpu() && !has_no_data(logits);
   const int64_t step = is_on_host
                            ? std::max<int64_t>(1, kChunkNumel / logits.size(1))
                            : std::max<int64_t>(1, num_tokens);
@@ -70,9 +69,8 @@ at::Tensor all_reduced(const Call& call, const at::Tensor& x, ReduceOp op) {
 
 void check_targets(const at::Tensor& targets,
                    const CrossEntropyOptions& options) {
-  if (!targets.is_cpu() || targets.key_set().has(c10::DispatchKey::Python)) {
-    return;  // reading them would stall the device
-  }
+  // Reading them would stall a device.
+  if (!targets.is_cpu() || has_no_data(targets)) return;
   const at::Tensor bad = targets.lt(0)
                              .logical_or_(targets.ge(options.vocab_size))
                              .logical_and_(targets.ne(options.ignore_index));
@@ -128,7 +126,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     at::Tensor d_logits;
     {
       at::NoGradGuard no_grad;
-      d_logits = run_backward(call, grads[0], saved[0], saved[1]);
+      d_logits = run_backward(call, with_data(grads[0]), saved[0], saved[1]);
     }
     return only_once(kName, {at::Tensor(), std::move(d_logits)}, grads);
   }

@@ -47,7 +47,8 @@ struct Embedding : torch::autograd::Function<Embedding> {
       // One row more, which takes no gradient.
       const at::Tensor rows =
           call.ids.sub(call.begin).masked_fill_(nowhere, call.num_rows);
-      d_table = at::embedding_dense_backward(grads[0], rows, call.num_rows + 1,
+      d_table = at::embedding_dense_backward(with_data(grads[0]), rows,
+                                             call.num_rows + 1,
                                              /*padding_idx=*/call.num_rows,
                                              /*scale_grad_by_freq=*/false)
                     .narrow(0, 0, call.num_rows);

@@ -316,6 +316,15 @@ class TensorParallelGroup:
     @property
     def size(self) -> int: ...
 
+def share_collectives(
+    inner: Communicator,
+    *,
+    machine: str,
+    enabled: bool,
+    faults: FaultBoard | None = None,
+    ranks: Sequence[int] = ...,
+    timeout_s: float = 1800.0,
+) -> Communicator: ...
 def set_tensor_parallel_alone(is_alone: bool) -> bool: ...
 def vocabulary_embedding(
     ids: Tensor, table: Tensor, begin: int, padding_id: int = -1

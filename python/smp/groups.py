@@ -26,8 +26,8 @@ class Groups:
     """Communicators of this rank; None for a group of one.
 
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
-    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group`, the regions
-    of split modules, `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
+    split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
     """
@@ -64,6 +64,8 @@ def build_groups(
     *,
     device: torch.device,
     board: _C.FaultBoard,
+    machine: str,
+    shared_memory: bool,
     loopback: bool,
     timeout_s: float,
 ) -> Groups:
@@ -75,6 +77,8 @@ def build_groups(
         store: for the connections; nobody else uses keys that begin with the name of a group.
         device: of the tensors that `dp` serves.
         board: ends waits of `tp_group` when a rank fails.
+        machine: equal on ranks that may try to share memory.
+        shared_memory: whether this rank wants to, for collectives of `tp_group`.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
     """
@@ -102,6 +106,17 @@ def build_groups(
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = on_device("rdp"), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp
+        assert made.tp_control is not None
+        made.tp_control = _C.share_collectives(
+            made.tp_control,
+            machine=machine,
+            enabled=shared_memory,
+            faults=board,
+            ranks=ranks_of("tp"),
+            timeout_s=timeout_s,
+        )
+        if device.type != "cuda":
+            made.tp = made.tp_control
         made.tp_group = _C.TensorParallelGroup(
             made.tp,
             grid.group_rank("tp", global_rank),

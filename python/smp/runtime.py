@@ -175,6 +175,8 @@ class Runtime(WrappedObjects):
             store,
             device=self.device,
             board=self.links.board,
+            machine=machine,
+            shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
         )

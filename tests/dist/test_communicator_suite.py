@@ -1,4 +1,4 @@
-"""The checks of tests/cpp/comm/communicator_suite.h on Gloo processes and on MPI."""
+"""The checks of tests/cpp/comm/communicator_suite.h on processes: Gloo, shared memory, MPI."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCRIPT = REPO / "tests" / "dist" / "scripts" / "communicator_suite.py"
 NUM_CHECKS = 23
 
 
-def run_gloo(pool: Pool, checks: str, size: int, folder: Path) -> list[str]:
+def run_gloo(pool: Pool, checks: str, size: int, folder: Path, kind: str = "gloo") -> list[str]:
     """Output of each rank, after all have ended well."""
-    ended = run_ranks(pool, SCRIPT, size, ["gloo", checks, str(folder)], timeout=120)
+    ended = run_ranks(pool, SCRIPT, size, [kind, checks, str(folder)], timeout=120)
     for process in ended:
         assert process.returncode == 0 and not process.hung, f"{process.rank}: {process.output}"
     return [process.output for process in ended]
@@ -37,6 +37,36 @@ def test_gloo_keeps_every_promise_of_a_communicator(pool: Pool, size: int, tmp_p
     for output in run_gloo(pool, "all", size, tmp_path):
         assert output.count(" ok ") == NUM_CHECKS, output
         assert "finished" in output
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_memory_keeps_every_promise_of_a_communicator(
+    pool: Pool, size: int, tmp_path: Path
+) -> None:
+    for output in run_gloo(pool, "all", size, tmp_path, "shared"):
+        assert output.count(" ok ") == NUM_CHECKS, output
+        assert "finished" in output
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_memory_abort_ends_waits_and_the_process_can_leave(
+    pool: Pool, size: int, tmp_path: Path
+) -> None:
+    for output in run_gloo(pool, "abort", size, tmp_path, "shared"):
+        assert "aborted" in output
+
+
+def test_shared_memory_is_several_times_as_fast_as_gloo(pool: Pool, tmp_path: Path) -> None:
+    times = []
+    for kind in ("gloo", "shared"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        output = run_gloo(pool, "round_trip", 2, folder, kind)[0]
+        match = re.search(r"all_reduce_4mb_us=([\d.]+)", output)
+        assert match, output
+        times.append(float(match[1]))
+    # Measured: 0.2 to 0.3.
+    assert times[1] < 0.8 * times[0], times
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -16,6 +16,8 @@ from smp.nn.module import DistributedModule
 from smp.nn.transformer import DistributedTransformer, layer_options
 from smp.nn.vocabulary_head import IGNORE_INDEX, LMHeadOutput, VocabularyHead
 
+__all__ = ["DistributedTransformerLMHead", "LMHeadOutput"]
+
 
 class DistributedTransformerLMHead(DistributedModule):
     """Embeddings, `DistributedTransformer`, final norm and language-model head.

@@ -16,6 +16,7 @@ from smp import _C, comm, runtime
 from smp.partition import plan_file
 from smp.partition.contexts import check_index, mark_of
 from smp.partition.tree import ModuleIndex, build_tree
+from smp.tensor_parallel.sharding import whole_shape
 
 _log = logging.getLogger("smp")
 
@@ -130,7 +131,7 @@ class Decision:
             chunks = zip(self.names, self.chunk_idxs, strict=True)
             lines += [f"{name or '(root)'} in chunk {chunk}" for name, chunk in chunks]
         for name, parameter in self.modules[0].named_parameters():
-            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+            lines.append(f"{name} {tuple(whole_shape(parameter))} {parameter.dtype}")
         return lines
 
     @cached_property

@@ -10,15 +10,33 @@ splits; without it all parts are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from smp import _C, runtime
 
 Sizes = Sequence[int] | None
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A region that handles of tensors on other pipeline ranks enter as what they stand for."""
+
+    @wraps(region)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tensors = (*args, *kwargs.values())
+        if has_torch_function(tensors):
+            result: Any = handle_torch_function(call, tensors, *args, **kwargs)
+            return result  # type: ignore[no-any-return]
+        return region(*args, **kwargs)
+
+    return call
 
 
 def _group() -> _C.TensorParallelGroup:
@@ -58,16 +76,19 @@ def alone() -> Iterator[None]:
         _C.set_tensor_parallel_alone(before)
 
 
+@_of_data
 def copy(x: Tensor) -> Tensor:
     """The same tensor, which all ranks have alike. Backward: sum over the ranks."""
     return _group().copy(x)
 
 
+@_of_data
 def reduce(x: Tensor) -> Tensor:
     """Sum over the ranks. Backward: the same gradient."""
     return _group().reduce(x)
 
 
+@_of_data
 def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"] = "sum") -> Tensor:
     """The parts of all ranks, concatenated.
 
@@ -83,16 +104,19 @@ def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"]
     return _group().gather(x, dim, _sizes(sizes), grad == "sum")
 
 
+@_of_data
 def reduce_scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
     """The part of this rank of the sum over the ranks. Backward: all-gather."""
     return _group().reduce_scatter(x, dim, _sizes(sizes))
 
 
+@_of_data
 def scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
     """The part of this rank of what all have alike. Backward: all-gather."""
     return _group().scatter(x, dim, _sizes(sizes))
 
 
+@_of_data
 def exchange(
     x: Tensor,
     split_dim: int,
@@ -110,6 +134,7 @@ def exchange(
     return _group().exchange(x, split_dim, concat_dim, _sizes(split_sizes), _sizes(concat_sizes))
 
 
+@_of_data
 def gathered_linears(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -135,6 +160,7 @@ def gathered_linears(
     return _group().gathered_linears(x, list(weights), list(biases), dim, _sizes(sizes))
 
 
+@_of_data
 def vocabulary_embedding(
     ids: Tensor, table: Tensor, begin: int, padding_id: int | None = None
 ) -> Tensor:
@@ -149,6 +175,7 @@ def vocabulary_embedding(
     return _C.vocabulary_embedding(ids, table, begin, -1 if padding_id is None else padding_id)
 
 
+@_of_data
 def vocabulary_cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -287,13 +287,28 @@ void check_gathered_linears(const Case& c, std::optional<int64_t> dim) {
   }
 }
 
-TEST_P(Regions, GatheredLinearsAreProductsOfTheGatheredInput) {
-  if (GetParam().dim < 0) GTEST_SKIP() << "features are not gathered";
+// Features are not gathered.
+std::vector<Case> cases_of_products(bool even_only) {
+  std::vector<Case> cases = all_cases();
+  std::erase_if(cases, [&](const Case& one) {
+    return one.dim < 0 || (even_only && (one.uneven || one.dim > 0));
+  });
+  return cases;
+}
+
+class Products : public testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Splits, Products,
+                         testing::ValuesIn(cases_of_products(false)), name_of);
+
+TEST_P(Products, AreThoseOfTheGatheredInput) {
   check_gathered_linears(GetParam(), GetParam().dim);
 }
 
-TEST_P(Regions, GatheredLinearsWithoutADimSumTheInputGradient) {
-  if (GetParam().dim < 0 || GetParam().uneven) GTEST_SKIP() << "no such split";
+class WholeProducts : public testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, WholeProducts,
+                         testing::ValuesIn(cases_of_products(true)), name_of);
+
+TEST_P(WholeProducts, SumTheInputGradient) {
   check_gathered_linears(GetParam(), std::nullopt);
 }
 
@@ -306,7 +321,6 @@ TEST(GatheredLinears, KeepTheOwnPartAlone) {
     const at::Tensor y =
         gathered_linears(group, x, {weight}, {at::Tensor()}, 0, {})[0];
     EXPECT_EQ(group->traffic().num_calls, before + 1);
-    // The input is used by two owners: the leaf here and the graph.
     EXPECT_EQ(y.size(0), 4);
     torch::autograd::grad({y.sum()}, {weight});
     EXPECT_EQ(group->traffic().num_calls, before + 2);  // gathered once more

@@ -1,6 +1,7 @@
-"""One rank of the communicator checks over Gloo or MPI.
+"""One rank of the communicator checks over Gloo, Gloo and shared memory, or MPI.
 
     communicator_suite.py gloo CHECKS FOLDER       (RANK and WORLD_SIZE are set)
+    communicator_suite.py shared CHECKS FOLDER     (the same)
     communicator_suite.py mpi CHECKS FOLDER        (under mpirun)
 
 CHECKS is "all", "abort" or "round_trip"; FOLDER is shared by the ranks and empty at first.
@@ -96,14 +97,16 @@ def leave_together(comm: _C.Communicator, folder: Path) -> None:
 
 def main() -> None:
     kind, checks, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    if kind == "gloo":
+    if kind != "mpi":
         comm = gloo_communicator(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:
         comm = _C.make_mpi_world()
+    if kind == "shared":
+        comm = _C.share_collectives(comm, machine="", enabled=True)
     if checks == "abort":
         # A collective that was given up cannot be taken back from MPI. Nothing is finalized:
         # mpirun sees a failed job, as it should.
-        smp_communicator_suite.check_abort_ends_waits(comm, kind == "gloo")
+        smp_communicator_suite.check_abort_ends_waits(comm, kind != "mpi")
         report(comm, "aborted")
         leave_together(comm, folder)
         return

@@ -52,6 +52,14 @@ SMP_INLINE Compute<T> masked_scores(const ScaledMaskedSoftmax& op, int64_t row,
       });
 }
 
+template <typename C>
+SMP_INLINE bool has_nan(const C* values, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    if (values[j] != values[j]) return true;
+  }
+  return false;
+}
+
 template <typename T>
 void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
                         int64_t end) {
@@ -65,7 +73,8 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
     T* probs = static_cast<T*>(op.probs) + row * n;
     T* y = op.y == nullptr ? nullptr : static_cast<T*>(op.y) + row * n;
     const C max = masked_scores<T>(op, row, query, range, values);
-    if (max == kMinusInfinity<C>) {  // nothing to see
+    if (max == kMinusInfinity<C> &&
+        !has_nan(values, range.end - range.begin)) {  // nothing to see
       fill_zero(probs, 0, n);
       if (y != nullptr) fill_zero(y, 0, n);
       continue;
@@ -106,6 +115,8 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
   using C = Compute<T>;
   const int64_t n = op.num_keys;
   const C scale = static_cast<C>(op.scale);
+  C* values =
+      kDrops ? static_cast<C*>(__builtin_malloc((n + 1) * sizeof(C))) : nullptr;
   for (int64_t row = begin; row < end; ++row) {
     const KeyRange range = visible_keys(row % op.num_queries, op.num_queries, n,
                                         op.is_causal, op.window);
@@ -114,22 +125,24 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
     const T* probs = static_cast<const T*>(op.probs) + row * n + range.begin;
     T* dscores = static_cast<T*>(op.dscores) + row * n;
     const int64_t num_seen = range.end - range.begin;
-    const auto dprobs = [&](int64_t j, auto count) {
-      const Vec<C> d = get(dy + j, count);
-      if constexpr (kDrops) return drop<C>(d, op.dropout, key, range.begin + j);
-      return d;
-    };
     C sum;
     sweep_sums<C, 1>(num_seen, &sum, [&](int64_t j, auto count, auto& sums) {
-      sums[0] += dprobs(j, count) * get(probs + j, count);
+      Vec<C> d = get(dy + j, count);
+      if constexpr (kDrops) {
+        d = drop<C>(d, op.dropout, key, range.begin + j);
+        put(values + j, d, count);
+      }
+      sums[0] += d * get(probs + j, count);
     });
     fill_zero(dscores, 0, range.begin);
     fill_zero(dscores, range.end, n);
     sweep<C>(num_seen, [&](int64_t j, auto count) {
       const Vec<C> p = get(probs + j, count) * scale;
-      put(dscores + range.begin + j, (dprobs(j, count) - sum) * p, count);
+      const Vec<C> d = kDrops ? get(values + j, count) : get(dy + j, count);
+      put(dscores + range.begin + j, (d - sum) * p, count);
     });
   }
+  __builtin_free(values);
 }
 
 inline void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin,
