@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 OLDER = "4.30.2"
 FOLDER = REPO / f".venv-transformers-{OLDER}"
-FILES = ("test_hf_translators.py", "test_hf_hooks.py", "test_hf_parity.py")
+FILES = tuple(f"test_hf_{what}.py" for what in ("translators", "hooks", "registration", "parity"))
 
 
 @pytest.mark.parametrize("file", FILES)

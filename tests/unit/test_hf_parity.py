@@ -129,7 +129,7 @@ def test_close_to_the_model_with_its_casts(name: str) -> None:
     batch = make_batch(name)
     expected, got = untouched(**batch), ours(**batch)
     assert difference_of_logits(got, expected, batch) <= 1e-5
-    assert abs(float(got["loss"]) - float(expected["loss"])) <= 1e-5
+    assert abs(got["loss"].item() - expected["loss"].item()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -370,6 +370,19 @@ def test_an_untied_head_is_kept(name: str) -> None:
     assert_same(family.to_hf(ours), theirs)
 
 
+def test_the_head_of_gptneox_is_known_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = hf.family("gptneox")
+    theirs = state_of(family.build())
+    head = "lm_head.weight" if "lm_head.weight" in theirs else "embed_out.weight"
+    ours = family.to_smp(theirs)
+    for name in ("lm_head.weight", "embed_out.weight"):
+        named = {name if key == head else key: value for key, value in theirs.items()}
+        assert_same(family.to_smp(named), ours)
+        assert head in family.to_hf(family.to_smp(named))
+    monkeypatch.setattr("smp.nn.huggingface.installed._sample", lambda name: None)
+    assert "embed_out.weight" in family.to_hf(ours)  # as most releases have it
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_tied_parameters_of_heads_that_stay_are_filled_in(name: str) -> None:
     family = hf.family(name)
