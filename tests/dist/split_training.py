@@ -21,6 +21,9 @@ from tests.reference.tolerances import assert_close, relative_difference
 
 MODES = tuple((optimize, prescaled) for optimize in ("memory", "speed") for prescaled in (0, 1))
 LAYOUTS = ((1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))  # (pp, tp, rdp)
+# With a window a query behind the padding may see no key at all; what it gets then is not defined,
+# and differs between the attention functions of transformers. Nobody reads it.
+WINDOWED = ("gptneo", "mistral")
 # fp64 against a reference without casts to float32, and fp32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -250,8 +253,13 @@ def check(run: SplitRun, records: Sequence[SplitRecord]) -> None:
             assert norm <= 1e-6, (
                 f"{where}: norm of step {step} is {record.norms[step]}, not {expected.norms[step]}"
             )
+        batch = make_split_batch(run.case, record.batch_idx, 0)
+        kept = batch["attention_mask"].bool().chunk(run.microbatches)
         for mb, logits in enumerate(record.logits):
-            difference = relative_difference(logits, expected.logits[record.batch_idx][mb])
+            wanted = expected.logits[record.batch_idx][mb]
+            if run.case in WINDOWED:
+                logits, wanted = logits[kept[mb]], wanted[kept[mb]]
+            difference = relative_difference(logits, wanted)
             assert difference <= tolerance, f"{where}: logits of {mb}: {difference:.1e}"
     for rdp_rank in range(run.rdp):
         replica = [record for record in records if record.rdp_rank == rdp_rank]
