@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def train_and_save(rank: int, run: SplitRun, folder: str) -> dict[str, Any]:
     model, optimizer, train = make(run)
     train(0)
     train(1)
-    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    whole = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     local = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
     smp.save(local, f"{folder}/part.pt", partial=True)
     smp.save(local, f"{folder}/whole.pt", partial=False)
