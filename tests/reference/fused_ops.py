@@ -7,6 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def make(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Normal numbers; equal arguments give equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
