@@ -67,8 +67,7 @@ def assert_close(
         differences[name] = relative_difference(value, ref, floor)
     worst = sorted(differences, key=lambda name: -differences[name])[:5]
     top = differences[worst[0]] if worst else 0.0
-    assert top <= limit, (
-        f"{what} differ from one process (limit {limit}): "
-        + (", ".join(f"{name} {differences[name]:.2e}" for name in worst))
+    assert top <= limit, f"{what} differ from one process (limit {limit}): " + (
+        ", ".join(f"{name} {differences[name]:.2e}" for name in worst)
     )
     return top
