@@ -52,6 +52,8 @@ JOBS = (
     overhead_job(3),
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 1}, 15),
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
+    Job("fused_ops", 1, {"dtype": "float32"}, 30),
+    Job("fused_ops", 1, {"dtype": "bfloat16"}, 30),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
 )

@@ -1,3 +1,5 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -77,9 +79,8 @@ Pair bias_dropout_residual_backward(const at::Tensor& dy,
             wants_dbias ? new_tensor({rows.columns}, type, dy) : at::Tensor()};
   }
   if (rows.count == 0) {
-    return {dx, wants_dbias
-                    ? at::zeros({rows.columns}, dy.options().dtype(type))
-                    : at::Tensor()};
+    return {dx,
+            wants_dbias ? new_zeros({rows.columns}, type, dy) : at::Tensor()};
   }
   const at::Tensor dense = dy.contiguous();
   const kernels::BiasDropoutResidualBackward op = {
@@ -126,9 +127,12 @@ class BiasDropoutResidualFunction
                             const OptionalTensor& residual, double p,
                             int64_t seed, c10::ScalarType y_type) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = find_op<at::Tensor(
-        const at::Tensor&, const OptionalTensor&, const OptionalTensor&, double,
-        int64_t, c10::ScalarType)>("smp::bias_dropout_residual_forward");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::bias_dropout_residual_forward", "")
+            .typed<at::Tensor(const at::Tensor&, const OptionalTensor&,
+                              const OptionalTensor&, double, int64_t,
+                              c10::ScalarType)>();
     auto& data = context->saved_data;
     data["x_type"] = static_cast<int64_t>(x.scalar_type());
     data["p"] = p;
@@ -144,8 +148,10 @@ class BiasDropoutResidualFunction
   static variable_list backward(AutogradContext* context,
                                 const variable_list& gradients) {
     static const auto op =
-        find_op<Pair(const at::Tensor&, c10::ScalarType, double, int64_t,
-                     bool)>("smp::bias_dropout_residual_backward");
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::bias_dropout_residual_backward", "")
+            .typed<Pair(const at::Tensor&, c10::ScalarType, double, int64_t,
+                        bool)>();
     auto& data = context->saved_data;
     // Absent tensors are no inputs in the eyes of the context.
     const bool has_bias = data["has_bias"].toBool();

@@ -1,3 +1,5 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -53,8 +55,8 @@ Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
             wants_dbias ? new_tensor({rows.columns}, type, x) : at::Tensor()};
   }
   if (rows.count == 0) {
-    return {dx, wants_dbias ? at::zeros({rows.columns}, x.options().dtype(type))
-                            : at::Tensor()};
+    return {dx,
+            wants_dbias ? new_zeros({rows.columns}, type, x) : at::Tensor()};
   }
   const at::Tensor dense_x = x.contiguous();
   const at::Tensor dense_dy = dy.to(x.scalar_type()).contiguous();
@@ -96,8 +98,10 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
                             const OptionalTensor& bias, bool is_tanh) {
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto op =
-        find_op<at::Tensor(const at::Tensor&, const OptionalTensor&, bool)>(
-            "smp::bias_gelu_forward");
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::bias_gelu_forward", "")
+            .typed<at::Tensor(const at::Tensor&, const OptionalTensor&,
+                              bool)>();
     context->save_for_backward({x, bias.value_or(at::Tensor())});
     context->saved_data["is_tanh"] = is_tanh;
     return op.call(x, bias, is_tanh);
@@ -105,9 +109,11 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
 
   static variable_list backward(AutogradContext* context,
                                 const variable_list& gradients) {
-    static const auto op = find_op<Pair(const at::Tensor&, const at::Tensor&,
-                                        const OptionalTensor&, bool, bool)>(
-        "smp::bias_gelu_backward");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::bias_gelu_backward", "")
+            .typed<Pair(const at::Tensor&, const at::Tensor&,
+                        const OptionalTensor&, bool, bool)>();
     const variable_list saved = context->get_saved_variables();
     const at::Tensor& bias = saved[1];
     const bool wants_dbias = bias.defined() && context->needs_input_grad(1);

@@ -1,4 +1,6 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -159,7 +161,10 @@ class CrossEntropyFunction
                             const at::Tensor& targets, int64_t ignore_index,
                             double label_smoothing) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = find_op<Statistics>("smp::cross_entropy_statistics");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::cross_entropy_statistics", "")
+            .typed<Statistics>();
     const bool is_smoothed = label_smoothing != 0;
     const int64_t vocab_size = logits.size(-1);
     const at::Tensor rows =
@@ -180,7 +185,10 @@ class CrossEntropyFunction
 
   static variable_list backward(AutogradContext* context,
                                 const variable_list& gradients) {
-    static const auto op = find_op<Backward>("smp::cross_entropy_backward");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::cross_entropy_backward", "")
+            .typed<Backward>();
     const variable_list saved = context->get_saved_variables();
     at::Tensor dlogits;
     {

@@ -1,5 +1,7 @@
 #include "csrc/kernels/norm.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -108,7 +110,7 @@ NormResult norm_backward(const at::Tensor& dy, const at::Tensor& x,
     if (wants_sums) sums = new_tensor({2, rows.columns}, type, x);
   } else if (rows.count == 0) {
     if (wants_sums) {
-      sums = at::zeros({2, rows.columns}, x.options().dtype(type));
+      sums = new_zeros({2, rows.columns}, type, x);
     }
   } else {
     const at::Tensor dense_dy = dy.to(x.scalar_type()).contiguous();
@@ -141,9 +143,10 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                             bool is_rms) {
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto op =
-        find_op<NormResult(const at::Tensor&, const OptionalTensor&,
-                           const OptionalTensor&, double, bool)>(
-            "smp::norm_forward");
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::norm_forward", "")
+            .typed<NormResult(const at::Tensor&, const OptionalTensor&,
+                              const OptionalTensor&, double, bool)>();
     auto [y, mean, rstd] = op.call(x, weight, bias, eps, is_rms);
     context->save_for_backward({x, weight.value_or(at::Tensor()), mean, rstd});
     context->saved_data["is_rms"] = is_rms;
@@ -167,10 +170,13 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
         context->needs_input_grad(0),
         weight.defined() && context->needs_input_grad(1),
         bias_idx >= 0 && context->needs_input_grad(bias_idx)};
-    static const auto op = find_op<NormResult(
-        const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-        const at::Tensor&, const OptionalTensor&, bool, std::array<bool, 3>)>(
-        "smp::norm_backward");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::norm_backward", "")
+            .typed<NormResult(const at::Tensor&, const at::Tensor&,
+                              const OptionalTensor&, const at::Tensor&,
+                              const OptionalTensor&, bool,
+                              std::array<bool, 3>)>();
     at::Tensor dx, dweight, dbias;
     {
       at::AutoDispatchBelowADInplaceOrView below;

@@ -6,8 +6,8 @@
 
 namespace smp::nn {
 
-torch::autograd::variable_list once(const char* op,
-                                    torch::autograd::variable_list gradients) {
+std::vector<at::Tensor> once(const char* op,
+                             std::vector<at::Tensor> gradients) {
   if (!at::GradMode::is_enabled()) return gradients;
   for (at::Tensor& gradient : gradients) {
     if (gradient.defined()) gradient = gradient.detach().requires_grad_();

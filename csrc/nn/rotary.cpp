@@ -1,3 +1,5 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -68,8 +70,10 @@ at::Tensor call_rotary_apply(const at::Tensor& x, const at::Tensor& cos,
                              const at::Tensor& sin, bool is_interleaved,
                              bool is_inverse) {
   static const auto op =
-      find_op<at::Tensor(const at::Tensor&, const at::Tensor&,
-                         const at::Tensor&, bool, bool)>("smp::rotary_apply");
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("smp::rotary_apply", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, bool, bool)>();
   at::AutoDispatchBelowADInplaceOrView below;
   return op.call(x, cos, sin, is_interleaved, is_inverse);
 }

@@ -1,6 +1,8 @@
 #include "csrc/kernels/softmax.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
@@ -150,9 +152,12 @@ class SoftmaxFunction : public torch::autograd::Function<SoftmaxFunction> {
                             bool is_causal, int64_t window, double p,
                             int64_t seed) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = find_op<Pair(
-        const at::Tensor&, const OptionalTensor&, const OptionalTensor&, double,
-        bool, int64_t, double, int64_t)>("smp::scaled_masked_softmax_forward");
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::scaled_masked_softmax_forward", "")
+            .typed<Pair(const at::Tensor&, const OptionalTensor&,
+                        const OptionalTensor&, double, bool, int64_t, double,
+                        int64_t)>();
     auto [y, probs] =
         op.call(scores, mask, slopes, scale, is_causal, window, p, seed);
     context->save_for_backward({p > 0 ? probs : y});
@@ -168,9 +173,10 @@ class SoftmaxFunction : public torch::autograd::Function<SoftmaxFunction> {
   static variable_list backward(AutogradContext* context,
                                 const variable_list& gradients) {
     static const auto op =
-        find_op<at::Tensor(const at::Tensor&, const at::Tensor&, double, bool,
-                           int64_t, double, int64_t)>(
-            "smp::scaled_masked_softmax_backward");
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("smp::scaled_masked_softmax_backward", "")
+            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, double,
+                              bool, int64_t, double, int64_t)>();
     const variable_list saved = context->get_saved_variables();
     auto& data = context->saved_data;
     at::Tensor dscores;

@@ -1,6 +1,10 @@
 #include "csrc/nn/tensors.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "csrc/common/check.h"
 #include "csrc/memory/default_stream.h"
@@ -70,6 +74,39 @@ Rows rows_of(const char* op, const at::Tensor& x) {
                     "tensor without any");
   const int64_t columns = x.size(-1);
   return {columns == 0 ? 0 : x.numel() / columns, columns};
+}
+
+void for_rows(int64_t num_rows, int64_t num_columns,
+              const std::function<void(int64_t, int64_t)>& run) {
+  constexpr int64_t kGrain = 32768;
+  const int64_t grain = kGrain / std::max<int64_t>(num_columns, 1);
+  at::parallel_for(0, num_rows, std::max<int64_t>(grain, 1), run);
+}
+
+at::Tensor sum_over_rows(
+    int64_t num_sums, int64_t num_rows, int64_t num_columns,
+    c10::ScalarType dtype,
+    const std::function<void(int64_t, int64_t, char*)>& run) {
+  constexpr int64_t kGrain = 65536;
+  constexpr int64_t kMaxChunks = 16;
+  const int64_t chunks = std::max<int64_t>(
+      1, std::min({kMaxChunks, num_rows, num_rows * num_columns / kGrain}));
+  const at::Tensor sums = at::zeros({chunks, num_sums, num_columns}, dtype);
+  char* data = static_cast<char*>(sums.mutable_data_ptr());
+  const int64_t chunk_bytes =
+      num_sums * num_columns * static_cast<int64_t>(sums.element_size());
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      run(num_rows * chunk / chunks, num_rows * (chunk + 1) / chunks,
+          data + chunk * chunk_bytes);
+    }
+  });
+  return chunks == 1 ? sums.select(0, 0) : sums.sum(0);
+}
+
+at::Tensor new_zeros(at::IntArrayRef sizes, c10::ScalarType dtype,
+                     const at::Tensor& like) {
+  return at::zeros(sizes, like.options().dtype(dtype));
 }
 
 void run_on_cuda(const char* op, const at::Tensor& x,

@@ -1,11 +1,7 @@
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <functional>
 #include <optional>
 
@@ -57,36 +53,20 @@ struct Rows {
 Rows rows_of(const char* op, const at::Tensor& x);
 
 /// run(begin, end) for parts of the rows, on the threads of torch.
-template <typename Run>
-void for_rows(int64_t num_rows, int64_t num_columns, const Run& run) {
-  constexpr int64_t kGrain = 32768;
-  const int64_t grain = kGrain / std::max<int64_t>(num_columns, 1);
-  at::parallel_for(0, num_rows, std::max<int64_t>(grain, 1), run);
-}
+void for_rows(int64_t num_rows, int64_t num_columns,
+              const std::function<void(int64_t, int64_t)>& run);
 
 /// The same for a pass that also adds up columns: run(begin, end, sums) adds to
 /// `sums`, [num_sums, columns] of `dtype`. The result is the total; its bits do
 /// not depend on the number of threads.
-template <typename Run>
-at::Tensor sum_over_rows(int64_t num_sums, int64_t num_rows,
-                         int64_t num_columns, c10::ScalarType dtype,
-                         const Run& run) {
-  constexpr int64_t kGrain = 65536;
-  constexpr int64_t kMaxChunks = 16;
-  const int64_t chunks = std::max<int64_t>(
-      1, std::min({kMaxChunks, num_rows, num_rows * num_columns / kGrain}));
-  const at::Tensor sums = at::zeros({chunks, num_sums, num_columns}, dtype);
-  char* data = static_cast<char*>(sums.mutable_data_ptr());
-  const int64_t chunk_bytes =
-      num_sums * num_columns * static_cast<int64_t>(sums.element_size());
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      run(num_rows * chunk / chunks, num_rows * (chunk + 1) / chunks,
-          data + chunk * chunk_bytes);
-    }
-  });
-  return chunks == 1 ? sums.select(0, 0) : sums.sum(0);
-}
+at::Tensor sum_over_rows(
+    int64_t num_sums, int64_t num_rows, int64_t num_columns,
+    c10::ScalarType dtype,
+    const std::function<void(int64_t, int64_t, char*)>& run);
+
+/// Zeros on the device of `like`.
+at::Tensor new_zeros(at::IntArrayRef sizes, c10::ScalarType dtype,
+                     const at::Tensor& like);
 
 /// Queues kernels on the device of `x` and raises what went wrong;
 /// launch(stream) returns nullptr or a text.
@@ -96,14 +76,6 @@ void run_on_cuda(const char* op, const at::Tensor& x,
 /// An undefined tensor as an absent one.
 inline OptionalTensor given(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
-}
-
-/// A typed handle of an operator of ours.
-template <typename Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .typed<Signature>();
 }
 
 }  // namespace smp::nn

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, microbatch, runtime
-from smp.engine import Engine
 from smp.data_parallel import reduction_of
+from smp.engine import Engine
 from smp.model_parts import ModelParts, alias_forwards
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace

@@ -21,8 +21,12 @@ from tests.reference.tolerances import assert_close, relative_difference
 
 MODES = tuple((optimize, prescaled) for optimize in ("memory", "speed") for prescaled in (0, 1))
 LAYOUTS = ((1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))  # (pp, tp, rdp)
+# With a window a query behind the padding may see no key at all; what it gets then is not defined,
+# and differs between the attention functions of transformers. Nobody reads it.
+WINDOWED = ("gptneo", "mistral")
 # fp64 against a reference without casts to float32, and fp32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+UNTOUCHED_TOLERANCE = 1e-5  # of fp64 against the model with its casts
 
 
 @dataclass(frozen=True)
@@ -178,10 +182,10 @@ class Reference:
 
 @functools.cache
 def reference_of(
-    case: str, dtype: torch.dtype, num_batches: int, microbatches: int, steps: int
+    case: str, dtype: torch.dtype, num_batches: int, microbatches: int, steps: int, lifted: bool
 ) -> Reference:
     """Mean over batches and microbatches of the model's own loss; fp64 without float32 inside."""
-    with lifted_casts(dtype == torch.float64):
+    with lifted_casts(lifted and dtype == torch.float64):
         return _reference_of(case, dtype, num_batches, microbatches, steps)
 
 
@@ -230,15 +234,22 @@ def check_runs(pool: Pool, runs: Sequence[SplitRun], timeout: float = 240.0) -> 
     (world_size,) = {run.world_size for run in runs}
     by_rank = pool.run(world_size, train_split, list(runs), timeout=timeout)
     for index, run in enumerate(runs):
-        check(run, [records[index] for records in by_rank])
+        check_run(run, [records[index] for records in by_rank])
 
 
-def check(run: SplitRun, records: Sequence[SplitRecord]) -> None:
-    """Losses, logits, norms, every gradient and the parameters equal the one-process run."""
+def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True) -> None:
+    """Losses, logits, norms, every gradient and the parameters equal the one-process run.
+
+    Args:
+        run, records: what ran, and what its ranks saw.
+        lifted: compare with a model that has no casts to float32; else with the model as it is.
+    """
     assert run.case in SPLIT_FAMILIES
-    tolerance = TOLERANCES[run.dtype]
+    tolerance = TOLERANCES[run.dtype] if lifted else UNTOUCHED_TOLERANCE
     _check_was_split(run, records)
-    expected = reference_of(run.case, run.dtype, run.num_batches, run.microbatches, run.steps)
+    expected = reference_of(
+        run.case, run.dtype, run.num_batches, run.microbatches, run.steps, lifted
+    )
     for record in records:
         where = f"{run}: pp {record.pp_rank} tp {record.tp_rank} rdp {record.rdp_rank}"
         for step in range(run.steps):
@@ -247,29 +258,40 @@ def check(run: SplitRun, records: Sequence[SplitRecord]) -> None:
             difference = relative_difference(losses, wanted)
             assert difference <= tolerance, f"{where}: losses of step {step}: {difference:.1e}"
             norm = abs(record.norms[step] / expected.norms[step] - 1)
-            assert norm <= 1e-6, (
+            assert norm <= (1e-6 if lifted else tolerance), (
                 f"{where}: norm of step {step} is {record.norms[step]}, not {expected.norms[step]}"
             )
+        batch = make_split_batch(run.case, record.batch_idx, 0)
+        kept = batch["attention_mask"].bool().chunk(run.microbatches)
         for mb, logits in enumerate(record.logits):
-            difference = relative_difference(logits, expected.logits[record.batch_idx][mb])
+            wanted = expected.logits[record.batch_idx][mb]
+            if run.case in WINDOWED:
+                logits, wanted = logits[kept[mb]], wanted[kept[mb]]
+            difference = relative_difference(logits, wanted)
             assert difference <= tolerance, f"{where}: logits of {mb}: {difference:.1e}"
     for rdp_rank in range(run.rdp):
         replica = [record for record in records if record.rdp_rank == rdp_rank]
         for step in range(run.steps):
             grads = whole_of(run.case, [record.grads[step] for record in replica])
-            _compare(grads, expected.grads[step], run, f"gradients of step {step}")
+            what = f"{run}: gradients of step {step}"
+            _compare(grads, expected.grads[step], run.dtype, tolerance, what)
         params = whole_of(run.case, [record.params for record in replica])
-        _compare(params, expected.params, run, f"parameters after {run.steps} steps")
+        what = f"{run}: parameters after {run.steps} steps"
+        _compare(params, expected.params, run.dtype, tolerance, what)
 
 
 def _compare(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], run: SplitRun, what: str
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    dtype: torch.dtype,
+    tolerance: float,
+    what: str,
 ) -> None:
     missing = set(expected) - set(actual)
-    assert not missing, f"{run}: no {what} for {sorted(missing)}"
-    assert max(g.abs().max().item() for g in expected.values()) > 1e-3
+    assert not missing, f"{what}: none for {sorted(missing)}"
+    assert max(tensor.abs().max().item() for tensor in expected.values()) > 1e-3
     known = {name: actual[name] for name in expected}
-    assert_close(known, expected, run.dtype, f"{run}: {what}", TOLERANCES[run.dtype])
+    assert_close(known, expected, dtype, what, tolerance)
 
 
 def _check_was_split(run: SplitRun, records: Sequence[SplitRecord]) -> None:
@@ -278,4 +300,3 @@ def _check_was_split(run: SplitRun, records: Sequence[SplitRecord]) -> None:
     for record in records:
         assert record.num_split >= 4, f"{run}: only {record.num_split} parameters are split"
         assert record.split_share < 1 / run.tp + 0.06, f"{run}: {record.split_share} of the bytes"
-

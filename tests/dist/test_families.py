@@ -7,16 +7,14 @@ Default settings of the installed transformers (attention caches included), drop
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.dist.older import OLDER, OLDER_FOLDER
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO
 from tests.dist.training import (
     SCHEDULES,
     RankRecord,
@@ -111,28 +109,7 @@ def test_dropout_depends_on_the_seed_and_neither_on_schedule_nor_static_mode(
 
 # ---- an older transformers ---------------------------------------------------
 
-OLDER = "4.30.2"
-OLDER_FOLDER = REPO / f".venv-transformers-{OLDER}"
 OLDER_FAMILIES = ("hf/gpt2", "hf/gptj", "hf/bert", "hf/roberta", "hf/t5")
-
-
-@pytest.fixture(scope="module")
-def older_pool() -> Iterator[Pool]:
-    """Processes that find the older transformers first; torch and the rest are shared."""
-    if not (OLDER_FOLDER / ".smp_ready").is_file():
-        pytest.skip(f"no {OLDER_FOLDER.name}; 'scripts/compat.sh transformers {OLDER}' sets it up")
-    pool = Pool()
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(OLDER_FOLDER), *([before] if before else [])])
-    try:
-        pool.zygote()  # takes the environment of this moment
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    yield pool
-    pool.close()
 
 
 def judge(rank: int, runs: list[Run], results: list[list[RankRecord]]) -> tuple[str, str]:

@@ -205,3 +205,61 @@ def check_heads(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert not torch.equal(heads[:, :, 0], heads[:, :, 1]), "heads do not"
         kept = heads[..., 0] * 0.7  # of 64 keys, in 256 rows of scores
         assert abs(kept.mean().item() - 0.7) < 6 * (0.21 / (64 * kept.numel())) ** 0.5
+
+
+# ---- further arguments -----------------------------------------------------------------
+
+
+def embed_in_parts(rank: int) -> list[Tensor]:
+    """The documented private switches of an embedding."""
+    import smp
+
+    init(2, False, "memory")
+    table = torch.arange(12.0).view(4, 3)
+    every = torch.tensor([[0, 1], [2, 3]])  # a sample of each rank
+    results = []
+    for gathered, scattered in ((False, True), (True, False), (False, False)):
+        embedding = smp.nn.DistributedEmbedding(
+            4,
+            3,
+            _weight=table,
+            _skip_allgather=not gathered,
+            _skip_scatter_and_merge=not scattered,
+        )
+        results.append(embedding(every[rank : rank + 1] if gathered else every).detach())
+    return results
+
+
+def test_embedding_leaves_out_what_it_is_told_to(pool: Pool) -> None:
+    table = torch.arange(12.0).view(4, 3)
+    whole = table.view(2, 2, 3)
+    for rank, (own, part, also) in enumerate(pool.run(2, embed_in_parts)):
+        assert torch.equal(own, whole[rank : rank + 1])
+        assert torch.equal(part, whole[..., slice(0, 2) if rank == 0 else slice(2, 3)])
+        assert torch.equal(also, part)
+
+
+def broadcast_arguments(rank: int, prescaled: bool, optimize: str) -> None:
+    """Masks and positions of one sample stand for all samples of a rank."""
+    import smp
+
+    init(2, prescaled, optimize)
+    with float64():
+        torch.manual_seed(3)
+        layer = smp.nn.DistributedTransformerLayer(
+            4, 4, 8, 8, 0.0, 0.0, causal_mask_size=5, rotary_dim=4
+        )
+        x = torch.randn(3, 5, 8)
+        own = 0 if prescaled else rank  # ranks may differ in them
+        mask = torch.randn(2, 1, 5, 5)[own : own + 1]
+        positions = torch.randint(9, (2, 5))[own : own + 1]
+        expected = layer((x, mask.expand(3, -1, -1, -1), positions.expand(3, -1)))[0]
+        assert torch.allclose(layer((x, mask, positions))[0], expected, atol=1e-12)
+        assert not torch.allclose(layer((x, None, None))[0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(("prescaled", "optimize"), MODES, ids=MODE_NAMES)
+def test_masks_and_positions_of_one_sample_hold_for_all(
+    pool: Pool, prescaled: bool, optimize: str
+) -> None:
+    pool.run(2, broadcast_arguments, prescaled, optimize)

@@ -137,10 +137,10 @@ FAMILIES = {
 
 def has_key_value_heads(family: Family) -> bool:
     """Whether the installed release lets the family have fewer heads of keys than of queries."""
-    return bool(hasattr(family.config(), "num_key_value_heads")) and not _is_older()
+    return bool(hasattr(family.config(), "num_key_value_heads")) and not is_older()
 
 
-def _is_older() -> bool:
+def is_older() -> bool:
     import transformers
 
     return str(transformers.__version__).startswith("4.30.")

@@ -46,6 +46,9 @@ SPLIT_FAMILIES: dict[str, Maker] = {
     "qwen2": _make("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
 }  # fmt: skip
 
+# Those that transformers 4.30.2 has.
+OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta", "llama")
+
 
 def make_split_family(case: str, dtype: torch.dtype, dropout: bool = False) -> nn.Module:
     """A model of a family; parameters as its class draws them."""

@@ -37,7 +37,7 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
 
 def note(name: str, model: Any) -> None:
     """What replacing a model tells about buffers."""
-    importlib.import_module(f"smp.nn.huggingface.{name}").note(model.config)
+    importlib.import_module(f"smp.nn.huggingface.{name}").FAMILY.note(model.config)
 
 
 def layer_shapes(name: str, model: Any) -> dict[str, tuple[int, ...]]:
@@ -232,7 +232,7 @@ def test_a_base_model_of_its_own_comes_back_without_prefix(name: str) -> None:
     family = hf.family(name)
     base = family.build("base")
     note(name, base)
-    to_hf, to_smp = family.translators.BASE_TRANSLATORS
+    to_hf, to_smp = family.translators.FAMILY.translators("base")
     theirs = state_of(base)
     assert_same(to_hf(to_smp(theirs)), theirs)
     inside = {f"backbone.{key}": value for key, value in theirs.items()}
@@ -274,7 +274,7 @@ def test_layers_are_translated_by_themselves(name: str) -> None:
     model = family.build()
     layer = next(m for m in model.modules() if type(m).__name__ == family.layer)
     theirs = without_buffers(layer)
-    to_hf, to_smp = family.translators.LAYER_TRANSLATORS
+    to_hf, to_smp = family.translators.FAMILY.translators("layer")
     ours = to_smp(theirs)
     assert {key: tuple(value.shape) for key, value in ours.items()} == layer_shapes(name, model)
     assert_same(to_hf(ours), theirs)
@@ -325,7 +325,7 @@ def test_the_marker_of_partial_dicts_is_dropped() -> None:
     ours: dict[str, Any] = family.to_smp(state_of(family.build()))
     ours["_smp_is_partial"] = False
     assert "_smp_is_partial" not in family.to_hf(ours)
-    to_hf, _ = family.translators.LAYER_TRANSLATORS
+    to_hf, _ = family.translators.FAMILY.translators("layer")
     assert to_hf({"_smp_is_partial": True}) == {}
 
 
@@ -368,6 +368,19 @@ def test_an_untied_head_is_kept(name: str) -> None:
     assert ours["lm_head.weight"].shape == (VOCABULARY, HIDDEN)
     assert not torch.equal(ours["lm_head.weight"], ours["word_embedding.weight"])
     assert_same(family.to_hf(ours), theirs)
+
+
+def test_the_head_of_gptneox_is_known_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = hf.family("gptneox")
+    theirs = state_of(family.build())
+    head = "lm_head.weight" if "lm_head.weight" in theirs else "embed_out.weight"
+    ours = family.to_smp(theirs)
+    for name in ("lm_head.weight", "embed_out.weight"):
+        named = {name if key == head else key: value for key, value in theirs.items()}
+        assert_same(family.to_smp(named), ours)
+        assert head in family.to_hf(family.to_smp(named))
+    monkeypatch.setattr("smp.nn.huggingface.installed._sample", lambda name: None)
+    assert "embed_out.weight" in family.to_hf(ours)  # as most releases have it
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])

@@ -6,7 +6,7 @@ namespace smp::kernels::cpu {
 
 const FusedTable* const* usable_tables() {
   struct Found {
-    const FusedTable* tables[4] = {};
+    const FusedTable* tables[5] = {};
     Found() {
       int count = 0;
 #ifdef __x86_64__
@@ -17,6 +17,9 @@ const FusedTable* const* usable_tables() {
           __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") &&
           __builtin_cpu_supports("avx512vl")) {
+        if (__builtin_cpu_supports("avx512bf16")) {
+          tables[count++] = &avx512_bf16_table();
+        }
         tables[count++] = &avx512_table();
       }
       if (has_avx2) tables[count++] = &avx2_table();

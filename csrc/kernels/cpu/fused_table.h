@@ -29,6 +29,7 @@ struct FusedTable {
 const FusedTable& portable_table();
 const FusedTable& avx2_table();
 const FusedTable& avx512_table();
+const FusedTable& avx512_bf16_table();
 
 /// Tables that this processor can run, the fastest first; null after the last.
 const FusedTable* const* usable_tables();

@@ -32,19 +32,22 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         weight: of the size of the last dimension; None: 1. May be of another dtype than ``x``.
         bias: the same; None: 0.
     """
-    return torch.ops.smp.layer_norm.default(x, weight, bias, eps)
+    y: Tensor = torch.ops.smp.layer_norm.default(x, weight, bias, eps)
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension."""
-    return torch.ops.smp.rms_norm.default(x, weight, eps)
+    y: Tensor = torch.ops.smp.rms_norm.default(x, weight, eps)
+    return y
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
     """``gelu(x + bias)``; ``approximate`` is "none" or "tanh" as in `torch.nn.functional.gelu`."""
     if approximate not in _APPROXIMATIONS:
         raise ValueError(f"approximate must be one of {_APPROXIMATIONS}, got {approximate!r}")
-    return torch.ops.smp.bias_gelu.default(x, bias, approximate == "tanh")
+    y: Tensor = torch.ops.smp.bias_gelu.default(x, bias, approximate == "tanh")
+    return y
 
 
 def scaled_masked_softmax(
@@ -76,9 +79,10 @@ def scaled_masked_softmax(
         raise ValueError(f"window must be None or >= 1, got {window}")
     if in_fp32 and scores.dtype.itemsize == 2:
         scores = scores.float()
-    return torch.ops.smp.scaled_masked_softmax.default(
+    y: Tensor = torch.ops.smp.scaled_masked_softmax.default(
         scores, mask, slopes, scale, causal, window or 0, dropout_p, _signed(seed)
     )
+    return y
 
 
 def bias_dropout_residual(
@@ -99,9 +103,10 @@ def bias_dropout_residual(
         fp32_residual: return float32 for 16-bit input, so that a sum over many layers neither
             overflows nor loses small summands.
     """
-    return torch.ops.smp.bias_dropout_residual.default(
+    y: Tensor = torch.ops.smp.bias_dropout_residual.default(
         x, bias, residual, p, _signed(seed), fp32_residual
     )
+    return y
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
@@ -127,7 +132,8 @@ def rotary(
             f"rotary_dim is {rotary_dim}, so cos must have {rotary_dim / 2:g} angles per position, "
             f"got sizes {list(cos.shape)}"
         )
-    return torch.ops.smp.rotary.default(x, cos, sin, interleaved)
+    y: Tensor = torch.ops.smp.rotary.default(x, cos, sin, interleaved)
+    return y
 
 
 def cross_entropy(
@@ -144,7 +150,8 @@ def cross_entropy(
     Raises:
         IndexError: if a target is outside of the vocabulary (on CUDA its loss is NaN instead).
     """
-    return torch.ops.smp.cross_entropy.default(logits, targets, ignore_index, label_smoothing)
+    y: Tensor = torch.ops.smp.cross_entropy.default(logits, targets, ignore_index, label_smoothing)
+    return y
 
 
 def _signed(seed: int) -> int:

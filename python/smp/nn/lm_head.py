@@ -42,6 +42,7 @@ class DistributedTransformerLMHead(DistributedModule):
         tie_word_embedding: the head uses the word embedding's table.
         lm_head_bias: the head has a bias.
         use_position_embedding: with a position embedding.
+        token_types_are_words: token types are rows of the word embedding, as with GPT-2.
         **others: of the layers, see `DistributedTransformer`. With ``pre_layernorm`` alone a final
             norm follows the last layer.
 
@@ -97,6 +98,7 @@ class DistributedTransformerLMHead(DistributedModule):
         tie_word_embedding: bool = True,
         lm_head_bias: bool = False,
         use_position_embedding: bool = True,
+        token_types_are_words: bool = False,
     ) -> None:
         options = layer_options(locals())
         super().__init__()
@@ -110,6 +112,7 @@ class DistributedTransformerLMHead(DistributedModule):
         std = initializer_range
         self.word_embedding = VocabularyEmbedding(vocab_size, hidden_size, std, layout)
         self.position_embedding = self.token_type_embedding = None
+        self.token_types_are_words = token_types_are_words
         if use_position_embedding:
             self.position_embedding = WholeEmbedding(num_positions, hidden_size, std, layout)
         if num_token_types > 0:
@@ -191,7 +194,9 @@ class DistributedTransformerLMHead(DistributedModule):
             else:
                 inside = layout.enter(positions)
             hidden = hidden + self.position_embedding(inside)
-        if token_types is not None:
+        if token_types is not None and self.token_types_are_words:
+            hidden = hidden + self.word_embedding(token_types)
+        elif token_types is not None:
             if self.token_type_embedding is None:
                 raise ValueError("token_type_ids were given; they need num_token_types > 0")
             hidden = hidden + self.token_type_embedding(layout.enter(token_types))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from smp import _C
+from smp import _C, runtime
 from smp.partition.costs import Trace
+from smp.tensor_parallel import sharding
 
 # These read the parameters of their children instead of calling them, so a child elsewhere would
 # never be asked.
@@ -91,7 +93,7 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
             if owner_idx != idx:
                 shared.append(SharedParameter(owner_idx, owner_name, idx, name))
             elif owner_name == name:
-                param_bytes += parameter.numel() * parameter.element_size()
+                param_bytes += _bytes_of(parameter)
         has_buffers[idx] = any(True for _ in module.buffers(recurse=False))
         kind = kind_of(module)
         whole.append(kind == _C.NodeKind.INDIVISIBLE)
@@ -125,6 +127,17 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
         is_stateless=tuple(not (p or b) for p, b in zip(has_parameters, has_buffers, strict=True)),
         anchors=tuple(anchors),
     )
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    """What a rank holds of a parameter; the mean where tensor-parallel ranks hold parts of it.
+
+    Their parts may differ in size, and all ranks have to decide alike.
+    """
+    if sharding.interval_of(parameter) is None:
+        return parameter.numel() * parameter.element_size()
+    whole = math.prod(sharding.whole_shape(parameter)) * parameter.element_size()
+    return whole // runtime.current().sizes["tp"]
 
 
 def _further_places(

@@ -12,29 +12,31 @@ constexpr C kTanhScale = C(1.59576912160573071176);  // 2 sqrt(2 / pi)
 template <typename C>
 constexpr C kTanhCubic = C(0.044715);
 
-template <bool kIsTanh, typename C>
+template <bool kIsTanh, typename T, typename C = Compute<T>>
 SMP_INLINE Vec<C> gelu_of(Vec<C> x) {
   if constexpr (kIsTanh) {
     // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
     const Vec<C> u = x * kTanhScale<C> * (C(1) + kTanhCubic<C> * (x * x));
-    return x / (C(1) + exp_of<C>(-u));
+    return x / (C(1) + exp_of<C, true>(-u));
   } else {
     Vec<C> exponential;
-    return x * normal_cdf<C>(x, &exponential);
+    return x * normal_cdf<T>(x, &exponential);
   }
 }
 
-template <bool kIsTanh, typename C>
+template <bool kIsTanh, typename T, typename C = Compute<T>>
 SMP_INLINE Vec<C> gelu_slope(Vec<C> x) {
   if constexpr (kIsTanh) {
     const Vec<C> square = x * x;
-    const Vec<C> u = x * kTanhScale<C> * (C(1) + kTanhCubic<C> * square);
-    const Vec<C> s = C(1) / (C(1) + exp_of<C>(-u));
+    Vec<C> u = x * kTanhScale<C> * (C(1) + kTanhCubic<C> * square);
+    u = larger<C>(splat<C>(C(-80)), u);  // keeps e finite
+    const Vec<C> e = exp_of<C, true>(-u);
+    const Vec<C> s = C(1) / (C(1) + e);  // and 1 - s = e s
     const Vec<C> du = kTanhScale<C> * (C(1) + (3 * kTanhCubic<C>)*square);
-    return s + x * s * (C(1) - s) * du;
+    return s + x * s * (e * s) * du;
   } else {
     Vec<C> exponential;
-    const Vec<C> cdf = normal_cdf<C>(x, &exponential);
+    const Vec<C> cdf = normal_cdf<T>(x, &exponential);
     return cdf + x * exponential * C(0.39894228040143267794);
   }
 }
@@ -50,7 +52,7 @@ void gelu_forward_of(const BiasGelu& op, int64_t begin, int64_t end) {
     sweep<C>(n, [&](int64_t j, auto count) {
       Vec<C> v = get(x + j, count);
       if (bias != nullptr) v += get(bias + j, count);
-      put(y + j, gelu_of<kIsTanh, C>(v), count);
+      put(y + j, gelu_of<kIsTanh, T>(v), count);
     });
   }
 }
@@ -68,7 +70,7 @@ void gelu_backward_of(const BiasGelu& op, int64_t begin, int64_t end,
     sweep<C>(n, [&](int64_t j, auto count) {
       Vec<C> v = get(x + j, count);
       if (bias != nullptr) v += get(bias + j, count);
-      const Vec<C> d = get(dy + j, count) * gelu_slope<kIsTanh, C>(v);
+      const Vec<C> d = get(dy + j, count) * gelu_slope<kIsTanh, T>(v);
       put(dx + j, d, count);
       if (dbias != nullptr) put(dbias + j, get(dbias + j, count) + d, count);
     });

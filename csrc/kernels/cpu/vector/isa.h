@@ -6,9 +6,9 @@
 // could be linked from here into programs for older processors. For the same
 // reason they use no part of the standard library.
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SMP_VECTOR_BYTES 64
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define SMP_VECTOR_BYTES 32
 #else
 #define SMP_VECTOR_BYTES 16

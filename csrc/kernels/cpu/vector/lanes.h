@@ -6,7 +6,7 @@
 #include "csrc/kernels/cpu/vector/isa.h"
 #include "csrc/kernels/multi_array.h"
 
-#ifdef __F16C__
+#if SMP_VECTOR_BYTES > 16
 #include <immintrin.h>
 #endif
 
@@ -94,22 +94,26 @@ SMP_INLINE Vec<double> load(const double* p) {
   return v;
 }
 
-SMP_INLINE FloatVec load(const BFloat16* p) {
-  Bits16 bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
-  return bits_as<FloatVec>(__builtin_convertvector(bits, FloatWord) << 16);
+SMP_INLINE FloatVec widen(Bits16 bits, BFloat16) {
+#if SMP_VECTOR_BYTES == 64
+  const auto word =
+      bits_as<FloatWord>(_mm512_cvtepu16_epi32(bits_as<__m256i>(bits)));
+#elif SMP_VECTOR_BYTES == 32
+  const auto word =
+      bits_as<FloatWord>(_mm256_cvtepu16_epi32(bits_as<__m128i>(bits)));
+#else
+  const FloatWord word = __builtin_convertvector(bits, FloatWord);
+#endif
+  return bits_as<FloatVec>(word << 16);
 }
 
-SMP_INLINE FloatVec load(const Half* p) {
+SMP_INLINE FloatVec widen(Bits16 bits, Half) {
 #if SMP_VECTOR_BYTES == 64
-  return _mm512_cvtph_ps(
-      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__F16C__) && SMP_VECTOR_BYTES == 32
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(bits_as<__m256i>(bits));
+#elif SMP_VECTOR_BYTES == 32
+  return _mm256_cvtph_ps(bits_as<__m128i>(bits));
 #else
   // See to_float in float16.h.
-  Bits16 bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
   const FloatWord word = __builtin_convertvector(bits, FloatWord);
   const FloatWord rest = (word & 0x7fffu) << 13;
   const FloatVec scaled = bits_as<FloatVec>(rest) * 0x1p112f;
@@ -120,30 +124,23 @@ SMP_INLINE FloatVec load(const Half* p) {
 #endif
 }
 
-SMP_INLINE void store(float* p, FloatVec v) {
-  __builtin_memcpy(p, &v, sizeof(v));
-}
-
-SMP_INLINE void store(double* p, Vec<double> v) {
-  __builtin_memcpy(p, &v, sizeof(v));
-}
-
-SMP_INLINE void store(BFloat16* p, FloatVec v) {
+SMP_INLINE Bits16 narrow(FloatVec v, BFloat16) {
+#if SMP_VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+  return bits_as<Bits16>(_mm512_cvtneps_pbh(v));
+#else
   const FloatWord word = bits_as<FloatWord>(v);
   const FloatWord rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   const FloatWord result = v != v ? FloatWord{} + 0x7fc0u : rounded;
-  const Bits16 bits = __builtin_convertvector(result, Bits16);
-  __builtin_memcpy(p, &bits, sizeof(bits));
+  return __builtin_convertvector(result, Bits16);
+#endif
 }
 
-SMP_INLINE void store(Half* p, FloatVec v) {
+SMP_INLINE Bits16 narrow(FloatVec v, Half) {
 #if SMP_VECTOR_BYTES == 64
-  _mm256_storeu_si256(
-      reinterpret_cast<__m256i*>(p),
+  return bits_as<Bits16>(
       _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__) && SMP_VECTOR_BYTES == 32
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif SMP_VECTOR_BYTES == 32
+  return bits_as<Bits16>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
   // See to_half in float16.h.
   const FloatWord word = bits_as<FloatWord>(v);
@@ -156,9 +153,31 @@ SMP_INLINE void store(Half* p, FloatVec v) {
   result = magnitude >= 0x47800000u ? FloatWord{} + 0x7c00u : result;
   result = magnitude > 0x7f800000u ? FloatWord{} + 0x7e00u : result;
   result |= (word >> 16) & 0x8000u;
-  const Bits16 bits = __builtin_convertvector(result, Bits16);
-  __builtin_memcpy(p, &bits, sizeof(bits));
+  return __builtin_convertvector(result, Bits16);
 #endif
+}
+
+template <typename T>
+SMP_INLINE FloatVec load(const T* p) {
+  static_assert(sizeof(T) == 2);
+  Bits16 bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return widen(bits, T{});
+}
+
+SMP_INLINE void store(float* p, FloatVec v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+SMP_INLINE void store(double* p, Vec<double> v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+template <typename T>
+SMP_INLINE void store(T* p, FloatVec v) {
+  static_assert(sizeof(T) == 2);
+  const Bits16 bits = narrow(v, T{});
+  __builtin_memcpy(p, &bits, sizeof(bits));
 }
 
 // ---- Whole vectors and the first elements of one, by the same names.
@@ -174,23 +193,72 @@ SMP_INLINE Vec<Compute<T>> get(const T* p, All) {
 }
 
 template <typename T>
+SMP_INLINE void put(T* p, Vec<Compute<T>> v, All) {
+  store(p, v);
+}
+
+#if SMP_VECTOR_BYTES == 64
+
+template <typename T>
 SMP_INLINE Vec<Compute<T>> get(const T* p, First first) {
+  const uint32_t mask = (1u << first.count) - 1;
+  if constexpr (sizeof(T) == 8) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
+  } else if constexpr (sizeof(T) == 4) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+  } else {
+    return widen(bits_as<Bits16>(
+                     _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p)),
+                 T{});
+  }
+}
+
+template <typename T>
+SMP_INLINE void put(T* p, Vec<Compute<T>> v, First first) {
+  const uint32_t mask = (1u << first.count) - 1;
+  if constexpr (sizeof(T) == 8) {
+    _mm512_mask_storeu_pd(p, static_cast<__mmask8>(mask), v);
+  } else if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>(mask), v);
+  } else {
+    _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(mask),
+                             bits_as<__m256i>(narrow(v, T{})));
+  }
+}
+
+#else
+
+template <typename T>
+SMP_INLINE Vec<Compute<T>> get(const T* p, First first) {
+#if SMP_VECTOR_BYTES == 32
+  const auto mask = lane_numbers<Compute<T>>() < first.count;
+  if constexpr (sizeof(T) == 8) {
+    return _mm256_maskload_pd(p, bits_as<__m256i>(mask));
+  } else if constexpr (sizeof(T) == 4) {
+    return _mm256_maskload_ps(p, bits_as<__m256i>(mask));
+  }
+#endif
   T elements[kLanes<Compute<T>>] = {};
   for (int i = 0; i < first.count; ++i) elements[i] = p[i];
   return load(elements);
 }
 
 template <typename T>
-SMP_INLINE void put(T* p, Vec<Compute<T>> v, All) {
-  store(p, v);
-}
-
-template <typename T>
 SMP_INLINE void put(T* p, Vec<Compute<T>> v, First first) {
+#if SMP_VECTOR_BYTES == 32
+  const auto mask = lane_numbers<Compute<T>>() < first.count;
+  if constexpr (sizeof(T) == 8) {
+    return _mm256_maskstore_pd(p, bits_as<__m256i>(mask), v);
+  } else if constexpr (sizeof(T) == 4) {
+    return _mm256_maskstore_ps(p, bits_as<__m256i>(mask), v);
+  }
+#endif
   T elements[kLanes<Compute<T>>];
   store(elements, v);
   for (int i = 0; i < first.count; ++i) p[i] = elements[i];
 }
+
+#endif
 
 // v where there are elements, `neutral` elsewhere.
 template <typename C>
@@ -203,9 +271,30 @@ SMP_INLINE Vec<C> keep(Vec<C> v, First first, C neutral) {
   return lane_numbers<C>() < first.count ? v : splat<C>(neutral);
 }
 
+// Of a and b; b if one of them is NaN. Compilers do not make one instruction of
+// the comparison, because it treats zeros of both signs alike.
 template <typename C>
 SMP_INLINE Vec<C> larger(Vec<C> a, Vec<C> b) {
+#if SMP_VECTOR_BYTES == 64
+  if constexpr (sizeof(C) == 4) {
+    return _mm512_max_ps(a, b);
+  } else {
+    return _mm512_max_pd(a, b);
+  }
+#elif SMP_VECTOR_BYTES == 32
+  if constexpr (sizeof(C) == 4) {
+    return _mm256_max_ps(a, b);
+  } else {
+    return _mm256_max_pd(a, b);
+  }
+#else
   return a > b ? a : b;
+#endif
+}
+
+template <typename C>
+SMP_INLINE Vec<C> smaller(Vec<C> a, Vec<C> b) {
+  return -larger<C>(-a, -b);
 }
 
 template <typename C>

@@ -73,12 +73,13 @@ SMP_INLINE Vec<C> scale_by_power(Vec<C> y, Vec<C> n, Vec<C> shifted) {
 #endif
 }
 
-template <typename C>
+/// e^x; without kMayBePositive for x <= 0 only.
+template <typename C, bool kMayBePositive = false>
 SMP_INLINE Vec<C> exp_of(Vec<C> x) {
   using K = ExpConstants<C>;
-  // In this order comparisons keep NaN.
-  x = x < K::kLowest ? splat<C>(K::kLowest) : x;
-  x = x > K::kHighest ? splat<C>(K::kHighest) : x;
+  // In this order NaN stays.
+  x = larger<C>(splat<C>(K::kLowest), x);
+  if constexpr (kMayBePositive) x = smaller<C>(splat<C>(K::kHighest), x);
   const Vec<C> shifted = x * C(1.44269504088896340736) + K::kRound;
   const Vec<C> n = shifted - K::kRound;
   const Vec<C> r = (x - n * K::kLn2High) - n * K::kLn2Low;
@@ -87,9 +88,16 @@ SMP_INLINE Vec<C> exp_of(Vec<C> x) {
 }
 
 // exp(z^2) erfc(z) = u P(1 - 2 k u) with u = 1 / (z + k), interpolated at
-// Chebyshev nodes to a relative error of 7e-9 and 6e-18.
-template <typename C>
-struct TailConstants;
+// Chebyshev nodes to a relative error of 7e-9 for float and 6e-18 for double.
+// 16 bits need less: 2e-5.
+template <typename T>
+struct TailConstants {
+  static_assert(sizeof(T) == 2);
+  static constexpr float kShift = 1.5f;
+  static constexpr float kSeries[] = {0.964746726f,    -0.507762488f,
+                                      0.0757754308f,   0.0468935078f,
+                                      -0.00858883362f, -0.00722085497f};
+};
 
 template <>
 struct TailConstants<float> {
@@ -118,10 +126,11 @@ struct TailConstants<double> {
       8.8126830433085195853e-10};
 };
 
-/// The normal distribution function of x; `exponential` becomes exp(-x^2 / 2).
-template <typename C>
+/// The normal distribution function of x, as precise as elements of type T are;
+/// `exponential` becomes exp(-x^2 / 2).
+template <typename T, typename C = Compute<T>>
 SMP_INLINE Vec<C> normal_cdf(Vec<C> x, Vec<C>* exponential) {
-  using K = TailConstants<C>;
+  using K = TailConstants<T>;
   const Vec<C> absolute = x < C(0) ? -x : x;
   const Vec<C> e = exp_of<C>(x * x * C(-0.5));
   const Vec<C> u = C(1) / (absolute * C(0.70710678118654752440) + K::kShift);

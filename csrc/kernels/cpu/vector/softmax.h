@@ -16,10 +16,21 @@ SMP_INLINE void fill_zero(T* row, int64_t begin, int64_t end) {
   if (end > begin) __builtin_memset(row + begin, 0, (end - begin) * sizeof(T));
 }
 
-// Scaled and masked scores of the keys in `range` into `values`; their maximum.
+// Keys that are worked on: those that are seen, up to a whole vector if the row
+// is long enough. Parts of vectors are slow.
+template <typename C>
+SMP_INLINE int64_t num_worked_on(KeyRange range, int64_t num_keys) {
+  const int64_t num_seen = range.end - range.begin;
+  const int64_t whole = (num_seen + kLanes<C> - 1) / kLanes<C> * kLanes<C>;
+  const int64_t possible = num_keys - range.begin;
+  return whole < possible ? whole : possible;
+}
+
+// Scaled and masked scores of `num` keys into `values`, -inf for keys past the
+// range; their maximum.
 template <typename T>
 SMP_INLINE Compute<T> masked_scores(const ScaledMaskedSoftmax& op, int64_t row,
-                                    int64_t query, KeyRange range,
+                                    int64_t query, KeyRange range, int64_t num,
                                     Compute<T>* values) {
   using C = Compute<T>;
   const int64_t head = row / op.num_queries % op.num_heads;
@@ -37,19 +48,30 @@ SMP_INLINE Compute<T> masked_scores(const ScaledMaskedSoftmax& op, int64_t row,
       op.slopes == nullptr ? C(0) : static_cast<const C*>(op.slopes)[head];
   const C distance = static_cast<C>(query + op.num_keys - op.num_queries -
                                     range.begin);  // to the first key
+  const int64_t num_seen = range.end - range.begin;
   Vec<C> numbers;
   for (int i = 0; i < kLanes<C>; ++i) numbers[i] = static_cast<C>(i);
-  return sweep_max<C>(
-      range.end - range.begin, kMinusInfinity<C>, [&](int64_t j, auto count) {
-        Vec<C> v = get(scores + j, count) * scale;
-        if (mask != nullptr) v += get(mask + j, count);
-        if (op.slopes != nullptr) {
-          const Vec<C> d = distance - static_cast<C>(j) - numbers;
-          v -= slope * (d < C(0) ? -d : d);
-        }
-        put(values + j, v, count);
-        return v;
-      });
+  return sweep_max<C>(num, kMinusInfinity<C>, [&](int64_t j, auto count) {
+    Vec<C> v = get(scores + j, count) * scale;
+    if (mask != nullptr) v += get(mask + j, count);
+    if (op.slopes != nullptr) {
+      const Vec<C> d = distance - static_cast<C>(j) - numbers;
+      v -= slope * (d < C(0) ? -d : d);
+    }
+    if (j + kLanes<C> > num_seen) {
+      v = keep<C>(v, First{static_cast<int>(num_seen - j)}, kMinusInfinity<C>);
+    }
+    put(values + j, v, count);
+    return v;
+  });
+}
+
+template <typename C>
+SMP_INLINE bool has_nan(const C* values, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    if (values[j] != values[j]) return true;
+  }
+  return false;
 }
 
 template <typename T>
@@ -64,15 +86,15 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
         visible_keys(query, op.num_queries, n, op.is_causal, op.window);
     T* probs = static_cast<T*>(op.probs) + row * n;
     T* y = op.y == nullptr ? nullptr : static_cast<T*>(op.y) + row * n;
-    const C max = masked_scores<T>(op, row, query, range, values);
-    if (max == kMinusInfinity<C>) {  // nothing to see
+    const int64_t num = num_worked_on<C>(range, n);
+    const C max = masked_scores<T>(op, row, query, range, num, values);
+    if (max == kMinusInfinity<C> && !has_nan(values, num)) {  // nothing to see
       fill_zero(probs, 0, n);
       if (y != nullptr) fill_zero(y, 0, n);
       continue;
     }
-    const int64_t num_seen = range.end - range.begin;
     C sum;
-    sweep_sums<C, 1>(num_seen, &sum, [&](int64_t j, auto count, auto& sums) {
+    sweep_sums<C, 1>(num, &sum, [&](int64_t j, auto count, auto& sums) {
       const Vec<C> e =
           keep<C>(exp_of<C>(get(values + j, count) - max), count, C(0));
       put(values + j, e, count);
@@ -81,16 +103,16 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
     const C factor = C(1) / sum;
     const RowKey key = row_key(op.dropout.seed, static_cast<uint64_t>(row));
     fill_zero(probs, 0, range.begin);
-    fill_zero(probs, range.end, n);
+    fill_zero(probs, range.begin + num, n);
     if (y == nullptr) {
-      sweep<C>(num_seen, [&](int64_t j, auto count) {
+      sweep<C>(num, [&](int64_t j, auto count) {
         put(probs + range.begin + j, get(values + j, count) * factor, count);
       });
       continue;
     }
     fill_zero(y, 0, range.begin);
-    fill_zero(y, range.end, n);
-    sweep<C>(num_seen, [&](int64_t j, auto count) {
+    fill_zero(y, range.begin + num, n);
+    sweep<C>(num, [&](int64_t j, auto count) {
       const int64_t column = range.begin + j;
       const Vec<C> p = get(values + j, count) * factor;
       put(probs + column, p, count);
@@ -106,6 +128,8 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
   using C = Compute<T>;
   const int64_t n = op.num_keys;
   const C scale = static_cast<C>(op.scale);
+  C* values =
+      kDrops ? static_cast<C*>(__builtin_malloc((n + 1) * sizeof(C))) : nullptr;
   for (int64_t row = begin; row < end; ++row) {
     const KeyRange range = visible_keys(row % op.num_queries, op.num_queries, n,
                                         op.is_causal, op.window);
@@ -113,23 +137,26 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
     const T* dy = static_cast<const T*>(op.dy) + row * n + range.begin;
     const T* probs = static_cast<const T*>(op.probs) + row * n + range.begin;
     T* dscores = static_cast<T*>(op.dscores) + row * n;
-    const int64_t num_seen = range.end - range.begin;
-    const auto dprobs = [&](int64_t j, auto count) {
-      const Vec<C> d = get(dy + j, count);
-      if constexpr (kDrops) return drop<C>(d, op.dropout, key, range.begin + j);
-      return d;
-    };
+    // Keys past the range have probabilities 0.
+    const int64_t num = num_worked_on<C>(range, n);
     C sum;
-    sweep_sums<C, 1>(num_seen, &sum, [&](int64_t j, auto count, auto& sums) {
-      sums[0] += dprobs(j, count) * get(probs + j, count);
+    sweep_sums<C, 1>(num, &sum, [&](int64_t j, auto count, auto& sums) {
+      Vec<C> d = get(dy + j, count);
+      if constexpr (kDrops) {
+        d = drop<C>(d, op.dropout, key, range.begin + j);
+        put(values + j, d, count);
+      }
+      sums[0] += d * get(probs + j, count);
     });
     fill_zero(dscores, 0, range.begin);
-    fill_zero(dscores, range.end, n);
-    sweep<C>(num_seen, [&](int64_t j, auto count) {
+    fill_zero(dscores, range.begin + num, n);
+    sweep<C>(num, [&](int64_t j, auto count) {
       const Vec<C> p = get(probs + j, count) * scale;
-      put(dscores + range.begin + j, (dprobs(j, count) - sum) * p, count);
+      const Vec<C> d = kDrops ? get(values + j, count) : get(dy + j, count);
+      put(dscores + range.begin + j, (d - sum) * p, count);
     });
   }
+  __builtin_free(values);
 }
 
 inline void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin,

@@ -95,6 +95,7 @@ def options(config: Any) -> Options:
         "scale_attn_by_layer_idx": field(config, "scale_attn_by_inverse_layer_idx", False),
         "attention_in_fp32": field(config, "reorder_and_upcast_attn", False),
         "tie_word_embedding": config.tie_word_embeddings,
+        "token_types_are_words": True,
     }
 
 

@@ -85,6 +85,7 @@ def options(config: Any) -> Options:
         "single_pre_layernorm": True,
         "use_position_embedding": False,
         "tie_word_embedding": config.tie_word_embeddings,
+        "token_types_are_words": True,
         "lm_head_bias": True,
     }
 

@@ -82,6 +82,7 @@ def options(config: Any) -> Options:
         "attention_in_fp32": True,
         "use_qkv_bias": False,
         "tie_word_embedding": config.tie_word_embeddings,
+        "token_types_are_words": True,
     }
 
 

@@ -68,10 +68,10 @@ def is_known() -> bool:
 
 def head_of(family: str) -> str:
     """What the family's language-modelling head is called."""
+    if family != "gpt_neox":
+        return "lm_head"
     sample = _sample(family)
-    if sample is not None and "embed_out.weight" in sample[0]:
-        return "embed_out"
-    return "lm_head"
+    return "embed_out" if sample is None or "embed_out.weight" in sample[0] else "lm_head"
 
 
 def layer_buffers(family: str) -> dict[str, torch.dtype]:

@@ -1,0 +1,140 @@
+"""States of split models: whole, partial, on another degree; and the optimizer's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.pool import Pool
+from tests.dist.split_training import SplitRun, init_split, make_optimizer
+from tests.reference.split_families import build_split_family, make_split_batch
+
+CASE = "gpt2"
+
+
+def make(run: SplitRun, seed: int = 1) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and a function that trains one step on a batch of all ranks."""
+    import smp
+
+    with smp.tensor_parallelism():
+        plain = build_split_family(CASE, run.dtype, seed)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        model.backward(loss)
+        return loss
+
+    def train(step: int) -> None:
+        train_step(make_split_batch(CASE, 0, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, train
+
+
+def names_of(model: Any) -> list[str]:
+    return [name for name, _ in model.get_module().named_parameters()]
+
+
+def train_and_save(rank: int, run: SplitRun, folder: str) -> dict[str, Any]:
+    """Two steps, everything saved; then a third one."""
+    import smp
+
+    init_split(run)
+    model, optimizer, train = make(run)
+    train(0)
+    train(1)
+    whole = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    local = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
+    smp.save(local, f"{folder}/part.pt", partial=True)
+    smp.save(local, f"{folder}/whole.pt", partial=False)
+    train(2)
+    return {"whole": whole, "third": model.state_dict(), "names": names_of(model)}
+
+
+def resume(rank: int, run: SplitRun, folder: str, partial: bool) -> dict[str, Any]:
+    """Continues from a file, with a model that had other weights."""
+    import smp
+
+    init_split(run)
+    model, optimizer, train = make(run, seed=5)
+    name = "part.pt" if partial else "whole.pt"
+    saved = smp.load(f"{folder}/{name}", partial=partial)
+    # Which part of a pipeline this rank will have is not known yet.
+    model.load_state_dict(saved["model"], same_partition_load=partial and run.pp == 1)
+    optimizer.load_state_dict(saved["optimizer"])
+    train(2)
+    return dict(model.state_dict())
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same training without a split: degree 1 has all of every parameter."""
+    folder = str(tmp_path_factory.mktemp("one"))
+    [result] = pool.run(1, train_and_save, SplitRun(CASE, 1, 1, 1), folder)
+    return {**result, "folder": folder}
+
+
+LAYOUTS = ((1, 2, 1), (1, 3, 1), (2, 2, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_whole_states_are_those_of_one_rank(
+    pool: Pool, tmp_path: Path, one_rank: dict[str, Any], layout: tuple[int, int, int]
+) -> None:
+    run = SplitRun(CASE, *layout, prescaled=True)
+    results = pool.run(run.world_size, train_and_save, run, str(tmp_path))
+    expected = one_rank["whole"]
+    for result in results:
+        state = result["whole"]
+        assert difference(state["model"], expected["model"]) < 1e-12
+        entries = state["optimizer"]["state"]
+        assert list(entries) == list(expected["optimizer"]["state"])
+        for index, entry in expected["optimizer"]["state"].items():
+            for key, value in entry.items():
+                torch.testing.assert_close(entries[index][key], value, rtol=0, atol=1e-12)
+    for partial in (True, False):
+        for state in pool.run(run.world_size, resume, run, str(tmp_path), partial):
+            assert difference(state, results[0]["third"]) == 0.0, "resumed differs"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_whole_file_goes_into_another_degree(
+    pool: Pool, tmp_path: Path, one_rank: dict[str, Any], layout: tuple[int, int, int]
+) -> None:
+    run = SplitRun(CASE, *layout, prescaled=True)
+    for state in pool.run(run.world_size, resume, run, one_rank["folder"], False):
+        assert difference(state, one_rank["third"]) < 1e-12
+    pool.run(run.world_size, train_and_save, run, str(tmp_path))
+    [back] = pool.run(1, resume, SplitRun(CASE, 1, 1, 1), str(tmp_path), False)
+    assert difference(back, one_rank["third"]) < 1e-12
+
+
+def merge_too_few(rank: int, run: SplitRun) -> str:
+    from smp.tensor_parallel import partial
+
+    init_split(run)
+    model, _, _ = make(run)
+    try:
+        partial.merge([model.local_state_dict()])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_slice_is_named(pool: Pool) -> None:
+    for text in pool.run(2, merge_too_few, SplitRun(CASE, 1, 2, 1)):
+        assert "is split along dim" in text and "all tensor-parallel ranks" in text

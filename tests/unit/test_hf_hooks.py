@@ -1,0 +1,383 @@
+"""Each configuration field of a family is honoured, or declined with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import smp
+from smp.nn import huggingface
+from smp.tensor_parallel import registry
+from smp.tensor_parallel.registry import Declined
+from tests.reference import hugging_face as hf
+from tests.reference.hf_hooks import (
+    ENCODERS,
+    GPTS,
+    LLAMAS,
+    NAMES,
+    edited,
+    new_fields,
+    options,
+    reason,
+    registration,
+)
+from tests.reference.hugging_face import HEADS, HIDDEN, INTERMEDIATE, LAYERS
+
+
+@pytest.fixture(autouse=True)
+def initialised() -> Iterator[None]:
+    smp.init({})
+    yield
+    smp.shutdown()
+
+
+# ---- sizes and dropouts, all families ----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes(name: str) -> None:
+    got = options(name)
+    intermediate = 4 * HIDDEN if name in ("gpt2", "gptneo") else INTERMEDIATE
+    expected = {
+        "num_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "attention_head_size": HIDDEN // HEADS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": intermediate,
+        "initializer_range": 0.02,
+        "use_normal_initialization": True,
+    }
+    if name not in ENCODERS:
+        expected |= {
+            "vocab_size": hf.VOCABULARY,
+            "num_positions": hf.POSITIONS,
+            "causal_mask_size": hf.POSITIONS,
+        }
+    assert {key: got[key] for key in expected} == expected
+    post = name in ENCODERS
+    assert (got["pre_layernorm"], got["post_layernorm"]) == (not post, post)
+    if post:
+        assert "causal_mask_size" not in got
+    else:
+        assert got.get("use_position_embedding", True) == (name in ("gpt2", "gptneo"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "gptneo"])
+def test_inner_size(name: str) -> None:
+    field = "intermediate_size" if name == "gptneo" else "n_inner"
+    assert options(name, **{field: None})["intermediate_size"] == 4 * HIDDEN
+    assert options(name, **{field: 20})["intermediate_size"] == 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropouts(name: str) -> None:
+    fields = {
+        "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+        "gptj": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+        "gptneo": ("attention_dropout", "resid_dropout", "embed_dropout"),
+        "gptneox": ("attention_dropout", "hidden_dropout", "hidden_dropout"),
+        "bert": ("attention_probs_dropout_prob", "hidden_dropout_prob", None),
+        "roberta": ("attention_probs_dropout_prob", "hidden_dropout_prob", None),
+    }.get(name, ("attention_dropout", None, None))
+    ours = ("attention_dropout_prob", "hidden_dropout_prob", "embedding_dropout_prob")
+    for field in fields:
+        if field is None:
+            continue
+        got = options(name, **{field: 0.3})
+        known = field in type(hf.family(name).config()).__init__.__code__.co_varnames or (
+            new_fields(name) or name not in ("gptneox", "llama")
+        )
+        changed = {our for theirs, our in zip(fields, ours, strict=True) if theirs == field}
+        for our in ours:
+            expected = 0.3 if our in changed and known else 0.0
+            assert (got.get(our) or 0.0) == expected, (field, our)
+    if name in LLAMAS:
+        assert options(name)["hidden_dropout_prob"] == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_epsilon_and_initializer(name: str) -> None:
+    epsilon = {
+        "gpt2": "layer_norm_epsilon", "gptj": "layer_norm_epsilon", "gptneo": "layer_norm_epsilon",
+        "llama": "rms_norm_eps", "mistral": "rms_norm_eps", "qwen2": "rms_norm_eps",
+    }.get(name, "layer_norm_eps")  # fmt: skip
+    got = options(name, **{epsilon: 3e-4, "initializer_range": 0.3})
+    assert got["layernorm_epsilon"] == 3e-4 and got["initializer_range"] == 0.3
+    if name == "gpt2":
+        assert got["residual_init_std"] == 0.3 / math.sqrt(2 * LAYERS)
+    else:
+        assert got.get("residual_init_std") is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activations(name: str) -> None:
+    field = "activation_function" if name in ("gpt2", "gptj", "gptneo") else "hidden_act"
+    known = {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
+    known |= {"gelu_fast": "gelu_new", "gelu_python": "gelu", "relu": "relu"}
+    if name in LLAMAS:
+        known |= {"silu": "silu", "swish": "silu"}
+    for theirs, ours in known.items():
+        assert options(name, **{field: theirs})["activation"] == ours
+    declined = ["quick_gelu", "tanh", "mish", *([] if name in LLAMAS else ["silu"])]
+    for value in declined:
+        text = reason(name, edited(name, **{field: value}))
+        assert field in text and repr(value) in text and "gelu_new" in text
+    config = hf.family(name).config()
+    config.__dict__[field] = torch.nn.functional.gelu  # newer releases refuse it themselves
+    assert field in reason(name, config)
+
+
+@pytest.mark.parametrize("name", [*GPTS, *LLAMAS])
+def test_tied_heads(name: str) -> None:
+    for tied in (True, False):
+        assert options(name, tie_word_embeddings=tied)["tie_word_embedding"] is tied
+    default = hf.family(name).config().tie_word_embeddings
+    assert default is (name in ("gpt2", "gptneo"))
+    assert options(name).get("lm_head_bias", False) is (name == "gptj")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configurations_that_ask_for_more_outputs_are_declined(name: str) -> None:
+    for field in ("output_attentions", "output_hidden_states"):
+        config = hf.family(name).config()
+        config._attn_implementation = "eager"
+        setattr(config, field, True)
+        assert field in reason(name, config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_use_cache_changes_nothing(name: str) -> None:
+    assert options(name, use_cache=True) == options(name, use_cache=False)
+
+
+# ---- GPT-2 ---------------------------------------------------------------------------------
+
+
+def test_gpt2_scaling() -> None:
+    for value in (True, False):
+        assert options("gpt2", scale_attn_weights=value)["scale_attention_scores"] is value
+        got = options("gpt2", scale_attn_by_inverse_layer_idx=value)
+        assert got["scale_attn_by_layer_idx"] is value
+        got = options("gpt2", reorder_and_upcast_attn=value)
+        assert got["attention_in_fp32"] is value
+
+
+def test_gpt2_cross_attention() -> None:
+    assert options("gpt2")["add_cross_attention"] is False
+    assert options("gpt2", add_cross_attention=True)["add_cross_attention"] is True
+
+
+def test_gpt2_layers_know_their_number() -> None:
+    got = options("gpt2", "layer", 2, scale_attn_by_inverse_layer_idx=True)
+    assert got["layer_idx"] == 2 and got["scale_attn_by_layer_idx"] is True
+    declined = options("gpt2", "layer", scale_attn_by_inverse_layer_idx=True)
+    assert isinstance(declined, Declined) and "number of the layer" in declined.reason
+
+
+# ---- GPT-J ---------------------------------------------------------------------------------
+
+
+def test_gptj_rotation() -> None:
+    got = options("gptj", rotary_dim=2)
+    assert got["rotary_dim"] == 2 and got["rotary_interleaved"] is True
+    assert got.get("rotary_base", 10000.0) == 10000.0
+    assert options("gptj", rotary_dim=HIDDEN // HEADS)["rotary_dim"] == HIDDEN // HEADS
+    for value in (3, 64):
+        assert f"rotary_dim is {value}" in reason("gptj", edited("gptj", rotary_dim=value))
+    config = edited("gptj", n_head=3)
+    config.__dict__["rotary_dim"] = None  # which newer releases refuse in their own way
+    hook = registration("gptj").init_hook
+    assert hook is not None
+    result = hook(config)
+    assert not isinstance(result, Declined) and result is not None
+    assert result[1]["rotary_dim"] == HIDDEN // 3
+
+
+def test_gptj_structure() -> None:
+    got = options("gptj")
+    assert got["parallel_attn_output"] and got["single_pre_layernorm"]
+    assert got["attention_in_fp32"] and not got["use_position_embedding"]
+    assert not got["use_qkv_bias"] and not got["use_attn_dense_bias"]
+    assert got.get("use_mlp_bias", True) and got.get("scale_attention_scores", True)
+
+
+# ---- GPT-Neo --------------------------------------------------------------------------------
+
+
+def test_gptneo_windows() -> None:
+    assert options("gptneo")["window_size"] == [None, 3, None]
+    got = options("gptneo", attention_types=[[["local"], 2], [["global"], 1]], window_size=5)
+    assert got["window_size"] == [5, 5, None]
+    assert options("gptneo", "layer", 1)["window_size"] == 3
+    assert options("gptneo", "layer", 2)["window_size"] is None
+    text = reason("gptneo", edited("gptneo", attention_layers=["global", "sparse", "local"]))
+    assert "attention_layers" in text and "sparse" in text
+
+
+def test_gptneo_structure() -> None:
+    got = options("gptneo")
+    assert not got["scale_attention_scores"] and got["attention_in_fp32"]
+    assert not got["use_qkv_bias"] and got.get("use_attn_dense_bias", True)
+    assert not got.get("parallel_attn_output", False)
+
+
+# ---- GPT-NeoX -------------------------------------------------------------------------------
+
+
+def test_gptneox_rotation() -> None:
+    got = options("gptneox", rotary_pct=1.0, rotary_emb_base=500)
+    assert got["rotary_dim"] == HIDDEN // HEADS and got["rotary_base"] == 500.0
+    assert not got.get("rotary_interleaved", False)
+    assert options("gptneox", rotary_pct=0.4)["rotary_dim"] == 2
+    assert options("gptneox", rotary_pct=0.0)["rotary_dim"] is None
+    declined = options("gptneox", rotary_pct=0.5)
+    assert isinstance(declined, Declined) and "3 of 6 channels" in declined.reason
+
+
+def test_gptneox_residuals() -> None:
+    for value in (True, False):
+        got = options("gptneox", use_parallel_residual=value)
+        assert got["parallel_attn_output"] is value
+        assert not got.get("single_pre_layernorm", False)
+
+
+def test_gptneox_structure() -> None:
+    got = options("gptneox")
+    assert got["fused_qkv"] and not got["use_position_embedding"]
+    assert got.get("use_qkv_bias", True) and not got.get("lm_head_bias", False)
+
+
+def test_gptneox_activation_changed_after_the_model_was_made() -> None:
+    model: Any = hf.family("gptneox").build()
+    huggingface.register_available()
+    model.gpt_neox.config.hidden_act = "gelu_new"
+    arguments = registry.arguments_of(model)
+    hook = registration("gptneox").init_hook
+    assert arguments is not None and hook is not None
+    result = hook(*arguments[0], **arguments[1])
+    assert not isinstance(result, Declined) and result is not None
+    assert result[1]["activation"] == "gelu_new"
+
+
+def test_gptneox_without_attention_biases_is_declined() -> None:
+    if not new_fields("gptneox"):
+        assert not isinstance(options("gptneox", attention_bias=False), Declined)  # no such field
+        return
+    assert "attention_bias" in reason("gptneox", edited("gptneox", attention_bias=False))
+
+
+@pytest.mark.parametrize("name", ["gptneox", *LLAMAS])
+def test_scaled_rotation_is_declined(name: str) -> None:
+    config = hf.family(name).config()
+    if not new_fields(name):
+        config.rope_scaling = {"type": "linear", "factor": 2.0}  # which that release ignores
+        hook = registration(name).init_hook
+        assert hook is not None and not isinstance(hook(config), Declined)
+        return
+    assert config.rope_parameters["rope_type"] == "default"
+    for kind in ("linear", "dynamic", "yarn", "llama3"):
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": 2.0}
+        text = reason(name, config)
+        assert "rope_parameters" in text and kind in text and "'default'" in text
+
+
+def test_scaled_rotation_of_releases_between_is_declined() -> None:
+    class Config:
+        """As of releases that have ``rope_scaling``."""
+
+        def __init__(self, rope_theta: float, rope_scaling: Any) -> None:
+            self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+            self.hidden_size, self.num_attention_heads = HIDDEN, HEADS
+
+    from smp.nn.huggingface.rotary import rotary_of
+
+    plain = rotary_of(Config(500.0, None))
+    assert (plain.dim, plain.base) == (HIDDEN // HEADS, 500.0)
+    assert rotary_of(Config(500.0, {"type": "default"})) == plain
+    with pytest.raises(smp.nn.Unsupported, match="rope_scaling.*linear"):
+        rotary_of(Config(500.0, {"type": "linear", "factor": 2.0}))
+
+
+# ---- Llama, Mistral, Qwen2 --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_structure(name: str) -> None:
+    got = options(name)
+    assert got["norm"] == "rmsnorm" and got["gated_mlp"] and not got["use_position_embedding"]
+    assert got["activation"] == "silu" and got["rotary_dim"] == HIDDEN // HEADS
+    assert not got.get("rotary_interleaved", False) and not got.get("attention_in_fp32", False)
+    expected = (name == "qwen2", False, False)
+    assert (got["use_qkv_bias"], got["use_attn_dense_bias"], got["use_mlp_bias"]) == expected
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_heads(name: str) -> None:
+    if not new_fields(name):
+        # That release has as many heads of keys as of queries, whatever a configuration says.
+        assert options(name, num_key_value_heads=2, head_dim=8)["num_key_value_heads"] == HEADS
+        assert options(name, head_dim=8)["attention_head_size"] == HIDDEN // HEADS
+        return
+    assert options(name)["num_key_value_heads"] == 2
+    assert options(name, num_key_value_heads=1)["num_key_value_heads"] == 1
+    if name != "mistral":
+        assert options(name, num_key_value_heads=None)["num_key_value_heads"] == HEADS
+    got = options(name, head_dim=8)
+    assert got["attention_head_size"] == 8 and got["rotary_dim"] == 8
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_rotary_base(name: str) -> None:
+    if not new_fields(name):
+        assert options(name, rope_theta=500.0)["rotary_base"] == 10000.0
+        return
+    got = options(name, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    assert got["rotary_base"] == 500.0
+    assert options(name, rope_theta=300.0)["rotary_base"] == 300.0
+
+
+def test_llama_biases() -> None:
+    expected = new_fields("llama")
+    got = options("llama", attention_bias=True)
+    assert got["use_qkv_bias"] is expected and got["use_attn_dense_bias"] is expected
+    assert got["use_mlp_bias"] is False
+    assert options("llama", mlp_bias=True)["use_mlp_bias"] is expected
+
+
+def test_mistral_window() -> None:
+    assert options("mistral", sliding_window=5)["window_size"] == 5
+    assert options("mistral", sliding_window=None)["window_size"] is None
+    assert options("mistral", "layer", 1, sliding_window=5)["window_size"] == 5
+
+
+def test_qwen2_windows() -> None:
+    assert options("qwen2", sliding_window=5)["window_size"] == [None] * LAYERS
+    got = options("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    assert got["window_size"] == [None, 5, 5]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    got = options("qwen2", use_sliding_window=True, sliding_window=4, layer_types=kinds)
+    assert got["window_size"] == [4, None, 4]
+    config = hf.family("qwen2").config()
+    config.__dict__["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+    assert "linear_attention" in reason("qwen2", config)
+
+
+# ---- encoders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_fields_that_are_declined(name: str) -> None:
+    changes: dict[str, Any] = {"is_decoder": True, "add_cross_attention": True}
+    changes |= {"chunk_size_feed_forward": 2}
+    for field, value in changes.items():
+        text = reason(name, edited(name, **{field: value}))
+        assert f"{field} is {value!r}" in text and "supported is" in text
+        assert field in reason(name, edited(name, **{field: value}), "layer")
+    for value in ("relative_key", "relative_key_query"):
+        text = reason(name, edited(name, position_embedding_type=value))
+        assert "position_embedding_type" in text and value in text
+    assert not isinstance(options(name, position_embedding_type="absolute"), Declined)

@@ -1,0 +1,36 @@
+"""The tests of Hugging Face families hold with an older transformers as well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+OLDER = "4.30.2"
+FOLDER = REPO / f".venv-transformers-{OLDER}"
+FILES = tuple(f"test_hf_{what}.py" for what in ("translators", "hooks", "registration", "parity"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_with_transformers_4_30_2(file: str) -> None:
+    if not (FOLDER / ".smp_ready").is_file():
+        pytest.skip(f"no {FOLDER.name}; 'scripts/compat.sh transformers {OLDER}' sets it up")
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(FOLDER), *sys.path[:1], *([before] if before else [])])
+    check = f"import transformers; assert transformers.__version__ == '{OLDER}'"
+    arguments = ["-q", "-p", "no:cacheprovider", f"tests/unit/{file}"]
+    code = f"import sys, pytest; {check}; sys.exit(pytest.main({arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "Qwen2" in done.stdout  # whose tests are skipped

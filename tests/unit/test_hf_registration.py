@@ -1,0 +1,196 @@
+"""Families are registered when their classes are there, and never sooner."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp.nn import huggingface
+from smp.nn.huggingface import pretrained
+from smp.nn.huggingface.register import FAMILIES as REGISTERED
+from smp.replacement import replace_marked
+from smp.tensor_parallel import registry
+from smp.tensor_parallel.registry import Registration
+from tests.reference import hugging_face as hf
+from tests.reference.hf_hooks import ENCODERS, GPTS, LLAMAS, NAMES, options, registration
+from tests.reference.hugging_face import LAYERS
+
+
+@pytest.fixture(autouse=True)
+def initialised() -> Iterator[None]:
+    smp.init({})
+    yield
+    smp.shutdown()
+
+
+# ---- kinds and registration ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*GPTS, *LLAMAS])
+def test_a_base_model_is_the_same_without_a_head(name: str) -> None:
+    head, base = options(name), options(name, "base")
+    assert base.pop("add_lm_head") is False
+    assert base == {
+        key: value
+        for key, value in head.items()
+        if key not in ("tie_word_embedding", "lm_head_bias")
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_the_same_without_the_rest(name: str) -> None:
+    takes = inspect.signature(registration(name, "layer").module_cls.__init__).parameters
+    number = 0 if {"layer_idx", "layer_id"} & set(takes) else None
+    whole, layer = options(name), options(name, "layer", number)
+    assert layer.pop("layer_idx") == number
+    windows = whole.get("window_size")
+    if isinstance(windows, list):
+        layer.pop("window_size")
+    assert layer == {key: whole[key] for key in layer}
+    assert {"hidden_size", "activation", "layernorm_epsilon"} <= set(layer)
+    assert not {"vocab_size", "num_layers", "tie_word_embedding"} & set(layer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_is_registered(name: str) -> None:
+    spec = hf.family(name).translators.FAMILY
+    distributed = {
+        "head": smp.nn.DistributedTransformerLMHead,
+        "base": smp.nn.DistributedTransformerLMHead,
+        "stack": smp.nn.DistributedTransformer,
+        "layer": smp.nn.DistributedTransformerLayer,
+    }
+    assert set(spec.classes) == (
+        {"stack", "layer"} if name in ENCODERS else {"head", "base", "layer"}
+    )
+    for kind in spec.classes:
+        found = registration(name, kind)
+        assert found.dist_module is distributed[kind] and found.family == spec.names.family
+        assert found.translators is not None and found.adapter is not None
+
+
+def test_arguments_without_a_configuration_are_an_internal_error() -> None:
+    hook = registration("gpt2", "layer").init_hook
+    assert hook is not None
+    with pytest.raises(RuntimeError, match="no configuration"):
+        hook(None)
+
+
+def test_registering_again_keeps_what_users_registered() -> None:
+    found = registration("gpt2", "base")
+    own = Registration(found.module_cls, nn.Module, arguments_of=found.arguments_of)
+    registry.register(own)
+    try:
+        huggingface.register_available()
+        assert registration("gpt2", "base") is own
+    finally:
+        registry.register(found)
+
+
+def test_half_imported_modules_are_left_alone() -> None:
+    empty = types.ModuleType("transformers.modeling_utils")
+    huggingface.register_available({"transformers.modeling_utils": empty})
+    before = set(registry._registrations)
+
+    class PreTrainedModel(nn.Module):
+        pass
+
+    empty.PreTrainedModel = PreTrainedModel  # type: ignore[attr-defined]
+    modeling = types.ModuleType("transformers.models.gpt2.modeling_gpt2")
+    modules = {empty.__name__: empty, modeling.__name__: modeling, "transformers.models.x": None}
+    huggingface.register_available(modules)
+    assert set(registry._registrations) == before
+
+
+IMPORTS = """
+import sys
+import smp, smp.nn.huggingface
+from smp.nn.huggingface import gpt2, register_available
+register_available()
+with smp.tensor_parallelism():
+    pass
+gpt2.translate_hf_state_dict_to_smdistributed_gpt2({})
+assert not [name for name in sys.modules if name.split(".")[0] == "transformers"]
+from smp.tensor_parallel import registry
+import transformers.models.gpt2.modeling_gpt2 as modeling
+assert modeling.GPT2LMHeadModel not in registry._registrations
+register_available()
+assert modeling.GPT2LMHeadModel in registry._registrations
+assert "transformers.models.llama.modeling_llama" not in sys.modules
+"""
+
+
+def test_transformers_is_never_imported_by_us() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_families_have_names_of_their_own() -> None:
+    assert len({family.names.family for family in REGISTERED}) == len(REGISTERED) == 9
+    assert {family.modeling.rpartition("_")[2] for family in REGISTERED} >= {"gpt2", "llama"}
+
+
+# ---- which weights are taken over ----------------------------------------------------------------
+
+
+def test_models_from_pretrained_are_known(tmp_path: Any) -> None:
+    import transformers
+
+    model: Any = hf.family("gpt2").build()
+    huggingface.register_available()
+    assert not smp.nn.huggingface.was_pretrained(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert smp.nn.huggingface.was_pretrained(loaded)
+    assert smp.nn.huggingface.was_pretrained(loaded.transformer.h[1])
+    loaded, _ = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert smp.nn.huggingface.was_pretrained(loaded)
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+
+
+def test_weights_of_models_that_nobody_initialised_are_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    import transformers
+
+    family = hf.family("gpt2")
+    spec = registration("gpt2")
+    assert spec.was_initialised is not None
+    model: Any = family.build()
+    assert spec.was_initialised(model)
+    model.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+        assert not spec.was_initialised(model)
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        assert spec.was_initialised(loaded)
+        smp.set_tensor_parallelism(model)
+        torch.manual_seed(1)
+        new, _ = replace_marked(model)
+    weight = new.transformer.seq_layers[0].output.dense1.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    residual = new.transformer.seq_layers[0].output.dense2.weight
+    assert residual.std().item() == pytest.approx(0.02 / math.sqrt(2 * LAYERS), rel=0.1)
+    assert new.transformer.seq_layers[0].output.dense1.bias.abs().max() == 0.0
+
+
+def test_watching_twice_wraps_once() -> None:
+    import transformers
+
+    pretrained.watch(transformers.PreTrainedModel)
+    before = vars(transformers.PreTrainedModel)["from_pretrained"]
+    pretrained.watch(transformers.PreTrainedModel)
+    assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
