@@ -4,6 +4,9 @@
 
 file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_SOURCE_DIR}
   ${CMAKE_SOURCE_DIR}/csrc/*.h)
+if(NOT SMP_HAS_MPI)
+  list(REMOVE_ITEM headers csrc/comm/mpi_buffers.h)
+endif()
 set(header_sources)
 foreach(header ${headers})
   string(REPLACE "/" "__" name ${header})

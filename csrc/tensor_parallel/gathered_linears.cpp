@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <utility>

@@ -1,6 +1,7 @@
 #include "csrc/tensor_parallel/regions.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
 

@@ -145,7 +145,15 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     launch = read_launch(os.environ, "here")
     store = MeetingPoint().open(launch, os.environ, 30.0)
     made = groups.build_groups(
-        grid, rank, store, device=torch.device("cpu"), loopback=True, timeout_s=30.0
+        grid,
+        rank,
+        store,
+        device=torch.device("cpu"),
+        board=_C.FaultBoard(rank),
+        machine="here",
+        shared_memory=True,
+        loopback=True,
+        timeout_s=30.0,
     )
     torch_groups = groups.TorchGroups(
         grid, rank, store, device=torch.device("cpu"), loopback=True, timeout_s=30.0
