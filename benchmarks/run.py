@@ -23,6 +23,7 @@ from workers import MARK
 FOLDER = Path(__file__).resolve().parent
 MODEL = {"num_layers": 8, "hidden": 256, "num_heads": 4, "vocab_size": 4096, "seq_len": 128}
 TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
+SPLIT = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 64, "seq_len": 128}
 TIMEOUT_S = 900
 HIDDEN = ("shape", "payload_bytes", "messages")  # in headlines
 
@@ -56,6 +57,7 @@ JOBS = (
     Job("fused_ops", 1, {"dtype": "bfloat16"}, 30),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
+    Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
 )
 
 

@@ -1,9 +1,8 @@
 """Step time of a stack of transformer layers on two ranks, next to PyTorch's DTensor.
 
 All contenders compute the same function of the same batch with the same weights: `one_process` on
-each rank alone, `dtensor` with ColwiseParallel and RowwiseParallel layers, `dtensor_sequence` with
-layer norms on a part of the sequence besides, `smp_speed` and `smp_memory` with `prescaled_batch`,
-and `smp_own` with half of the batch on each rank. A step is forward and backward with whatever
+each rank alone, `dtensor` with ColwiseParallel and RowwiseParallel layers, `smp_speed` and
+`smp_memory` with `prescaled_batch`, and `smp_own` with half of the batch on each rank. A step is forward and backward with whatever
 reduction of gradients belongs to it. The outputs must agree, or the run fails.
 """
 
@@ -16,21 +15,22 @@ import torch
 from models import Block, GptShape
 from timer import Timing, compare, measure
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers import Worker
 
 import smp
 from smp.tensor_parallel import regions
 
 BASE = {"tensor_parallel_degree": 2}
+# What one of two ranks sends, in shares of what it hands to the operation.
+SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 0.5}
 
 
 class SeparateBlock(nn.Module):
@@ -65,38 +65,15 @@ def plain_stack(shape: GptShape) -> nn.Sequential:
     return nn.Sequential(*(SeparateBlock(Block(shape)) for _ in range(shape.num_layers)))
 
 
-def dtensor_stack(shape: GptShape, sequence: bool) -> nn.Module:
-    """Split by hand, as the tutorials of PyTorch do."""
+def dtensor_stack(shape: GptShape) -> nn.Module:
+    """Split as the tutorials of PyTorch do."""
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2,))
     stack = plain_stack(shape)
-    column = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
+    plan: dict[str, Any] = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
+    plan |= dict.fromkeys(("proj", "down"), RowwiseParallel())
     for block in stack:
-        plan: dict[str, Any] = dict(column)
-        plan |= dict.fromkeys(("proj", "down"), RowwiseParallel())
-        if sequence:
-            gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            inside = ColwiseParallel(input_layouts=Shard(1))
-            plan |= dict.fromkeys(("query", "key", "value", "up"), inside)
-            plan |= dict.fromkeys(("proj", "down"), RowwiseParallel(output_layouts=Shard(1)))
-            plan |= dict.fromkeys(("norm1", "norm2"), SequenceParallel())
-            # One gather for query, key and value together.
-            block.attend = GatheredOnce(block)  # type: ignore[assignment]
-            plan["attend"] = PrepareModuleInput(**gathered)
-            plan |= dict.fromkeys(("query", "key", "value"), ColwiseParallel())
         parallelize_module(block, mesh, plan)
     return stack
-
-
-class GatheredOnce(nn.Module):
-    """The attention of a block as a module, so that its input can be prepared."""
-
-    def __init__(self, block: SeparateBlock) -> None:
-        super().__init__()
-        self._function = [SeparateBlock.attend, block]
-
-    def forward(self, x: Tensor) -> Tensor:
-        function, block = self._function
-        return function(block, x)
 
 
 def smp_stack(shape: GptShape) -> smp.nn.DistributedTransformer:
@@ -167,13 +144,31 @@ def check_outputs(contenders: dict[str, Callable[[], Tensor]], halves: set[str])
         torch.testing.assert_close(output, wanted, rtol=1e-3, atol=1e-4, msg=name)
 
 
+class CountedTraffic(TorchDispatchMode):
+    """Bytes that a rank of two has to send at the least for what DTensor communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        if name.startswith("_c10d_functional."):
+            share = next((v for k, v in SHARES.items() if f".{k}" in name), 0.0)
+            self.num_bytes += share * args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
 def sent_mb(contenders: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """MB that this rank had to send at the least in one step, by contender of ours."""
+    """MB that this rank had to send at the least in one step, by contender."""
     sent = {}
     for name, run in contenders.items():
         before = regions.traffic()[1]
-        run()
-        sent[name] = (regions.traffic()[1] - before) / 1e6
+        with CountedTraffic() as counted:
+            run()
+        sent[name] = (regions.traffic()[1] - before + counted.num_bytes) / 1e6
     return sent
 
 
@@ -185,7 +180,7 @@ def main() -> None:
     own = x.chunk(2)[smp.tp_rank()]
     contenders = {
         "one_process": plain_step(plain_stack(shape), x),
-        "dtensor": plain_step(dtensor_stack(shape, False), x),
+        "dtensor": plain_step(dtensor_stack(shape), x),
         "smp_speed": smp_step(shape, {"optimize": "speed", "prescaled_batch": True}, x),
         "smp_memory": smp_step(shape, {"optimize": "memory", "prescaled_batch": True}, x),
         "smp_own": smp_step(shape, {"optimize": "memory", "prescaled_batch": False}, own),
@@ -202,8 +197,7 @@ def emit(worker: Worker, timings: dict[str, Timing], sent: Mapping[str, float]) 
         values = timing.summary() | compare(timing, timings["dtensor"])
         floor = compare(timing, timings["one_process"])["ratio_median"] * 2
         values["ratio_to_half_of_one_process"] = floor
-        if name.startswith("smp"):
-            values["sent_mb"] = sent[name]
+        values["sent_mb"] = sent[name]
         worker.emit(name, values)
 
 
