@@ -2,8 +2,9 @@
 
 All contenders compute the same function of the same batch with the same weights: `one_process` on
 each rank alone, `dtensor` with ColwiseParallel and RowwiseParallel layers, `smp_speed` and
-`smp_memory` with `prescaled_batch`, and `smp_own` with half of the batch on each rank. A step is forward and backward with whatever
-reduction of gradients belongs to it. The outputs must agree, or the run fails.
+`smp_memory` with `prescaled_batch`, and `smp_own` with half of the batch on each rank. A step is
+forward and backward with whatever reduction of gradients belongs to it. The outputs must agree, or
+the run fails.
 """
 
 from __future__ import annotations

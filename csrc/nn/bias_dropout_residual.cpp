@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/elementwise.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -171,7 +171,8 @@ class BiasDropoutResidualFunction
                   data["seed"].toInt(), wants_dbias);
       if (wants_dbias) dbias = dbias.to(type("bias_type"));
     }
-    variable_list results = once(kOp, {dx, dbias, dresidual});
+    variable_list results =
+        autograd::once(kOp, {dx, dbias, dresidual}, gradients);
     results.resize(6);
     return results;
   }

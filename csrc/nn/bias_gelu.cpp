@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/elementwise.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -125,7 +125,7 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
                   context->saved_data["is_tanh"].toBool(), wants_dbias);
       if (wants_dbias) dbias = dbias.to(bias.scalar_type());
     }
-    variable_list results = once(kOp, {dx, dbias});
+    variable_list results = autograd::once(kOp, {dx, dbias}, gradients);
     results.resize(3);
     return results;
   }

@@ -3,9 +3,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/softmax.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -198,7 +198,7 @@ class CrossEntropyFunction
                         context->saved_data["ignore_index"].toInt(),
                         context->saved_data["label_smoothing"].toDouble());
     }
-    variable_list results = once(kOp, {dlogits});
+    variable_list results = autograd::once(kOp, {dlogits}, gradients);
     results.resize(4);
     return results;
   }

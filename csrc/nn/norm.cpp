@@ -4,8 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -189,7 +189,8 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
             context->saved_data["bias_type"].toInt()));
       }
     }
-    variable_list results = once(name_of(is_rms), {dx, dweight, dbias});
+    variable_list results =
+        autograd::once(name_of(is_rms), {dx, dweight, dbias}, gradients);
     results.resize(5);
     return results;
   }

@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/elementwise.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -94,7 +94,7 @@ class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
     const at::Tensor dx =
         call_rotary_apply(gradients[0], saved[0], saved[1],
                           context->saved_data["is_interleaved"].toBool(), true);
-    variable_list results = once(kOp, {dx});
+    variable_list results = autograd::once(kOp, {dx}, gradients);
     results.resize(4);
     return results;
   }

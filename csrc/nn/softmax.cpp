@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/nn/once.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -186,7 +186,7 @@ class SoftmaxFunction : public torch::autograd::Function<SoftmaxFunction> {
                         data["is_causal"].toBool(), data["window"].toInt(),
                         data["p"].toDouble(), data["seed"].toInt());
     }
-    variable_list results = once(kOp, {dscores});
+    variable_list results = autograd::once(kOp, {dscores}, gradients);
     results.resize(8);
     return results;
   }

@@ -7,8 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/tensor_parallel/once.h"
 #include "csrc/tensor_parallel/region_call.h"
 #include "csrc/tensor_parallel/regions.h"
 
@@ -143,13 +143,14 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const Call& call = kept<Call>(context);
     const SameCompany company(call.was_alone);
+    const variable_list saved = context->get_saved_variables();
     variable_list results;
     {
       at::NoGradGuard no_grad;
-      results = run_backward(call, Needs(context, call), with_data(grads),
-                             context->get_saved_variables());
+      results =
+          run_backward(call, Needs(context, call), with_data(grads), saved);
     }
-    return only_once(kName, std::move(results), grads);
+    return autograd::once(kName, std::move(results), grads);
   }
 };
 

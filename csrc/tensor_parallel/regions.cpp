@@ -5,8 +5,8 @@
 
 #include <utility>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/tensor_parallel/once.h"
 #include "csrc/tensor_parallel/region_call.h"
 
 namespace smp::tensor_parallel {
@@ -97,7 +97,8 @@ struct Region : torch::autograd::Function<Region> {
       at::NoGradGuard no_grad;
       dx = run_backward(call, with_data(grads[0]));
     }
-    return only_once(name_of(call.kind), {at::Tensor(), std::move(dx)}, grads);
+    return autograd::once(name_of(call.kind), {at::Tensor(), std::move(dx)},
+                          grads);
   }
 };
 
@@ -132,7 +133,7 @@ struct Exchange : torch::autograd::Function<Exchange> {
                                 call.split_sizes, "backward of exchange")
                .take();
     }
-    return only_once("exchange", {at::Tensor(), std::move(dx)}, grads);
+    return autograd::once("exchange", {at::Tensor(), std::move(dx)}, grads);
   }
 };
 

@@ -1,14 +1,11 @@
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/sub.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <utility>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/tensor_parallel/once.h"
 #include "csrc/tensor_parallel/region_call.h"
 #include "csrc/tensor_parallel/vocabulary.h"
 
@@ -20,48 +17,27 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kName = "vocabulary_cross_entropy";
-// Of a temporary on the host: stays in the cache.
-constexpr int64_t kChunkNumel = 1 << 16;
+
+using Statistics = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t,
+                              int64_t, int64_t, bool);
+using Backward = at::Tensor(const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, int64_t, int64_t, int64_t,
+                            double);
+
+// The pieces of the fused operator in csrc/nn/cross_entropy.cpp.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> operator_of(const char* name) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(name, "")
+      .typed<Signature>();
+}
 
 struct Call {
   GroupPtr group;
   at::Tensor targets;
   CrossEntropyOptions options;
 };
-
-// Where each target is, as far as this rank has it.
-struct Places {
-  Places(const Call& call, int64_t num_entries)
-      : ignored(call.targets.eq(call.options.ignore_index)),
-        elsewhere(
-            call.targets.lt(call.options.begin)
-                .logical_or_(call.targets.ge(call.options.begin + num_entries))
-                .logical_or_(ignored)),
-        columns(call.targets.sub(call.options.begin)
-                    .masked_fill_(elsewhere, 0)
-                    .unsqueeze(1)) {}
-
-  at::Tensor ignored;
-  at::Tensor elsewhere;
-  at::Tensor columns;  // [tokens, 1]; 0 where the target is elsewhere
-};
-
-// Calls `body(begin, count)` for a few rows at a time.
-template <typename Body>
-void for_chunks(const at::Tensor& logits, Body body) {
-  const int64_t num_tokens = logits.size(0);
-  const bool is_on_host = logits.is_cpu() && !has_no_data(logits);
-  const int64_t step = is_on_host
-                           ? std::max<int64_t>(1, kChunkNumel / logits.size(1))
-                           : std::max<int64_t>(1, num_tokens);
-  for (int64_t begin = 0; begin < num_tokens; begin += step) {
-    body(begin, std::min(step, num_tokens - begin));
-  }
-}
-
-at::ScalarType wide_dtype(const at::Tensor& logits) {
-  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 at::Tensor all_reduced(const Call& call, const at::Tensor& x, ReduceOp op) {
   return call.group->begin_all_reduce(x, op, kName, /*may_overwrite=*/true)
@@ -81,88 +57,60 @@ void check_targets(const at::Tensor& targets,
                   " or ignore_index, ", options.ignore_index);
 }
 
+// Which targets are entries of this rank.
+at::Tensor are_here(const Call& call, int64_t num_entries) {
+  return call.targets.ge(call.options.begin)
+      .logical_and_(call.targets.lt(call.options.begin + num_entries));
+}
+
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static at::Tensor forward(AutogradContext* context, const Call& call,
                             const at::Tensor& logits) {
-    const at::ScalarType wide = wide_dtype(logits);
-    const double smoothing = call.options.label_smoothing;
-    const Places places(call, logits.size(1));
+    static const auto statistics =
+        operator_of<Statistics>("smp::cross_entropy_statistics");
+    const CrossEntropyOptions& options = call.options;
+    const bool is_smoothed = options.label_smoothing > 0;
+    at::AutoDispatchBelowADInplaceOrView below;
+    // Rows: maximum; relative to it the sum of exponentials, the logit of the
+    // target (0 if that is elsewhere) and, if smoothed, the sum of all.
+    at::Tensor rows =
+        statistics.call(logits, call.targets, options.begin, options.vocab_size,
+                        options.ignore_index, is_smoothed);
     const at::Tensor maxima =
-        all_reduced(call, logits.amax(1).to(wide), ReduceOp::kMax);
-
-    // Rows: sum of exponentials, logit of the target, sum of logits.
-    at::Tensor sums = maxima.new_zeros({smoothing > 0 ? 3 : 2, logits.size(0)});
-    at::Tensor exp_sums = sums.select(0, 0);
-    for_chunks(logits, [&](int64_t begin, int64_t count) {
-      at::Tensor shifted =
-          logits.narrow(0, begin, count)
-              .to(wide)
-              .sub(maxima.narrow(0, begin, count).unsqueeze(1));
-      if (smoothing > 0) {
-        sums.select(0, 2).narrow(0, begin, count).copy_(shifted.sum(1));
-      }
-      exp_sums.narrow(0, begin, count).copy_(shifted.exp_().sum(1));
-    });
-    sums.select(0, 1).copy_(logits.gather(1, places.columns)
-                                .squeeze(1)
-                                .to(wide)
-                                .sub_(maxima)
-                                .masked_fill_(places.elsewhere, 0));
+        all_reduced(call, rows.select(0, 0).clone(), ReduceOp::kMax);
+    const at::Tensor shifts = rows.select(0, 0).sub(maxima);
+    at::Tensor sums = rows.narrow(0, 1, is_smoothed ? 3 : 2).contiguous();
+    sums.select(0, 0).mul_(shifts.exp());
+    sums.select(0, 1).add_(shifts.mul(are_here(call, logits.size(1))));
+    if (is_smoothed) sums.select(0, 2).add_(shifts, logits.size(1));
     sums = all_reduced(call, sums, ReduceOp::kSum);
 
-    const at::Tensor log_sums = sums.select(0, 0).log();
-    at::Tensor losses = log_sums.sub(sums.select(0, 1), 1 - smoothing);
-    if (smoothing > 0) {
-      losses.sub_(sums.select(0, 2),
-                  smoothing / static_cast<double>(call.options.vocab_size));
+    at::Tensor losses = sums.select(0, 0).log().sub_(
+        sums.select(0, 1), 1 - options.label_smoothing);
+    if (is_smoothed) {
+      losses.sub_(
+          sums.select(0, 2),
+          options.label_smoothing / static_cast<double>(options.vocab_size));
     }
     keep(context, call);
-    context->save_for_backward({logits, log_sums.add(maxima)});
-    return losses.masked_fill_(places.ignored, 0);
+    context->save_for_backward({logits, maxima, sums.select(0, 0)});
+    return losses.masked_fill_(call.targets.eq(options.ignore_index), 0);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
+    static const auto backward_of =
+        operator_of<Backward>("smp::cross_entropy_backward");
     const Call& call = kept<Call>(context);
     const variable_list saved = context->get_saved_variables();
     at::Tensor d_logits;
     {
-      at::NoGradGuard no_grad;
-      d_logits = run_backward(call, with_data(grads[0]), saved[0], saved[1]);
+      at::AutoDispatchBelowADInplaceOrView below;
+      d_logits = backward_of.call(
+          with_data(grads[0]), saved[0], call.targets, saved[1], saved[2],
+          call.options.begin, call.options.vocab_size,
+          call.options.ignore_index, call.options.label_smoothing);
     }
-    return only_once(kName, {at::Tensor(), std::move(d_logits)}, grads);
-  }
-
- private:
-  static at::Tensor run_backward(const Call& call, const at::Tensor& grad,
-                                 const at::Tensor& logits,
-                                 const at::Tensor& log_exp_sums) {
-    const at::ScalarType wide = wide_dtype(logits);
-    const double smoothing = call.options.label_smoothing;
-    const Places places(call, logits.size(1));
-    const at::Tensor factors = grad.masked_fill(places.ignored, 0).unsqueeze(1);
-    const at::Tensor target_parts =
-        factors.mul(smoothing - 1)
-            .masked_fill_(places.elsewhere.unsqueeze(1), 0);
-    at::Tensor d_logits = at::empty_like(logits, at::MemoryFormat::Contiguous);
-    for_chunks(logits, [&](int64_t begin, int64_t count) {
-      const auto part = [&](const at::Tensor& whole) {
-        return whole.narrow(0, begin, count);
-      };
-      at::Tensor to = part(d_logits);
-      at::Tensor chunk =
-          wide == logits.scalar_type()
-              ? to
-              : to.new_empty(to.sizes(), to.options().dtype(wide));
-      at::sub_out(chunk, part(logits), part(log_exp_sums).unsqueeze(1));
-      chunk.exp_().mul_(part(factors));
-      if (smoothing > 0) {
-        chunk.sub_(part(factors),
-                   smoothing / static_cast<double>(call.options.vocab_size));
-      }
-      chunk.scatter_add_(1, part(places.columns), part(target_parts));
-      if (!chunk.is_same(to)) to.copy_(chunk);
-    });
-    return d_logits;
+    return autograd::once(kName, {at::Tensor(), std::move(d_logits)}, grads);
   }
 };
 

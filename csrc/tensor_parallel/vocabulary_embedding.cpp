@@ -5,8 +5,8 @@
 
 #include <utility>
 
+#include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/tensor_parallel/once.h"
 #include "csrc/tensor_parallel/region_call.h"
 #include "csrc/tensor_parallel/vocabulary.h"
 
@@ -54,8 +54,8 @@ struct Embedding : torch::autograd::Function<Embedding> {
                                              /*scale_grad_by_freq=*/false)
                     .narrow(0, 0, call.num_rows);
     }
-    return only_once("vocabulary_embedding", {at::Tensor(), std::move(d_table)},
-                     grads);
+    return autograd::once("vocabulary_embedding",
+                          {at::Tensor(), std::move(d_table)}, grads);
   }
 };
 

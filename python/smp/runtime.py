@@ -526,5 +526,6 @@ def shutdown() -> None:
     """
     global _current
     runtime, _current = _current, None
+    state.module_manager.translate_functions.clear()  # their models end, too
     if runtime is not None and os.getpid() == runtime.pid:
         runtime.close()

@@ -139,7 +139,7 @@ def _train(run: SplitRun) -> SplitRecord:
         losses, logits = train_step(make_split_batch(run.case, batch_idx, step))
         record.losses.append([loss.item() for loss in losses.outputs])
         if step == 0:
-            record.logits = [part.detach().clone() for part in logits.outputs]
+            record.logits = [part.detach().cpu().clone() for part in logits.outputs]
         record.norms.append(float(smp.clip_grad_norm_(model.parameters(), 1e9)))
         record.grads.append(marked_values(model, "grad"))
         optimizer.step()
@@ -162,7 +162,7 @@ def marked_values(model: Any, what: str) -> dict[str, Any]:
 
     named = list(model.local_named_parameters())
     values = {name: getattr(p, what) for name, p in named}
-    present = {name: v.detach().clone() for name, v in values.items() if v is not None}
+    present = {n: v.detach().cpu().clone() for n, v in values.items() if v is not None}
     return {**present, partial.PARTIAL_MARK: True, partial.SHARDS_MARK: partial.slices_of(named)}
 
 

@@ -16,8 +16,9 @@ REPO = Path(__file__).resolve().parents[2]
 CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
     frozenset({"topology", "partition", "schedule"}),
-    frozenset({"comm", "memory"}),
-    frozenset({"tensor_parallel", "nn", "data_parallel", "optim", "checkpoint", "pipeline"}),
+    frozenset({"autograd", "comm", "memory"}),
+    frozenset({"nn"}),
+    frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
 )
 
@@ -26,6 +27,7 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "topology": frozenset({"common"}),
     "partition": frozenset({"common"}),
     "schedule": frozenset({"common"}),
+    "autograd": frozenset({"common"}),
     "comm": frozenset({"common", "topology"}),
 }
 

@@ -1,9 +1,9 @@
 """Ranks of a tensor-parallel group measure what a 4-layer GPT holds.
 
-Usage: split_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are JSON, a
-list of ``[optimize, prescaled]``. Every rank writes ``FOLDER/rank<i>.json``: for each case the bytes
-of its parameters, and of what the layers keep between forward and backward. The numbers that the
-expected bytes depend on are in there, too.
+Usage: split_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are JSON,
+a list of ``[optimize, prescaled]``. Every rank writes ``FOLDER/rank<i>.json``: for each case the
+bytes of its parameters, and of what the layers keep between forward and backward. The numbers that
+the expected bytes depend on are in there, too.
 """
 
 from __future__ import annotations
