@@ -139,6 +139,10 @@ def test_v1_import_path_is_the_same_library() -> None:
         assert getattr(v1, name) is getattr(smp, name), name
     model = importlib.import_module("smdistributed.modelparallel.torch.model")
     assert model.DistributedModel is smp.DistributedModel
+    modules = importlib.import_module("smdistributed.modelparallel.torch.nn")
+    assert modules.FusedLayerNorm is smp.nn.FusedLayerNorm
+    family = importlib.import_module("smdistributed.modelparallel.torch.nn.huggingface.gpt2")
+    assert family is smp.nn.huggingface.gpt2
     assert not inspect.ismodule(v1.step) and callable(v1.step)
     version = importlib.import_module("smdistributed.modelparallel").__version__
     assert tuple(map(int, version.split(".")[:2])) >= (1, 10)
