@@ -217,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_local = self._locality()
         local = {index for index, p in enumerate(parameters) if is_local(p)}
         slices = partial.slices_of(enumerate(parameters))
-        is_own = is_partial and held == {i: slices[i] for i in held if i in slices}
+        is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
         if is_partial and comm.mp_size() > 1:
             entries, is_own = _complete(entries, held, local, is_own)
         if not is_own:

@@ -138,3 +138,26 @@ def merge_too_few(rank: int, run: SplitRun) -> str:
 def test_a_missing_slice_is_named(pool: Pool) -> None:
     for text in pool.run(2, merge_too_few, SplitRun(CASE, 1, 2, 1)):
         assert "is split along dim" in text and "all tensor-parallel ranks" in text
+
+
+def load_without_slices(rank: int, run: SplitRun) -> bool:
+    """A partial optimizer state that does not speak of slices has whole entries."""
+    from smp.tensor_parallel.partial import PARTIAL_MARK
+
+    init_split(run)
+    _, optimizer, train = make(run)
+    train(0)
+    whole = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict({**whole, PARTIAL_MARK: True})
+    again = optimizer.state_dict()["state"]
+    return all(
+        torch.equal(entry["exp_avg"], again[index]["exp_avg"])
+        and optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+        for (index, entry), parameter in zip(
+            whole["state"].items(), optimizer.param_groups[0]["params"], strict=True
+        )
+    )
+
+
+def test_entries_without_a_word_of_slices_are_cut(pool: Pool) -> None:
+    assert pool.run(2, load_without_slices, SplitRun(CASE, 1, 2, 1)) == [True, True]

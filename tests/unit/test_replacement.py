@@ -298,3 +298,11 @@ def test_an_optimizer_with_replaced_parameters_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'0.weight' for one"):
         smp.DistributedOptimizer(early)
     smp.DistributedOptimizer(torch.optim.SGD(root.parameters(), lr=0.1))
+
+
+def test_a_hook_that_returns_other_arguments_is_named() -> None:
+    smp.tp_register_with_module(Scaled, DistributedScaled, lambda *args: ((4,), {"size": 1}))
+    with smp.tensor_parallelism():
+        root = nn.Sequential(Scaled(4))
+    with pytest.raises(ValueError, match="Scaled was registered with DistributedScaled"):
+        smp.DistributedModel(root)

@@ -120,7 +120,14 @@ def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.
             return translated
         args, kwargs = tuple(translated[0]), dict(translated[1])
     signature = inspect.signature(registration.dist_module)
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{_C.rank_prefix()}{type(module).__name__} was registered with "
+            f"{registration.dist_module.__name__}{signature}, which does not take what its init "
+            f"hook returned, {args} and {kwargs}: {error}"
+        ) from error
     for key, value in mark.options.items():
         if key in signature.parameters:
             bound.arguments[key] = value
