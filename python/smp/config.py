@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 PIPELINES = ("interleaved", "simple", "virtual_interleaved", "zero_bubble")
 PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))
 
@@ -225,6 +227,21 @@ class Config:
         """Alias of `pipeline_parallel_degree`."""
         return self.pipeline_parallel_degree
 
+    def shard_size(self, rdp_size: int) -> int:
+        """Ranks that hold one copy of parameters or optimizer state together; 1: nobody does.
+
+        Args:
+            rdp_size: ranks that have the same slices of the same partition.
+        """
+        return rdp_size if self.shard_optimizer_state else self.sharded_data_parallel_degree
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """What parameters are cast to; None: they stay as they are."""
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else None
+
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
         """Config with these keys and defaults for the others.
@@ -270,6 +287,7 @@ TOPOLOGY_KEYS = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
     "sharded_data_parallel_degree",
+    "shard_optimizer_state",
     "placement_strategy",
 )
 

@@ -59,12 +59,7 @@ def _trace(
     engines = [model._engine for model in models]
     capture = Capture(
         [
-            Captured(
-                model.get_module(),
-                model._engine.trace_options,
-                model in waiting,
-                _nothing if model._engine.link is None else model._engine.link.uncover,
-            )
+            Captured(model.get_module(), model._engine.trace_options, model in waiting)
             for model in models
         ]
     )
@@ -86,6 +81,3 @@ def _trace(
     if runtime.current().num_wrapped == 1 or capture.ended_early:
         used = {model._engine.idx for model in waiting}
     return traces, used
-
-
-def _nothing() -> None: ...

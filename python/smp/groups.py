@@ -16,6 +16,9 @@ import torch.distributed as dist
 from smp import _C
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
+# Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
+# hold equal parts of it (docs/design/memory.md).
+SHARD_KINDS = ("shard", "replica")
 
 # Gloo's own time-out closes every connection of a group; ours must come first.
 _NEVER = timedelta(days=365)
@@ -28,6 +31,7 @@ class Groups:
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
     tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
     split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
     """
@@ -38,6 +42,9 @@ class Groups:
     rdp: _C.Communicator | None = None
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
+    shard: _C.Communicator | None = None
+    shard_reduce: _C.Communicator | None = None
+    replica: _C.Communicator | None = None
     tp_group: _C.TensorParallelGroup = field(
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
@@ -47,6 +54,42 @@ class Groups:
         for communicator in vars(self).values():
             if isinstance(communicator, _C.Communicator):
                 communicator.abort()
+
+
+def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
+    """The groups of `SHARD_KINDS` that an rdp group consists of.
+
+    Args:
+        rdp_ranks: global ranks of the group, ascending.
+        shard_size: ranks that hold one copy of the state together; they are neighbours.
+    """
+    shards = [
+        list(rdp_ranks[begin : begin + shard_size])
+        for begin in range(0, len(rdp_ranks), shard_size)
+    ]
+    return {"shard": shards, "replica": [list(ranks) for ranks in zip(*shards, strict=True)]}
+
+
+def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int]]]:
+    """All groups of every kind, in one order on all ranks."""
+    result = {kind: [list(ranks) for ranks in grid.groups(kind)] for kind in GROUP_KINDS}
+    for kind in SHARD_KINDS:
+        result[kind] = [
+            ranks
+            for rdp_ranks in result["rdp"]
+            for ranks in split_into_shards(rdp_ranks, shard_size)[kind]
+        ]
+    return result
+
+
+def own_groups(
+    grid: _C.ProcessGrid, global_rank: int, shard_size: int
+) -> dict[str, tuple[int, ...]]:
+    """The group of each kind that a rank belongs to."""
+    return {
+        kind: next(tuple(ranks) for ranks in groups if global_rank in ranks)
+        for kind, groups in all_groups(grid, shard_size).items()
+    }
 
 
 def make_world(
@@ -62,6 +105,7 @@ def build_groups(
     global_rank: int,
     store: dist.Store,
     *,
+    shard_size: int,
     device: torch.device,
     board: _C.FaultBoard,
     machine: str,
@@ -75,17 +119,19 @@ def build_groups(
         grid: process grid.
         global_rank: of this process.
         store: for the connections; nobody else uses keys that begin with the name of a group.
+        shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
         device: of the tensors that `dp` serves.
-        board: ends waits of `tp_group` when a rank fails.
+        board: ends waits of `tp_group` and of what shares memory when a rank fails.
         machine: equal on ranks that may try to share memory.
-        shared_memory: whether this rank wants to, for collectives of `tp_group`.
+        shared_memory: whether this rank wants to, for collectives of tp and of shards.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
     """
     made = Groups()
+    own = own_groups(grid, global_rank, shard_size)
 
     def ranks_of(kind: str) -> list[int]:
-        return list(grid.group(kind, global_rank))
+        return list(own[kind])
 
     def control(kind: str) -> _C.Communicator | None:
         name, ranks = f"{kind}_control", ranks_of(kind)
@@ -93,16 +139,32 @@ def build_groups(
             return None
         return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
 
-    def on_device(kind: str) -> _C.Communicator | None:
-        ranks = ranks_of(kind)
+    def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
+        ranks, name = ranks_of(kind), name or kind
         if len(ranks) == 1:
             return None
         if device.type == "cuda":
-            return _make_nccl(store, kind, ranks, global_rank, timeout_s)
-        return _make_gloo(store, kind, ranks, global_rank, loopback, timeout_s)
+            return _make_nccl(store, name, ranks, global_rank, timeout_s)
+        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+
+    def sharing(communicator: _C.Communicator | None, kind: str) -> _C.Communicator | None:
+        if communicator is None or device.type == "cuda":
+            return communicator
+        return _C.share_collectives(
+            communicator,
+            machine=machine,
+            enabled=shared_memory,
+            faults=board,
+            ranks=ranks_of(kind),
+            timeout_s=timeout_s,
+        )
 
     made.dp_control, made.dp = control("dp"), on_device("dp")
     made.mp_control = control("mp")
+    if shard_size > 1:
+        made.shard = sharing(on_device("shard"), "shard")
+        made.shard_reduce = sharing(on_device("shard", "shard_reduce"), "shard")
+        made.replica = sharing(on_device("replica"), "replica")
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = on_device("rdp"), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp
@@ -181,6 +243,7 @@ class TorchGroups:
         global_rank: int,
         store: dist.Store,
         *,
+        shard_size: int,
         device: torch.device,
         loopback: bool,
         timeout_s: float,
@@ -207,12 +270,15 @@ class TorchGroups:
                 )
             self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
             self._made: list[dist.ProcessGroup] = []
-            self._make_all(grid, global_rank, timeout)
+            self._make_all(grid, global_rank, shard_size, timeout)
         self._by_kind = {
-            kind: self._by_ranks[tuple(grid.group(kind, global_rank))] for kind in GROUP_KINDS
+            kind: self._by_ranks[ranks]
+            for kind, ranks in own_groups(grid, global_rank, shard_size).items()
         }
 
-    def _make_all(self, grid: _C.ProcessGrid, global_rank: int, timeout: timedelta) -> None:
+    def _make_all(
+        self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._by_ranks[tuple(range(grid.world_size))] = world
@@ -222,8 +288,8 @@ class TorchGroups:
                 alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
             )
         seen = set(self._by_ranks)
-        for kind in GROUP_KINDS:
-            for members in grid.groups(kind):  # every rank makes all, in one order
+        for groups in all_groups(grid, shard_size).values():
+            for members in groups:  # every rank makes all, in one order
                 ranks = tuple(members)
                 if len(ranks) > 1 and ranks not in seen:
                     seen.add(ranks)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from smp import _C, process_hooks
 from smp.config import Config, check_same_topology
 from smp.config_sources import Plan, UserConfig, compare_configs, make_plan
-from smp.groups import GROUP_KINDS, Groups, TorchGroups, build_groups
+from smp.groups import Groups, TorchGroups, build_groups, own_groups
 from smp.launch import Launch, read_launch, with_hosts
 from smp.links import Links
 from smp.rendezvous import (
@@ -95,7 +95,8 @@ class Runtime(WrappedObjects):
         settings: values of the `SMP_*` variables.
         grid: places of all ranks.
         global_rank, world_size, local_rank, local_size: as the names say.
-        ranks: position of this process in its group, by kind (`groups.GROUP_KINDS`).
+        ranks: position of this process in its group, by kind (`groups.GROUP_KINDS` and
+            `groups.SHARD_KINDS`).
         sizes: size of that group, by kind.
         groups: global ranks of that group, ascending, by kind.
         device: where the tensors of this rank live.
@@ -126,9 +127,10 @@ class Runtime(WrappedObjects):
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.grid = _make_grid(plan, launch.world_size)
         rank = self.global_rank
-        self.groups = {kind: tuple(self.grid.group(kind, rank)) for kind in GROUP_KINDS}
-        self.ranks = {kind: self.groups[kind].index(rank) for kind in GROUP_KINDS}
-        self.sizes = {kind: len(self.groups[kind]) for kind in GROUP_KINDS}
+        self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
+        self.groups = own_groups(self.grid, rank, self.shard_size)
+        self.ranks = {kind: ranks.index(rank) for kind, ranks in self.groups.items()}
+        self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
         self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
@@ -173,6 +175,7 @@ class Runtime(WrappedObjects):
             self.grid,
             self.global_rank,
             store,
+            shard_size=self.shard_size,
             device=self.device,
             board=self.links.board,
             machine=machine,
@@ -188,6 +191,7 @@ class Runtime(WrappedObjects):
             self.grid,
             self.global_rank,
             store,
+            shard_size=self.shard_size,
             device=self.device,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,

@@ -148,6 +148,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
         grid,
         rank,
         store,
+        shard_size=2,
         device=torch.device("cpu"),
         board=_C.FaultBoard(rank),
         machine="here",
@@ -156,15 +157,23 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
         timeout_s=30.0,
     )
     torch_groups = groups.TorchGroups(
-        grid, rank, store, device=torch.device("cpu"), loopback=True, timeout_s=30.0
+        grid, rank, store, shard_size=2, device=torch.device("cpu"), loopback=True, timeout_s=30.0
     )
+    assert made.replica is None
     sums = {}
-    for name, comm in (("dp", made.dp), ("dp_control", made.dp_control), ("mp", made.mp_control)):
+    communicators = {
+        "dp": made.dp,
+        "dp_control": made.dp_control,
+        "mp": made.mp_control,
+        "shard": made.shard,
+        "shard_reduce": made.shard_reduce,
+    }
+    for name, comm in communicators.items():
         assert comm is not None
         value = torch.tensor([float(2**rank)])
         comm.all_reduce(value).wait(30.0)
         sums[name] = float(value)
-    for kind in ("tp", "rdp"):
+    for kind in ("tp", "rdp", "shard"):
         value = torch.tensor(float(2**rank))
         dist.all_reduce(value, group=torch_groups[kind])
         sums[kind] = float(value)
@@ -179,8 +188,18 @@ def test_groups_with_tensor_parallelism_reduce_over_the_grid(pool: Pool, placeme
     grid = _C.ProcessGrid(4, 1, 2, placement)
     for rank, sums in enumerate(pool.run(4, build_with_tp, placement)):
         for name, total in sums.items():
-            members = grid.group(name.removesuffix("_control"), rank)
-            assert total == sum(2**r for r in members), name
+            kind = "rdp" if name.startswith("shard") else name.removesuffix("_control")
+            assert total == sum(2**r for r in grid.group(kind, rank)), name
+
+
+def test_shard_groups_are_neighbours_and_replicas_have_equal_places() -> None:
+    grid = _C.ProcessGrid(16, 1, 2, "cluster")
+    own = [groups.own_groups(grid, rank, 2) for rank in range(16)]
+    for rank in range(16):
+        rdp = own[rank]["rdp"]
+        place = rdp.index(rank)
+        assert own[rank]["shard"] == rdp[place - place % 2 :][:2]
+        assert own[rank]["replica"] == rdp[place % 2 :: 2]
 
 
 # ---- start and end -----------------------------------------------------------------

@@ -33,13 +33,11 @@ class Captured:
         root: the user's model.
         options: of its trace.
         waits: it is not partitioned yet, and its calls are looked for.
-        uncover: gives modules their own ``forward`` back, if others were put there.
     """
 
     root: nn.Module
     options: TraceOptions
     waits: bool = True
-    uncover: Callable[[], None] = lambda: None
 
 
 class Capture:
@@ -75,7 +73,7 @@ class Capture:
         if len(self.traces) == self._num_waiting:
             raise CallSeen
         try:
-            return stand_in(root, args, kwargs, model.options.device, model.uncover)
+            return stand_in(root, args, kwargs, model.options.device)
         except Exception:
             if not model.waits or any(parameter.is_meta for parameter in root.parameters()):
                 raise

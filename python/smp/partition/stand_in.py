@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from smp.forwards import uncover
 from smp.partition.trace import empty_like, moved, ordinary, quiet
 from smp.partition.trace_guard import exchange_tensors, untouched
 
@@ -19,7 +20,6 @@ def stand_in(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     device: torch.device,
-    uncover: Callable[[], None],
 ) -> Any:
     """The result of a call with all tensors zero; the model is as before afterwards.
 
@@ -30,7 +30,6 @@ def stand_in(
         root: the model.
         args, kwargs: of the call.
         device: of the result.
-        uncover: gives modules their own ``forward`` back; undone afterwards.
 
     Raises:
         Exception: the model cannot run without values.
@@ -38,7 +37,8 @@ def stand_in(
     modules = tuple(root.modules())
     devices = [device] if device.type == "cuda" else []
     with untouched(modules, keep_values=False), torch.random.fork_rng(devices), quiet():
-        uncover()
+        for module in modules:
+            uncover(module)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             exchange_tensors(modules, lambda t: empty_like(t, device))
             call_args, call_kwargs = pytree.tree_map_only(

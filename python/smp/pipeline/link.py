@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C
+from smp.forwards import Around, Forward, wrap_forward
 from smp.pipeline import autocast, caches, functions
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
@@ -27,9 +28,6 @@ _watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
 
 # Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
 _FUNCTION = -3
-
-# In place of a `forward` that the instance does not have.
-_ABSENT = object()
 
 # True in the service of a request: modules of this rank then run where they are called.
 _serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
@@ -73,8 +71,7 @@ class PipelineLink:
         self._server: Server | None = None
         self.first_id = 0  # of the modules, among those of all models
         self._mode = ""
-        # By module: the calling side, and what the instance had as `forward` before.
-        self._stubs: dict[int, tuple[Callable[..., Any], Any]] = {}
+        self._undo: list[Callable[[], None]] = []
         self._remote = [
             (i, owner)
             for i, owner in enumerate(owners)
@@ -98,11 +95,8 @@ class PipelineLink:
         self._server = server
         self.first_id = first_id
         for module_id, owner in self._remote:
-            module = self._modules[module_id]
-            stub = self._stub(server, module, module_id, owner)
-            self._stubs[module_id] = (stub, module.__dict__.get("forward", _ABSENT))
-            # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
-            module.__dict__["forward"] = stub
+            stub = functools.partial(self._stub, server, module_id, owner)
+            self._undo.append(wrap_forward(self._modules[module_id], Around.REMOTE, stub))
 
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
@@ -113,28 +107,15 @@ class PipelineLink:
     def disconnect(self) -> None:
         """Gives every module its own ``forward`` back."""
         self._server = None
-        self.uncover()
-        self._stubs.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
-    def uncover(self) -> None:
-        """Puts back what the modules had as ``forward``, where nobody has set another since."""
-        for module_id, (stub, before) in self._stubs.items():
-            attributes = self._modules[module_id].__dict__
-            if attributes.get("forward") is not stub:
-                continue
-            if before is _ABSENT:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = before
+    def _stub(self, server: Server, module_id: int, owner: int, own_forward: Forward) -> Forward:
+        is_later_stage = module_id in self._later_stages
 
-    def _stub(
-        self, server: Server, module: nn.Module, module_id: int, owner: int
-    ) -> Callable[..., Any]:
-        own_forward = module.forward if module_id in self._later_stages else None
-
-        @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if own_forward is not None and _serving.get():
+            if is_later_stage and _serving.get():
                 return own_forward(*args, **kwargs)
             return self._call(server, owner, module_id, args, kwargs)
 

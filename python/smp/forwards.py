@@ -1,0 +1,116 @@
+"""What the library puts around the ``forward`` of single modules of the user.
+
+Only instances ever get another ``forward``: their class, and ``super().forward``, stay untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+_CHAIN = "_smp_forwards"
+
+
+class Around(enum.IntEnum):
+    """Who may stand around a forward, from the inside to the outside."""
+
+    PARAMETERS = 0
+    """Fetches sharded parameters before, lets go of them after."""
+    CHECKPOINT = 1
+    """Keeps the arguments only, and computes again in backward."""
+    REMOTE = 2
+    """Sends the call to the rank that owns the module."""
+
+
+class _Chain:
+    """The forward of one module and what stands around it; takes the forward's place.
+
+    Stays the same object however the chain changes: somebody may have kept it.
+    """
+
+    def __init__(self, module: nn.Module, original: Forward, is_own: bool) -> None:
+        self.module = module
+        self.original = original
+        self.is_own = is_own  # of the instance, not of its class
+        self.wrappers: dict[Around, Callable[[Forward], Forward]] = {}
+        self.composed = original
+        functools.update_wrapper(self, original)  # its signature is looked at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.composed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
+        """Of the copy of the module, which is the user's: nothing stands around it."""
+        return _Chain(
+            copy.deepcopy(self.module, memo), copy.deepcopy(self.original, memo), self.is_own
+        )
+
+    def compose(self) -> None:
+        self.composed = self.original
+        for _, wrapper in sorted(self.wrappers.items()):
+            self.composed = wrapper(self.composed)
+
+    def uncover(self) -> None:
+        """Puts back what the module had, unless somebody has set another forward since."""
+        attributes = self.module.__dict__
+        if attributes.get(_CHAIN) is self:
+            del attributes[_CHAIN]
+        if attributes.get("forward") is not self:
+            return
+        if self.is_own:
+            attributes["forward"] = self.original
+        else:
+            del attributes["forward"]
+
+
+def wrap_forward(
+    module: nn.Module, around: Around, wrapper: Callable[[Forward], Forward]
+) -> Callable[[], None]:
+    """Puts something around the forward of a module.
+
+    Args:
+        module: of the user.
+        around: its place; replaces what was there.
+        wrapper: makes a forward out of the one further inside. Called again when that changes.
+
+    Returns:
+        undoes it; may be called twice.
+    """
+    chain = module.__dict__.get(_CHAIN)
+    if chain is None:
+        chain = _Chain(module, module.forward, "forward" in module.__dict__)
+        # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
+        module.__dict__[_CHAIN] = module.__dict__["forward"] = chain
+    chain.wrappers[around] = wrapper
+    chain.compose()
+
+    def undo() -> None:
+        if chain.wrappers.get(around) is not wrapper:
+            return
+        del chain.wrappers[around]
+        chain.compose()
+        if not chain.wrappers:
+            chain.uncover()
+
+    return undo
+
+
+def is_wrapped(module: nn.Module, around: Around) -> bool:
+    """Does this stand around the forward of the module?"""
+    chain = module.__dict__.get(_CHAIN)
+    return chain is not None and around in chain.wrappers
+
+
+def uncover(module: nn.Module) -> None:
+    """Takes everything from around the forward of a module, for somebody who puts back its
+    ``__dict__`` afterwards."""
+    chain = module.__dict__.get(_CHAIN)
+    if chain is not None:
+        chain.uncover()
