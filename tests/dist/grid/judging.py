@@ -23,9 +23,7 @@ def check(cell: Cell, records: Sequence[GridRecord]) -> None:
         AssertionError: names the cell, the rank or parameter, and both values.
     """
     scale = LOSS_SCALE if cell.precision == "fp16" else 1.0
-    expected = train_mixed(
-        cell.dtype, cell.tp * cell.dp, MICROBATCHES, STEPS, scale, cell.clipping
-    )
+    expected = train_mixed(cell.dtype, cell.tp * cell.dp, MICROBATCHES, STEPS, scale, cell.clipping)
     check_happened(cell, records)
     tolerance = MIXED_TOLERANCE[cell.dtype]
     for record in records:
@@ -60,9 +58,7 @@ def _where(cell: Cell, record: GridRecord) -> str:
 # ---- against one process ---------------------------------------------------------------
 
 
-def _check_losses(
-    cell: Cell, record: GridRecord, expected: MixedRecord, tolerance: float
-) -> None:
+def _check_losses(cell: Cell, record: GridRecord, expected: MixedRecord, tolerance: float) -> None:
     for step in range(STEPS):
         losses = torch.tensor(record.losses[step], dtype=torch.float64)
         wanted = torch.tensor(expected.losses[step][record.batch_idx], dtype=torch.float64)
@@ -78,9 +74,7 @@ def _check_names(cell: Cell, actual: dict[str, Tensor], expected: dict[str, Tens
     assert not missing, f"{cell}: nobody has {sorted(missing)}"
 
 
-def _distance_of_changes(
-    cell: Cell, masters: dict[str, Tensor], expected: MixedRecord
-) -> float:
+def _distance_of_changes(cell: Cell, masters: dict[str, Tensor], expected: MixedRecord) -> float:
     """Of all parameters together, from before the first step to after the last."""
     _check_names(cell, masters, expected.params)
     names = list(expected.params)
@@ -94,9 +88,7 @@ def _distance_of_changes(
 # ---- putting together ------------------------------------------------------------------
 
 
-def whole(
-    cell: Cell, parts: Sequence[Parts], records: Sequence[GridRecord]
-) -> dict[str, Tensor]:
+def whole(cell: Cell, parts: Sequence[Parts], records: Sequence[GridRecord]) -> dict[str, Tensor]:
     """Whole tensors under the names of the Hugging Face model; copies must be equal bit by bit.
 
     Args:
@@ -202,6 +194,28 @@ def check_happened(cell: Cell, records: Sequence[GridRecord]) -> None:
             assert all(record.facts["local"] for record in pipeline)
             calls = sum(record.facts["remote_calls"] for record in pipeline)
             assert calls >= STEPS * MICROBATCHES, f"{cell}: only {calls} remote calls"
-    if cell.offload and cell.checkpointing == "none":
+    if cell.offload:
+        _check_offload(cell, records)
+
+
+def _check_offload(cell: Cell, records: Sequence[GridRecord]) -> None:
+    if cell.checkpointing == "none":
         warnings = [text for record in records for text in record.warnings]
         assert any("offload_activations" in text for text in warnings), f"{cell}: {warnings}"
+        return
+    for place in {(record.tp_rank, record.rdp_rank) for record in records}:
+        stats = [
+            record.facts["offload"]
+            for record in records
+            if (record.tp_rank, record.rdp_rank) == place
+        ]
+        num_checkpoints = sum(stat["checkpoints"] for stat in stats)
+        per_pass = {"each": NUM_BLOCKS, "group_2": NUM_BLOCKS / 2}[cell.checkpointing]
+        # Groups end where partitions do, hence there may be one more.
+        more = cell.pp - 1 if cell.checkpointing == "group_2" else 0
+        passes = STEPS * MICROBATCHES
+        assert per_pass * passes <= num_checkpoints <= (per_pass + more) * passes, (
+            f"{cell}: {num_checkpoints} checkpoints"
+        )
+        assert sum(stat["bytes_offloaded"] for stat in stats) > 0, f"{cell}: {stats}"
+        assert all(stat["slots_in_use"] == 0 for stat in stats), f"{cell}: {stats}"

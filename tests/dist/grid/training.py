@@ -81,6 +81,8 @@ def train_cell(rank: int, cell: Cell) -> GridRecord:
 
     with _warnings() as warnings, _counted_forwards() as num_forwards:
         smp.init(cell.config | {"microbatches": MICROBATCHES})
+        if cell.offload:
+            _offload_small_tensors()
         # Replicas other than the first start with wrong weights: they have to receive its.
         with smp.tensor_parallelism():
             plain = build_split_family(CASE, torch.float32, seed=1 + smp.rdp_rank())
@@ -130,6 +132,13 @@ def _train(
     record.masters = _parts(model, lambda tensor: tensor)
     record.model = _whole_parameters(cell, model)
     record.facts |= _facts(cell, model)
+
+
+def _offload_small_tensors() -> None:
+    """Lets activations of a few bytes leave as well, unless the next task needs them."""
+    from smp import _C, runtime
+
+    runtime.current()._activation_store = _C.ActivationStore("cpu", horizon=1, min_bytes=0)
 
 
 def _blocks(model: nn.Module) -> nn.Module:
@@ -202,6 +211,8 @@ def _facts(cell: Cell, model: Any) -> dict[str, Any]:
         "remote_calls": smp.metrics.server_stats()["remote_calls"],
         "split": sum(model.is_distributed_parameter(p) for _, p, *_ in held),
     }
+    if cell.offload:
+        facts["offload"] = smp.metrics.offload_stats()
     if cell.sharding == "sdp2":
         facts["shards"] = {
             name: (p.ds_tensor.ds_numel, p.ds_numel, tuple(p.ds_shape)) for name, p, *_ in held
