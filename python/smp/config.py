@@ -279,7 +279,6 @@ NOT_YET: dict[str, str] = {
     "bf16": "BF16 training",
     "shard_optimizer_state": "sharded optimizer state",
     "sharded_data_parallel_degree": "sharded data parallelism",
-    "offload_activations": "activation offloading",
 }
 
 # A second init may not change these: the ranks are already laid out.
@@ -535,6 +534,4 @@ def advice(config: Config) -> list[str]:
     tp = config.tensor_parallel_degree
     if tp & (tp - 1):
         result.append(f"smp config: tensor_parallel_degree={tp} is not a power of two")
-    if config.offload_activations and config.microbatches == 1:
-        result.append("smp config: offload_activations has little use with microbatches=1")
     return result

@@ -21,12 +21,12 @@ from smp.model_parts import ModelParts, alias_forwards
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
-from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.replacement import replace_marked
 from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
+from smp.tracing import is_tracing as is_tracing
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -153,6 +153,7 @@ class DistributedModel(nn.Module):
         if link is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
+            self._engine.honour_checkpointing()
             return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
         self._check_in_step("called")
         share = microbatch.current_share()
