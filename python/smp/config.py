@@ -276,7 +276,6 @@ _TENSORFLOW_KEYS = ("horovod", "contiguous")
 NOT_YET: dict[str, str] = {
     "shard_optimizer_state": "sharded optimizer state",
     "sharded_data_parallel_degree": "sharded data parallelism",
-    "offload_activations": "activation offloading",
 }
 
 # A second init may not change these: the ranks are already laid out.
@@ -532,6 +531,4 @@ def advice(config: Config) -> list[str]:
     tp = config.tensor_parallel_degree
     if tp & (tp - 1):
         result.append(f"smp config: tensor_parallel_degree={tp} is not a power of two")
-    if config.offload_activations and config.microbatches == 1:
-        result.append("smp config: offload_activations has little use with microbatches=1")
     return result

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, comm, data_parallel, memory, runtime
+from smp import _C, activations, comm, data_parallel, memory, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.model_parts import ModelParts
 from smp.partition.capture import Capture
@@ -82,6 +82,7 @@ class Engine:
         self._loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
+        self._honoured = activations.HonouredModules(root)
 
     @property
     def partitioned(self) -> bool:
@@ -128,6 +129,8 @@ class Engine:
         self.decision = decision
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
+        activations.note_placement(decision)
+        activations.settle_marks(decision.modules)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         self.parts.place(current.device)
         local = list(self.parts.named_parameters())
@@ -277,6 +280,7 @@ class Engine:
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
+        self.honour_checkpointing()
         if trains and self._broadcast_buffers and self._root.training:
             data_parallel.broadcast_from_first([b for b in self._root.buffers()])
         if trains:
@@ -284,6 +288,14 @@ class Engine:
                 reducer.begin_step(num_microbatches, may_overlap)
             if weights is not None and self.averages and self.server is None:
                 self._weigh_gradients(weights)
+
+    def honour_checkpointing(self) -> None:
+        """Takes over what transformers has been told of gradient checkpointing."""
+        self._honoured.honour()
+
+    def checkpoints(self) -> bool:
+        """Is anything of this model to be checkpointed, as far as is known before it runs?"""
+        return self._honoured.is_enabled or any(map(activations.is_marked, self._root.modules()))
 
     def _weigh_gradients(self, weights: Sequence[float]) -> None:
         """Scales gradients of this step by the weight of their microbatch.

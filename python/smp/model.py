@@ -21,13 +21,13 @@ from smp.model_parts import ModelParts, ModuleWrapper, alias_forwards
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
-from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.precision import cast_inputs, cast_outputs
 from smp.replacement import replace_marked
 from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
+from smp.tracing import is_tracing as is_tracing
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -142,6 +142,7 @@ class DistributedModel(nn.Module):
         if link is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
+            self._engine.honour_checkpointing()
             args, kwargs = self._prepared((args, kwargs))
             output = self._outgoing(self.get_module()(*args, **kwargs))
             self._engine.watch_backward(output)

@@ -107,6 +107,7 @@ class Runtime(WrappedObjects):
         scales_loss: the backward under way began at a loss with its scale.
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
+        has_trained: one of these computed gradients.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class Runtime(WrappedObjects):
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
         self.num_steps = self.num_begun = 0
+        self.has_trained = False
+        self._activation_store: _C.ActivationStore | None = None
         self.pid = os.getpid()
         self.links: Links | None = None
         self.comms = Groups()
@@ -251,6 +254,19 @@ class Runtime(WrappedObjects):
         except Exception as error:
             self.report_raised(where, error)
             raise
+
+    # ---- activations -----------------------------------------------------------
+
+    @property
+    def activation_store(self) -> _C.ActivationStore | None:
+        """Keeps arguments of checkpointed modules in host memory; None without
+        `offload_activations`."""
+        if not self.config.offload_activations:
+            return None
+        if self._activation_store is None:
+            horizon = self.config.activation_loading_horizon
+            self._activation_store = _C.ActivationStore(str(self.device), horizon)
+        return self._activation_store
 
     # ---- steps -----------------------------------------------------------------
 

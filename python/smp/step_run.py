@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from smp import _C, data_parallel, runtime
 from smp.engine import Engine
 from smp.pipeline import PipelineHub
+
+_log = logging.getLogger("smp")
 
 
 class StepRun:
@@ -139,7 +142,20 @@ class StepRun:
         """Waits for the reduction of the step's gradients. Collective over the replicas."""
         for engine in self._engines:
             engine.end_step(self._trains)
+        self._warn_of_idle_offload()
         self._let_go()
+
+    def _warn_of_idle_offload(self) -> None:
+        store = self._current.activation_store
+        is_first = self._trains and self._engines and not self._current.has_trained
+        self._current.has_trained |= bool(is_first)
+        if store is None or not is_first or self._current.global_rank != 0:
+            return
+        if store.stats()["checkpoints"] == 0 and not any(e.checkpoints() for e in self._engines):
+            _log.warning(
+                "smp: offload_activations has no effect, because no module is checkpointed; use "
+                "smp.set_activation_checkpointing"
+            )
 
     def abandon(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
