@@ -1,6 +1,7 @@
 """Where parameters live: real here, placeholders for another rank's, or not yet anywhere."""
 
 from smp.memory.materialize import (
+    cast,
     delay_param_initialization,
     fill,
     initialise_delayed,
@@ -9,6 +10,7 @@ from smp.memory.materialize import (
 )
 
 __all__ = [
+    "cast",
     "delay_param_initialization",
     "fill",
     "initialise_delayed",
