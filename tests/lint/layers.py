@@ -69,7 +69,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use", "optimizer_state"}),
+    frozenset({"first_use", "fused_step", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 
