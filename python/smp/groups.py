@@ -31,8 +31,8 @@ class Groups:
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
     tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
     split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
-    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states. Where
-    a shard group spans hosts evenly, `shard_across` connects equal places of its hosts and
+    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states.
+    Where a shard group spans hosts evenly, `shard_across` connects equal places of its hosts and
     `shard_within` the ranks of this one.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.

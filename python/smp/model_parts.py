@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import memory
-from smp.data_parallel import ShardedParameters
+from smp.data_parallel import ShardedParameters, holding_of
+from smp.precision import load_value, reload_masters
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
@@ -24,6 +25,28 @@ def alias_forwards(root: nn.Module) -> None:
         forward = cls.__dict__.get("forward")
         if forward is not None and cls is not nn.Module and "_orig_forward" not in cls.__dict__:
             setattr(cls, "_orig_forward", forward)  # noqa: B010 - not in the type of a class
+
+
+class ModuleWrapper(nn.Module):
+    """The level between DistributedModel and the user's module that public scripts expect.
+
+    In fp16 training they expect two of them.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 class ModelParts:
@@ -210,5 +233,8 @@ class ModelParts:
         if self.sharded is not None and target in self.sharded:
             assert isinstance(target, nn.Parameter)
             self.sharded.write(target, value)
+            holding = holding_of(target)
+            if holding is not None and value.dtype.itemsize < 4:
+                reload_masters([holding])
         else:
-            target.copy_(value)
+            load_value(target, value)

@@ -46,11 +46,11 @@ class Shard:
             self.flat = flat
 
     def write(self, value: Tensor) -> None:
-        """Takes the part out of a whole value."""
+        """Takes the part out of a whole value; a master with more digits than that stays."""
         part = value.detach().reshape(-1)[self.begin : self.begin + self.numel]
         with torch.no_grad():
             self.piece.copy_(part)
-            if self.master is not None:
+            if self.master is not None and value.dtype.itemsize >= 4:
                 self.master.copy_(part)
 
 
