@@ -4,7 +4,7 @@
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
-#include "tests/cpp/data_parallel/sharded_fixture.h"
+#include "tests/cpp/data_parallel/parameter_store_fixture.h"
 
 namespace smp::data_parallel {
 namespace {
