@@ -112,9 +112,9 @@ def test_blocks_are_elements_of_lists_that_are_not_most_of_the_model(
 
 
 def test_parametrizations_are_no_list_of_blocks() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), Block())
-    assert [name for _, name in find_blocks(model)] == ["0"]
-    assert [unit.name for unit in plan_units(model, everything).units][0] == "0"
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(normed, nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [name for _, name in find_blocks(model)] == ["0", "1", "2"]
 
 
 def test_tensors_are_found_in_nested_results() -> None:
