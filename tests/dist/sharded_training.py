@@ -105,7 +105,7 @@ def train(
         output = train_step(make_batch(case, run.dtype, smp.dp_rank(), step))
         losses.append([loss.item() for loss in output.outputs])
         if degree > 1:
-            _stand_in(model)
+            stand_in(model)
             num_sharded = check_is_sharded(model, degree)
         optimizer.step()
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def train(
     return Trained(losses, params, evaluated, num_sharded, stats)
 
 
-def _stand_in(model: Any) -> None:
+def stand_in(model: Any) -> None:
     for parameter, holding in model._engine.holdings.items():
         if parameter.grad is not None:
             end = holding.begin + holding.numel
