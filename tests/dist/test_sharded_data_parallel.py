@@ -32,8 +32,20 @@ def test_float32_with_a_large_epsilon(pool: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
 def test_with_a_pipeline_gathers_follow_one_order(pool: Pool, schedule: str) -> None:
-    for case in ("gpt2", "reuse", "russian"):
+    for case in ("gpt2", "reuse", "nested"):
         run = Run(case, 2, 2, schedule, microbatches=4, steps=5)
         check_runs(pool, run, 2, tolerance=0)
 
 
+
+
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "virtual_interleaved"])
+def test_with_other_schedules(pool: Pool, pipeline: str) -> None:
+    run = Run("gpt2", 2, 2, pipeline, microbatches=4, steps=3)
+    check_runs(pool, run, 2, tolerance=0)
+
+
+def test_with_tensor_parallelism_slices_are_sharded(pool: Pool) -> None:
+    keys = (("tensor_parallel_degree", 2),)
+    run = Run("gptj", 1, 4, microbatches=2, steps=3, config=keys)
+    check_runs(pool, run, 2, tolerance=0)
