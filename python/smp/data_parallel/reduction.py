@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from smp import _C, runtime
+from smp.data_parallel.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
 
 
@@ -68,6 +69,7 @@ def make_records(
                 interval=interval_of(parameter),
                 ties=list(others.get(name, ())),
                 group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
+                accumulation_dtype=master_of(parameter).dtype,
             )
         )
     return records
@@ -109,6 +111,7 @@ def make_reducers(
             [parameter for _, parameter in own],
             make_records(own, reductions, ties),
             communicators[kind],
+            targets=[master_of(parameter) for _, parameter in own],
             faults=current.board,
             dp_ranks=list(current.groups[kind]),
             bucket_cap_bytes=bucket_cap_bytes,
