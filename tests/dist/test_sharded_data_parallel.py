@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.sharded_training import check_runs
+from tests.dist.sharded_training import check_equal, check_runs, sharded, train
 from tests.dist.training import Run
 
 FP64 = torch.float64
@@ -49,3 +51,30 @@ def test_with_tensor_parallelism_slices_are_sharded(pool: Pool) -> None:
     keys = (("tensor_parallel_degree", 2),)
     run = Run("gptj", 1, 4, microbatches=2, steps=3, config=keys)
     check_runs(pool, run, 2, tolerance=0)
+
+
+def train_on_hosts(rank: int, run: Run) -> object:
+    import smp
+
+    os.environ["SMP_HOSTNAME"] = "ab"[rank // 2]
+    try:
+        result = train(rank, run)
+        from smp import runtime
+
+        comms = runtime.current().comms
+        hops = (comms.shard_across, comms.shard_within)
+        smp.shutdown()
+        return result, [hop.name if hop else "" for hop in hops]
+    finally:
+        del os.environ["SMP_HOSTNAME"]
+
+
+def test_gathers_between_hosts_first_give_the_same(pool: Pool) -> None:
+    run = run_of("chain", 1, 4, microbatches=1)
+    results = []
+    for hierarchical in (True, False):
+        keys = {"sdp_hierarchical_allgather": hierarchical}
+        ranks = pool.run(4, train_on_hosts, sharded(run, 4, **keys))
+        assert all(all(names) == hierarchical for _, names in ranks)
+        results.append([result for result, _ in ranks])
+    check_equal(results[0], results[1], 0)

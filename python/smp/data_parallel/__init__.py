@@ -13,3 +13,4 @@ from smp.data_parallel.reduction import make_records as make_records
 from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of
 from smp.data_parallel.sharded import ShardedParameters as ShardedParameters
+from smp.data_parallel.shards import lay_out as lay_out
