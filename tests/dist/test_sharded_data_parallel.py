@@ -39,8 +39,6 @@ def test_with_a_pipeline_gathers_follow_one_order(pool: Pool, schedule: str) -> 
         check_runs(pool, run, 2, tolerance=0)
 
 
-
-
 @pytest.mark.parametrize("pipeline", ["zero_bubble", "virtual_interleaved"])
 def test_with_other_schedules(pool: Pool, pipeline: str) -> None:
     run = Run("gpt2", 2, 2, pipeline, microbatches=4, steps=3)

@@ -22,8 +22,8 @@ class Shard:
         tensor: ``[c]``, the part in the model's dtype, zeros behind its end (``ds_tensor``).
         begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter.
         piece: ``tensor[:numel]``.
-        flat: ``[c]``, float32 or float64: the same memory unless the model has 16 bits; None for
-            frozen parameters in 16 bits, and for those that are not floating.
+        flat: ``[c]`` in the master's dtype: the same memory unless 16-bit training gives it more
+            digits; None for frozen parameters in 16 bits, and for those that are not floating.
         master: leaf, ``flat[:numel]``; None for frozen parameters.
     """
 
@@ -81,7 +81,8 @@ def cut(
         numel = min(plan.part, parameter.numel() - begin)
         values = parameter.data.reshape(-1)[begin : begin + numel]
         tensor = memories.take(plan.dtype, plan.part)
-        flat: Tensor | None = tensor if plan.dtype in (torch.float32, torch.float64) else None
+        has_flat = plan.master_dtype is not None or plan.dtype in (torch.float32, torch.float64)
+        flat: Tensor | None = tensor if has_flat else None
         if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
             flat = memories.take(plan.master_dtype, plan.part)
             flat[:numel].copy_(values)
@@ -163,7 +164,7 @@ def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) ->
     dtype = half if half is not None and floating else parameter.dtype
     master_dtype = None
     if parameter.requires_grad and floating:
-        master_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+        master_dtype = dtype if half is None else torch.float32
     return _Plan(-(-parameter.numel() // num_shards), dtype, master_dtype)
 
 
