@@ -14,6 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Also on a machine with GPUs; tests/gpu asks for them itself.
 os.environ.setdefault("SMP_DEVICE", "cpu")
 
+# Of the sample that tests/dist/grid runs; the report of each session names it.
+os.environ.setdefault("SMP_GRID_SEED", "1")
+
 for path in (str(REPO / "python"), str(REPO)):
     # `pip install .` may have put another copy in site-packages; the tree under
     # test wins unless SMP_TEST_INSTALLED asks for the installed one.
@@ -21,3 +24,7 @@ for path in (str(REPO / "python"), str(REPO)):
         continue
     if path not in sys.path:
         sys.path.insert(0, path)
+
+
+def pytest_report_header() -> str:
+    return f"SMP_GRID_SEED={os.environ['SMP_GRID_SEED']}"

@@ -3,7 +3,9 @@
 
 #include "csrc/comm/fault_board.h"
 #include "csrc/data_parallel/broadcast.h"
+#include "csrc/data_parallel/flat_gathers.h"
 #include "csrc/data_parallel/reducer.h"
+#include "csrc/data_parallel/shard_layout.h"
 
 namespace py = pybind11;
 
@@ -11,11 +13,19 @@ namespace smp::bindings {
 namespace {
 
 using comm::CommunicatorPtr;
+using data_parallel::FlatGathers;
 using data_parallel::ParameterRecord;
 using data_parallel::Patience;
 using data_parallel::Reducer;
 using data_parallel::ReductionGroup;
+using data_parallel::Segment;
+using data_parallel::ShardedBucket;
+using data_parallel::ShardHolding;
+using data_parallel::Sharding;
+using data_parallel::ShardLayout;
+
 using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
+using MaybeTensor = std::optional<at::Tensor>;
 
 Patience make_patience(double timeout_s, FaultsPtr faults,
                        std::vector<int> peers) {
@@ -31,30 +41,42 @@ ParameterRecord make_record(int index, std::string name,
                             std::vector<int64_t> shape, at::ScalarType dtype,
                             double divisor,
                             std::optional<topology::ShardInterval> interval,
-                            std::vector<std::string> ties,
-                            ReductionGroup group) {
+                            std::vector<std::string> ties, ReductionGroup group,
+                            std::optional<at::ScalarType> accumulation_dtype) {
   ParameterRecord record = data_parallel::whole_record(
       index, std::move(name), std::move(shape), dtype, divisor);
   if (interval) record.interval = *interval;
   record.ties = std::move(ties);
   record.group = group;
+  if (accumulation_dtype) record.accumulation_dtype = *accumulation_dtype;
   return record;
 }
 
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
-    CommunicatorPtr dp, FaultsPtr faults, std::vector<int> dp_ranks,
-    int64_t bucket_cap_bytes, bool overlap, bool average_over_microbatches,
-    int passes_per_reduction, double timeout_s) {
+    CommunicatorPtr dp, std::optional<std::vector<MaybeTensor>> targets,
+    std::optional<Sharding> sharding, FaultsPtr faults,
+    std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
+    bool average_over_microbatches, int passes_per_reduction,
+    double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
   options.average_over_microbatches = average_over_microbatches;
   options.passes_per_reduction = passes_per_reduction;
+  options.sharding = std::move(sharding);
   options.patience =
       make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
-  return std::make_shared<Reducer>(std::move(params), std::move(records),
-                                   std::move(dp), std::move(options));
+  std::vector<at::Tensor> masters = params;
+  if (targets) {
+    masters.clear();
+    for (const auto& target : *targets) {
+      masters.push_back(target.value_or(at::Tensor()));
+    }
+  }
+  return std::make_shared<Reducer>(std::move(params), std::move(masters),
+                                   std::move(records), std::move(dp),
+                                   std::move(options));
 }
 
 void bind_record(py::module_& m) {
@@ -69,11 +91,13 @@ void bind_record(py::module_& m) {
            py::arg("shape"), py::arg("dtype"), py::kw_only(),
            py::arg("divisor") = 1.0, py::arg("interval") = py::none(),
            py::arg("ties") = std::vector<std::string>(),
-           py::arg("group") = ReductionGroup::kDp)
+           py::arg("group") = ReductionGroup::kDp,
+           py::arg("accumulation_dtype") = py::none())
       .def_readonly("index", &ParameterRecord::index)
       .def_readonly("name", &ParameterRecord::name)
       .def_readonly("shape", &ParameterRecord::shape)
       .def_readonly("dtype", &ParameterRecord::dtype)
+      .def_readonly("accumulation_dtype", &ParameterRecord::accumulation_dtype)
       .def_readonly("divisor", &ParameterRecord::divisor)
       .def_readonly("interval", &ParameterRecord::interval)
       .def_readonly("ties", &ParameterRecord::ties)
@@ -82,19 +106,68 @@ void bind_record(py::module_& m) {
       .def("__repr__", &ParameterRecord::describe);
 }
 
+void bind_shards(py::module_& m) {
+  py::enum_<ShardLayout>(m, "ShardLayout",
+                         "How a bucket is divided over a shard group.")
+      .value("EQUAL_CUT", ShardLayout::kEqualCut)
+      .value("PER_PARAMETER", ShardLayout::kPerParameter);
+  py::class_<Segment>(m, "ShardSegment",
+                      "Elements [begin, begin + numel) of a parameter lie at "
+                      "flat_offset of the flat bucket.")
+      .def_readonly("record_idx", &Segment::record_idx)
+      .def_readonly("flat_offset", &Segment::flat_offset)
+      .def_readonly("begin", &Segment::begin)
+      .def_readonly("numel", &Segment::numel);
+  py::class_<ShardHolding>(m, "ShardHolding",
+                           "What one rank holds of a parameter, and where in "
+                           "its shard.")
+      .def_readonly("record_idx", &ShardHolding::record_idx)
+      .def_readonly("begin", &ShardHolding::begin)
+      .def_readonly("numel", &ShardHolding::numel)
+      .def_readonly("offset", &ShardHolding::offset)
+      .def_readonly("room", &ShardHolding::room);
+  py::class_<ShardedBucket>(m, "ShardedBucket",
+                            "A bucket of num_shards * shard_numel elements; "
+                            "see data_parallel/shard_layout.h.")
+      .def_readonly("dtype", &ShardedBucket::dtype)
+      .def_readonly("accumulation_dtype", &ShardedBucket::accumulation_dtype)
+      .def_readonly("num_shards", &ShardedBucket::num_shards)
+      .def_readonly("shard_numel", &ShardedBucket::shard_numel)
+      .def_readonly("segments", &ShardedBucket::segments)
+      .def_readonly("holdings", &ShardedBucket::holdings);
+  m.def("plan_shards", &data_parallel::plan_shards, py::arg("records"),
+        py::arg("bucket_cap_bytes"), py::arg("num_shards"), py::arg("layout"),
+        "Buckets of the records, divided over a shard group.");
+}
+
 void bind_reducer(py::module_& m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<Reducer::Stats>(m, "ReducerStats")
       .def_readonly("num_reductions", &Reducer::Stats::num_reductions)
       .def_readonly("num_early_buckets", &Reducer::Stats::num_early_buckets)
-      .def_readonly("num_late_parameters",
-                    &Reducer::Stats::num_late_parameters);
+      .def_readonly("num_late_parameters", &Reducer::Stats::num_late_parameters)
+      .def_readonly("num_rounds", &Reducer::Stats::num_rounds)
+      .def_readonly("flat_bytes", &Reducer::Stats::flat_bytes)
+      .def_readonly("peak_flat_bytes", &Reducer::Stats::peak_flat_bytes);
+  py::class_<Sharding>(m, "Sharding",
+                       "How gradients are reduced where each rank keeps a "
+                       "shard; see data_parallel/shard_reduction.h.")
+      .def(py::init([](ShardLayout layout, CommunicatorPtr shard,
+                       std::vector<CommunicatorPtr> further,
+                       bool every_microbatch) {
+             return Sharding{layout, std::move(shard), std::move(further),
+                             every_microbatch};
+           }),
+           py::arg("layout"), py::arg("shard"), py::kw_only(),
+           py::arg("further") = std::vector<CommunicatorPtr>(),
+           py::arg("every_microbatch") = false);
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       m, "Reducer",
       "Collects gradients in microbatch order and averages them over the "
       "data-parallel ranks; see data_parallel/reducer.h.")
       .def(py::init(&make_reducer), release_gil(), py::arg("params"),
            py::arg("records"), py::arg("dp"), py::kw_only(),
+           py::arg("targets") = py::none(), py::arg("sharding") = py::none(),
            py::arg("faults") = py::none(),
            py::arg("dp_ranks") = std::vector<int>(),
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
@@ -118,15 +191,51 @@ void bind_reducer(py::module_& m) {
       .def_property_readonly(
           "num_buckets",
           [](const Reducer& reducer) { return reducer.plan().buckets.size(); })
-      .def("flat", &Reducer::flat, py::arg("bucket_idx"),
-           "Flat gradient tensor of a bucket; valid between steps.");
+      .def(
+          "flat", &Reducer::flat, py::arg("bucket_idx"),
+          "Flat gradient tensor of a bucket, or this rank's shard of it; valid "
+          "between steps.");
+}
+
+void bind_gathers(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<FlatGathers, std::shared_ptr<FlatGathers>>(
+      m, "FlatGathers",
+      "Brings updated parts of flat parameters to all ranks of a shard group, "
+      "while other work goes on; see data_parallel/flat_gathers.h.")
+      .def(py::init([](std::vector<at::Tensor> flats, CommunicatorPtr shard,
+                       FaultsPtr faults, std::vector<int> ranks,
+                       double timeout_s) {
+             return std::make_shared<FlatGathers>(
+                 std::move(flats), std::move(shard),
+                 make_patience(timeout_s, std::move(faults), std::move(ranks)));
+           }),
+           py::arg("flats"), py::arg("shard"), py::kw_only(),
+           py::arg("faults") = py::none(),
+           py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0)
+      .def("launch", &FlatGathers::launch, NoGil(), "Collective.")
+      .def("wait", &FlatGathers::wait, NoGil(), py::arg("flat_idxs"))
+      .def("wait_all", &FlatGathers::wait_all, NoGil())
+      .def(
+          "finish",
+          [](FlatGathers& gathers, double timeout_s) {
+            gathers.finish(std::chrono::milliseconds(
+                static_cast<int64_t>(timeout_s * 1e3)));
+          },
+          NoGil(), py::arg("timeout_s"),
+          "Waits at the end of a run, when other ranks may have left.")
+      .def_property_readonly("pending", &FlatGathers::pending)
+      .def_property_readonly("num_gathers", &FlatGathers::num_gathers)
+      .def_property_readonly("num_overlapped", &FlatGathers::num_overlapped);
 }
 
 }  // namespace
 
 void bind_data_parallel(py::module_& m) {
   bind_record(m);
+  bind_shards(m);
   bind_reducer(m);
+  bind_gathers(m);
   m.def(
       "broadcast_coalesced",
       [](const std::vector<at::Tensor>& tensors, comm::Communicator& group,

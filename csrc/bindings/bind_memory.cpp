@@ -3,8 +3,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/common/task_scope.h"
+#include "csrc/memory/activation_store.h"
+#include "csrc/memory/checkpoint.h"
 #include "csrc/memory/random_state.h"
 
 namespace py = pybind11;
@@ -24,9 +28,85 @@ class PyTaskScope {
   std::optional<TaskScope> scope_;
 };
 
+using Tensors = std::vector<at::Tensor>;
+
+// Autograd keeps the function and lets go of it without the GIL.
+memory::CheckpointedFunction checkpointed(py::function function) {
+  const std::shared_ptr<py::function> kept(
+      new py::function(std::move(function)), [](py::function* held) {
+        py::gil_scoped_acquire gil;
+        delete held;
+      });
+  return [kept](Tensors inputs) {
+    py::gil_scoped_acquire gil;
+    py::list arguments(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      arguments[i] = py::cast(std::move(inputs[i]));
+    }
+    return (*kept)(std::move(arguments)).cast<Tensors>();
+  };
+}
+
+Tensors checkpoint(py::function function, const Tensors& inputs,
+                   bool needs_grad, bool preserve_random_state,
+                   const std::string& device,
+                   std::shared_ptr<memory::ActivationStore> store) {
+  memory::CheckpointOptions options;
+  options.needs_grad = needs_grad;
+  options.preserve_random_state = preserve_random_state;
+  options.device = c10::Device(device);
+  options.store = std::move(store);
+  auto call = checkpointed(std::move(function));
+  py::gil_scoped_release release;
+  return memory::checkpoint(std::move(call), inputs, options);
+}
+
+py::dict stats(const memory::ActivationStore& store) {
+  const memory::ActivationStore::Stats stats = store.stats();
+  py::dict result;
+  result["checkpoints"] = stats.num_checkpoints;
+  result["offloaded"] = stats.num_offloaded;
+  result["bytes_offloaded"] = stats.bytes_offloaded;
+  result["stayed"] = stats.num_stayed;
+  result["loaded_ahead"] = stats.num_loaded_ahead;
+  result["loaded_late"] = stats.num_loaded_late;
+  result["slots"] = stats.pool.num_slots;
+  result["slots_in_use"] = stats.pool.slots_in_use;
+  result["peak_slots_in_use"] = stats.pool.peak_slots_in_use;
+  result["host_bytes"] = stats.pool.bytes;
+  result["host_bytes_in_use"] = stats.pool.bytes_in_use;
+  result["peak_host_bytes_in_use"] = stats.pool.peak_bytes_in_use;
+  return result;
+}
+
+void bind_checkpoints(py::module_& m) {
+  using memory::ActivationStore;
+  py::class_<ActivationStore, std::shared_ptr<ActivationStore>>(
+      m, "ActivationStore", "Keeps inputs of checkpoints in host memory.")
+      .def(py::init([](const std::string& device, int horizon,
+                       int64_t min_bytes) {
+             return std::make_shared<ActivationStore>(ActivationStore::Options{
+                 c10::Device(device), horizon, min_bytes});
+           }),
+           py::arg("device"), py::arg("horizon"),
+           py::arg("min_bytes") = int64_t{1} << 20)
+      .def("stats", &stats);
+  m.def("checkpoint", &checkpoint, py::arg("function"), py::arg("inputs"),
+        py::kw_only(), py::arg("needs_grad"), py::arg("preserve_random_state"),
+        py::arg("device"), py::arg("store"),
+        "Runs function(tensors) -> tensors without a graph, and again in "
+        "backward.");
+  m.def(
+      "current_step", [] { return current_task().step; },
+      "The step that this thread works on; -1 outside of steps.");
+  m.def("is_recomputing", &memory::is_recomputing,
+        "Whether this thread runs a checkpointed function for its backward.");
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
+  bind_checkpoints(m);
   using memory::RandomState;
   py::class_<RandomState>(m, "RandomState",
                           "A copy of the default random generators.")

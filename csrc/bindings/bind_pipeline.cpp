@@ -256,6 +256,11 @@ void bind_pipeline(py::module_& m) {
           py::arg("mode"), py::arg("tensors"),
           "Has a module run on its owner: structure and handles of the result, "
           "and which arguments it changed (their handles are the last).")
+      .def("seeds_of_next_calls", &Server::seeds_of_next_calls,
+           py::arg("module_ids"),
+           "Of modules on other ranks that are called one by one.")
+      .def("skip_calls", &Server::skip_calls, py::arg("num_calls"),
+           "Counts calls that were made as a part of another one.")
       .def("set_handle_factory", &set_handle_factory,
            "factory(sizes, dtype) -> tensor without data")
       .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")

@@ -5,43 +5,13 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <string>
-
 #include "csrc/common/check.h"
 
 namespace smp::pipeline {
 
-namespace {
-
-class ArgumentNode : public torch::autograd::Node {
- public:
-  std::string name() const override { return "SmpArgumentBackward"; }
-  torch::autograd::variable_list apply(
-      torch::autograd::variable_list&& grads) override {
-    grad = std::move(grads[0]);
-    return {};
-  }
-
-  at::Tensor grad;
-};
-
-}  // namespace
-
 GraphEdge GraphEdge::of(const at::Tensor& tensor) {
   torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(tensor);
   return {std::move(edge.function), edge.input_nr};
-}
-
-std::shared_ptr<torch::autograd::Node> begin_graph(at::Tensor& argument) {
-  auto node = std::make_shared<ArgumentNode>();
-  torch::autograd::create_gradient_edge(argument, node);
-  return node;
-}
-
-at::Tensor take_grad(torch::autograd::Node& node) {
-  auto* const argument = dynamic_cast<ArgumentNode*>(&node);
-  SMP_ASSERT(argument, "not the beginning of a graph: ", node.name());
-  return std::exchange(argument->grad, {});
 }
 
 at::Tensor dense_grad(at::Tensor grad) {

@@ -24,13 +24,6 @@ struct GraphEdge {
   static GraphEdge of(const at::Tensor& tensor);
 };
 
-/// Makes a graph begin at `argument`, which has none yet: the node takes the
-/// gradient. A leaf would do the same, but keep the data of the argument for as
-/// long as the graph lives.
-std::shared_ptr<torch::autograd::Node> begin_graph(at::Tensor& argument);
-/// The gradient that came to a node of `begin_graph`; undefined if none did.
-at::Tensor take_grad(torch::autograd::Node& node);
-
 /// As it would lie in `.grad` of a leaf: dense, so that it can be sent.
 at::Tensor dense_grad(at::Tensor grad);
 
@@ -39,7 +32,7 @@ at::Tensor dense_grad(at::Tensor grad);
 struct CallRecord {
   int64_t mb = 0;
   int64_t module_id = 0;
-  /// Of `begin_graph`; null for arguments that need no gradient.
+  /// Of `autograd::begin_graph`; null for arguments that need no gradient.
   std::vector<std::shared_ptr<torch::autograd::Node>> inputs;
   std::vector<GraphEdge> outputs;
 };

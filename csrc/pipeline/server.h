@@ -170,6 +170,12 @@ class Server {
   IssuedCall call_forward(int owner_rank, int64_t module_id, int64_t flags,
                           const std::string& structure, const std::string& mode,
                           const std::vector<at::Tensor>& inputs);
+  /// Seeds of the next calls of this context, if these are modules of other
+  /// ranks that are called one by one.
+  std::vector<int64_t> seeds_of_next_calls(
+      const std::vector<int64_t>& module_ids) const;
+  /// Counts calls that were made as a part of another one.
+  void skip_calls(int num_calls);
   /// Sends the gradients of a call's results; undefined where there is none.
   /// @return refs of the gradients of its tensors; null where there is none
   std::vector<RemoteRefPtr> call_backward(const IssuedCall& call,

@@ -295,6 +295,23 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
   return call;
 }
 
+std::vector<int64_t> Server::seeds_of_next_calls(
+    const std::vector<int64_t>& module_ids) const {
+  const Context& context = calling_context("calling several modules at once");
+  std::vector<int64_t> seeds;
+  for (const int64_t module_id : module_ids) {
+    const auto idx = static_cast<int64_t>(seeds.size());
+    seeds.push_back(call_path(static_cast<int64_t>(context.seed),
+                              context.caller.num_calls + 1 + idx, module_id));
+  }
+  return seeds;
+}
+
+void Server::skip_calls(int num_calls) {
+  calling_context("calling several modules at once").caller.num_calls +=
+      num_calls;
+}
+
 std::vector<RemoteRefPtr> Server::call_backward(
     const IssuedCall& call, const std::vector<TensorMeta>& inputs,
     const std::vector<at::Tensor>& grads) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <utility>
 
+#include "csrc/autograd/graph_begin.h"
 #include "csrc/common/check.h"
 #include "csrc/pipeline/server.h"
 
@@ -241,7 +242,7 @@ void Server::open_inputs(Call& call, bool grad, CallRecord& record) const {
     tensor.data = to_device(std::move(tensor.data)).detach();
     auto& input = record.inputs.emplace_back();
     if (!grad || !tensor.requires_grad) continue;
-    input = begin_graph(tensor.data);
+    input = autograd::begin_graph(tensor.data);
   }
 }
 
@@ -350,7 +351,7 @@ std::vector<at::Tensor> Server::run_graph(const Header& header,
   run_backward_of(roots, std::move(root_grads));
   std::vector<at::Tensor> grads(record.inputs.size());
   for (size_t i = 0; i < record.inputs.size(); ++i) {
-    if (record.inputs[i]) grads[i] = take_grad(*record.inputs[i]);
+    if (record.inputs[i]) grads[i] = autograd::take_grad(*record.inputs[i]);
     const RemoteRefPtr ref = remote_ref_of(grads[i]);
     grads[i] = ref ? fetch_to_own(ref) : dense_grad(std::move(grads[i]));
   }

@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import metrics, model, nn, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, patches, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -65,6 +65,7 @@ from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
+from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
@@ -95,6 +96,7 @@ __all__ = [
     "StepOutput",
     "__version__",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
     "clip_grad_norm_",
@@ -129,6 +131,7 @@ __all__ = [
     "mp_size",
     "nn",
     "partition",
+    "patches",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -141,6 +144,7 @@ __all__ = [
     "save_partition",
     "schedule",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
     "shutdown",

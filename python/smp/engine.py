@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, comm, data_parallel, memory, runtime
+from smp import _C, activations, comm, data_parallel, memory, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.model_parts import ModelParts
 from smp.partition.capture import Capture
@@ -19,6 +22,7 @@ from smp.partition.decide import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
+from smp.precision import LossScaler
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.tensor_parallel.registry import Registration
@@ -69,14 +73,22 @@ class Engine:
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self.reducers: list[_C.Reducer] = []  # one per group of ranks, once there are some
+        #: what this rank updates in place of parameters; None: the parameters themselves
+        self.holdings: dict[nn.Parameter, data_parallel.Holding] | None = None
+        #: with sharded data parallelism
+        self.sharded: data_parallel.ShardedParameters | None = None
+        #: with sharded optimizer state
+        self.flat: data_parallel.FlatParameters | None = None
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
+        self._loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
+        self._honoured = activations.HonouredModules(root)
 
     @property
     def partitioned(self) -> bool:
@@ -123,6 +135,8 @@ class Engine:
         self.decision = decision
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
+        activations.note_placement(decision)
+        activations.settle_marks(decision.modules)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         self.parts.place(current.device)
         local = list(self.parts.named_parameters())
@@ -130,18 +144,112 @@ class Engine:
         whole = [p for _, p in local if interval_of(p) is None]
         data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
         data_parallel.broadcast_from_first(split, "rdp")
-        trainable = [(name, p) for name, p in local if p.requires_grad]
-        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
-        self.reducers = data_parallel.make_reducers(
-            trainable,
-            bucket_cap_bytes=self._bucket_cap_bytes,
-            overlap=self._overlap and current.config.overlapping_allreduce,
-            average=self.averages,
-            passes_per_reduction=self._passes_per_reduction,
-        )
+        if config.sharded_data_parallel_degree > 1:
+            self.sharded = data_parallel.ShardedParameters(self._root, local)
+            self.holdings = self.sharded.holdings
+            self.parts.sharded = self.sharded
+        elif config.shard_optimizer_state and current.sizes["shard"] > 1:
+            self._shard_optimizer_state(local)
+        else:
+            self.holdings = data_parallel.make_holdings(
+                self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
+            )
+        self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+
+    def _shard_optimizer_state(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.flat = flat = data_parallel.FlatParameters(
+            self._root,
+            local,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            overlap=self._overlaps,
+        )
+        self.holdings = flat.holdings
+        known, links = weakref.ref(flat), self._current.links
+
+        def finish() -> None:
+            last = known()  # None: the model was deleted
+            if last is not None and links is not None and links.is_healthy:
+                last.finish()
+
+        self._current.on_shutdown(finish)
+
+    @property
+    def _overlaps(self) -> bool:
+        """May ranks exchange gradients and parameters while others work?"""
+        return self._overlap and self._current.config.overlapping_allreduce
+
+    def make_reducers(self) -> None:
+        """Lays out the gradients of this rank, for parameters of the dtypes that they have now.
+
+        Collective over the replicas; not while a step runs.
+        """
+        assert self.parts is not None
+        trainable = [(name, p) for name, p in self.parts.named_parameters() if p.requires_grad]
+        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
+        self.reducers = []  # the former ones let go of the parameters
+        self.reducers = data_parallel.make_reducers(
+            trainable,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            overlap=self._overlaps,
+            average=self.averages,
+            passes_per_reduction=self._passes_per_reduction,
+        )
+
+    def after_update(self) -> None:
+        """Brings what was updated on this rank to where modules use it.
+
+        Collective over the ranks that hold one copy of a sharded state. Nothing is to do while
+        every rank updates all that its modules use.
+        """
+        if self.sharded is not None:
+            self.sharded.after_update()
+        if self.flat is not None:
+            self.flat.after_update()
+
+    # ---- precision
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """Dtype of the model's parameters and activations in 16-bit training."""
+        return self._current.config.half_dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """What a loss is multiplied with before its backward."""
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale
+
+    @property
+    def can_change_dtype(self) -> bool:
+        """Of a model that is partitioned: nothing of it is elsewhere, or there twice."""
+        return self._current.sizes["pp"] == 1 and self.holdings is None
+
+    def watch_backward(self, output: Any) -> None:
+        """Refuses backward without a loss scale, where it may be called without this library."""
+        if self.loss_scale == 1.0 or not torch.is_grad_enabled():
+            return
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._check_scaled)
+
+    def _check_scaled(self, grad: torch.Tensor) -> None:
+        if not self._current.scales_loss:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}backward began at a loss without its scale {self.loss_scale:g},"
+                " which would make gradients in torch.float16 vanish; call model.backward(loss) "
+                "instead of loss.backward()"
+            )
+
+    def use_loss_scaler(self, scaler: LossScaler) -> None:
+        """From now on this one decides on the loss scale."""
+        self._loss_scaler = scaler
+
+    @property
+    def num_reductions(self) -> int:
+        """Steps whose gradients this rank has taken part in reducing."""
+        return sum(reducer.stats.num_reductions for reducer in self.reducers)
 
     def _check_files(self) -> None:
         """Files that describe one model cannot be meant for several.
@@ -192,6 +300,10 @@ class Engine:
         hub = self._current.pipeline
         if self.link is not None and isinstance(hub, PipelineHub):
             hub.remove(self.link)
+        if self.sharded is not None:
+            self.sharded.uncover()
+        if self.flat is not None:
+            self.flat.uncover()
         self.reducers = []
 
     # ---- steps
@@ -212,6 +324,9 @@ class Engine:
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
+        self.honour_checkpointing()
+        if self.sharded is not None:
+            self.sharded.begin_step(num_microbatches, trains)
         if trains and self._broadcast_buffers and self._root.training:
             data_parallel.broadcast_from_first([b for b in self._root.buffers()])
         if trains:
@@ -219,6 +334,14 @@ class Engine:
                 reducer.begin_step(num_microbatches, may_overlap)
             if weights is not None and self.averages and self.server is None:
                 self._weigh_gradients(weights)
+
+    def honour_checkpointing(self) -> None:
+        """Takes over what transformers has been told of gradient checkpointing."""
+        self._honoured.honour()
+
+    def checkpoints(self) -> bool:
+        """Is anything of this model to be checkpointed, as far as is known before it runs?"""
+        return self._honoured.is_enabled or any(map(activations.is_marked, self._root.modules()))
 
     def _weigh_gradients(self, weights: Sequence[float]) -> None:
         """Scales gradients of this step by the weight of their microbatch.
@@ -244,7 +367,8 @@ class Engine:
         Args:
             weight: of the microbatch in the mean over the batch.
         """
-        return weight if self.averages and self.server is not None else 1.0
+        shared = weight if self.averages and self.server is not None else 1.0
+        return shared * self.loss_scale
 
     def begin_microbatch(self, mb: int) -> None:
         """A body begins, without a server."""
@@ -260,6 +384,10 @@ class Engine:
             timeline.end_run()
             timeline.begin_run(True, self._running_mb)
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Around a body of a step, which may read parameters outside of forwards."""
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.reading()
+
     def microbatch_done(self, mb: int) -> None:
         """All gradients of a microbatch have come."""
         for reducer in self.reducers:
@@ -274,6 +402,8 @@ class Engine:
         """Waits for the reduction of the step's gradients."""
         self.joins_step = False
         self._stop_weighing()
+        if self.sharded is not None:
+            self.sharded.end_step()
         if trains:
             for reducer in self.reducers:
                 reducer.end_step()
@@ -282,6 +412,8 @@ class Engine:
         """Closes a step that failed; its gradients are lost. Not collective."""
         self.joins_step = False
         self._stop_weighing()
+        if self.sharded is not None:
+            self.sharded.abandon_step()
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()
@@ -295,12 +427,14 @@ class Engine:
 
     def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
         current = self._current
-        if self.parts is None or self._is_alone:
-            state = dict(self._root.state_dict())
-            return {} if gather_to_rank0 and current.global_rank != 0 else state
+        if self.parts is None:
+            return {} if gather_to_rank0 and current.global_rank != 0 else self._root.state_dict()
+        if self._is_alone:
+            return self.parts.state(keep=not gather_to_rank0 or current.global_rank == 0)
         if not gather_to_rank0:
             return self.parts.merged(comm.allgather(self.parts.marked_state(), comm.MP_GROUP))
         if 0 not in current.groups["mp"]:
+            self.parts.state(keep=False)
             return {}
         if current.global_rank != 0:
             comm.send(self.parts.marked_state(), 0, comm.RankType.WORLD_RANK)
@@ -364,6 +498,9 @@ class Engine:
         state = self.state_dict(gather_to_rank0=False)
         if self.link is not None:
             self.link.disconnect()
+        if self.sharded is not None:
+            self.sharded.make_real()
+            self.sharded = None
         cpu = torch.device("cpu")
         with torch.no_grad():
             for name, parameter in self._root.named_parameters():
@@ -382,7 +519,7 @@ class Engine:
 
 def _order_ranks(current: runtime.Runtime) -> list[int]:
     """Ranks that run their tasks in one order, the one that decides first."""
-    return list(current.groups["dp" if current.config.deterministic_server else "tp"])
+    return list(current.groups["dp" if current.config.orders_replicas else "tp"])
 
 
 def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
@@ -399,7 +536,7 @@ def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> Pipeli
         num_chunks=schedule.num_chunks,
         active_microbatches=config.active_microbatches or 0,
         # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
-        deterministic=config.deterministic_server or current.sizes["tp"] > 1,
+        deterministic=config.orders_replicas or current.sizes["tp"] > 1,
         static_mode=config.static_mode,
         device=str(current.device),
         timeout_s=current.settings.timeout_s,

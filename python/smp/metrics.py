@@ -63,6 +63,24 @@ def server_stats() -> dict[str, float]:
     return stats
 
 
+def offload_stats() -> dict[str, int]:
+    """What `offload_activations` has done on this rank since ``smp.init``; empty without it.
+
+    Returns:
+        - ``checkpoints``: forwards of checkpointed modules.
+        - ``offloaded``, ``bytes_offloaded``: tensors that went to host memory; ``stayed``: that
+          were needed within ``activation_loading_horizon`` tasks.
+        - ``loaded_ahead``, ``loaded_late``: came back before they were needed, or only then.
+        - ``slots``, ``host_bytes``: of the pool in host memory; with ``_in_use``: now (0 between
+          steps), with ``peak_`` in front: at most.
+
+    Raises:
+        RuntimeError: before ``smp.init``.
+    """
+    store = runtime.current().activation_store
+    return {} if store is None else store.stats()
+
+
 def difference(after: Counters, before: Counters) -> dict[str, float]:
     """``after - before`` by name."""
     return {name: value - before[name] for name, value in after.items()}

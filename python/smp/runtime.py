@@ -104,8 +104,10 @@ class Runtime(WrappedObjects):
         comms: tensor communicators of the groups; its members are None for groups of one.
         pipeline: what the partitioned models of several pipeline ranks have in common.
         server: module server of these models.
+        scales_loss: the backward under way began at a loss with its scale.
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
+        has_trained: one of these computed gradients.
     """
 
     def __init__(
@@ -131,10 +133,13 @@ class Runtime(WrappedObjects):
         self.groups = own_groups(self.grid, rank, self.shard_size)
         self.ranks = {kind: ranks.index(rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
+        self.scales_loss = False
         self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
         self.num_steps = self.num_begun = 0
+        self.has_trained = False
+        self._activation_store: _C.ActivationStore | None = None
         self.pid = os.getpid()
         self.links: Links | None = None
         self.comms = Groups()
@@ -179,6 +184,7 @@ class Runtime(WrappedObjects):
             device=self.device,
             board=self.links.board,
             machine=machine,
+            hosts=self.launch.hosts if self.config.sdp_hierarchical_allgather else (),
             shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
@@ -250,12 +256,34 @@ class Runtime(WrappedObjects):
             self.report_raised(where, error)
             raise
 
+    # ---- activations -----------------------------------------------------------
+
+    @property
+    def activation_store(self) -> _C.ActivationStore | None:
+        """Keeps arguments of checkpointed modules in host memory; None without
+        `offload_activations`."""
+        if not self.config.offload_activations:
+            return None
+        if self._activation_store is None:
+            horizon = self.config.activation_loading_horizon
+            self._activation_store = _C.ActivationStore(str(self.device), horizon)
+        return self._activation_store
+
     # ---- steps -----------------------------------------------------------------
 
     @property
     def running_step(self) -> str | None:
         """Name of the step function that runs now."""
         return self._running_step
+
+    @contextmanager
+    def scaling_loss(self) -> Iterator[None]:
+        """The block runs a backward that began with the loss scale, where it has to."""
+        outside, self.scales_loss = self.scales_loss, True
+        try:
+            yield
+        finally:
+            self.scales_loss = outside
 
     @contextmanager
     def exclusive_step(self, name: str) -> Iterator[None]:

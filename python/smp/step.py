@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from smp import microbatch, runtime
+from smp import autocast, microbatch, runtime
 from smp.first_use import partition_used
 from smp.microbatch import Share
 from smp.microbatch import StepOutput as StepOutput
 from smp.model import DistributedModel
-from smp.pipeline import autocast
 from smp.step_run import StepRun
 
 # As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
@@ -95,6 +94,9 @@ class StepFunction:
         except BaseException:
             step_run.abandon()
             raise
+        if trains:
+            for optimizer in current.optimizers:
+                optimizer._step_done()
         for model in models:
             model.run_post_step_hooks()
         result = microbatch.join(

@@ -15,8 +15,8 @@ REPO = Path(__file__).resolve().parents[2]
 # C++ rooms, lower layers first; a room may include rooms of lower layers only.
 CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
-    frozenset({"topology", "partition", "schedule"}),
-    frozenset({"autograd", "comm", "memory"}),
+    frozenset({"topology", "partition", "schedule", "autograd"}),
+    frozenset({"comm", "memory"}),
     frozenset({"nn"}),
     frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
@@ -37,16 +37,25 @@ CPP_NARROW: dict[str, frozenset[str]] = {
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
-    frozenset({"config_sources", "creation", "forwards", "schedule", "settings"}),
+    frozenset(
+        {
+            "autocast",
+            "config_sources",
+            "creation",
+            "forwards",
+            "schedule",
+            "settings",
+            "tracing",
+        }
+    ),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
     frozenset({"comm"}),
     frozenset({"tensor_parallel"}),
+    frozenset({"memory"}),
     frozenset(
         {
-            "data_parallel",
-            "memory",
             "metrics",
             "microbatch",
             "nn",
@@ -55,10 +64,12 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
-    frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"engine", "grad_norm"}),
+    frozenset({"data_parallel"}),
+    frozenset({"precision"}),
+    frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
+    frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use"}),
+    frozenset({"first_use", "fused_step", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 

@@ -9,11 +9,38 @@ rounding does not blow the quotient up.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLOOR_FRACTION = 1e-3
+
+
+@dataclass(frozen=True)
+class MixedTolerance:
+    """How near a run comes to another one of the same precision with other sums.
+
+    Losses are compared by `relative_difference`; the others by `distance`, since the largest of
+    thousands of rounding errors says little. Masters are compared by how they changed: their
+    values hardly do.
+    """
+
+    losses: float
+    grads: float  # of the worst parameter
+    norms: float
+    changes: float  # of all parameters together
+
+
+# A small GPT-J in 16 bits differs from itself in float32 by losses 2e-4, gradients 4e-3, changes
+# 3e-3 in fp16, and by 1.1e-3, 3e-2, 2e-2 in bf16, whose steps are eight times larger. Two runs of
+# one precision that round in other places are apart by about as much: the limits are two to three
+# times that. A microbatch too much or too few makes a difference of more than 0.3.
+MIXED_TOLERANCE = {
+    torch.float32: MixedTolerance(losses=1e-5, grads=1e-4, norms=1e-5, changes=1e-4),
+    torch.float16: MixedTolerance(losses=6e-4, grads=1e-2, norms=2e-3, changes=1e-2),
+    torch.bfloat16: MixedTolerance(losses=4e-3, grads=8e-2, norms=2e-2, changes=6e-2),
+}
 
 
 def relative_difference(a: torch.Tensor, ref: torch.Tensor, floor: float = 0.0) -> float:
@@ -27,6 +54,17 @@ def relative_difference(a: torch.Tensor, ref: torch.Tensor, floor: float = 0.0) 
     if difference != difference:  # NaN on one side at least
         return float("inf")
     return difference / max(ref64.abs().max().item(), floor, 1e-300)
+
+
+def distance(a: torch.Tensor, ref: torch.Tensor, floor: float = 0.0) -> float:
+    """``|a - ref| / max(|ref|, floor)`` in L2 norms; infinite when shapes or NaNs differ."""
+    if a.shape != ref.shape:
+        return float("inf")
+    a64, ref64 = a.detach().double().cpu(), ref.detach().double().cpu()
+    difference = (a64 - ref64).norm().item()
+    if difference != difference:  # NaN on one side at least
+        return float("inf")
+    return difference / max(ref64.norm().item(), floor, 1e-300)
 
 
 def largest(tensors: Mapping[str, torch.Tensor | None]) -> float:

@@ -254,6 +254,39 @@ def test_neighbours_rows_and_seeds_draw_independently() -> None:
         assert abs(correlation) < 4 / product.numel() ** 0.5
 
 
+@pytest.mark.parametrize(("p", "limit"), [(0.5, 5.5), (0.1, 7.0)])
+def test_no_two_columns_and_no_two_rows_go_together(p: float, limit: float) -> None:
+    # Standardised correlations of all pairs: their spread is one, none stands out. Normal numbers
+    # pass 5.5 once in 26 million, and there are 0.8 million pairs; those of rare events are skewed.
+    kept = (fused.dropout(torch.ones(1280, 1280), p, seed=4) != 0).double()
+    kept = (kept - (1 - p)) / (p * (1 - p)) ** 0.5
+    for matrix in (kept, kept.T):
+        pairs = (matrix @ matrix.T / matrix.shape[1] ** 0.5).triu(1)
+        pairs = pairs[torch.ones_like(pairs).triu(1) != 0]
+        assert float(pairs.std()) == pytest.approx(1.0, abs=0.005)
+        assert float(pairs.abs().max()) < limit
+
+
+def test_triples_and_rectangles_of_elements_have_even_odds() -> None:
+    kept = (fused.dropout(torch.ones(1000, 1000), 0.5, seed=8) != 0).double() * 2 - 1
+    rows = kept[1:] * kept[:-1]
+    for product in (
+        kept[:, 2:] * kept[:, 1:-1] * kept[:, :-2],
+        kept[2:] * kept[1:-1] * kept[:-2],
+        rows[:, 1:] * rows[:, :-1],
+        rows[:, 64:] * rows[:, :-64],
+    ):
+        assert abs(float(product.mean())) < 4 / product.numel() ** 0.5
+
+
+def test_rare_events_are_as_rare_as_they_should_be() -> None:
+    for p in (1e-4, 1 - 1e-4):  # the lowest and the highest numbers of each row
+        kept = fused.dropout(torch.ones(2000, 1000), p, seed=6) != 0
+        rare = kept if p > 0.5 else ~kept
+        assert int(rare.sum()) == pytest.approx(200, abs=4 * 200**0.5)
+        assert int(rare.sum(0).max()) <= 4 and int(rare.sum(1).max()) <= 4
+
+
 def test_dropout_is_a_function_of_the_seed_alone() -> None:
     x = make(40, 3000, dtype=torch.float32)
     threads = torch.get_num_threads()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from smp import _C
 from smp.partition.costs import ModuleCost, Trace
-from smp.partition.trace import TraceError, is_tracing, trace
+from smp.partition.trace import TraceError, trace
+from smp.tracing import is_tracing
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.partition.tree import build_tree
 from tests.reference.data import make_batch

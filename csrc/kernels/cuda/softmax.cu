@@ -38,9 +38,9 @@ __device__ Online<C> over_row(Online<C> own) {
 
 template <typename C>
 __device__ C drop(C v, const Dropout& dropout, RowKey key, int64_t column) {
-  const uint32_t hash = element_hash<uint32_t>(static_cast<uint32_t>(column),
-                                               key.first, key.second);
-  return hash >= dropout.threshold ? v * static_cast<C>(dropout.scale) : C(0);
+  const uint32_t hash =
+      column_hash<uint32_t>(static_cast<uint32_t>(column), dropout.column_key);
+  return stays(dropout, key, hash) ? v * static_cast<C>(dropout.scale) : C(0);
 }
 
 // Attention probabilities. Elements out of sight are passed over kNum at a

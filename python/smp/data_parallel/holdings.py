@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _HOLDING = "_smp_holding"
+_MASTER_OF = "_smp_master_of"
 
 
 @dataclass
@@ -32,6 +35,14 @@ class Holding:
     piece: Tensor
     master: nn.Parameter
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # who saves a parameter does not mean its state in training
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter, or of the slice of it that is on this tensor-parallel rank."""
+        return self.parameter.shape
+
     @property
     def is_whole(self) -> bool:
         return self.numel == self.parameter.numel() and self.master.shape == self.parameter.shape
@@ -43,8 +54,9 @@ class Holding:
 
 
 def attach(holding: Holding) -> None:
-    """Makes a parameter know its holding."""
+    """Makes a parameter and its master know their holding."""
     setattr(holding.parameter, _HOLDING, holding)
+    setattr(holding.master, _MASTER_OF, holding)
 
 
 def holding_of(parameter: Tensor) -> Holding | None:
@@ -52,3 +64,29 @@ def holding_of(parameter: Tensor) -> Holding | None:
     holding = getattr(parameter, _HOLDING, None)
     assert holding is None or isinstance(holding, Holding)
     return holding
+
+
+def holding_with_master(tensor: Tensor) -> Holding | None:
+    """The holding that a tensor is the master of; None for other tensors."""
+    holding = getattr(tensor, _MASTER_OF, None)
+    assert holding is None or isinstance(holding, Holding)
+    return holding
+
+
+def master_of(parameter: Tensor) -> Tensor:
+    """What the optimizer updates, and what has the gradient, in the place of a parameter."""
+    holding = holding_of(parameter)
+    return parameter if holding is None else holding.master
+
+
+def model_parameter_of(tensor: Tensor) -> Tensor:
+    """The model's parameter behind what an optimizer updates."""
+    holding = holding_with_master(tensor)
+    return tensor if holding is None else holding.parameter
+
+
+def refresh_piece(holding: Holding) -> None:
+    """Writes the rounded master into the model."""
+    if holding.has_copy:
+        with torch.no_grad():
+            holding.piece.copy_(holding.master.view(holding.piece.shape))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from smp.nn import functional
 from smp.nn import layout as layouts
 from smp.nn.embedding import VocabularyEmbedding, WholeEmbedding
+from smp.nn.gradient_checkpointing import GradientCheckpointing
 from smp.nn.layer_norm import make_norm
 from smp.nn.module import DistributedModule
 from smp.nn.transformer import DistributedTransformer, layer_options
@@ -19,7 +20,7 @@ from smp.nn.vocabulary_head import IGNORE_INDEX, LMHeadOutput, VocabularyHead
 __all__ = ["DistributedTransformerLMHead", "LMHeadOutput"]
 
 
-class DistributedTransformerLMHead(DistributedModule):
+class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
     """Embeddings, `DistributedTransformer`, final norm and language-model head.
 
     ``forward((input_ids, attention_mask, token_type_ids, position_ids, labels))``; with

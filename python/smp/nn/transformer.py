@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp.nn import layout as layouts
+from smp.nn.gradient_checkpointing import GradientCheckpointing
 from smp.nn.layer_norm import make_norm
 from smp.nn.module import DistributedModule
 from smp.nn.transformer_layer import (
@@ -30,7 +31,7 @@ def layer_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class DistributedTransformer(DistributedModule):
+class DistributedTransformer(GradientCheckpointing, DistributedModule):
     """Transformer layers, one after the other, in ``seq_layers``.
 
     ``forward`` takes and returns the tuple of `DistributedTransformerLayer`. If both

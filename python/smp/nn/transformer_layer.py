@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from smp import memory
+from smp.forwards import Around, is_wrapped
 from smp.nn import layout as layouts
 from smp.nn.attention import DistributedAttentionLayer
+from smp.nn.gradient_checkpointing import GradientCheckpointing
 from smp.nn.module import IndivisibleModule
 from smp.nn.output_layer import DistributedTransformerOutputLayer
 
 Inputs = tuple[Tensor | None, ...]
 
 
-class DistributedTransformerLayer(IndivisibleModule):
+class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
     """Attention, optional cross attention and a feed-forward block.
 
     ``forward((hidden_states, attention_mask))`` returns the same tuple with new hidden states; with
@@ -55,6 +58,12 @@ class DistributedTransformerLayer(IndivisibleModule):
         Unsupported: the sizes cannot be split over the ranks.
         ValueError: arguments contradict each other.
     """
+
+    # What transformers sets on layers that can be checkpointed.
+    gradient_checkpointing = False
+    preserve_rng_state = True
+    #: Whoever would checkpoint a layer from outside leaves it to this one.
+    checkpoints_itself = True
 
     def __init__(
         self,
@@ -172,6 +181,18 @@ class DistributedTransformerLayer(IndivisibleModule):
 
     def forward(self, inputs: Inputs) -> Inputs:
         """See the class. Collective over the tensor-parallel group."""
+        is_marked = is_wrapped(self, Around.CHECKPOINT)  # then that sees to it
+        if self.gradient_checkpointing and self.training and not is_marked:
+            result: Inputs = memory.recompute(
+                self._forward,
+                (inputs,),
+                preserve_rng_state=self.preserve_rng_state,
+                modules=(self,),
+            )
+            return result
+        return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Inputs:
         num_masked = 4 if self.add_cross_attention else 2
         check_inputs(inputs, num_masked)
         if self._inside:

@@ -22,39 +22,13 @@ from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
 from smp.partition.trace_recorder import Recorder, around_forwards
 from smp.partition.tree import kind_of
+from smp.tracing import tracing
 
 _NUM_TIMED_RUNS = 3
 
 
 class TraceError(RuntimeError):
     """A forward raised while it was traced; the text names the error and the module."""
-
-
-class _Tracing:
-    """How many traces run now; the flag behind `smp.is_tracing`."""
-
-    depth = 0
-
-
-def is_tracing() -> bool:
-    """True while this process runs the tracing pass of the first step.
-
-    The step function runs once more for it, up to the call of the model. Side effects before that
-    call can be guarded with this.
-    """
-    return _Tracing.depth > 0
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """Marks the tracing pass, see `is_tracing`. Split modules run on this rank alone."""
-    _Tracing.depth += 1
-    was_alone = _C.set_tensor_parallel_alone(True)
-    try:
-        yield
-    finally:
-        _C.set_tensor_parallel_alone(was_alone)
-        _Tracing.depth -= 1
 
 
 def trace(

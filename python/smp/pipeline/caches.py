@@ -17,14 +17,6 @@ from torch import nn
 _seen: ContextVar[dict[int, Any] | None] = ContextVar("smp_caches", default=None)
 
 
-def is_cache(value: Any) -> bool:
-    """By name, because importing transformers here is not allowed."""
-    return any(
-        cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
-        for cls in type(value).__mro__
-    )
-
-
 def number(cache: Any) -> int:
     """Which of the caches of this step body it is; the first one is 0."""
     seen = _seen.get()

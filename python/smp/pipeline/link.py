@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+from smp import _C, autocast
 from smp.forwards import Around, Forward, wrap_forward
-from smp.pipeline import autocast, caches, functions
+from smp.memory import Request, fulfil, take_request
+from smp.pipeline import caches, functions
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
@@ -115,9 +116,10 @@ class PipelineLink:
         is_later_stage = module_id in self._later_stages
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            request = take_request(self._modules[module_id])
             if is_later_stage and _serving.get():
-                return own_forward(*args, **kwargs)
-            return self._call(server, owner, module_id, args, kwargs)
+                return _run_here(request, own_forward, args, kwargs)
+            return self._call(server, owner, module_id, args, kwargs, request)
 
         return forward
 
@@ -136,9 +138,11 @@ class PipelineLink:
         module_id: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        request: Request | None = None,
     ) -> Any:
         state = autocast.capture(self.device)
-        structure, tensors, used_caches = self._codec.pack((args, kwargs, state))
+        seeds = None if request is None else self._seeds_of(server, request)
+        structure, tensors, used_caches = self._codec.pack((args, kwargs, state, request, seeds))
         for cache in used_caches:
             caches.check_unfilled(cache, self._layers_of(module_id), self._name(module_id))
         answer, results, changed, shares_memory, views = server.remote_call(
@@ -149,6 +153,8 @@ class PipelineLink:
             self._mode,
             [resolve(tensor) for tensor in tensors],
         )
+        if request is not None and len(request.modules) > 1:
+            server.skip_calls(len(request.modules) - 1)
         if changed:
             for idx, handle in zip(changed, results[-len(changed) :], strict=True):
                 rewrite(tensors[idx], handle)
@@ -157,6 +163,16 @@ class PipelineLink:
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
         return self._codec.unpack(answer, results, tensors)
+
+    def _seeds_of(self, server: Server, request: Request) -> Tensor | None:
+        """Where modules that run together would begin their random numbers if they did not.
+
+        A tensor, because it is another one in each microbatch.
+        """
+        if len(request.modules) == 1:
+            return None
+        ids = [self.first_id + self._codec.module_ids[module] for module in request.modules]
+        return torch.tensor(server.seeds_of_next_calls(ids), dtype=torch.int64)
 
     def _name(self, module_id: int) -> str:
         return "a function" if module_id == _FUNCTION else self._names[module_id]
@@ -195,11 +211,16 @@ class PipelineLink:
     ) -> tuple[bytes, list[Tensor], bool]:
         _serving.set(True)  # in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
-        args, kwargs, state = self._codec.unpack(structure, tensors, own_caches=own_caches)
+        args, kwargs, state, request, seeds = self._codec.unpack(
+            structure, tensors, own_caches=own_caches
+        )
         if module_id == _FUNCTION:
             function, args = functions.shipped(args[0]), args[1:]
         else:
             function = self._modules[module_id].forward
+        if request is not None:
+            own_seeds = () if seeds is None else seeds.tolist()
+            function = functools.partial(self._fulfil, request, function, own_seeds)
         before = self._codec.pack_result((args, kwargs), tensors) if is_first else None
         watch = ValueWatch()
         with autocast.apply(state), watch if is_first else contextlib.nullcontext():
@@ -212,6 +233,17 @@ class PipelineLink:
             )
         answer, results = self._codec.pack_result(result, tensors)
         return answer, [localize(t) for t in results], watch.seen or not is_certain(result)
+
+    def _fulfil(
+        self,
+        request: Request,
+        forward: Forward,
+        seeds: Sequence[int],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return fulfil(request, forward, args, kwargs, seeds, self.device)
 
     def microbatch_done(self, mb: int) -> None:
         """Forgets what a finished microbatch left."""
@@ -228,6 +260,14 @@ class PipelineLink:
     def await_output(self) -> Any:
         """Other ranks: the model's output of this microbatch, as leaves."""
         return self._codec.unpack(*self.server.await_output())
+
+
+def _run_here(
+    request: Request | None, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if request is None:
+        return forward(*args, **kwargs)
+    return fulfil(request, forward, args, kwargs)
 
 
 def _mode_name(training: bool) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.memory import is_cache
 from smp.pipeline import caches, functions
 from smp.pipeline.remote_tensor import RemoteTensor, localize
 
@@ -75,7 +76,7 @@ class _Packer(pickle.Pickler):
         elif isinstance(obj, torch.device):
             if obj.type == self._codec.device.type:
                 return _own_device, ()
-        elif caches.is_cache(obj):
+        elif is_cache(obj):
             self.caches.append(obj)
             return self.reduce_cache(obj)
         return NotImplemented

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from smp import _C, memory, runtime
 from smp.nn import huggingface
+from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.partition import contexts
 from smp.replacement.marks import Mark, is_candidate, mark_of
 from smp.tensor_parallel import sharding
@@ -94,6 +95,7 @@ class _Replacement:
         if problem is not None:
             return problem
         _install_adapter(made, registration)
+        take_over_checkpointing(module, made)
         for key, parameter in module.named_parameters():
             sharding.mark_replaced(parameter, f"{name}.{key}" if name else key)
         self.used[type(module)] = registration

@@ -84,20 +84,7 @@ TEST(CallRecords, a_graph_that_is_freed_may_use_the_records) {
   EXPECT_EQ(sizes, (std::vector<int64_t>{0, 0}));
 }
 
-TEST(BeginGraph, takes_the_gradient_and_keeps_no_argument) {
-  at::Tensor argument = at::ones({2});
-  const auto node = begin_graph(argument);
-  const at::Tensor result = argument * 3;
-  const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weak(
-      argument.getIntrusivePtr());
-  argument.reset();
-  EXPECT_TRUE(weak.expired()) << "a product with a number keeps no factor";
-  torch::autograd::backward({result}, {at::ones({2})});
-  EXPECT_TRUE(take_grad(*node).equal(at::full({2}, 3.0)));
-  EXPECT_FALSE(take_grad(*node).defined()) << "once";
-}
-
-TEST(BeginGraph, gradients_are_made_dense) {
+TEST(DenseGrad, gradients_are_made_dense) {
   const at::Tensor expanded = at::ones({}).expand({2, 3});
   EXPECT_TRUE(dense_grad(expanded).is_contiguous());
   const at::Tensor transposed = at::ones({2, 3}).t();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/kernels/cpu/vector/dropout.h"
 #include "csrc/kernels/cpu/vector/math.h"
 #include "csrc/kernels/elementwise.h"
 
@@ -97,31 +98,13 @@ inline void bias_gelu_backward(const BiasGelu& op, int64_t begin, int64_t end,
 
 // ---- Dropout
 
-template <typename C>
-SMP_INLINE Word<C> first_columns() {
-  Word<C> result;
-  for (int i = 0; i < kLanes<C>; ++i) result[i] = static_cast<uint32_t>(i);
-  return result;
-}
-
-/// v * scale where the elements from `column` on stay, 0 where they go.
-template <typename C>
-SMP_INLINE Vec<C> drop(Vec<C> v, const Dropout& dropout, RowKey key,
-                       int64_t column) {
-  const Word<C> columns = first_columns<C>() + static_cast<uint32_t>(column);
-  const Word<C> hash = element_hash<Word<C>>(columns, Word<C>{} + key.first,
-                                             Word<C>{} + key.second);
-  const Int<C> stays =
-      __builtin_convertvector(hash >= dropout.threshold, Int<C>);
-  return stays ? v * static_cast<C>(dropout.scale) : Vec<C>{};
-}
-
 template <typename T, typename Y, bool kDrops>
 void dropout_forward_of(const BiasDropoutResidual& op, int64_t begin,
                         int64_t end) {
   using C = Compute<T>;
   const int64_t n = op.num_columns;
   const auto* bias = static_cast<const C*>(op.bias);
+  const ColumnHashes<C> hashes(op.dropout, kDrops ? n : 0);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(op.x) + row * n;
     const Y* residual = op.residual == nullptr
@@ -132,7 +115,7 @@ void dropout_forward_of(const BiasDropoutResidual& op, int64_t begin,
     sweep<C>(n, [&](int64_t j, auto count) {
       Vec<C> v = get(x + j, count);
       if (bias != nullptr) v += get(bias + j, count);
-      if constexpr (kDrops) v = drop<C>(v, op.dropout, key, j);
+      if constexpr (kDrops) v = drop<C>(v, op.dropout, key, hashes.from(j));
       if (residual != nullptr) v += get(residual + j, count);
       put(y + j, v, count);
     });
@@ -144,13 +127,14 @@ void dropout_backward_of(const BiasDropoutResidualBackward& op, int64_t begin,
                          int64_t end, Compute<T>* dbias) {
   using C = Compute<T>;
   const int64_t n = op.num_columns;
+  const ColumnHashes<C> hashes(op.dropout, kDrops ? n : 0);
   for (int64_t row = begin; row < end; ++row) {
     const Y* dy = static_cast<const Y*>(op.dy) + row * n;
     T* dx = static_cast<T*>(op.dx) + row * n;
     const RowKey key = row_key(op.dropout.seed, static_cast<uint64_t>(row));
     sweep<C>(n, [&](int64_t j, auto count) {
       Vec<C> d = get(dy + j, count);
-      if constexpr (kDrops) d = drop<C>(d, op.dropout, key, j);
+      if constexpr (kDrops) d = drop<C>(d, op.dropout, key, hashes.from(j));
       put(dx + j, d, count);
       if (dbias != nullptr) put(dbias + j, get(dbias + j, count) + d, count);
     });

@@ -77,14 +77,17 @@ SMP_INLINE Vec<C> scale_by_power(Vec<C> y, Vec<C> n, Vec<C> shifted) {
 template <typename C, bool kMayBePositive = false>
 SMP_INLINE Vec<C> exp_of(Vec<C> x) {
   using K = ExpConstants<C>;
-  // In this order NaN stays.
-  x = larger<C>(splat<C>(K::kLowest), x);
+  // Results that round to zero are not computed: some processors take a hundred
+  // times longer for them, and masked scores are full of them. NaN stays.
+  const auto vanishes = x < splat<C>(K::kLowest);
+  x = vanishes ? Vec<C>{} : x;
   if constexpr (kMayBePositive) x = smaller<C>(splat<C>(K::kHighest), x);
   const Vec<C> shifted = x * C(1.44269504088896340736) + K::kRound;
   const Vec<C> n = shifted - K::kRound;
   const Vec<C> r = (x - n * K::kLn2High) - n * K::kLn2Low;
   const Vec<C> y = polynomial(K::kSeries, r) * (r * r) + r + C(1);
-  return scale_by_power<C>(y, n, shifted);
+  const Vec<C> result = scale_by_power<C>(y, n, shifted);
+  return vanishes ? Vec<C>{} : result;
 }
 
 // exp(z^2) erfc(z) = u P(1 - 2 k u) with u = 1 / (z + k), interpolated at

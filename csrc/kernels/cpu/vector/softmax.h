@@ -1,6 +1,6 @@
 #pragma once
 
-#include "csrc/kernels/cpu/vector/elementwise.h"
+#include "csrc/kernels/cpu/vector/dropout.h"
 #include "csrc/kernels/cpu/vector/math.h"
 #include "csrc/kernels/softmax.h"
 
@@ -80,6 +80,7 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
   using C = Compute<T>;
   const int64_t n = op.num_keys;
   C* values = static_cast<C*>(__builtin_malloc((n + 1) * sizeof(C)));
+  const ColumnHashes<C> hashes(op.dropout, op.y == nullptr ? 0 : n);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t query = row % op.num_queries;
     const KeyRange range =
@@ -116,7 +117,7 @@ void softmax_forward_of(const ScaledMaskedSoftmax& op, int64_t begin,
       const int64_t column = range.begin + j;
       const Vec<C> p = get(values + j, count) * factor;
       put(probs + column, p, count);
-      put(y + column, drop<C>(p, op.dropout, key, column), count);
+      put(y + column, drop<C>(p, op.dropout, key, hashes.from(column)), count);
     });
   }
   __builtin_free(values);
@@ -130,6 +131,7 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
   const C scale = static_cast<C>(op.scale);
   C* values =
       kDrops ? static_cast<C*>(__builtin_malloc((n + 1) * sizeof(C))) : nullptr;
+  const ColumnHashes<C> hashes(op.dropout, kDrops ? n : 0);
   for (int64_t row = begin; row < end; ++row) {
     const KeyRange range = visible_keys(row % op.num_queries, op.num_queries, n,
                                         op.is_causal, op.window);
@@ -143,7 +145,7 @@ void softmax_backward_of(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
     sweep_sums<C, 1>(num, &sum, [&](int64_t j, auto count, auto& sums) {
       Vec<C> d = get(dy + j, count);
       if constexpr (kDrops) {
-        d = drop<C>(d, op.dropout, key, range.begin + j);
+        d = drop<C>(d, op.dropout, key, hashes.from(range.begin + j));
         put(values + j, d, count);
       }
       sums[0] += d * get(probs + j, count);

@@ -20,6 +20,24 @@ def capture(device: torch.device) -> AutocastState:
 
 
 @contextlib.contextmanager
+def restore(state: AutocastState, device: torch.device) -> Iterator[None]:
+    """As `apply`, and off for what was off when the state was captured.
+
+    Args:
+        state: what :func:`capture` returned for ``device``.
+        device: of this process.
+    """
+    dtypes = dict(state)
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys(("cpu", device.type)):
+            if kind in dtypes:
+                stack.enter_context(torch.autocast(kind, dtypes[kind], cache_enabled=False))
+            elif torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
 def apply(state: AutocastState) -> Iterator[None]:
     """Runs the body under a captured state.
 

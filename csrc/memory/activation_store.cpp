@@ -1,0 +1,251 @@
+#include "csrc/memory/activation_store.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <optional>
+
+#include "csrc/common/check.h"
+#include "csrc/common/task_scope.h"
+
+namespace smp::memory {
+
+/// One tensor that is on the host.
+struct ActivationStore::Item {
+  using WeakTensor =
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  explicit Item(const at::Tensor& tensor)
+      : source(tensor.getIntrusivePtr()),
+        counter(torch::autograd::impl::version_counter(tensor)),
+        version(counter.current_version()) {}
+
+  bool was_changed() const { return counter.current_version() != version; }
+
+  const WeakTensor source;
+  const c10::VariableVersion counter;  // of the tensor, which may be gone
+  const uint32_t version;
+  at::Tensor slot;  // of the pool
+  at::Tensor host;  // the slot with shape, strides and dtype of the tensor
+  Mark left = Mark::none();
+  at::Tensor back;  // defined from the beginning of the way back
+  Mark returned = Mark::none();
+  bool was_used = false;
+};
+
+ActivationStore::ActivationStore(Options options)
+    : options_(options),
+      pool_(!options.device.is_cpu()),
+      to_host_(options.device),
+      to_device_(options.device) {
+  SMP_CHECK_VALUE(options.horizon > 0, "the horizon of offloading is ",
+                  options.horizon, "; expected at least 1");
+}
+
+ActivationStore::~ActivationStore() = default;
+
+ActivationStore::Stats ActivationStore::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Stats stats = stats_;
+  stats.pool = pool_.stats();
+  return stats;
+}
+
+// ------------------------------------------------------------------- tasks
+
+ActivationId ActivationStore::begin_forward() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  begin_round_if_new();
+  ++stats_.num_checkpoints;
+  const int mb = current_task().mb;
+  const ActivationId id{mb, num_made_[mb]++};
+  begin_task({false, id});
+  return id;
+}
+
+void ActivationStore::begin_backward(ActivationId id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  begin_task({true, id});
+  live_.erase(id);
+}
+
+// Outside of steps what is done until nothing is kept any more is taken for a
+// step.
+void ActivationStore::begin_round_if_new() {
+  const int64_t step = current_task().step;
+  const bool is_new = step < 0 ? live_.empty() : step != step_;
+  step_ = step;
+  if (!is_new) return;
+  num_made_.clear();
+  shared_.clear();
+  if (tasks_.empty()) return;
+  if (tasks_ != expected_) {
+    expected_ = tasks_;
+    plan_ = plan_offload(expected_, options_.horizon);
+    place_.clear();
+    for (size_t i = 0; i < expected_.size(); ++i) {
+      place_[{expected_[i].is_backward, expected_[i].id}] = i;
+    }
+  }
+  tasks_.clear();
+}
+
+void ActivationStore::begin_task(const ActivationTask& task) {
+  forget_left();
+  tasks_.push_back(task);
+  load_ahead(task);
+}
+
+void ActivationStore::load_ahead(const ActivationTask& task) {
+  const auto place = place_.find({task.is_backward, task.id});
+  if (place != place_.end()) {
+    for (const ActivationId& id : plan_.loads[place->second]) load(id);
+    return;
+  }
+  if (!task.is_backward) return;
+  std::vector<ActivationId> live;
+  for (const auto& [id, kept] : live_) live.push_back(id);
+  live = expected_order(std::move(live), task.id.mb);
+  for (size_t i = 0; i < live.size(); ++i) {
+    if (i > static_cast<size_t>(options_.horizon)) break;
+    if (live[i] != task.id) load(live[i]);
+  }
+}
+
+void ActivationStore::load(ActivationId id) {
+  const auto found = live_.find(id);
+  if (found == live_.end()) return;
+  for (const auto& item : found->second->items_) {
+    if (item) load(*item);
+  }
+}
+
+// ------------------------------------------------------------------ copies
+
+void ActivationStore::load(Item& item) {
+  if (item.back.defined()) return;
+  const at::AutoGradMode no_grad(false);
+  // Made on the caller's stream, which is where it will be used and freed.
+  item.back =
+      at::empty_strided(item.host.sizes(), item.host.strides(),
+                        item.host.options().device(options_.device));
+  item.returned = to_device_.run(item.left, [&] {
+    item.back.copy_(item.host, /*non_blocking=*/true);
+  });
+}
+
+bool ActivationStore::may_leave(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.layout() == at::kStrided &&
+         tensor.device().type() == options_.device.type() &&
+         static_cast<int64_t>(tensor.nbytes()) >= options_.min_bytes &&
+         // The copy has the same strides, hence the same numbers come out.
+         tensor.is_non_overlapping_and_dense() &&
+         // A parameter is there in any case.
+         !(tensor.is_leaf() && tensor.requires_grad());
+}
+
+std::shared_ptr<ActivationStore::Item> ActivationStore::find_shared(
+    const at::Tensor& tensor) const {
+  const auto found = shared_.find(tensor.unsafeGetTensorImpl());
+  if (found == shared_.end()) return nullptr;
+  auto item = found->second.lock();
+  const bool is_same = item && item->source.lock() == tensor.getIntrusivePtr();
+  return is_same && !item->was_changed() ? item : nullptr;
+}
+
+std::shared_ptr<ActivationStore::Item> ActivationStore::offload(
+    at::Tensor& tensor) {
+  auto item = std::make_shared<Item>(tensor);
+  const at::AutoGradMode no_grad(false);
+  const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
+  item->slot = pool_.take(num_bytes);
+  item->host = item->slot.narrow(0, 0, num_bytes)
+                   .view(tensor.scalar_type())
+                   .as_strided(tensor.sizes(), tensor.strides(), 0);
+  const at::Tensor data = tensor.detach();
+  item->left = to_host_.run(Mark::none(), [&] {
+    item->host.copy_(data, /*non_blocking=*/true);
+  });
+  ++stats_.num_offloaded;
+  stats_.bytes_offloaded += num_bytes;
+  shared_[tensor.unsafeGetTensorImpl()] = item;
+  return item;
+}
+
+// Lets go of tensors whose copies are done; nobody waits for that.
+void ActivationStore::forget_left() {
+  while (!leaving_.empty() && leaving_.front().copied.is_over()) {
+    leaving_.pop_front();
+  }
+}
+
+std::shared_ptr<ActivationStore::Kept> ActivationStore::keep(
+    ActivationId id, std::vector<at::Tensor>& tensors) {
+  auto kept = std::make_shared<Kept>(shared_from_this(), id);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto place = place_.find({false, id});
+  const bool stays = place != place_.end() && plan_.stays[place->second];
+  for (at::Tensor& tensor : tensors) {
+    auto& item = kept->items_.emplace_back();
+    if (!may_leave(tensor)) continue;
+    if (stays) {
+      ++stats_.num_stayed;
+      continue;
+    }
+    item = find_shared(tensor);
+    if (!item) {
+      item = offload(tensor);
+      if (!options_.device.is_cpu()) {
+        leaving_.push_back({tensor, Mark::none()});
+        // A mark of its own: that of the item is asked by the way back.
+        leaving_.back().copied = to_host_.end();
+      }
+    }
+    tensor.reset();
+  }
+  live_[id] = kept.get();
+  return kept;
+}
+
+std::vector<at::Tensor> ActivationStore::tensors_of(Kept& kept) {
+  std::vector<at::Tensor> tensors;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& item : kept.items_) {
+    tensors.emplace_back();
+    if (!item) continue;
+    SMP_CHECK_VALUE(!item->was_changed(),
+                    "an argument of a checkpointed module was changed in place "
+                    "after the call (version ",
+                    item->counter.current_version(), ", was ", item->version,
+                    "); change a copy (.clone())");
+    if (!item->was_used) {
+      ++(item->back.defined() ? stats_.num_loaded_ahead
+                              : stats_.num_loaded_late);
+    }
+    load(*item);
+    to_device_.let_caller_wait(item->returned);
+    item->was_used = true;
+    tensors.back() = item->back;
+  }
+  return tensors;
+}
+
+void ActivationStore::release(Kept& kept) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = live_.find(kept.id_);
+  if (found != live_.end() && found->second == &kept) live_.erase(found);
+  for (auto& item : kept.items_) {
+    if (!item || item.use_count() > 1) continue;  // another one has it too
+    // The next copy into the slot, and whoever gets the memory on the device,
+    // must not be faster than a copy that nobody has waited for.
+    if (item->back.defined() && !item->was_used) {
+      to_host_.wait(item->returned);
+      to_device_.let_caller_wait(item->returned);
+    }
+    pool_.give_back(std::move(item->slot));
+    item.reset();
+  }
+}
+
+}  // namespace smp::memory

@@ -1,0 +1,21 @@
+"""Which modules are checkpointed: marks of the user, strategies for sequences, transformers."""
+
+from smp.activations.huggingface import HonouredModules
+from smp.activations.marks import (
+    checkpoint_call,
+    checkpoint_sequence,
+    is_marked,
+    mark,
+    settle_marks,
+)
+from smp.activations.placement import note_placement
+
+__all__ = [
+    "HonouredModules",
+    "checkpoint_call",
+    "checkpoint_sequence",
+    "is_marked",
+    "mark",
+    "note_placement",
+    "settle_marks",
+]

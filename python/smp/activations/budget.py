@@ -1,0 +1,231 @@
+"""Checkpointing of as few layers as a memory budget allows.
+
+In the first step all layers of a sequence are checkpointed, and their second runs are measured:
+bytes that autograd saves besides parameters and arguments, and floating-point operations. Both
+follow from shapes alone, so that ranks which must recompute alike, because there are collectives in
+their layers, decide alike. How many microbatches are under way at once is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp import _C, memory
+from smp.forwards import Forward
+from smp.memory import is_recomputing
+from smp.partition.trace_flops import flops_per_byte, operator_cost
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs a rank.
+
+    Attributes:
+        kept_bytes: of one microbatch until its backward, without checkpointing.
+        argument_bytes: the part of it that is kept with checkpointing too.
+        flops: of a forward.
+        num_kept: microbatches whose activations are there at once.
+    """
+
+    kept_bytes: int
+    argument_bytes: int
+    flops: float
+    num_kept: int = 1
+
+
+# Bytes are counted in this many parts of what checkpointing of all layers would save.
+_RESOLUTION = 4096
+
+
+def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
+    """Which layers to compute again, so that the rest fits and as little as possible is done twice.
+
+    Exact up to rounding of bytes to a 4096th, towards the safe side: a knapsack by dynamic
+    programming. What a checkpointed layer takes while it is computed again counts too.
+
+    Args:
+        layers: in any order.
+        budget_bytes: for the activations of all of them, and of all microbatches under way.
+
+    Returns:
+        True for each layer that is checkpointed; all of them if nothing fits.
+    """
+    if not layers:
+        return []
+    whole = sum(layer.kept_bytes * layer.num_kept for layer in layers)
+    if whole <= budget_bytes:
+        return [False] * len(layers)
+    again = max(layer.kept_bytes for layer in layers)
+    must_save = whole + again - budget_bytes
+    savings = [
+        max(0, layer.kept_bytes - layer.argument_bytes) * layer.num_kept for layer in layers
+    ]
+    if sum(savings) < must_save:
+        return [True] * len(layers)
+    unit = max(1, -(-sum(savings) // _RESOLUTION))
+    wanted = -(-must_save // unit)
+    # By units saved: least work, and the layers that do it.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for idx, (layer, saving) in enumerate(zip(layers, savings, strict=True)):
+        for saved, (flops, chosen) in sorted(best.items(), reverse=True):
+            reached = min(wanted, saved + saving // unit)
+            option = (flops + layer.flops * layer.num_kept, (*chosen, idx))
+            if reached > saved and (reached not in best or option < best[reached]):
+                best[reached] = option
+    if wanted not in best:  # by rounding only
+        return [True] * len(layers)
+    chosen = set(best[wanted][1])
+    return [idx in chosen for idx in range(len(layers))]
+
+
+class _Layer:
+    """What is known of one layer on this rank."""
+
+    def __init__(self) -> None:
+        self.cost: LayerCost | None = None
+        self.num_live = 0
+        self.most_live = 0
+        self.checkpoints = True
+
+
+class Budget:
+    """Of one sequence on this rank.
+
+    Args:
+        budget_bytes: for the activations of those layers that run here.
+        preserve_rng_state: see `smp.memory.recompute`.
+    """
+
+    def __init__(self, budget_bytes: int, preserve_rng_state: bool) -> None:
+        self._budget_bytes = budget_bytes
+        self._preserve_rng_state = preserve_rng_state
+        self._layers: dict[nn.Module, _Layer] = {}
+        self._measured_step: int | None = None
+        self.decided = False
+
+    @property
+    def checkpoints(self) -> list[bool]:
+        """Which of the layers that run here are checkpointed."""
+        return [layer.checkpoints for layer in self._layers.values()]
+
+    @property
+    def costs(self) -> list[LayerCost | None]:
+        """What was measured of the layers that run here."""
+        return [layer.cost for layer in self._layers.values()]
+
+    def around(self, module: nn.Module, inner: Forward) -> Forward:
+        """For `smp.forwards.wrap_forward`."""
+        layer = self._layers.setdefault(module, _Layer())
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not is_recomputing():
+                return inner(*args, **kwargs)
+            layer.num_live -= 1
+            if layer.cost is not None:
+                return inner(*args, **kwargs)
+            result, cost = measure(inner, args, kwargs)
+            layer.cost = cost
+            return result
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            if not self.decided:
+                self._decide_if_measured()
+            if self.decided and not layer.checkpoints:
+                return inner(*args, **kwargs)
+            layer.num_live += 1
+            layer.most_live = max(layer.most_live, layer.num_live)
+            return memory.recompute(
+                inner if self.decided else measured,
+                args,
+                kwargs,
+                preserve_rng_state=self._preserve_rng_state,
+                modules=(module,),
+            )
+
+        return forward
+
+    def _decide_if_measured(self) -> None:
+        """In the first step behind the one in which all was measured that runs here."""
+        step = _C.current_step()
+        if self._measured_step is None:
+            self._measured_step = step
+        used = [layer for layer in self._layers.values() if layer.most_live > 0]
+        is_over = step != self._measured_step or (step < 0 and all(x.num_live == 0 for x in used))
+        if not used or not is_over or any(layer.cost is None for layer in used):
+            return
+        costs = []
+        for layer in used:
+            assert layer.cost is not None
+            known = layer.cost
+            costs.append(
+                LayerCost(
+                    known.kept_bytes, known.argument_bytes, known.flops, layer.most_live
+                )
+            )
+        for layer, checkpoints in zip(used, plan_budget(costs, self._budget_bytes), strict=True):
+            layer.checkpoints = checkpoints
+        self.decided = True
+
+
+def measure(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
+    """Runs a forward with gradients and tells what it keeps and does.
+
+    Args:
+        forward: parameters of its module are not counted.
+        args, kwargs: tensors in them are counted apart.
+    """
+    known: set[int] = set()  # storages by address; all of them live as long as the result
+    arguments = 0
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
+            known.add(leaf.untyped_storage().data_ptr())
+            arguments += leaf.untyped_storage().nbytes()
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        storage = tensor.untyped_storage()
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        if storage.data_ptr() not in known and not is_parameter:
+            kept += storage.nbytes()
+        known.add(storage.data_ptr())
+        # Not the tensor itself: a result would keep the node alive that keeps it.
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), _Work() as work:
+        result = forward(*args, **kwargs)
+    return result, LayerCost(arguments + kept, arguments, work.flops)
+
+
+class _Work(TorchDispatchMode):
+    """Adds up what operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = (
+            [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            for value in ((args, kwargs), result)
+        )
+        device_type = outputs[0].device.type if outputs else "cpu"
+        cost = operator_cost(
+            func, args, kwargs, result, inputs, outputs, flops_per_byte(device_type)
+        )
+        self.flops += cost[0]
+        return result

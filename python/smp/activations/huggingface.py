@@ -1,0 +1,112 @@
+"""``gradient_checkpointing_enable()`` of transformers, honoured wherever the layers live.
+
+transformers leaves a function with its modules that runs a layer as a checkpoint. Here one of ours
+takes its place, which finds the layer and keeps what it needs as for any checkpointed module:
+where the layer lives, and in host memory with ``offload_activations``.
+
+Releases from 4.53 on have a base class of layers that calls this function around the layer's
+``__call__`` (4.x) or around the ``forward`` of its class (5.x); before, the model calls it around
+each layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from smp import memory
+from smp.activations.marks import checkpoint_call
+from smp.activations.placement import is_together
+from smp.forwards import Around, is_wrapped
+
+_FUNCTION = "_gradient_checkpointing_func"
+_FLAG = "gradient_checkpointing"
+# Options of torch.utils.checkpoint.checkpoint.
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
+
+
+class HonouredModules:
+    """Those modules of a model that transformers may checkpoint.
+
+    Args:
+        root: the user's model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [module for module in root.modules() if hasattr(module, _FLAG)]
+
+    @property
+    def is_enabled(self) -> bool:
+        """Is any of them to be checkpointed?"""
+        return any(getattr(module, _FLAG) for module in self._modules)
+
+    def honour(self) -> None:
+        """Puts our function in the place of theirs; cheap where that has happened."""
+        for module in self._modules:
+            theirs = module.__dict__.get(_FUNCTION)
+            if theirs is None or type(theirs) is _Checkpoint:
+                continue
+            plain = theirs.func if isinstance(theirs, functools.partial) else theirs
+            if plain is torch.utils.checkpoint.checkpoint:  # else one of the user
+                module.__dict__[_FUNCTION] = _Checkpoint(theirs)
+
+
+class _Checkpoint:
+    """Runs a layer for transformers.
+
+    Args:
+        theirs: the function that it stands for.
+    """
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self._theirs = theirs
+        options = theirs.keywords if isinstance(theirs, functools.partial) else {}
+        self._preserve_rng_state = bool(options.get("preserve_rng_state", True))
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        preserve = bool(kwargs.get("preserve_rng_state", self._preserve_rng_state))
+        inner, inner_args, inner_kwargs = _opened(function)
+        given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        inner_args, inner_kwargs = (*inner_args, *args), {**inner_kwargs, **given}
+        module = _module_of(inner, inner_args)
+        if module is None:
+            return self._theirs(function, *args, **kwargs)
+        if not is_together(module):
+            return inner(*inner_args, **inner_kwargs)
+        if isinstance(inner, types.FunctionType):
+            # The forward of its class: the call has come to where the module lives.
+            if is_wrapped(module, Around.CHECKPOINT):
+                return inner(*inner_args, **inner_kwargs)
+            return memory.recompute(
+                inner, inner_args, inner_kwargs, preserve_rng_state=preserve, modules=(module,)
+            )
+        if getattr(module, "checkpoints_itself", False):
+            return inner(*inner_args, **inner_kwargs)
+        return checkpoint_call(module, inner, inner_args, inner_kwargs, preserve)
+
+
+def _opened(
+    function: Callable[..., Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A function without what `functools.partial` has hidden in it: tensors must be seen."""
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    return function, (), {}
+
+
+def _module_of(function: Callable[..., Any], args: Iterable[Any]) -> nn.Module | None:
+    """The module whose call a function is; None if that cannot be told."""
+    if isinstance(function, nn.Module):
+        return function
+    owner = getattr(function, "__self__", None) if inspect.ismethod(function) else None
+    if owner is None and isinstance(function, types.FunctionType):
+        owner = next(iter(args), None)
+        if not hasattr(type(owner), "forward"):
+            return None
+    return owner if isinstance(owner, nn.Module) else None

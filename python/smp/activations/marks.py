@@ -1,0 +1,200 @@
+"""Checkpointing of modules and sequences, wherever their parts live.
+
+A mark stands around the forward of a module, inside of what sends its calls to another rank, so it
+takes effect where the module lives. All ranks mark the same modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from smp import _C, memory
+from smp.activations.budget import Budget
+from smp.activations.placement import is_together, place_of
+from smp.activations.strategies import Strategy, plan_groups
+from smp.forwards import Around, Forward, is_wrapped, wrap_forward
+from smp.memory import Request
+from smp.tracing import is_tracing
+
+
+@dataclass
+class _Mark:
+    preserve_rng_state: bool
+    strategy: Strategy | None  # of sequences
+    packs_tuples: bool
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+_marks: WeakKeyDictionary[nn.Module, _Mark] = WeakKeyDictionary()
+
+
+def mark(
+    module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None, packs_tuples: bool
+) -> None:
+    """Checkpoints all calls of a module from now on; replaces an earlier mark.
+
+    Args:
+        module: in a sequence with a strategy each layer, or groups of them.
+        preserve_rng_state: see `smp.memory.recompute`.
+        strategy: None for anything but a sequence.
+        packs_tuples: the input of the sequence may be a tuple.
+
+    Raises:
+        ValueError: the user placed the module on several partitions.
+    """
+    earlier = _marks.get(module)
+    made = _Mark(preserve_rng_state, strategy, packs_tuples)
+    if earlier is not None:
+        made.undo = earlier.undo
+    _marks[module] = made
+    _settle(module, made)
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Is a module, or what it is a part of, to be checkpointed?"""
+    return module in _marks
+
+
+def settle_marks(modules: Iterable[nn.Module]) -> None:
+    """Adapts marks that were made before the partition was known.
+
+    Raises:
+        ValueError: the user placed a marked module on several partitions.
+    """
+    for module in modules:
+        made = _marks.get(module)
+        if made is not None:
+            _settle(module, made)
+
+
+def _settle(module: nn.Module, made: _Mark) -> None:
+    for undo in made.undo:
+        undo()
+    made.undo.clear()
+    if made.strategy is None:
+        if is_together(module):
+            around = functools.partial(_around, module, made.preserve_rng_state)
+            made.undo.append(wrap_forward(module, Around.CHECKPOINT, around))
+        return
+    layers = list(module.children())
+    if made.strategy.kind == "budget":
+        budget = Budget(made.strategy.budget_bytes, made.preserve_rng_state)
+        for layer in layers:
+            if is_together(layer):
+                around = functools.partial(budget.around, layer)
+                made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+    elif made.strategy.group_size == 1:
+        for layer in layers:
+            if is_together(layer):
+                around = functools.partial(_around, layer, made.preserve_rng_state)
+                made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+    groups = functools.partial(_around_sequence, module, made)
+    made.undo.append(wrap_forward(module, Around.CHECKPOINT, groups))
+
+
+def _around(module: nn.Module, preserve_rng_state: bool, inner: Forward) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return memory.recompute(
+            inner, args, kwargs, preserve_rng_state=preserve_rng_state, modules=(module,)
+        )
+
+    return forward
+
+
+def _around_sequence(module: nn.Module, made: _Mark, inner: Forward) -> Forward:
+    strategy = made.strategy
+    assert strategy is not None
+    runs_alone = strategy.kind == "budget" or strategy.group_size == 1
+
+    def forward(input: Any) -> Any:
+        check_input(input, made.packs_tuples)
+        if runs_alone:  # its layers see to it
+            return inner(input)
+        return checkpoint_sequence(module, input, strategy, made.preserve_rng_state)
+
+    return forward
+
+
+def check_input(input: Any, packs_tuples: bool) -> None:
+    """Raises for a tuple that was not announced."""
+    if isinstance(input, tuple) and not packs_tuples:
+        raise ValueError(
+            f"{_C.rank_prefix()}a checkpointed sequence got a tuple of {len(input)} members; pass "
+            "pack_args_as_tuple=True: its layers take and return a tuple as one argument"
+        )
+
+
+def checkpoint_sequence(
+    module: nn.Module, input: Any, strategy: Strategy, preserve_rng_state: bool
+) -> Any:
+    """Runs the layers of a sequence, groups of them as one checkpoint each.
+
+    Args:
+        module: its children take the result of the one before.
+        input: of the first.
+        strategy: of kind "groups".
+        preserve_rng_state: see `smp.memory.recompute`.
+
+    Raises:
+        ValueError: the user placed a layer on several partitions.
+    """
+    layers = list(module.children())
+    if not torch.is_grad_enabled() or is_tracing():
+        return _run_plainly(layers, input)
+    places = [place_of(layer) if is_together(layer) else None for layer in layers]
+    for group, is_checkpoint in plan_groups(places, strategy.group_size):
+        members = [layers[idx] for idx in group]
+        if is_checkpoint:
+            input = _run_group(members, input, preserve_rng_state)
+        else:
+            input = _run_plainly(members, input)
+    return input
+
+
+def _run_plainly(layers: Sequence[nn.Module], input: Any) -> Any:
+    for layer in layers:
+        input = layer(input)
+    return input
+
+
+def _run_group(layers: Sequence[nn.Module], input: Any, preserve_rng_state: bool) -> Any:
+    if len(layers) == 1:
+        return checkpoint_call(layers[0], layers[0], (input,), {}, preserve_rng_state)
+    request = Request(tuple(layers), preserve_rng_state)
+    if not is_wrapped(layers[0], Around.REMOTE):
+        return memory.fulfil(request, layers[0], (input,), {})
+    with memory.asking(request):
+        # Hooks of the layers run where the layers run.
+        return layers[0].forward(input)
+
+
+def checkpoint_call(
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    preserve_rng_state: bool,
+) -> Any:
+    """One call of a module as a checkpoint, on the rank where the module lives.
+
+    Args:
+        module: lies on one partition.
+        function: calls the module, or its forward.
+        args, kwargs: of ``function``.
+        preserve_rng_state: see `smp.memory.recompute`.
+    """
+    if is_wrapped(module, Around.CHECKPOINT):  # marked as well
+        return function(*args, **kwargs)
+    if is_wrapped(module, Around.REMOTE):
+        with memory.asking(Request((module,), preserve_rng_state)):
+            return function(*args, **kwargs)
+    return memory.recompute(
+        function, args, kwargs, preserve_rng_state=preserve_rng_state, modules=(module,)
+    )

@@ -1,0 +1,211 @@
+"""Calls of which only the arguments are kept: backward computes them again.
+
+The node of autograd is in C++ (`csrc/memory/checkpoint.h`); here are arguments and results of any
+nesting, and what of the surroundings of a call belongs to its second run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from smp import _C, autocast, runtime
+from smp.tracing import is_tracing
+
+
+def is_recomputing() -> bool:
+    """True while this thread runs the second forward of a checkpointed module, in its backward.
+
+    Of one microbatch and context: what runs meanwhile in other contexts of this rank is not meant.
+    """
+    return _C.is_recomputing()
+
+
+def is_cache(value: Any) -> bool:
+    """Is it an attention cache of transformers? By name: importing transformers is not allowed."""
+    return any(
+        cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
+        for cls in type(value).__mro__
+    )
+
+
+def recompute(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    modules: Sequence[nn.Module] = (),
+) -> Any:
+    """Calls a function and keeps its arguments only; backward computes it again.
+
+    Without gradients, and in the tracing pass, it is a plain call. The second run has the grad
+    mode, autocast, context variables and (``preserve_rng_state``) random numbers of the first.
+    Results are equal bit by bit to those without checkpointing, and so are gradients, except that
+    those of an argument which is also used elsewhere may be added up in another order.
+
+    Args:
+        function: of ``args`` and ``kwargs``. Tensors that need gradients reach it as arguments, or
+            are parameters of its modules.
+        args, kwargs: anything; tensors may be in containers that pytree knows (lists, tuples,
+            dictionaries, registered classes). Attention caches of transformers are left out, since
+            the second run would fill them once more.
+        preserve_rng_state: repeat the random numbers of the CPU and of the device.
+        modules: what the function runs, to find parameters that need gradients.
+
+    Returns:
+        what ``function`` returned; tensors in it hang on one node of autograd.
+
+    Raises:
+        ValueError: the function changes an argument in place; in backward: it returned other
+            tensors than before, or gradients are wanted for some tensors only.
+
+    Source: arXiv:1604.06174.
+    """
+    kwargs = kwargs or {}
+    if not torch.is_grad_enabled() or is_tracing():
+        return function(*args, **kwargs)
+    return _Call(function, args, kwargs, modules).run(preserve_rng_state)
+
+
+class _Flat:
+    """A nested value as tensors, each once, and the rest.
+
+    Args:
+        value: anything.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(value)
+        self.tensors: list[Tensor] = []
+        self._places: list[int | None] = []  # of each leaf among the tensors
+        self._others: list[Any] = []
+        known: dict[int, int] = {}
+        for leaf in leaves:
+            place = None
+            if isinstance(leaf, Tensor):
+                place = known.setdefault(id(leaf), len(self.tensors))
+                if place == len(self.tensors):
+                    self.tensors.append(leaf)
+            self._places.append(place)
+            self._others.append(leaf if place is None else None)
+
+    def take(self) -> list[Tensor]:
+        """The tensors; they are not kept here any more."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """The value with other tensors."""
+        leaves = [
+            other if place is None else tensors[place]
+            for place, other in zip(self._places, self._others, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Call:
+    """One call; lives as long as its node."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._function = function
+        self._modules = modules
+        self._arguments = _Flat((tuple(args), dict(kwargs)))
+        self._result: _Flat | None = None  # of the first run, its tensors taken out
+        self._context = contextvars.copy_context()
+        self._current = runtime.current() if runtime.is_initialized() else None
+
+    def run(self, preserve_rng_state: bool) -> Any:
+        given = self._arguments.take()
+        tensors = [_local(tensor) for tensor in given]
+        device = _device_of(self._current, tensors)
+        self._device = device
+        self._autocast = autocast.capture(device)
+        results = _C.checkpoint(
+            self._compute,
+            tensors,
+            needs_grad=self._needs_grad(tensors),
+            preserve_random_state=preserve_rng_state,
+            device=str(device),
+            store=None if self._current is None else self._current.activation_store,
+        )
+        assert self._result is not None
+        # What passed through unchanged is what the caller has.
+        same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
+        return self._result.filled([same.get(id(result), result) for result in results])
+
+    def _needs_grad(self, tensors: Sequence[Tensor]) -> bool:
+        return any(tensor.requires_grad for tensor in tensors) or any(
+            parameter.requires_grad for module in self._modules for parameter in module.parameters()
+        )
+
+    def _compute(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        if self._result is not None:
+            return self._context.copy().run(self._again, tensors)
+        args, kwargs = self._arguments.filled(tensors)
+        args, kwargs = _without_caches(args, kwargs)
+        with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
+            result = _Flat(self._function(*args, **kwargs))
+        self._result = result
+        return result.take()
+
+    def _again(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        args, kwargs = self._arguments.filled(tensors)
+        args, kwargs = _without_caches(args, kwargs)
+        with autocast.restore(self._autocast, self._device), _statistics_kept(self._modules):
+            return _Flat(self._function(*args, **kwargs)).take()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor behind a handle of one on another rank."""
+    while hasattr(tensor, "local"):
+        tensor = tensor.local()
+    return tensor
+
+
+def _device_of(current: runtime.Runtime | None, tensors: Sequence[Tensor]) -> torch.device:
+    if current is not None:
+        return current.device
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
+        return args, kwargs
+    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return tuple(None if is_cache(value) else value for value in args), kwargs
+
+
+@contextlib.contextmanager
+def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The second run does not count as another batch for batch norms."""
+    # Through `data`: autograd must not take it for a change of what it has saved.
+    buffers = [
+        buffer.data
+        for module in modules
+        if module.training
+        for child in module.modules()
+        if isinstance(child, _NormBase)
+        for buffer in child.buffers(recurse=False)
+    ]
+    values = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)

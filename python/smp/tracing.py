@@ -1,0 +1,35 @@
+"""Whether this process runs the tracing pass of the first step now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from smp import _C
+
+
+class _Tracing:
+    """How many traces run now; the flag behind `smp.is_tracing`."""
+
+    depth = 0
+
+
+def is_tracing() -> bool:
+    """True while this process runs the tracing pass of the first step.
+
+    The step function runs once more for it, up to the call of the model. Side effects before that
+    call can be guarded with this.
+    """
+    return _Tracing.depth > 0
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Marks the tracing pass, see `is_tracing`. Split modules run on this rank alone."""
+    _Tracing.depth += 1
+    was_alone = _C.set_tensor_parallel_alone(True)
+    try:
+        yield
+    finally:
+        _C.set_tensor_parallel_alone(was_alone)
+        _Tracing.depth -= 1

@@ -1,0 +1,1 @@
+"""Everything that makes a model fit, with everything else: see `test_grid.py`."""

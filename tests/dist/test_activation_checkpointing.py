@@ -1,0 +1,142 @@
+"""Checkpointing and offloading: less memory, more forwards, and the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.dist.checkpoint_training import Cell, Record, check_equal, train_all
+from tests.dist.pool import Pool
+
+NUM_BLOCKS, STEPS = 6, 2
+STRATEGIES = ("each", "contiguous", "group_2")
+
+
+def run(pool: Pool, cells: list[Cell], timeout: float = 120) -> list[list[Record]]:
+    """Records by rank and cell, equal where they must be."""
+    results = pool.run(cells[0].world_size, train_all, cells, timeout=timeout)
+    check_equal(cells, results)
+    return results
+
+
+def total(results: list[list[Record]], index: int, name: str) -> list[int]:
+    """A count over all ranks, by step."""
+    by_rank = [getattr(records[index], name) for records in results]
+    return [sum(counts) for counts in zip(*by_rank, strict=True)]
+
+
+def check_counts(cells: list[Cell], results: list[list[Record]], num_blocks: int) -> None:
+    """Each forward of a checkpointed block runs once more, in backward."""
+    for index, cell in enumerate(cells):
+        once = num_blocks * cell.microbatches * cell.dp
+        again = once if cell.strategy else 0
+        # The trace of an automatic partition is not counted: these are manual.
+        assert total(results, index, "recomputed") == [again] * cell.steps, cell
+        assert total(results, index, "runs") == [once + again] * cell.steps, cell
+
+
+def check_offload(cells: list[Cell], results: list[list[Record]]) -> None:
+    for index, cell in enumerate(cells):
+        for records in results:
+            stats = records[index].offload
+            assert bool(stats) == cell.offload
+            if cell.offload:
+                assert stats["offloaded"] > 0 and stats["loaded_ahead"] > 0, (cell, stats)
+                assert stats["slots_in_use"] == 0 < stats["peak_slots_in_use"], (cell, stats)
+                assert stats["slots"] == stats["peak_slots_in_use"] < stats["offloaded"]
+        stayed = [records[index].offload.get("stayed", 0) for records in results]
+        # With the simple schedule the first microbatch is the first to go back.
+        needs_some_at_once = cell.offload and cell.schedule != "simple"
+        assert any(stayed) == needs_some_at_once, f"{cell}: {stayed} were needed at once"
+
+
+def variants(cell: Cell, strategies: tuple[str, ...] = STRATEGIES) -> list[Cell]:
+    """Without checkpointing, with each strategy, and the first of them with offloading."""
+    cells = [cell, *(replace(cell, strategy=strategy) for strategy in strategies)]
+    return [*cells, replace(cell, strategy=strategies[0], offload=True)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_alone(pool: Pool, microbatches: int) -> None:
+    cells = variants(Cell(microbatches=microbatches))
+    results = run(pool, cells)
+    check_counts(cells, results, NUM_BLOCKS)
+    check_offload(cells, results)
+
+
+def test_data_parallel(pool: Pool) -> None:
+    cells = variants(Cell(dp=2), ("each",))
+    results = run(pool, cells)
+    check_counts(cells, results, NUM_BLOCKS)
+    check_offload(cells, results)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
+def test_pipeline(pool: Pool, schedule: str) -> None:
+    cells = variants(Cell(pp=2, schedule=schedule))
+    results = run(pool, cells)
+    check_counts(cells, results, NUM_BLOCKS)
+    check_offload(cells, results)
+
+
+def test_pipeline_in_static_mode_and_with_virtual_stages(pool: Pool) -> None:
+    static = Cell(pp=2, steps=4, config=(("static_mode", True),))
+    virtual = Cell(
+        pp=2, schedule="virtual_interleaved", manual=False, config=(("skip_tracing", True),)
+    )
+    cells = variants(static, ("each", "group_2")) + variants(virtual, ("each", "contiguous"))
+    results = run(pool, cells)
+    check_counts(cells, results, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_any_structure_of_arguments(pool: Pool, pp: int) -> None:
+    cells = variants(Cell("structures", pp=pp), ("each",))
+    check_counts(cells, run(pool, cells), 4)
+
+
+def test_tensor_parallel(pool: Pool) -> None:
+    cells = variants(Cell("split", tp=2, microbatches=2))
+    run(pool, [*cells, replace(cells[0], strategy="enable")])
+
+
+def test_tensor_and_pipeline_parallel(pool: Pool) -> None:
+    cells = variants(Cell("split", pp=2, tp=2, microbatches=2), ("group_2", "each"))
+    run(pool, [*cells, replace(cells[0], strategy="enable")])
+
+
+@pytest.mark.parametrize("kind", ["gptj", "bert"])
+def test_hugging_face_switch(pool: Pool, kind: str) -> None:
+    for layout in (Cell(kind), Cell(kind, pp=2), Cell(kind, tp=2)):
+        cell = replace(layout, microbatches=2)
+        results = run(
+            pool,
+            [
+                cell,
+                replace(cell, strategy="enable", offload=True),
+                replace(cell, strategy="each", offload=True),
+            ],
+        )
+        for records in results:  # 4 layers
+            layers_here = 4 // cell.pp
+            for record in records[1:]:
+                assert record.offload["checkpoints"] == layers_here * cell.microbatches * cell.steps
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_functions_under_the_checkpointing_of_pytorch(pool: Pool, pp: int) -> None:
+    cell = Cell("functions", pp=pp)
+    cells = [cell, replace(cell, strategy="torch")]
+    results = run(pool, cells)
+    assert total(results, 1, "runs") > total(results, 0, "runs")
+
+
+def test_budget(pool: Pool) -> None:
+    for pp in (1, 2):
+        cell = Cell(pp=pp, microbatches=2)
+        roomy, tight = (replace(cell, strategy=f"budget:{gib}") for gib in (1, 0))
+        results = run(pool, [cell, roomy, tight])
+        once = NUM_BLOCKS * cell.microbatches
+        assert total(results, 1, "recomputed") == [once, 0]
+        assert total(results, 2, "recomputed") == [once] * STEPS
