@@ -110,8 +110,7 @@ SMP_HOST_DEVICE SMP_INLINED AdamFactors adam_factors(const AdamOptions& options,
 SMP_HOST_DEVICE SMP_INLINED double trust_ratio(const LambOptions& options,
                                                double param_squares,
                                                double update_squares) {
-  const bool wants =
-      options.always_has_ratio || options.adam.weight_decay != 0;
+  const bool wants = options.always_has_ratio || options.adam.weight_decay != 0;
   if (!wants || param_squares == 0 || update_squares == 0) return 1;
   return __builtin_sqrt(param_squares / update_squares);
 }
@@ -132,9 +131,9 @@ SMP_HOST_DEVICE SMP_INLINED double running_norm(const NovoGradOptions& options,
   return __builtin_sqrt(beta2 * old * old + (1 - beta2) * norm * norm);
 }
 
-SMP_HOST_DEVICE SMP_INLINED MomentumFactors novograd_factors(
-    const NovoGradOptions& options, double step, double norm, double lr,
-    double divisor) {
+SMP_HOST_DEVICE SMP_INLINED MomentumFactors
+novograd_factors(const NovoGradOptions& options, double step, double norm,
+                 double lr, double divisor) {
   const AdamFactors adam = adam_factors(options.adam, step, divisor);
   const double denominator = norm * adam.root_factor + adam.eps;
   const bool is_decoupled = options.adam.is_decoupled;

@@ -23,8 +23,8 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
                     ": grads must have one tensor per parameter, ",
                     params.size(), " of them, got ", grads.size());
   if (params.empty()) return;
-  const auto arrays = update_arrays(
-      kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies});
+  const auto arrays =
+      update_arrays(kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies});
   const c10::Device device = params[0].device();
   const Scalars scalars(kOp, device, lr, grad_scale, found_inf);
   kernels::AdamOptions options;

@@ -54,12 +54,14 @@ void moments_on_cpu(const std::vector<kernels::UpdateArrays>& arrays,
   add_up(chunks, parts, num_arrays, sums);
 }
 
-at::Tensor fused_lamb_moments_(
-    at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs, at::TensorList steps, double beta1,
-    double beta2, double eps, double weight_decay, bool decoupled,
-    bool bias_correction, bool grad_averaging, const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf) {
+at::Tensor fused_lamb_moments_(at::TensorList params, at::TensorList grads,
+                               at::TensorList exp_avgs,
+                               at::TensorList exp_avg_sqs, at::TensorList steps,
+                               double beta1, double beta2, double eps,
+                               double weight_decay, bool decoupled,
+                               bool bias_correction, bool grad_averaging,
+                               const OptionalTensor& grad_scale,
+                               const OptionalTensor& found_inf) {
   TORCH_CHECK_VALUE(!params.empty() && grads.size() == params.size(),
                     rank_prefix(), kMoments,
                     " takes parameters and one gradient for each, got ",
@@ -101,8 +103,8 @@ void fused_lamb_apply_(at::TensorList params, at::TensorList exp_avgs,
                        bool bias_correction, bool always_has_ratio,
                        const OptionalTensor& found_inf) {
   if (params.empty()) return;
-  const auto arrays = update_arrays(
-      kApply, {params, {}, exp_avgs, exp_avg_sqs, steps, copies});
+  const auto arrays =
+      update_arrays(kApply, {params, {}, exp_avgs, exp_avg_sqs, steps, copies});
   const auto num_arrays = static_cast<int64_t>(arrays.size());
   const c10::Device device = params[0].device();
   TORCH_CHECK_VALUE(sums.scalar_type() == at::kDouble &&

@@ -19,8 +19,8 @@ kernels::MomentumFactors move_norm(const kernels::UpdateArrays& arrays,
                                    const Scalars& scalars, double norm) {
   T* running = static_cast<T*>(arrays.exp_avg_sq);
   const double step = *arrays.step;
-  *running = static_cast<T>(kernels::running_norm(options, step, *running, norm,
-                                                  scalars.divisor()));
+  *running = static_cast<T>(
+      kernels::running_norm(options, step, *running, norm, scalars.divisor()));
   return kernels::novograd_factors(options, step, *running, scalars.lr(),
                                    scalars.divisor());
 }
@@ -56,9 +56,9 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
                     ": grads must have one tensor per parameter, ",
                     params.size(), " of them, got ", grads.size());
   if (params.empty()) return;
-  const auto arrays = update_arrays(
-      kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies},
-      /*has_norms=*/true);
+  const auto arrays =
+      update_arrays(kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies},
+                    /*has_norms=*/true);
   const auto num_arrays = static_cast<int64_t>(arrays.size());
   const c10::Device device = params[0].device();
   TORCH_CHECK_VALUE(norms.scalar_type() == at::kDouble && norms.dim() == 1 &&
@@ -70,13 +70,9 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
                     " of ", norms.scalar_type(), " on ", norms.device());
   const Scalars scalars(kOp, device, lr, grad_scale, found_inf);
   kernels::NovoGradOptions options;
-  options.adam = {beta1,
-                  beta2,
-                  eps,
-                  weight_decay,
-                  !reg_inside_moment,
-                  bias_correction,
-                  grad_averaging};
+  options.adam = {
+      beta1,           beta2,         eps, weight_decay, !reg_inside_moment,
+      bias_correction, grad_averaging};
   options.is_max_norm = max_norm;
   options.starts_at_zero = init_zero;
   if (device.is_cuda()) {

@@ -44,8 +44,8 @@ void reduce_on_cpu(const std::vector<kernels::Array>& arrays, Kernel kernel,
 template <typename Combine>
 at::Tensor reduce_each(const char* op, at::TensorList tensors, Kernel kernel,
                        CudaKernel cuda_kernel, Combine&& combine) {
-  const auto device = tensors.empty() ? c10::Device(at::kCPU)
-                                      : tensors[0].device();
+  const auto device =
+      tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device();
   check_tensors(op, tensors, device.type());
   const auto num_tensors = static_cast<int64_t>(tensors.size());
   const auto in_double = at::TensorOptions().dtype(at::kDouble).device(device);
@@ -127,8 +127,8 @@ void scale_(at::TensorList tensors, const at::Tensor& factor) {
                     ": factor must be one floating point number, got sizes ",
                     factor.sizes(), " of ", factor.scalar_type());
   if (!device.is_meta()) {
-    const at::Tensor number = factor.to(
-        at::TensorOptions().dtype(at::kDouble).device(device), true);
+    const at::Tensor number =
+        factor.to(at::TensorOptions().dtype(at::kDouble).device(device), true);
     const double* data = number.const_data_ptr<double>();
     const auto arrays = as_arrays(tensors);
     if (device.is_cuda()) {
@@ -149,13 +149,12 @@ void scale_(at::TensorList tensors, const at::Tensor& factor) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> clip_divisor(
     const at::Tensor& sum_of_squares, double max_norm,
     const std::optional<at::Tensor>& grad_scale, double eps) {
-  TORCH_CHECK_VALUE(sum_of_squares.dim() == 0 &&
-                        sum_of_squares.scalar_type() == at::kDouble,
-                    rank_prefix(), kDivisor,
-                    ": sum_of_squares must be a float64 tensor without "
-                    "dimensions, got sizes ",
-                    sum_of_squares.sizes(), " of ",
-                    sum_of_squares.scalar_type());
+  TORCH_CHECK_VALUE(
+      sum_of_squares.dim() == 0 && sum_of_squares.scalar_type() == at::kDouble,
+      rank_prefix(), kDivisor,
+      ": sum_of_squares must be a float64 tensor without "
+      "dimensions, got sizes ",
+      sum_of_squares.sizes(), " of ", sum_of_squares.scalar_type());
   TORCH_CHECK_VALUE(max_norm > 0, rank_prefix(), kDivisor,
                     ": max_norm must be > 0, got ", max_norm);
   at::Tensor norm = sum_of_squares.sqrt();

@@ -18,9 +18,8 @@ bool is_half(const at::Tensor& tensor) {
 }
 
 bool have_equal_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() &&
-         (a.strides() == b.strides() ||
-          (a.is_contiguous() && b.is_contiguous()));
+  return a.sizes() == b.sizes() && (a.strides() == b.strides() ||
+                                    (a.is_contiguous() && b.is_contiguous()));
 }
 
 void check_length(const char* op, const char* name, at::TensorList list,
@@ -45,11 +44,11 @@ class Checker {
         "; 16-bit parameters are updated through float32 masters: set fp16 or "
         "bf16 in the configuration and wrap the optimizer in "
         "smp.DistributedOptimizer");
-    TORCH_CHECK_VALUE(
-        param_.layout() == at::kStrided &&
-            param_.is_non_overlapping_and_dense(),
-        rank_prefix(), op_, ": parameter ", idx_, " with sizes ",
-        param_.sizes(), " must fill one piece of memory; make it contiguous");
+    TORCH_CHECK_VALUE(param_.layout() == at::kStrided &&
+                          param_.is_non_overlapping_and_dense(),
+                      rank_prefix(), op_, ": parameter ", idx_, " with sizes ",
+                      param_.sizes(),
+                      " must fill one piece of memory; make it contiguous");
     check_device("parameter", param_, device);
   }
 
@@ -58,8 +57,7 @@ class Checker {
     const bool has_dtype = grad.scalar_type() == param_.scalar_type() ||
                            (is_half(grad) && !is_double());
     TORCH_CHECK_VALUE(has_dtype, rank_prefix(), op_, ": gradient ", idx_,
-                      " must have the parameter's dtype ",
-                      param_.scalar_type(),
+                      " must have the parameter's dtype ", param_.scalar_type(),
                       is_double() ? "" : " or a 16-bit one", ", got ",
                       grad.scalar_type());
     check_layout("gradient", grad);
@@ -81,19 +79,17 @@ class Checker {
 
   void check_copy(const at::Tensor& copy) const {
     check_device("copy", copy, param_.device());
-    TORCH_CHECK_VALUE(is_half(copy) && !is_double(), rank_prefix(), op_,
-                      ": copy ", idx_,
-                      " must be a float16 or bfloat16 copy of a float32 "
-                      "parameter, got one of dtype ",
-                      copy.scalar_type(), " of a parameter of dtype ",
-                      param_.scalar_type());
+    TORCH_CHECK_VALUE(
+        is_half(copy) && !is_double(), rank_prefix(), op_, ": copy ", idx_,
+        " must be a float16 or bfloat16 copy of a float32 "
+        "parameter, got one of dtype ",
+        copy.scalar_type(), " of a parameter of dtype ", param_.scalar_type());
     const bool fits = copy.sizes() == param_.sizes()
                           ? have_equal_layout(copy, param_)
                           : copy.numel() == param_.numel() &&
                                 copy.is_contiguous() && param_.is_contiguous();
-    TORCH_CHECK_VALUE(fits, rank_prefix(), op_, ": copy ", idx_,
-                      " with sizes ", copy.sizes(), " and strides ",
-                      copy.strides(),
+    TORCH_CHECK_VALUE(fits, rank_prefix(), op_, ": copy ", idx_, " with sizes ",
+                      copy.sizes(), " and strides ", copy.strides(),
                       " does not hold the elements of its parameter, sizes ",
                       param_.sizes(), " and strides ", param_.strides(),
                       ", in the same order");
@@ -104,9 +100,10 @@ class Checker {
 
   void check_device(const char* name, const at::Tensor& tensor,
                     c10::Device device) const {
-    TORCH_CHECK_VALUE(tensor.device() == device, rank_prefix(), op_, ": ",
-                      name, " ", idx_, " is on ", tensor.device(),
-                      ", not on ", device, " like the first parameter; call "
+    TORCH_CHECK_VALUE(tensor.device() == device, rank_prefix(), op_, ": ", name,
+                      " ", idx_, " is on ", tensor.device(), ", not on ",
+                      device,
+                      " like the first parameter; call "
                       "once per device");
   }
 
@@ -122,8 +119,8 @@ class Checker {
         tensor.layout() == at::kStrided && have_equal_layout(tensor, param_),
         rank_prefix(), op_, ": ", name, " ", idx_, " must have sizes ",
         param_.sizes(), " and strides ", param_.strides(),
-        " like its parameter, got a ", tensor.layout(),
-        " tensor with sizes ", tensor.sizes());
+        " like its parameter, got a ", tensor.layout(), " tensor with sizes ",
+        tensor.sizes());
   }
 
   const char* op_;

@@ -15,12 +15,12 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 /// The lists that an update works on: one tensor per parameter in each.
 struct UpdateTensors {
-  at::TensorList params;      // float32 or float64
-  at::TensorList grads;       // of that dtype or 16 bit; empty: not read
-  at::TensorList exp_avgs;    // like the parameters
-  at::TensorList exp_avg_sqs; // like the parameters, or one number each
-  at::TensorList steps;       // one float32 number each
-  at::TensorList copies;      // 16 bit; empty: none
+  at::TensorList params;       // float32 or float64
+  at::TensorList grads;        // of that dtype or 16 bit; empty: not read
+  at::TensorList exp_avgs;     // like the parameters
+  at::TensorList exp_avg_sqs;  // like the parameters, or one number each
+  at::TensorList steps;        // one float32 number each
+  at::TensorList copies;       // 16 bit; empty: none
 };
 
 /// Pointers for the kernels.

@@ -98,7 +98,7 @@ const char* lamb_moments(const UpdateArrays* arrays, int64_t num_arrays,
           count_steps(arrays, num_arrays, scalars, cuda_stream)) {
     return error;
   }
-  if (const char* error = for_each_update_list(
+  if (const char *error = for_each_update_list(
           arrays, num_arrays,
           [&](auto* c, auto* g, const UpdateList& list, int num_blocks) {
             using C = std::remove_pointer_t<decltype(c)>;

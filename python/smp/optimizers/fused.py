@@ -190,14 +190,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         device = batches[0].device if batches else params[0].device
         # All parameters, because other ranks may have gradients where this one has none.
         table = torch.zeros(rows, len(params), dtype=torch.float64, device=device)
-        places = [torch.tensor(b.positions, device=device) for b in batches]
+        places = [self._places(batch, device) for batch in batches]
         for place, values in zip(places, norms, strict=True):
-            table[:, place] = values.to(device)
+            table.index_copy_(1, place, values.to(device))
         table = self.sum_norms(table, params, is_max)
         return [
-            table[:, place].contiguous().to(batch.device)
+            table.index_select(1, place).to(batch.device)
             for place, batch in zip(places, batches, strict=True)
         ]
+
+    def _places(self, batch: Batch, device: torch.device) -> Tensor:
+        """Positions of a batch's parameters as an index; made anew only when they change."""
+        cache: dict[Any, Tensor] = self.__dict__.setdefault("_indices", {})
+        key = (tuple(batch.positions), device)
+        if key not in cache:
+            if len(cache) > 16:
+                cache.clear()
+            cache[key] = torch.tensor(batch.positions, device=device)
+        return cache[key]
 
     _num_norms = 1  # numbers per parameter that `sum_norms` gets
 
@@ -222,9 +232,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the options of a group make sense."""
 
     def refuse(key: str, wanted: str) -> None:
-        raise ValueError(
-            f"{_C.rank_prefix()}{name}: {key} must be {wanted}, got {options[key]!r}"
-        )
+        raise ValueError(f"{_C.rank_prefix()}{name}: {key} must be {wanted}, got {options[key]!r}")
 
     lr = options["lr"]
     if isinstance(lr, Tensor):
@@ -252,8 +260,11 @@ def _laid_out_as(param: Tensor) -> Tensor:
     """The gradient, its elements in the order in memory that the parameter's have."""
     grad = param.grad
     assert grad is not None
-    if grad.is_sparse or grad.stride() == param.stride():
-        return grad  # the operator refuses the first
-    if grad.is_contiguous() and param.is_contiguous():
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{_C.rank_prefix()}the gradient of a parameter with sizes {list(param.shape)} has "
+            f"layout {grad.layout}; fused optimizers take dense ones: make it with sparse=False"
+        )
+    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
         return grad
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)

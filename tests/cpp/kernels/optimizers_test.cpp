@@ -42,8 +42,8 @@ std::vector<T> random_vector(int seed, double mean, double spread) {
   std::vector<T> result;
   using Element = cpu::Element<T>;
   for (int64_t i = 0; i < kSize; ++i) {
-    result.push_back(Element::store(
-        static_cast<typename Element::Compute>(normal(random))));
+    result.push_back(
+        Element::store(static_cast<typename Element::Compute>(normal(random))));
   }
   return result;
 }
@@ -91,8 +91,8 @@ class Update : public ::testing::Test {
     for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
       for (auto [begin, end] : kRanges) {
         for (int copy = 0; copy < (sizeof(C) == 4 ? 3 : 1); ++copy) {
-          SCOPED_TRACE(::testing::Message() << begin << " to " << end
-                                            << ", copy " << copy);
+          SCOPED_TRACE(::testing::Message()
+                       << begin << " to " << end << ", copy " << copy);
           test(**table, begin, end, copy > 0, copy > 1);
         }
       }
@@ -109,10 +109,9 @@ class Update : public ::testing::Test {
     if (data.copy == nullptr) return;
     if constexpr (sizeof(C) == 4) {
       for (int64_t i = 0; i < kSize; ++i) {
-        const uint16_t want =
-            i >= begin && i < end
-                ? cpu::Element<W>::store(data.param[i]).bits
-                : uint16_t{0};
+        const uint16_t want = i >= begin && i < end
+                                  ? cpu::Element<W>::store(data.param[i]).bits
+                                  : uint16_t{0};
         ASSERT_EQ(data.copy[i].bits, want) << i;
       }
     }
