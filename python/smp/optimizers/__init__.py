@@ -1,7 +1,7 @@
 """Optimizers whose update is one pass over the memory of each parameter, on CPU and CUDA.
 
-They take the arguments of the optimizers of the same names in NVIDIA apex, update float32 masters and
-their 16-bit copies at once, and know loss scales: see :class:`smp.optimizers.fused.FusedOptimizer`.
+They take the arguments of the optimizers of the same names in NVIDIA apex, update float32 masters
+and their 16-bit copies at once, and know loss scales: see :class:`smp.optimizers.FusedOptimizer`.
 """
 
 from smp.optimizers.adam import FusedAdam

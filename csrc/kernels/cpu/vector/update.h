@@ -8,10 +8,18 @@
 
 namespace smp::kernels::cpu::SMP_ISA {
 
+constexpr int64_t kAheadBytes = 1024;
+
 template <typename... Pointers>
 SMP_INLINE void fetch_ahead(Pointers... pointers) {
-  constexpr int64_t kBytes = 1024;
-  (__builtin_prefetch(reinterpret_cast<const char*>(pointers) + kBytes), ...);
+  (__builtin_prefetch(reinterpret_cast<const char*>(pointers) + kAheadBytes),
+   ...);
+}
+
+// Of what is read once and not written: it need not stay in the caches.
+template <typename T>
+SMP_INLINE void fetch_once(const T* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + kAheadBytes, 0, 0);
 }
 
 // ---- Types: parameter C, gradient G, copy W (void: none), and whether the
@@ -160,7 +168,8 @@ void adam_of(const UpdateArrays& arrays, const AdamFactors& factors, double lr,
   const Factors<C> f(factors, lr);
   const UpdatePointers<Types> at(arrays, begin);
   sweep<C>(end - begin, [&](int64_t j, auto count) {
-    fetch_ahead(at.param + j, at.grad + j, at.exp_avg + j, at.exp_avg_sq + j);
+    fetch_ahead(at.param + j, at.exp_avg + j, at.exp_avg_sq + j);
+    fetch_once(at.grad + j);
     const Vec<C> p = get(at.param + j, count);
     Vec<C> m = get(at.exp_avg + j, count);
     Vec<C> v = get(at.exp_avg_sq + j, count);
@@ -186,7 +195,8 @@ void lamb_moments_of(const UpdateArrays& arrays, const AdamFactors& factors,
   const UpdatePointers<Types> at(arrays, begin);
   C totals[2];
   sweep_sums<C, 2>(end - begin, totals, [&](int64_t j, auto count, auto& s) {
-    fetch_ahead(at.param + j, at.grad + j, at.exp_avg + j, at.exp_avg_sq + j);
+    fetch_ahead(at.param + j, at.exp_avg + j, at.exp_avg_sq + j);
+    fetch_once(at.grad + j);
     const Vec<C> p = get(at.param + j, count);
     Vec<C> m = get(at.exp_avg + j, count);
     Vec<C> v = get(at.exp_avg_sq + j, count);
@@ -254,7 +264,8 @@ void momentum_of(const UpdateArrays& arrays, const MomentumFactors& factors,
   const C decay = static_cast<C>(factors.decay);
   const UpdatePointers<Types> at(arrays, begin);
   sweep<C>(end - begin, [&](int64_t j, auto count) {
-    fetch_ahead(at.param + j, at.grad + j, at.exp_avg + j);
+    fetch_ahead(at.param + j, at.exp_avg + j);
+    fetch_once(at.grad + j);
     const Vec<C> p = get(at.param + j, count);
     Vec<C> g = get(at.grad + j, count) * grad_factor;
     if (l2 != 0) g += p * l2;
