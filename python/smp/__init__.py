@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, patches, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, optimizers, patches, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -130,6 +130,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "optimizers",
     "partition",
     "patches",
     "pp_barrier",

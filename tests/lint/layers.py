@@ -43,6 +43,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "config_sources",
             "creation",
             "forwards",
+            "optimizers",
             "schedule",
             "settings",
             "tracing",
