@@ -65,9 +65,7 @@ def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
         return [False] * len(layers)
     again = max(layer.kept_bytes for layer in layers)
     must_save = whole + again - budget_bytes
-    savings = [
-        max(0, layer.kept_bytes - layer.argument_bytes) * layer.num_kept for layer in layers
-    ]
+    savings = [max(0, layer.kept_bytes - layer.argument_bytes) * layer.num_kept for layer in layers]
     if sum(savings) < must_save:
         return [True] * len(layers)
     unit = max(1, -(-sum(savings) // _RESOLUTION))
@@ -131,7 +129,7 @@ class Budget:
             layer.num_live -= 1
             if layer.cost is not None:
                 return inner(*args, **kwargs)
-            result, cost = measure(inner, args, kwargs)
+            result, cost = measure(module, inner, args, kwargs)
             layer.cost = cost
             return result
 
@@ -168,23 +166,24 @@ class Budget:
             assert layer.cost is not None
             known = layer.cost
             costs.append(
-                LayerCost(
-                    known.kept_bytes, known.argument_bytes, known.flops, layer.most_live
-                )
+                LayerCost(known.kept_bytes, known.argument_bytes, known.flops, layer.most_live)
             )
         for layer, checkpoints in zip(used, plan_budget(costs, self._budget_bytes), strict=True):
             layer.checkpoints = checkpoints
         self.decided = True
 
 
-def measure(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
+def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
     """Runs a forward with gradients and tells what it keeps and does.
 
     Args:
-        forward: parameters of its module are not counted.
+        module: its parameters and buffers are not counted.
+        forward: its.
         args, kwargs: tensors in them are counted apart.
     """
-    known: set[int] = set()  # storages by address; all of them live as long as the result
+    # Storages by address; all of them live as long as the result.
+    own = (*module.parameters(), *module.buffers())
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
     arguments = 0
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
@@ -195,8 +194,7 @@ def measure(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
     def pack(tensor: Tensor) -> Tensor:
         nonlocal kept
         storage = tensor.untyped_storage()
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        if storage.data_ptr() not in known and not is_parameter:
+        if storage.data_ptr() not in known:
             kept += storage.nbytes()
         known.add(storage.data_ptr())
         # Not the tensor itself: a result would keep the node alive that keeps it.
