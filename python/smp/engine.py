@@ -37,6 +37,7 @@ class Engine:
         trace: how the model is traced for the automatic partition.
         overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
         broadcast_buffers: whether each training step begins with the first replica's buffers.
+        seed: of delayed initialisation.
         registrations: of the modules in it that were replaced by distributed ones.
     """
 
@@ -52,6 +53,7 @@ class Engine:
         average: bool,
         bucket_cap_bytes: int,
         broadcast_buffers: bool,
+        seed: int,
         registrations: Sequence[Registration] = (),
     ) -> None:
         self._current = current
@@ -63,6 +65,7 @@ class Engine:
         self.averages = average
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
+        self._seed = seed
         self._registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
@@ -124,7 +127,7 @@ class Engine:
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
-        self.parts.place(current.device)
+        self.parts.place(current.device, self._seed)
         local = list(self.parts.named_parameters())
         split = [p for _, p in local if interval_of(p) is not None]
         whole = [p for _, p in local if interval_of(p) is None]

@@ -47,13 +47,17 @@ class ModelParts:
                 if parameter is not None:
                     self._parameter_partition.setdefault(parameter, partition_of[module])
 
-    def place(self, device: torch.device) -> None:
+    def place(self, device: torch.device, seed: int) -> None:
         """Makes local parameters real on ``device`` and frees all others; moves all buffers.
 
         Buffers stay real on every rank: they are small and parents read those of their children.
         What is on the meta device is initialised here.
+
+        Args:
+            device: of this process.
+            seed: of what is initialised.
         """
-        memory.initialise_delayed(self.root, self.is_local_parameter, device)
+        memory.initialise_delayed(self.root, self.is_local_parameter, device, seed=seed)
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
             if partition == self._pp_rank:
