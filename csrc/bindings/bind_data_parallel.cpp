@@ -4,6 +4,7 @@
 #include "csrc/comm/fault_board.h"
 #include "csrc/data_parallel/broadcast.h"
 #include "csrc/data_parallel/reducer.h"
+#include "csrc/data_parallel/shard_layout.h"
 
 namespace py = pybind11;
 
@@ -15,6 +16,10 @@ using data_parallel::ParameterRecord;
 using data_parallel::Patience;
 using data_parallel::Reducer;
 using data_parallel::ReductionGroup;
+using data_parallel::Segment;
+using data_parallel::ShardedBucket;
+using data_parallel::ShardHolding;
+using data_parallel::ShardLayout;
 using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
 
 Patience make_patience(double timeout_s, FaultsPtr faults,
@@ -31,13 +36,14 @@ ParameterRecord make_record(int index, std::string name,
                             std::vector<int64_t> shape, at::ScalarType dtype,
                             double divisor,
                             std::optional<topology::ShardInterval> interval,
-                            std::vector<std::string> ties,
-                            ReductionGroup group) {
+                            std::vector<std::string> ties, ReductionGroup group,
+                            std::optional<at::ScalarType> accumulation_dtype) {
   ParameterRecord record = data_parallel::whole_record(
       index, std::move(name), std::move(shape), dtype, divisor);
   if (interval) record.interval = *interval;
   record.ties = std::move(ties);
   record.group = group;
+  if (accumulation_dtype) record.accumulation_dtype = *accumulation_dtype;
   return record;
 }
 
@@ -69,17 +75,53 @@ void bind_record(py::module_& m) {
            py::arg("shape"), py::arg("dtype"), py::kw_only(),
            py::arg("divisor") = 1.0, py::arg("interval") = py::none(),
            py::arg("ties") = std::vector<std::string>(),
-           py::arg("group") = ReductionGroup::kDp)
+           py::arg("group") = ReductionGroup::kDp,
+           py::arg("accumulation_dtype") = py::none())
       .def_readonly("index", &ParameterRecord::index)
       .def_readonly("name", &ParameterRecord::name)
       .def_readonly("shape", &ParameterRecord::shape)
       .def_readonly("dtype", &ParameterRecord::dtype)
+      .def_readonly("accumulation_dtype", &ParameterRecord::accumulation_dtype)
       .def_readonly("divisor", &ParameterRecord::divisor)
       .def_readonly("interval", &ParameterRecord::interval)
       .def_readonly("ties", &ParameterRecord::ties)
       .def_readonly("group", &ParameterRecord::group)
       .def_property_readonly("local_shape", &ParameterRecord::local_shape)
       .def("__repr__", &ParameterRecord::describe);
+}
+
+void bind_shards(py::module_& m) {
+  py::enum_<ShardLayout>(m, "ShardLayout",
+                         "How a bucket is divided over a shard group.")
+      .value("EQUAL_CUT", ShardLayout::kEqualCut)
+      .value("PER_PARAMETER", ShardLayout::kPerParameter);
+  py::class_<Segment>(m, "ShardSegment",
+                      "Elements [begin, begin + numel) of a parameter lie at "
+                      "flat_offset of the flat bucket.")
+      .def_readonly("record_idx", &Segment::record_idx)
+      .def_readonly("flat_offset", &Segment::flat_offset)
+      .def_readonly("begin", &Segment::begin)
+      .def_readonly("numel", &Segment::numel);
+  py::class_<ShardHolding>(m, "ShardHolding",
+                           "What one rank holds of a parameter, and where in "
+                           "its shard.")
+      .def_readonly("record_idx", &ShardHolding::record_idx)
+      .def_readonly("begin", &ShardHolding::begin)
+      .def_readonly("numel", &ShardHolding::numel)
+      .def_readonly("offset", &ShardHolding::offset)
+      .def_readonly("room", &ShardHolding::room);
+  py::class_<ShardedBucket>(m, "ShardedBucket",
+                            "A bucket of num_shards * shard_numel elements; "
+                            "see data_parallel/shard_layout.h.")
+      .def_readonly("dtype", &ShardedBucket::dtype)
+      .def_readonly("accumulation_dtype", &ShardedBucket::accumulation_dtype)
+      .def_readonly("num_shards", &ShardedBucket::num_shards)
+      .def_readonly("shard_numel", &ShardedBucket::shard_numel)
+      .def_readonly("segments", &ShardedBucket::segments)
+      .def_readonly("holdings", &ShardedBucket::holdings);
+  m.def("plan_shards", &data_parallel::plan_shards, py::arg("records"),
+        py::arg("bucket_cap_bytes"), py::arg("num_shards"), py::arg("layout"),
+        "Buckets of the records, divided over a shard group.");
 }
 
 void bind_reducer(py::module_& m) {
@@ -126,6 +168,7 @@ void bind_reducer(py::module_& m) {
 
 void bind_data_parallel(py::module_& m) {
   bind_record(m);
+  bind_shards(m);
   bind_reducer(m);
   m.def(
       "broadcast_coalesced",

@@ -24,10 +24,19 @@ void check_records(const std::vector<ParameterRecord>& records) {
                     " has two records; list a tied parameter once");
     SMP_CHECK_VALUE(record.divisor > 0, "parameter ", record.name,
                     " has divisor ", record.divisor, "; expected > 0");
+    SMP_CHECK_VALUE(c10::elementSize(record.accumulation_dtype) >=
+                        c10::elementSize(record.dtype),
+                    "gradients of parameter ", record.name, " of dtype ",
+                    record.dtype, " cannot be accumulated in ",
+                    record.accumulation_dtype, ", which is narrower");
   }
 }
 
 }  // namespace
+
+int64_t slot_alignment(c10::ScalarType dtype) {
+  return kSlotAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 BucketPlan plan_buckets(const std::vector<ParameterRecord>& records,
                         int64_t cap_bytes) {
@@ -35,22 +44,25 @@ BucketPlan plan_buckets(const std::vector<ParameterRecord>& records,
                   cap_bytes);
   check_records(records);
 
-  using Key = std::tuple<c10::ScalarType, ReductionGroup, double>;
+  using Key =
+      std::tuple<c10::ScalarType, c10::ScalarType, ReductionGroup, double>;
   std::map<Key, Bucket> open;
   BucketPlan plan;
   for (auto record = records.rbegin(); record != records.rend(); ++record) {
     const auto item_bytes =
-        static_cast<int64_t>(c10::elementSize(record->dtype));
-    const int64_t alignment = kSlotAlignmentBytes / item_bytes;
+        static_cast<int64_t>(c10::elementSize(record->accumulation_dtype));
+    const int64_t alignment = slot_alignment(record->dtype);
     const int64_t numel = record->local_numel();
     const int64_t room = (numel + alignment - 1) / alignment * alignment;
-    Bucket& bucket = open[{record->dtype, record->group, record->divisor}];
+    Bucket& bucket = open[{record->dtype, record->accumulation_dtype,
+                           record->group, record->divisor}];
     if (!bucket.slots.empty() &&
         (bucket.numel + room) * item_bytes > cap_bytes) {
       plan.buckets.push_back(std::exchange(bucket, {}));
     }
     if (bucket.slots.empty()) {
       bucket.dtype = record->dtype;
+      bucket.accumulation_dtype = record->accumulation_dtype;
       bucket.group = record->group;
       bucket.divisor = record->divisor;
     }

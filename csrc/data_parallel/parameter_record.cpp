@@ -30,6 +30,9 @@ std::string ParameterRecord::describe() const {
     out << (i == 0 ? "" : ", ") << shape[i];
   }
   out << ']';
+  if (accumulation_dtype != dtype) {
+    out << " accumulated in " << c10::toString(accumulation_dtype);
+  }
   if (!interval.is_whole()) out << ", " << interval.describe();
   out << (group == ReductionGroup::kDp ? ", dp" : ", rdp") << " / " << divisor;
   return out.str();
@@ -41,7 +44,7 @@ ParameterRecord whole_record(int index, std::string name,
   ParameterRecord record;
   record.index = index;
   record.name = std::move(name);
-  record.dtype = dtype;
+  record.dtype = record.accumulation_dtype = dtype;
   record.interval = topology::ShardInterval::whole(
       product(shape), topology::ShardInterval::kFlat);
   record.shape = std::move(shape);

@@ -20,6 +20,8 @@ struct ParameterRecord {
   std::string name;            ///< in the whole model
   std::vector<int64_t> shape;  ///< of the whole parameter
   c10::ScalarType dtype = c10::ScalarType::Float;
+  /// In which gradients are added up and reduced; not narrower than `dtype`.
+  c10::ScalarType accumulation_dtype = c10::ScalarType::Float;
   topology::ShardInterval interval;  ///< the slice held here
   std::vector<std::string> ties;     ///< other names of the same parameter
   ReductionGroup group = ReductionGroup::kDp;
@@ -32,7 +34,8 @@ struct ParameterRecord {
   std::string describe() const;
 };
 
-/// A record of a parameter that is held whole.
+/// A record of a parameter that is held whole, its gradients accumulated in
+/// `dtype`.
 ParameterRecord whole_record(int index, std::string name,
                              std::vector<int64_t> shape, c10::ScalarType dtype,
                              double divisor = 1);

@@ -274,9 +274,6 @@ _TENSORFLOW_KEYS = ("horovod", "contiguous")
 
 # Features of later versions: a value other than the default is refused at init.
 NOT_YET: dict[str, str] = {
-    "fp16": "FP16 training",
-    "fp16_params": "FP16 parameters",
-    "bf16": "BF16 training",
     "shard_optimizer_state": "sharded optimizer state",
     "sharded_data_parallel_degree": "sharded data parallelism",
     "offload_activations": "activation offloading",

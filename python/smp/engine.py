@@ -72,6 +72,8 @@ class Engine:
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self.reducers: list[_C.Reducer] = []  # one per group of ranks, once there are some
+        #: what this rank updates in place of parameters; None: the parameters themselves
+        self.holdings: dict[nn.Parameter, data_parallel.Holding] | None = None
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
@@ -133,6 +135,9 @@ class Engine:
         whole = [p for _, p in local if interval_of(p) is None]
         data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
         data_parallel.broadcast_from_first(split, "rdp")
+        self.holdings = data_parallel.make_holdings(
+            self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
+        )
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self.reducers = data_parallel.make_reducers(
@@ -145,6 +150,12 @@ class Engine:
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+
+    def after_update(self) -> None:
+        """Brings what was updated on this rank to where modules use it.
+
+        Nothing is to do while every rank updates all that its modules use.
+        """
 
     def _check_files(self) -> None:
         """Files that describe one model cannot be meant for several.

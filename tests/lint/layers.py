@@ -45,7 +45,6 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tensor_parallel"}),
     frozenset(
         {
-            "data_parallel",
             "memory",
             "metrics",
             "microbatch",
@@ -55,6 +54,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "timeline",
         }
     ),
+    frozenset({"data_parallel"}),
     frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"engine", "grad_norm"}),
     frozenset({"model", "step_run"}),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 _HOLDING = "_smp_holding"
+_MASTER_OF = "_smp_master_of"
 
 
 @dataclass
@@ -43,8 +45,9 @@ class Holding:
 
 
 def attach(holding: Holding) -> None:
-    """Makes a parameter know its holding."""
+    """Makes a parameter and its master know their holding."""
     setattr(holding.parameter, _HOLDING, holding)
+    setattr(holding.master, _MASTER_OF, holding)
 
 
 def holding_of(parameter: Tensor) -> Holding | None:
@@ -52,3 +55,29 @@ def holding_of(parameter: Tensor) -> Holding | None:
     holding = getattr(parameter, _HOLDING, None)
     assert holding is None or isinstance(holding, Holding)
     return holding
+
+
+def holding_with_master(tensor: Tensor) -> Holding | None:
+    """The holding that a tensor is the master of; None for other tensors."""
+    holding = getattr(tensor, _MASTER_OF, None)
+    assert holding is None or isinstance(holding, Holding)
+    return holding
+
+
+def master_of(parameter: Tensor) -> Tensor:
+    """What the optimizer updates, and what has the gradient, in the place of a parameter."""
+    holding = holding_of(parameter)
+    return parameter if holding is None else holding.master
+
+
+def model_parameter_of(tensor: Tensor) -> Tensor:
+    """The model's parameter behind what an optimizer updates."""
+    holding = holding_with_master(tensor)
+    return tensor if holding is None else holding.parameter
+
+
+def refresh_piece(holding: Holding) -> None:
+    """Writes the rounded master into the model."""
+    if holding.has_copy:
+        with torch.no_grad():
+            holding.piece.copy_(holding.master.view(holding.piece.shape))

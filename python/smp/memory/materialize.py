@@ -43,6 +43,24 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad = None
 
 
+def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Changes the dtype of a parameter; placeholders stay without memory.
+
+    Args:
+        parameter: keeps its object. Its gradient is let go of.
+        dtype: floating.
+    """
+    if parameter.dtype == dtype:
+        return
+    with torch.no_grad():
+        is_placeholder = parameter.numel() > 1 and not any(parameter.stride())
+        if is_placeholder:
+            parameter.data = filler(dtype, parameter.device).expand(parameter.shape)
+        else:
+            parameter.data = parameter.data.to(dtype)
+        parameter.grad = None
+
+
 def fill(parameter: nn.Parameter, value: Tensor) -> None:
     """Gives a parameter values, also one on the meta device; ``value`` is copied.
 
