@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import metrics, model, nn, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -95,6 +95,7 @@ __all__ = [
     "StepOutput",
     "__version__",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
     "clip_grad_norm_",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from smp import _C, comm, runtime
+from smp.optimizer_state import FLAT_MARK
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
@@ -129,6 +130,11 @@ def _merge(parts: list[Any]) -> Any:
     if not first.get(PARTIAL_MARK):
         return {key: _merge([part[key] for part in parts]) for key in first}
     if "state" in first and "param_groups" in first:  # of an optimizer
+        if first.get(FLAT_MARK):
+            raise ValueError(
+                f"{_C.rank_prefix()}a sharded optimizer state cannot become part of one file; save "
+                "optimizer.state_dict(), or local_state_dict() with partial=True"
+            )
         states = [{**part["state"], SHARDS_MARK: part.get(SHARDS_MARK, {})} for part in parts]
         merged = {
             key: value for key, value in first.items() if key not in (PARTIAL_MARK, SHARDS_MARK)

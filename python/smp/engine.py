@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, comm, data_parallel, memory, runtime
@@ -19,6 +20,7 @@ from smp.partition.decide import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
+from smp.precision import LossScaler
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.tensor_parallel.registry import Registration
@@ -80,6 +82,7 @@ class Engine:
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
+        self._loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
 
@@ -138,24 +141,75 @@ class Engine:
         self.holdings = data_parallel.make_holdings(
             self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
         )
-        trainable = [(name, p) for name, p in local if p.requires_grad]
-        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
-        self.reducers = data_parallel.make_reducers(
-            trainable,
-            bucket_cap_bytes=self._bucket_cap_bytes,
-            overlap=self._overlap and current.config.overlapping_allreduce,
-            average=self.averages,
-            passes_per_reduction=self._passes_per_reduction,
-        )
+        self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+
+    def make_reducers(self) -> None:
+        """Lays out the gradients of this rank, for parameters of the dtypes that they have now.
+
+        Collective over the replicas; not while a step runs.
+        """
+        assert self.parts is not None
+        trainable = [(name, p) for name, p in self.parts.named_parameters() if p.requires_grad]
+        self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
+        self.reducers = []  # the former ones let go of the parameters
+        self.reducers = data_parallel.make_reducers(
+            trainable,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            overlap=self._overlap and self._current.config.overlapping_allreduce,
+            average=self.averages,
+            passes_per_reduction=self._passes_per_reduction,
+        )
 
     def after_update(self) -> None:
         """Brings what was updated on this rank to where modules use it.
 
         Nothing is to do while every rank updates all that its modules use.
         """
+
+    # ---- precision
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """Dtype of the model's parameters and activations in 16-bit training."""
+        return self._current.config.half_dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """What a loss is multiplied with before its backward."""
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale
+
+    @property
+    def can_change_dtype(self) -> bool:
+        """Of a model that is partitioned: nothing of it is elsewhere, or there twice."""
+        return self._current.sizes["pp"] == 1 and self.holdings is None
+
+    def watch_backward(self, output: Any) -> None:
+        """Refuses backward without a loss scale, where it may be called without this library."""
+        if self.loss_scale == 1.0 or not torch.is_grad_enabled():
+            return
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._check_scaled)
+
+    def _check_scaled(self, grad: torch.Tensor) -> None:
+        if not self._current.scales_loss:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}backward began at a loss without its scale {self.loss_scale:g},"
+                " which would make gradients in torch.float16 vanish; call model.backward(loss) "
+                "instead of loss.backward()"
+            )
+
+    def use_loss_scaler(self, scaler: LossScaler) -> None:
+        """From now on this one decides on the loss scale."""
+        self._loss_scaler = scaler
+
+    @property
+    def num_reductions(self) -> int:
+        """Steps whose gradients this rank has taken part in reducing."""
+        return sum(reducer.stats.num_reductions for reducer in self.reducers)
 
     def _check_files(self) -> None:
         """Files that describe one model cannot be meant for several.
@@ -258,7 +312,8 @@ class Engine:
         Args:
             weight: of the microbatch in the mean over the batch.
         """
-        return weight if self.averages and self.server is not None else 1.0
+        shared = weight if self.averages and self.server is not None else 1.0
+        return shared * self.loss_scale
 
     def begin_microbatch(self, mb: int) -> None:
         """A body begins, without a server."""

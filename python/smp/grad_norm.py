@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from smp import _C, comm
+from smp import _C, comm, runtime
+from smp.data_parallel import holding_with_master, master_of, model_parameter_of
+from smp.precision.gradients import by_device, gradients_of, scale
 from smp.tensor_parallel.sharding import interval_of
 
 
@@ -21,8 +24,10 @@ def clip_grad_norm_(
     """Scales gradients so that their norm over the whole model is at most ``max_norm``.
 
     Takes the place of ``torch.nn.utils.clip_grad_norm_``: the norm covers the parameters of all
-    pipeline and tensor-parallel ranks, each once, and is the same on every rank. Between the step
-    call and ``optimizer.step()``. Collective over the ranks of a replica (the MP group).
+    pipeline and tensor-parallel ranks and of all shards, each element once, and is the same on
+    every rank. The gradient of a parameter that has a master is the one there; a loss scale is
+    taken out. Between the step call and ``optimizer.step()``. Collective over the ranks of a
+    replica (the MP group), and over the ranks that hold one copy of a sharded state together.
 
     Args:
         parameters: ``model.parameters()``, or on every rank its part of the same selection;
@@ -39,42 +44,85 @@ def clip_grad_norm_(
         ValueError: if ``norm_type`` is not positive or ``max_norm`` is negative.
         RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
     """
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    updated = list({id(p): p for p in map(master_of, listed)}.values())
+    for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
+        gradients.unscale()
+    norm = global_norm(updated, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.total):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the norm of the gradients is {norm.total}, so they cannot be "
+            "clipped; pass error_if_nonfinite=False to scale them all the same"
+        )
+    coefficient = _C.clip_coefficient(norm.total, max_norm)
+    if coefficient != 1.0:
+        scale(norm.grads, coefficient)
+    return norm.as_tensor()
+
+
+@dataclass(frozen=True)
+class GlobalNorm:
+    """Norm of gradients over all ranks that hold parts of the model.
+
+    Attributes:
+        total: bitwise equal on these ranks.
+        has_double: some rank has gradients in float64.
+        grads: of this rank.
+    """
+
+    total: float
+    has_double: bool
+    grads: list[Tensor]
+
+    def as_tensor(self) -> Tensor:
+        """A tensor without dimensions."""
+        dtype = torch.float64 if self.has_double else torch.float32
+        device = self.grads[0].device if self.grads else None
+        return torch.tensor(self.total, dtype=dtype, device=device)
+
+
+def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
+    """The norm of the gradients as they are. Collective as `clip_grad_norm_`.
+
+    Args:
+        updated: what optimizers update: masters, or parameters that have none; each once.
+        norm_type: > 0.
+    """
     if not norm_type > 0:
         raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
-    grads, counted = _gradients(parameters)
-    has_double = any(grad.dtype == torch.float64 for grad in grads)
-    parts = [(_power_sum(counted, norm_type), has_double)]
+    having = [p for p in updated if p.grad is not None and p.grad.numel()]
+    grads = [_grad(p) for p in having]
+    power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type)
+    part = (power, any(grad.dtype == torch.float64 for grad in grads))
+    if runtime.current().sizes["shard"] > 1:
+        part = _combined(_of_shard_group(comm.allgather(part, comm.RDP_GROUP)), norm_type)
     if comm.mp_size() > 1:
-        parts = comm.allgather(parts[0], comm.MP_GROUP)
-    # In order of rank, so that all ranks get the same bits.
-    if math.isinf(norm_type):
-        powers = [power for power, _ in parts]
-        total = math.nan if any(map(math.isnan, powers)) else max(powers)
-    else:
-        total = sum(power for power, _ in parts) ** (1.0 / norm_type)
-    if error_if_nonfinite and not math.isfinite(total):
-        raise RuntimeError(
-            f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
-            "pass error_if_nonfinite=False to scale them all the same"
-        )
-    _scale(grads, _C.clip_coefficient(total, max_norm))
-    dtype = torch.float64 if any(double for _, double in parts) else torch.float32
-    return torch.tensor(total, dtype=dtype, device=grads[0].device if grads else None)
+        part = _combined(comm.allgather(part, comm.MP_GROUP), norm_type)
+    total = part[0] if math.isinf(norm_type) else part[0] ** (1.0 / norm_type)
+    return GlobalNorm(total, part[1], grads)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients that are there, one per parameter however often this is listed.
+def _counts(updated: Tensor) -> bool:
+    """Is it this rank's to count? Others may hold the same elements."""
+    current = runtime.current()
+    if current.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
+        return False
+    return current.ranks["shard"] == 0 or holding_with_master(updated) is not None
 
-    Returns:
-        all of them, and those that count here: slices, and on the first tensor-parallel rank those
-        of parameters that all of them hold.
-    """
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = {id(parameter): parameter for parameter in listed}
-    having = [parameter for parameter in unique.values() if parameter.grad is not None]
-    counts_whole = comm.tp_rank() == 0
-    counted = [p for p in having if counts_whole or interval_of(p) is not None]
-    return [_grad(p) for p in having], [_grad(p) for p in counted]
+
+def _of_shard_group(parts: Sequence[tuple[float, bool]]) -> list[tuple[float, bool]]:
+    """What ranks of the own shard group said, out of those of the rdp group."""
+    groups = runtime.current().groups
+    return [p for rank, p in zip(groups["rdp"], parts, strict=True) if rank in groups["shard"]]
+
+
+def _combined(parts: Sequence[tuple[float, bool]], norm_type: float) -> tuple[float, bool]:
+    """In order of rank, so that all ranks get the same bits."""
+    has_double = any(double for _, double in parts)
+    powers = [power for power, _ in parts]
+    if not math.isinf(norm_type):
+        return sum(powers), has_double
+    return (math.nan if any(map(math.isnan, powers)) else max(powers)), has_double
 
 
 def _grad(parameter: Tensor) -> Tensor:
@@ -86,25 +134,10 @@ def _power_sum(grads: Sequence[Tensor], norm_type: float) -> float:
     """Sum of ``|x| ** norm_type`` over all elements in double precision; the maximum if inf."""
     if norm_type == 2.0:
         return sum(
-            float(torch.ops.smp.sum_of_squares(group)) for group in _by_device(grads).values()
+            float(torch.ops.smp.sum_of_squares(group)) for group in by_device(grads).values()
         )
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
     if not norms:
         return 0.0
     values = torch.stack([norm.to(norms[0].device) for norm in norms])
     return float(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
-
-
-def _scale(grads: Sequence[Tensor], coefficient: float) -> None:
-    if coefficient == 1.0:
-        return
-    for device, group in _by_device(grads).items():
-        factor = torch.tensor(coefficient, dtype=torch.float64, device=device)
-        torch.ops.smp.scale_(group, factor)
-
-
-def _by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
-    return groups

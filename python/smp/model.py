@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, memory, microbatch, runtime
-from smp.data_parallel import reduction_of
+from smp.backward_roots import run_backward, weighted
+from smp.data_parallel import master_of, model_parameter_of, reduction_of
 from smp.engine import Engine
-from smp.model_parts import ModelParts, alias_forwards
+from smp.model_parts import ModelParts, ModuleWrapper, alias_forwards
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -25,27 +25,11 @@ from smp.partition.trace import is_tracing as is_tracing
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
+from smp.precision import cast_inputs, cast_outputs
 from smp.replacement import replace_marked
 from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
 
 Hook = Callable[["DistributedModel", Any], Any]
-
-
-class _ModuleWrapper(nn.Module):
-    """The level between DistributedModel and the user's module that public scripts expect."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
 
 class DistributedModel(nn.Module):
@@ -112,7 +96,13 @@ class DistributedModel(nn.Module):
         module, registrations = replace_marked(module)
         translators = [r.translators for r in registrations if r.translators is not None]
         runtime.state.module_manager.add(translators)
-        self.module = _ModuleWrapper(module)
+        if current.config.fp16_params and current.config.half_dtype is None:
+            for distributed in module.modules():
+                if isinstance(distributed, DistributedModule):
+                    distributed.half()
+        self.module: nn.Module = ModuleWrapper(module)
+        if current.config.fp16:
+            self.module = ModuleWrapper(self.module)
         self._engine = Engine(
             current,
             current.num_wrapped,
@@ -150,14 +140,16 @@ class DistributedModel(nn.Module):
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
         if self._engine.capture is not None:
-            return self._engine.capture.on_call(
-                self.get_module(), self._on_device(args), self._on_device(kwargs)
-            )
+            args, kwargs = self._prepared((args, kwargs))
+            return self._outgoing(self._engine.capture.on_call(self.get_module(), args, kwargs))
         link = self._engine.link
         if link is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
-            return self.get_module()(*self._on_device(args), **self._on_device(kwargs))
+            args, kwargs = self._prepared((args, kwargs))
+            output = self._outgoing(self.get_module()(*args, **kwargs))
+            self._engine.watch_backward(output)
+            return output
         self._check_in_step("called")
         share = microbatch.current_share()
         if not self._engine.is_driver:
@@ -169,7 +161,8 @@ class DistributedModel(nn.Module):
                     f"their models in one order ({self._runtime.candidates})"
                 )
             return output
-        output = self.get_module()(*self._on_device(args), **self._on_device(kwargs))
+        args, kwargs = self._prepared((args, kwargs))
+        output = self._outgoing(self.get_module()(*args, **kwargs))
         link.publish_output((self._engine.idx, output, share.weight))
         return output
 
@@ -178,7 +171,9 @@ class DistributedModel(nn.Module):
         tensors: Tensor | Sequence[Tensor],
         grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Replaces ``loss.backward()`` in step functions.
+        """Replaces ``loss.backward()`` in step functions, and outside of them in fp16 training.
+
+        A loss scale is applied here; losses stay what they are.
 
         Args:
             tensors: scalar or list of tensors that depend on the model's output.
@@ -192,7 +187,11 @@ class DistributedModel(nn.Module):
             self._raise_outside_step("run backward")
         if server is None:
             self._engine.begin_backward_alone()
-            torch.autograd.backward(tensors, grad_tensors)
+            scale = self._engine.root_weight(1.0)
+            if scale != 1.0:
+                tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
+            with self._runtime.scaling_loss():
+                torch.autograd.backward(tensors, grad_tensors)
             return
         self._check_in_step("run backward")
         if not server.is_driver:
@@ -203,14 +202,14 @@ class DistributedModel(nn.Module):
         # owner runs the backward right behind. The simple schedule has all forwards first.
         ahead = self._runtime.config.pipeline != "simple"
         if ahead or weight != 1.0:
-            tensors, grad_tensors = _weighted(tensors, grad_tensors, weight, ahead)
+            tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         if not ahead:
             for root in roots:  # its forward is over when the loss is there
                 if isinstance(root, RemoteTensor):
                     root.wait()
         server.begin_backward()
-        _run_backward(tuple(resolve(root) for root in roots), grad_tensors)
+        run_backward(tuple(resolve(root) for root in roots), grad_tensors)
         server.end_backward()
 
     def _check_in_step(self, what: str) -> None:
@@ -237,6 +236,25 @@ class DistributedModel(nn.Module):
             "into a function decorated with @smp.step"
         )
 
+    def _prepared(self, arguments: Any) -> Any:
+        """Arguments as the module takes them: on its device, and in 16 bits if it is."""
+        dtype = self._half_dtype()
+        if dtype is not None:
+            arguments = cast_inputs(arguments, dtype)
+        return self._on_device(arguments)
+
+    def _outgoing(self, output: Any) -> Any:
+        return output if self._engine.half_dtype is None else cast_outputs(output)
+
+    def _half_dtype(self) -> torch.dtype | None:
+        """Of a model that trains in 16 bits, once it is cast."""
+        half = self._engine.half_dtype
+        if half is None or self.partitioned:
+            return half
+        dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
+        dtype = next(dtypes, None)
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
     def _on_device(self, arguments: Any) -> Any:
         device = self._runtime.device
         if device.type == "cpu":
@@ -252,6 +270,8 @@ class DistributedModel(nn.Module):
         if self._engine.partitioned:
             return
         self._engine.partition(trace)
+        for optimizer in self._runtime.optimizers:
+            optimizer._use_masters()
         for hook in list(self._post_partition_hooks.values()):
             hook(self, self._optimizer())
 
@@ -269,7 +289,11 @@ class DistributedModel(nn.Module):
         fitting = [
             optimizer
             for optimizer in (optimizers if len(self._runtime.models) > 1 else ())
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            if any(
+                id(model_parameter_of(p)) in own
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
         ]
         return (fitting or optimizers or [None])[-1]
 
@@ -289,8 +313,9 @@ class DistributedModel(nn.Module):
 
     def get_module(self) -> nn.Module:
         """The user's module."""
-        module = self.module.module
-        assert isinstance(module, nn.Module)
+        module = self.module
+        while isinstance(module, ModuleWrapper):
+            module = module.module
         return module
 
     def __getattr__(self, name: str) -> Any:
@@ -426,24 +451,63 @@ class DistributedModel(nn.Module):
         """Changes the dtype before the partition; devices are chosen by the library.
 
         Raises:
-            RuntimeError: for a change of dtype after the partition, or a move to the CPU from an
-                accelerator: parts of the model are on other ranks (use :meth:`cpu`).
+            RuntimeError: for a change of dtype after the partition with several pipeline ranks or
+                with masters, or a move to the CPU from an accelerator: parts of the model are on
+                other ranks (use :meth:`cpu`).
         """
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if self.partitioned and self._runtime.sizes["pp"] > 1:
-            if dtype is not None and any(p.dtype != dtype for p in self.local_parameters()):
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}the dtype of a partitioned model cannot change; "
-                    "convert it before the first step"
-                )
-            if device is not None and device.type != self._runtime.device.type:
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}a partitioned model cannot move to {device}: parts of "
-                    "it are on other ranks; DistributedModel.cpu() gathers them"
-                )
-        elif dtype is not None:
-            super().to(dtype=dtype)
+        if dtype is not None:
+            self._change_dtype(dtype)
+        several = self.partitioned and self._runtime.sizes["pp"] > 1
+        if several and device is not None and device.type != self._runtime.device.type:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}a partitioned model cannot move to {device}: parts of "
+                "it are on other ranks; DistributedModel.cpu() gathers them"
+            )
         return self
+
+    def half(self) -> DistributedModel:
+        """``to(torch.float16)``."""
+        return self._change_dtype(torch.float16)
+
+    def bfloat16(self) -> DistributedModel:
+        """``to(torch.bfloat16)``."""
+        return self._change_dtype(torch.bfloat16)
+
+    def float(self) -> DistributedModel:
+        """``to(torch.float32)``."""
+        return self._change_dtype(torch.float32)
+
+    def double(self) -> DistributedModel:
+        """``to(torch.float64)``."""
+        return self._change_dtype(torch.float64)
+
+    def _change_dtype(self, dtype: torch.dtype) -> DistributedModel:
+        floating = [p for p in self.get_module().parameters() if p.is_floating_point()]
+        if all(p.dtype == dtype for p in floating):
+            return self
+        if self.partitioned and not self._engine.can_change_dtype:
+            have = ", ".join(sorted({str(p.dtype) for p in floating}))
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the dtype of a partitioned model cannot change from {have} to "
+                f"{dtype}; convert it before the first step, or train in 16 bits with fp16 or bf16 "
+                "in the configuration"
+            )
+        super().to(dtype=dtype)
+        if self.partitioned:
+            self._engine.make_reducers()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, those of their masters too."""
+        super().zero_grad(set_to_none)
+        for parameter in self.get_module().parameters():
+            master = master_of(parameter)
+            if master.grad is not None and master is not parameter:
+                if set_to_none:
+                    master.grad = None
+                else:
+                    master.grad.zero_()
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """No effect: the library chooses the device of each part."""
@@ -477,53 +541,6 @@ class DistributedModel(nn.Module):
         raise NotImplementedError(
             "DistributedModel.register_comm_hook is not available yet in this version"
         )
-
-
-def _weighted(
-    tensors: Tensor | Sequence[Tensor],
-    grad_tensors: Tensor | Sequence[Tensor | None] | None,
-    weight: float,
-    ahead: bool,
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """The same backward with all gradients multiplied by ``weight``.
-
-    Args:
-        tensors, grad_tensors: of `DistributedModel.backward`.
-        weight: factor.
-        ahead: not to wait for tensors that are on another rank.
-    """
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if grad_tensors is None:
-        grads: list[Tensor | None] = [None] * len(tensors)
-    else:
-        grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors)
-    for i, (tensor, grad) in enumerate(zip(tensors, grads, strict=False)):
-        if grad is not None:
-            grads[i] = grad if weight == 1.0 else grad * weight
-        elif tensor.numel() == 1 and ahead:
-            grads[i] = torch.full(tensor.shape, weight, dtype=tensor.dtype, device=tensor.device)
-        elif tensor.numel() == 1:  # autograd refuses others without a gradient
-            grads[i] = torch.full_like(tensor, weight)
-    return tensors, grads
-
-
-def _run_backward(
-    roots: tuple[Tensor, ...], grad_tensors: Tensor | Sequence[Tensor | None] | None
-) -> None:
-    known = grad_tensors is not None and all(grad is not None for grad in grad_tensors)
-    if known and any(isinstance(root, RemoteTensor) for root in roots):
-        # torch.autograd.backward would ask handles for their data first.
-        _engine_run_backward(
-            roots,
-            tuple(grad_tensors or ()),
-            False,  # keep_graph
-            False,  # create_graph
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    else:
-        torch.autograd.backward(roots, grad_tensors)
 
 
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:

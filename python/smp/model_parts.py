@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import memory
+from smp.precision import load_value
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
@@ -23,6 +24,28 @@ def alias_forwards(root: nn.Module) -> None:
         forward = cls.__dict__.get("forward")
         if forward is not None and cls is not nn.Module and "_orig_forward" not in cls.__dict__:
             setattr(cls, "_orig_forward", forward)  # noqa: B010 - not in the type of a class
+
+
+class ModuleWrapper(nn.Module):
+    """The level between DistributedModel and the user's module that public scripts expect.
+
+    In fp16 training they expect two of them.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 class ModelParts:
@@ -187,5 +210,5 @@ class ModelParts:
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
-                    value.copy_(sharding.slice_of(state[key], interval))
+                    load_value(value, sharding.slice_of(state[key], interval))
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

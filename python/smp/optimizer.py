@@ -8,33 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, comm, grad_norm, runtime
+from smp import _C, grad_norm, precision, runtime
+from smp.data_parallel import model_parameter_of
 from smp.model import DistributedModel
-from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
-from smp.tensor_parallel.sharding import interval_of, replaced_name, slice_of, whole_shape
+from smp.optimizer_state import OptimizerState
+from smp.precision import LossScaler, MasterViews, ScaledGradients, StaticLossScaler
+from smp.tensor_parallel.sharding import replaced_name
 
-_LOSS_SCALE_ARGUMENTS = (
-    "init_scale",
-    "scale_factor",
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "consecutive_hysteresis",
-)
+_SCALER = "loss_scaler"
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
     """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
 
     Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
     updates the parameters that it holds; all others have no gradient and are left alone.
 
+    With 16-bit parameters or sharded ones the groups hold what this rank updates in their place
+    (masters) as soon as their model is partitioned; learning-rate schedulers may be made of this
+    optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
+    the loss as it is, and an update whose gradients are not finite is skipped on all ranks.
+
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
             optimizer inside of it.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for fp16 training, without
-            effect otherwise. The entries of ``dynamic_loss_args`` may also be given as keywords.
+        static_loss_scale: factor of the loss; None means 1. For fp16 training, without effect
+            otherwise, as the next two.
+        dynamic_loss_scale: let the scale follow overflows instead.
+        dynamic_loss_args: of the dynamic scale (:class:`smp.precision.DynamicLossScaler`). Its
+            entries may also be given as keywords.
+
+    Raises:
+        ValueError: for something else than an optimizer, for unknown loss scale arguments, and for
+            parameters whose module was replaced.
     """
 
     # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
@@ -60,17 +66,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{_C.rank_prefix()}DistributedOptimizer wraps a torch.optim.Optimizer, got a "
                 f"{type(optimizer).__name__}"
             )
-        unknown = sorted(
-            (dict(dynamic_loss_args or {}) | loose_loss_args).keys() - set(_LOSS_SCALE_ARGUMENTS)
+        scaler = precision.make_loss_scaler(
+            static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loose_loss_args}
         )
-        if unknown:
-            raise ValueError(
-                f"{_C.rank_prefix()}unknown loss scale arguments {unknown}; the known ones are "
-                f"{', '.join(_LOSS_SCALE_ARGUMENTS)}"
-            )
         _check_none_replaced(optimizer)
         self.optimizer = optimizer
+        self._is_scaled = current.config.fp16
+        #: what decides on the loss scale; a static one of 1 unless training is in fp16
+        self.loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
+        # Knows nothing of this object, whose life ends when nobody else has it.
+        self._gradients = ScaledGradients(optimizer, self.loss_scaler, is_scaled=self._is_scaled)
+        self._num_reductions = 0  # of the models' gradients, when a step ended last
+        #: norm of the gradients in the last update of a model with sharded data parallelism
+        self._global_grad_norm: float | None = None
         self._pending_load: dict[str, Any] | None = None
+        self.first_closure_call_this_step = True
+        self._use_masters()
         current.add_optimizer(self)
 
     # ---- as the wrapped optimizer
@@ -119,78 +130,273 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer; the same one on every rank."""
         self.optimizer.add_param_group(param_group)
+        self._use_masters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._gradients_used()
+
+    # ---- updating
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters of this rank. Call it outside of the step function.
 
+        Collective over the ranks that hold one copy of a sharded state, and with sharded data
+        parallelism, whose gradients are clipped here, over those of a replica.
+
         Args:
-            closure: recomputes the loss, for optimizers that want it.
+            closure: recomputes the loss, for optimizers that want it. Not with a dynamic loss
+                scale.
 
         Returns:
-            what the wrapped optimizer returns.
-        """
-        if self._pending_load is not None:
-            self._load_pending()
-        is_local = self._locality()
-        if any(is_local(p) for group in self.param_groups for p in group["params"]):
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        # Some optimizers cannot work on nothing.
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+            what the wrapped optimizer returns; None if the update is skipped.
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        Raises:
+            ValueError: closure with a dynamic loss scale.
+            RuntimeError: gradients made by a closure are not finite.
+        """
+        self._load_pending()
+        if closure is not None:
+            return self._step_with(closure)
+        self._check_scale()
+        self._gradients.check()
+        self.step_was_skipped = self.overflow
+        result = None
+        if not self.overflow:
+            self._clip_shards()
+            result = self._update()
+        self.loss_scaler.update_scale(self.overflow)
+        self._gradients_used()
+        return result
+
+    def _gradients_used(self) -> None:
+        self._gradients.used()
+        if self._is_scaled:
+            self._num_reductions = self._count_reductions()
+
+    def _count_reductions(self) -> int:
+        return sum(model._engine.num_reductions for model in self._models() if model.partitioned)
+
+    def _check_scale(self) -> None:
+        """The last optimizer of a model that was wrapped has the say over its loss."""
+        for model in self._models() if self._is_scaled else ():
+            scale = model._engine.loss_scale
+            if model.partitioned and scale != self.loss_scale:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
+                    f"but its model scales losses by {scale:g}, as another "
+                    "DistributedOptimizer has it; give all of them the same static_loss_scale, or "
+                    "put the parameters into one"
+                )
+
+    def _update(self) -> Any:
+        """Applies gradients, and lets the model see it."""
+        result = None
+        if self._has_local():  # some optimizers cannot work on nothing
+            if self._divides:
+                result = self._step_divided()
+            else:
+                self._gradients.unscale()
+                result = self.optimizer.step()
+        self._spread(getattr(self.optimizer, "_smp_writes_copies", False))
+        return result
+
+    def _step_divided(self) -> Any:
+        """Has a fused optimizer divide gradients while it reads them."""
+        optimizer: Any = self.optimizer
+        own = vars(self)  # torch's GradScaler leaves a scale of its own here
+        scale, found_inf = own.get("grad_scale"), own.get("found_inf")
+        if self._gradients.divisor != 1.0:
+            device = next(p.device for p in precision.parameters_of(optimizer))
+            divisor = torch.tensor(self._gradients.divisor, dtype=torch.float32, device=device)
+            scale = divisor if scale is None else scale * divisor
+        optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+        try:
+            return optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if self.loss_scaler.is_dynamic:
+            raise ValueError(
+                f"{_C.rank_prefix()}a closure cannot be called again after an overflow, which a "
+                "dynamic loss scale makes happen; use static_loss_scale, or step() without closure"
+            )
+        self._check_scale()
+        self.first_closure_call_this_step = True
+
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._spread()  # what the optimizer has changed between two calls
+            self.first_closure_call_this_step = False
+            self._gradients.used()
+            with torch.enable_grad():
+                loss = closure()
+            self._gradients.check()
+            if self.overflow:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the gradients that the closure has made with loss scale "
+                    f"{self.loss_scale:g} are not finite; use a smaller static_loss_scale"
+                )
+            self._clip_shards()
+            self._gradients.unscale()
+            return loss
+
+        result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
+        self._spread()
+        self.loss_scaler.update_scale(False)
+        self._gradients_used()
+        return result
+
+    def _spread(self, are_written: bool = False) -> None:
+        """Brings masters into the model, here and on other ranks.
+
+        Args:
+            are_written: the optimizer has left copies of them there.
+        """
+        if not are_written:
+            precision.refresh_pieces(precision.holdings_of(self.optimizer))
+        for model in self._models():
+            if model.partitioned:
+                model._engine.after_update()
+
+    def _has_local(self) -> bool:
+        return any(map(self._locality(), precision.parameters_of(self.optimizer)))
+
+    @property
+    def _divides(self) -> bool:
+        """Does the wrapped optimizer divide gradients by itself?"""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    def _use_masters(self) -> None:
+        """Puts masters in the place of parameters of models that are partitioned."""
+        precision.adopt_masters(self.optimizer)
+        self._gradients.attach()
+        if not self._is_scaled:
+            return
+        for model in self._models():
+            if model.partitioned:
+                model._engine.use_loss_scaler(self.loss_scaler)
+
+    def _step_done(self) -> None:
+        """A step function that trains has ended. Collective over the ranks that skip together."""
+        if self._is_scaled:
+            num_reductions = self._count_reductions()
+            self._gradients.step_done(num_reductions != self._num_reductions)
+            self._num_reductions = num_reductions
+
+    # ---- loss scale
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of fp16 training; 1 in all other training."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.loss_scale = float(value)
+
+    @property
+    def overflow(self) -> bool:
+        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16."""
+        return self._gradients.overflow
+
+    def backward(self, loss: Tensor) -> None:
+        """``model.backward(loss)`` of the model whose parameters these are."""
+        models = self._models()
+        if len(models) != 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the optimizer has parameters of {len(models)} models; call "
+                "backward of the model that is meant"
+            )
+        models[0].backward(loss)
+
+    def update_master_grads(self) -> None:
+        """Takes the loss scale out of the gradients of masters. Collective over the MP group."""
+        self._gradients.unscale()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Gradients of the masters without loss scale, by group; None after an overflow.
+
+        Collective over the MP group.
+        """
+        self._gradients.check()
+        if self.overflow:
+            return None
+        self._gradients.unscale()
+        return [[p.grad for p in group["params"]] for group in self.param_groups]
+
+    # ---- clipping
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clips the gradients of all groups to a norm over the whole model.
 
-        Collective; see :func:`smp.clip_grad_norm_`.
+        Between the step call and :meth:`step`. Collective over the ranks of a replica (the MP
+        group), and over the ranks that hold one copy of a sharded state.
+
+        Returns:
+            the norm before clipping; -1 if the gradients are not finite in fp16 training.
         """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return grad_norm.clip_grad_norm_(parameters, max_norm)
+        self._gradients.check()
+        if self.overflow:
+            return -1.0
+        return self._clip(max_norm, norm_type)[0]
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """As :meth:`clip_master_grads`; the norm is a tensor as of :func:`smp.clip_grad_norm_`."""
+        self._gradients.check()
+        total, norm = self._clip(max_norm, 2.0)
+        return torch.full_like(norm.as_tensor(), total)
+
+    def _clip(self, max_norm: float, norm_type: float) -> tuple[float, grad_norm.GlobalNorm]:
+        """Clips; fused optimizers do the division when they read the gradients."""
+        gradients = self._gradients
+        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer), norm_type)
+        total = norm.total / gradients.divisor
+        coefficient = _C.clip_coefficient(total, max_norm)
+        if self._divides and coefficient > 0:
+            gradients.divisor /= coefficient
+            return total, norm
+        if coefficient != gradients.divisor:
+            precision.scale(norm.grads, coefficient / gradients.divisor)
+        gradients.divisor = 1.0
+        return total, norm
+
+    def _clip_shards(self) -> None:
+        """Sharded data parallelism clips in each update."""
+        config = runtime.current().config
+        if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping > 0:
+            self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)[0]
 
     # ---- state
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """State of the parameters of this rank, marked as partial. Not collective.
+        """State of the parameters of this rank with their masters, marked as partial.
 
         Args:
-            gather_if_shard: without effect unless the optimizer state is sharded.
+            gather_if_shard: where the state is sharded, ``rdp_rank`` 0 gets whole entries, which
+                is collective over the RDP group; all others, and everybody if False, get what they
+                hold, with marks that say which elements these are. Not collective otherwise.
         """
-        return {**self._local_state(), **self._marks()}
-
-    def _marks(self) -> dict[str, Any]:
-        """What a partial state says of itself: which parameters are slices."""
-        slices = partial.slices_of(enumerate(self._parameters()))
-        return {PARTIAL_MARK: True, **({SHARDS_MARK: slices} if slices else {})}
+        return {**self._state().partial(gather_if_shard), **self._scaler_state()}
 
     def state_dict(self) -> dict[str, Any]:
         """State of all parameters of the model, as the wrapped optimizer would have it alone.
 
-        Collective over the ranks of a replica (the MP group) once the model is partitioned; before
-        that it is this rank's.
+        Collective over the ranks of a replica (the MP group) once the model is partitioned, and
+        over the RDP group if the state is sharded; before that it is this rank's. The masters of
+        16-bit parameters are in their entries.
         """
-        result = self._local_state()
-        if comm.mp_size() == 1 or not self._is_partitioned(any):
-            return result
-        own = {**_to_cpu(result["state"]), **self._marks()}
-        merged = partial.merge(comm.allgather(own, comm.MP_GROUP), partial.join_optimizer_entries)
-        slices = self._marks().get(SHARDS_MARK, {})
-        for index, entry in result["state"].items():
-            if index not in slices:
-                merged[index] = entry  # on this rank's device
-        order = [index for index in range(len(self._parameters())) if index in merged]
-        rest = [key for key in merged if not isinstance(key, int)]
-        return {**result, "state": {key: merged[key] for key in order + rest}}
+        state = self._state()
+        whole = state.whole() if self._is_partitioned(any) else state.local()
+        return {**whole, **self._scaler_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a full state dict, or the partial one that this rank saved.
 
         Before the model is partitioned the dict is kept and loaded right after. Collective over
-        the MP group for partial dicts.
+        the MP group for partial dicts, and over all ranks for those of a sharded state.
         """
         self._pending_load = dict(state_dict)
         models = self._models()
@@ -202,6 +408,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not model.partitioned:
                 model.register_post_partition_hook(lambda *_: self._load_if_partitioned())
 
+    def reload_model_params(self) -> None:
+        """Makes masters equal to parameters that were written to in the model."""
+        precision.reload_masters(precision.holdings_of(self.optimizer))
+
     def _load_if_partitioned(self) -> None:
         if self._is_partitioned(all):
             self._load_pending()
@@ -210,50 +420,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         given, self._pending_load = self._pending_load, None
         if given is None:
             return
-        is_partial = bool(given.pop(PARTIAL_MARK, False))
-        held = given.pop(SHARDS_MARK, {})
-        entries: dict[Any, Any] = given["state"]
-        parameters = self._parameters()
-        is_local = self._locality()
-        local = {index for index, p in enumerate(parameters) if is_local(p)}
-        slices = partial.slices_of(enumerate(parameters))
-        is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
-        if is_partial and comm.mp_size() > 1:
-            entries, is_own = _complete(entries, held, local, is_own)
-        if not is_own:
-            entries = {
-                index: _slice_entry(entry, parameters[index]) if index in slices else entry
-                for index, entry in entries.items()
-                if not isinstance(index, int) or index in local
-            }
-        given["state"] = {
-            index: entry
-            for index, entry in entries.items()
-            if not isinstance(index, int) or index in local
-        }
-        self.optimizer.load_state_dict(given)
+        scaler = given.pop(_SCALER, None)
+        if scaler is not None and self._is_scaled:
+            self.loss_scaler.load_state_dict(scaler)
+        self._state().load(given)
+        self._spread()
 
-    def _local_state(self) -> dict[str, Any]:
-        result = self.optimizer.state_dict()
-        parameters = self._parameters()
-        is_local = self._locality()
-        entries = {
-            index: entry
-            for index, entry in result["state"].items()
-            if not isinstance(index, int) or is_local(parameters[index])
-        }
-        return {**result, "state": entries}
+    def _scaler_state(self) -> dict[str, Any]:
+        return {_SCALER: self.loss_scaler.state_dict()} if self._is_scaled else {}
 
-    def _parameters(self) -> list[Tensor]:
-        """Parameters by the index that they have in state dicts."""
-        unique = {id(p): p for group in self.param_groups for p in group["params"]}
-        return list(unique.values())
+    def _state(self) -> OptimizerState:
+        return OptimizerState(self.optimizer, self._locality())
+
+    # ---- whose parameters these are
 
     def _models(self) -> list[DistributedModel]:
         """Models whose parameters these are; all there are when there is one or none."""
         models = [m for m in runtime.current().models if isinstance(m, DistributedModel)]
         if len(models) > 1:
-            own = {id(parameter) for parameter in self._parameters()}
+            updated = precision.parameters_of(self.optimizer)
+            own = {id(model_parameter_of(parameter)) for parameter in updated}
             models = [m for m in models if any(id(p) in own for p in m.parameters())]
         return models
 
@@ -268,7 +454,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return lambda _: True
         if len(models) == 1:
             model = models[0]
-            return lambda p: not model.partitioned or model.is_local_parameter(p)
+            return lambda p: (
+                not model.partitioned or model.is_local_parameter(model_parameter_of(p))
+            )
         remote = {
             id(parameter)
             for model in models
@@ -276,7 +464,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in model.parameters()
             if not model.is_local_parameter(parameter)
         }
-        return lambda p: id(p) not in remote
+        return lambda p: id(model_parameter_of(p)) not in remote
 
 
 def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -292,51 +480,3 @@ def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:
             "of modules that distributed ones have replaced; make it from the parameters of the "
             "DistributedModel"
         )
-
-
-def _complete(
-    entries: dict[Any, Any], held: dict[int, partial.Slice], local: set[int], is_own: bool
-) -> tuple[dict[Any, Any], bool]:
-    """Adds entries of local parameters that other ranks of the replica have. Collective.
-
-    After the same partition every rank has all of its own, and nothing big is sent.
-
-    Args:
-        entries: of this rank.
-        held: which of them are slices.
-        local: parameters of this rank.
-        is_own: these are the slices of this rank.
-
-    Returns:
-        entries, and whether those of split parameters are slices still.
-    """
-    holdings = comm.allgather((set(entries), local, is_own), comm.MP_GROUP)
-    held_by_some = {index for there, _, _ in holdings for index in there}
-    is_whole = any((wanted & held_by_some) - there for there, wanted, _ in holdings)
-    if not is_whole and all(own for _, _, own in holdings):
-        return entries, True
-    marked = {**_to_cpu(entries), SHARDS_MARK: held}
-    return partial.merge(
-        comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
-    ), False
-
-
-def _slice_entry(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The state of a slice out of that of the whole parameter."""
-    interval, shape = interval_of(parameter), whole_shape(parameter)
-    return {
-        name: slice_of(value, interval).clone()
-        if isinstance(value, Tensor) and list(value.shape) == shape
-        else value
-        for name, value in entry.items()
-    }
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item) for item in value)
-    return value

@@ -104,6 +104,7 @@ class Runtime(WrappedObjects):
         comms: tensor communicators of the groups; its members are None for groups of one.
         pipeline: what the partitioned models of several pipeline ranks have in common.
         server: module server of these models.
+        scales_loss: the backward under way began at a loss with its scale.
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
     """
@@ -131,6 +132,7 @@ class Runtime(WrappedObjects):
         self.groups = own_groups(self.grid, rank, self.shard_size)
         self.ranks = {kind: ranks.index(rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
+        self.scales_loss = False
         self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
@@ -256,6 +258,15 @@ class Runtime(WrappedObjects):
     def running_step(self) -> str | None:
         """Name of the step function that runs now."""
         return self._running_step
+
+    @contextmanager
+    def scaling_loss(self) -> Iterator[None]:
+        """The block runs a backward that began with the loss scale, where it has to."""
+        outside, self.scales_loss = self.scales_loss, True
+        try:
+            yield
+        finally:
+            self.scales_loss = outside
 
     @contextmanager
     def exclusive_step(self, name: str) -> Iterator[None]:

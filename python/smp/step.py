@@ -95,6 +95,9 @@ class StepFunction:
         except BaseException:
             step_run.abandon()
             raise
+        if trains:
+            for optimizer in current.optimizers:
+                optimizer._step_done()
         for model in models:
             model.run_post_step_hooks()
         result = microbatch.join(

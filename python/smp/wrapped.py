@@ -19,6 +19,15 @@ class WrappedModel(Protocol):
     def _decision(self) -> Any: ...
 
 
+class WrappedOptimizer(Protocol):
+    """What is known here of a `DistributedOptimizer`."""
+
+    param_groups: Any
+
+    def _use_masters(self) -> None: ...
+    def _step_done(self) -> None: ...
+
+
 class _Weak(Generic[_T]):
     """Objects in the order in which they came, those that still live."""
 
@@ -48,7 +57,7 @@ class WrappedObjects:
         self.partitioned: set[int] = set()
         self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         self._models: _Weak[WrappedModel] = _Weak()
-        self._optimizers: _Weak[object] = _Weak()
+        self._optimizers: _Weak[WrappedOptimizer] = _Weak()
 
     def add_model(self, model: WrappedModel) -> int:
         """Notes a model that was wrapped; returns its number, which is never used again.
@@ -88,17 +97,17 @@ class WrappedObjects:
             )
         return models[0] if models else None
 
-    def add_optimizer(self, optimizer: object) -> None:
+    def add_optimizer(self, optimizer: WrappedOptimizer) -> None:
         """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
         self._optimizers.add(optimizer)
 
     @property
-    def optimizers(self) -> list[object]:
+    def optimizers(self) -> list[WrappedOptimizer]:
         """Wrapped optimizers that live, in the order in which they were made."""
         return self._optimizers.alive()
 
     @property
-    def optimizer(self) -> object | None:
+    def optimizer(self) -> WrappedOptimizer | None:
         """The last of them, if any."""
         optimizers = self.optimizers
         return optimizers[-1] if optimizers else None

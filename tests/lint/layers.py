@@ -55,10 +55,11 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"data_parallel"}),
+    frozenset({"precision"}),
     frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"engine", "grad_norm"}),
+    frozenset({"backward_roots", "engine", "grad_norm"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use"}),
+    frozenset({"first_use", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +175,7 @@ class FakeModel:
         self.local = {id(p) for p in local}
         self.partitioned = partitioned
         self.hooks: list[Any] = []
+        self._engine = types.SimpleNamespace(after_update=lambda: None)
 
     def is_local_parameter(self, parameter: Tensor) -> bool:
         return id(parameter) in self.local

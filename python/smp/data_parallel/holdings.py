@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,14 @@ class Holding:
     numel: int
     piece: Tensor
     master: nn.Parameter
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # who saves a parameter does not mean its state in training
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter, or of the slice of it that is on this tensor-parallel rank."""
+        return self.parameter.shape
 
     @property
     def is_whole(self) -> bool:

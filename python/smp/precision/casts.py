@@ -1,0 +1,34 @@
+"""What goes into a 16-bit model and what comes out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp.pipeline import caches
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def cast_inputs(arguments: Any, dtype: torch.dtype) -> Any:
+    """Arguments with floating tensors, at any depth of containers, in ``dtype``."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, arguments
+    )
+
+
+def cast_outputs(outputs: Any) -> Any:
+    """Results with 16-bit tensors in float32, at any depth of containers.
+
+    Attention caches stay as they are. Handles of tensors on other ranks are cast there.
+    """
+    return pytree.tree_map(_to_float32, outputs, is_leaf=caches.is_cache)
+
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in _HALVES:
+        return value.float()
+    return value

@@ -1,0 +1,163 @@
+"""Masters in the place of parameters in the groups of a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.data_parallel import Holding, holding_of, holding_with_master, model_parameter_of
+from smp.tensor_parallel.sharding import interval_of
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters of an optimizer by the index that they have in its state dicts."""
+    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return list(unique.values())
+
+
+def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Replaces parameters that have a holding by its master, one by one and in their places.
+
+    State that the optimizer has of them already moves along. May be called again.
+    """
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            holding = holding_of(parameter)
+            if holding is None:
+                continue
+            group["params"][position] = holding.master
+            if holding.has_copy:
+                # Where a fused optimizer leaves the rounded master.
+                holding.master._smp_copy = holding.piece  # type: ignore[attr-defined]
+            if parameter in optimizer.state:
+                optimizer.state[holding.master] = _held_state(
+                    optimizer.state.pop(parameter), holding
+                )
+
+
+def _held_state(entry: dict[str, Any], holding: Holding) -> dict[str, Any]:
+    """What a rank needs of the state of a whole parameter."""
+    whole = list(holding.parameter.shape)
+    return {
+        name: cut(value, holding).to(holding.master.dtype)
+        if isinstance(value, Tensor) and list(value.shape) == whole
+        else value
+        for name, value in entry.items()
+    }
+
+
+def cut(whole: Tensor, holding: Holding) -> Tensor:
+    """The elements of a tensor like the parameter that a holding has, in its master's shape."""
+    end = holding.begin + holding.numel
+    return whole.reshape(-1)[holding.begin : end].view(holding.master.shape)
+
+
+def holdings_of(optimizer: torch.optim.Optimizer) -> list[Holding]:
+    """Holdings whose masters the optimizer updates."""
+    holdings = (holding_with_master(p) for p in parameters_of(optimizer))
+    return [holding for holding in holdings if holding is not None]
+
+
+def refresh_pieces(holdings: Iterable[Holding]) -> None:
+    """Writes masters, rounded, to the model where that has copies of them."""
+    copies = [holding for holding in holdings if holding.has_copy and holding.numel]
+    if copies:
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [holding.piece for holding in copies],
+                [holding.master.view(holding.piece.shape) for holding in copies],
+            )
+
+
+def reload_masters(holdings: Iterable[Holding]) -> None:
+    """Takes over values that were written to the model.
+
+    A master that the model's value is the rounding of stays what it is: it is the more precise of
+    the two, so that the order in which a model and its optimizer are loaded does not matter.
+    """
+    with torch.no_grad():
+        for holding in holdings:
+            if holding.has_copy and holding.numel:
+                piece = holding.piece.view(holding.master.shape)
+                agrees = holding.master.to(piece.dtype) == piece
+                holding.master.copy_(torch.where(agrees, holding.master, piece.float()))
+
+
+def load_value(target: Tensor, value: Tensor) -> None:
+    """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
+    with torch.no_grad():
+        target.copy_(value)
+        holding = holding_of(target)
+        if holding is None or not holding.has_copy or not holding.numel:
+            return
+        if value.dtype in (torch.float16, torch.bfloat16):
+            reload_masters([holding])
+        else:
+            holding.master.copy_(cut(value, holding))
+
+
+class MasterViews:
+    """The names under which FP16 optimizers show their parameters; one list per group.
+
+    Mixed into `DistributedOptimizer`, whose ``param_groups`` they are read from.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's 16-bit parameters."""
+        return [[h.parameter for h in group] for group in self._holding_groups(True)]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Masters of the model's 16-bit parameters, in the same order."""
+        return [[h.master for h in group] for group in self._holding_groups(True)]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Parameters that are updated themselves."""
+        return [
+            [p for p in group["params"] if (h := holding_with_master(p)) is None or not h.has_copy]
+            for group in self.param_groups
+        ]
+
+    @property
+    def master_params_created(self) -> bool:
+        """Are there masters yet? There are once the model is partitioned."""
+        return any(self._holding_groups(True))
+
+    @property
+    def fp32paramid_from_fp16paramid(self) -> dict[int, int]:
+        """``id`` of the master by ``id`` of the model's parameter."""
+        return {id(h.parameter): id(h.master) for g in self._holding_groups(True) for h in g}
+
+    @property
+    def fp32_from_fp16_paramid_groups(self) -> list[list[int]]:
+        """``id`` of each master of :attr:`fp32_from_fp16_groups`."""
+        return [[id(h.master) for h in group] for group in self._holding_groups(True)]
+
+    @property
+    def master_is_distributed(self) -> dict[int, bool]:
+        """By ``id`` of the master: is the parameter split over tensor-parallel ranks?"""
+        return {key: dim is not None for key, dim in self.master_distribution_axis.items()}
+
+    @property
+    def master_distribution_axis(self) -> dict[int, int | None]:
+        """By ``id`` of the master: the dim along which the parameter is split."""
+        axes: dict[int, int | None] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                interval = interval_of(model_parameter_of(p))
+                axes[id(p)] = None if interval is None else interval.dim
+        return axes
+
+    def _holding_groups(self, has_copy: bool) -> list[list[Holding]]:
+        groups: list[list[Holding]] = []
+        for group in self.param_groups:
+            holdings = (holding_with_master(p) for p in group["params"])
+            groups.append([h for h in holdings if h is not None and h.has_copy == has_copy])
+        return groups
