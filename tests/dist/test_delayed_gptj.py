@@ -1,4 +1,4 @@
-"""A model that does not fit is built, traced, partitioned and planned, and a stage of one is made."""
+"""A model that does not fit is built, traced and partitioned, and a stage of one is made."""
 
 from __future__ import annotations
 

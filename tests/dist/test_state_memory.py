@@ -1,4 +1,4 @@
-"""Ranks hold what the table of the design page says of parameters, gradients and optimizer state."""
+"""Ranks hold of parameters, gradients and optimizer state what the design page says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_bytes_of_a_rank_are_those_of_the_table(pool: Pool, name: str, tmp_path:
         print(name, rank, told)
         assert told["numel"] > 1e8
         assert told["updated"] > 0.99 * told["numel"] * per_parameter[2] / 8, "nothing was trained"
-        for kind, factor in zip(("parameters", "gradients", "optimizer"), per_parameter, strict=True):
+        for kind, factor in zip(
+            ("parameters", "gradients", "optimizer"), per_parameter, strict=True
+        ):
             expected = factor * told["numel"]
             assert abs(told[kind] / expected - 1) <= LIVE_TOLERANCE, f"{kind} of rank {rank}"
         state = sum(per_parameter) * told["numel"]

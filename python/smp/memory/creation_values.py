@@ -205,7 +205,9 @@ class _Written(TorchDispatchMode):
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is None or not argument.alias_info.is_write:
                     continue
-                given = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                given = (
+                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                )
                 for tensor in given if isinstance(given, list | tuple) else (given,):
                     if isinstance(tensor, Tensor):
                         self.storages.add(_storage(tensor))
