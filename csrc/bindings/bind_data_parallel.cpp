@@ -19,8 +19,11 @@ using data_parallel::ReductionGroup;
 using data_parallel::Segment;
 using data_parallel::ShardedBucket;
 using data_parallel::ShardHolding;
+using data_parallel::Sharding;
 using data_parallel::ShardLayout;
+
 using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
+using MaybeTensor = std::optional<at::Tensor>;
 
 Patience make_patience(double timeout_s, FaultsPtr faults,
                        std::vector<int> peers) {
@@ -49,18 +52,29 @@ ParameterRecord make_record(int index, std::string name,
 
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
-    CommunicatorPtr dp, FaultsPtr faults, std::vector<int> dp_ranks,
-    int64_t bucket_cap_bytes, bool overlap, bool average_over_microbatches,
-    int passes_per_reduction, double timeout_s) {
+    CommunicatorPtr dp, std::optional<std::vector<MaybeTensor>> targets,
+    std::optional<Sharding> sharding, FaultsPtr faults,
+    std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
+    bool average_over_microbatches, int passes_per_reduction,
+    double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
   options.average_over_microbatches = average_over_microbatches;
   options.passes_per_reduction = passes_per_reduction;
+  options.sharding = std::move(sharding);
   options.patience =
       make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
-  return std::make_shared<Reducer>(std::move(params), std::move(records),
-                                   std::move(dp), std::move(options));
+  std::vector<at::Tensor> masters = params;
+  if (targets) {
+    masters.clear();
+    for (const auto& target : *targets) {
+      masters.push_back(target.value_or(at::Tensor()));
+    }
+  }
+  return std::make_shared<Reducer>(std::move(params), std::move(masters),
+                                   std::move(records), std::move(dp),
+                                   std::move(options));
 }
 
 void bind_record(py::module_& m) {
@@ -129,14 +143,29 @@ void bind_reducer(py::module_& m) {
   py::class_<Reducer::Stats>(m, "ReducerStats")
       .def_readonly("num_reductions", &Reducer::Stats::num_reductions)
       .def_readonly("num_early_buckets", &Reducer::Stats::num_early_buckets)
-      .def_readonly("num_late_parameters",
-                    &Reducer::Stats::num_late_parameters);
+      .def_readonly("num_late_parameters", &Reducer::Stats::num_late_parameters)
+      .def_readonly("num_rounds", &Reducer::Stats::num_rounds)
+      .def_readonly("flat_bytes", &Reducer::Stats::flat_bytes)
+      .def_readonly("peak_flat_bytes", &Reducer::Stats::peak_flat_bytes);
+  py::class_<Sharding>(m, "Sharding",
+                       "How gradients are reduced where each rank keeps a "
+                       "shard; see data_parallel/shard_reduction.h.")
+      .def(py::init([](ShardLayout layout, CommunicatorPtr shard,
+                       std::vector<CommunicatorPtr> further,
+                       bool every_microbatch) {
+             return Sharding{layout, std::move(shard), std::move(further),
+                             every_microbatch};
+           }),
+           py::arg("layout"), py::arg("shard"), py::kw_only(),
+           py::arg("further") = std::vector<CommunicatorPtr>(),
+           py::arg("every_microbatch") = false);
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       m, "Reducer",
       "Collects gradients in microbatch order and averages them over the "
       "data-parallel ranks; see data_parallel/reducer.h.")
       .def(py::init(&make_reducer), release_gil(), py::arg("params"),
            py::arg("records"), py::arg("dp"), py::kw_only(),
+           py::arg("targets") = py::none(), py::arg("sharding") = py::none(),
            py::arg("faults") = py::none(),
            py::arg("dp_ranks") = std::vector<int>(),
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
@@ -160,8 +189,10 @@ void bind_reducer(py::module_& m) {
       .def_property_readonly(
           "num_buckets",
           [](const Reducer& reducer) { return reducer.plan().buckets.size(); })
-      .def("flat", &Reducer::flat, py::arg("bucket_idx"),
-           "Flat gradient tensor of a bucket; valid between steps.");
+      .def(
+          "flat", &Reducer::flat, py::arg("bucket_idx"),
+          "Flat gradient tensor of a bucket, or this rank's shard of it; valid "
+          "between steps.");
 }
 
 }  // namespace

@@ -1,87 +1,103 @@
 #include "csrc/data_parallel/flat_bucket.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <utility>
+
+#include "csrc/common/check.h"
 
 namespace smp::data_parallel {
 
 namespace {
 
-at::Tensor slot_view(const at::Tensor& flat, const BucketSlot& slot,
-                     const at::Tensor& param) {
-  if (param.is_non_overlapping_and_dense()) {
-    return flat.as_strided(param.sizes(), param.strides(), slot.offset);
+std::vector<Segment> gaps_between(std::vector<Segment> segments,
+                                  int64_t flat_numel) {
+  std::sort(segments.begin(), segments.end(), [](const auto& a, const auto& b) {
+    return a.flat_offset < b.flat_offset;
+  });
+  segments.push_back({-1, flat_numel, 0, 0});
+  std::vector<Segment> gaps;
+  int64_t end = 0;
+  for (const Segment& segment : segments) {
+    if (segment.flat_offset > end) {
+      gaps.push_back({-1, end, 0, segment.flat_offset - end});
+    }
+    end = segment.flat_offset + segment.numel;
   }
-  return flat.narrow(0, slot.offset, slot.numel).view(param.sizes());
+  return gaps;
+}
+
+at::Tensor part_of(const at::Tensor& flat, const Segment& segment) {
+  return flat.narrow(0, segment.flat_offset, segment.numel);
 }
 
 }  // namespace
 
-FlatBucket::FlatBucket(const Bucket& plan,
-                       const std::vector<at::Tensor>& params)
-    : divisor_(plan.divisor),
-      slots_(plan.slots),
-      touched_(plan.slots.size(), false) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor& first = params[slots_.front().record_idx];
-  flat_ = at::zeros({plan.numel}, first.options().requires_grad(false));
-  views_.reserve(slots_.size());
-  for (const BucketSlot& slot : slots_) {
-    views_.push_back(slot_view(flat_, slot, params[slot.record_idx]));
+FlatBucket::FlatBucket(const ShardedBucket& plan,
+                       const std::vector<at::Tensor>& like)
+    : gaps_(gaps_between(plan.segments, plan.flat_numel())) {
+  for (const ShardHolding& slot : plan.holdings.front()) {
+    Slot& made = slots_.emplace_back();
+    made.like = like[slot.record_idx].detach();
+    for (const Segment& segment : plan.segments) {
+      if (segment.record_idx == slot.record_idx) {
+        made.segments.push_back(segment);
+      }
+    }
   }
+  touched_.assign(slots_.size(), false);
+}
+
+void FlatBucket::attach(at::Tensor flat) {
+  const at::NoGradGuard no_grad;
+  flat_ = std::move(flat);
+  for (const Segment& gap : gaps_) part_of(flat_, gap).zero_();
+}
+
+at::Tensor FlatBucket::detach() { return std::exchange(flat_, {}); }
+
+at::Tensor FlatBucket::view(int slot_idx) const {
+  const Slot& slot = slots_[slot_idx];
+  const at::Tensor& like = slot.like;
+  if (slot.segments.empty()) return flat_.narrow(0, 0, 0).view(like.sizes());
+  SMP_ASSERT(slot.segments.size() == 1, "a gradient in ", slot.segments.size(),
+             " segments has no view");
+  const Segment& segment = slot.segments.front();
+  if (like.is_non_overlapping_and_dense()) {
+    return flat_.as_strided(like.sizes(), like.strides(), segment.flat_offset);
+  }
+  return part_of(flat_, segment).view(like.sizes());
 }
 
 void FlatBucket::add(int slot_idx, const at::Tensor& grad) {
-  if (touched_[slot_idx]) {
-    views_[slot_idx].add_(grad);
-  } else {
-    views_[slot_idx].copy_(grad);
-    touched_[slot_idx] = true;
+  const Slot& slot = slots_[slot_idx];
+  const bool is_first = !touched_[slot_idx];
+  touched_[slot_idx] = true;
+  auto add_to = [&](const at::Tensor& view, const at::Tensor& part) {
+    is_first ? view.copy_(part) : view.add_(part);
+  };
+  if (slot.segments.size() <= 1) {
+    add_to(view(slot_idx), grad);
+    return;
+  }
+  const at::Tensor elements = grad.reshape({-1});
+  for (const Segment& segment : slot.segments) {
+    add_to(part_of(flat_, segment),
+           elements.narrow(0, segment.begin, segment.numel));
   }
 }
 
 void FlatBucket::reset() { std::fill(touched_.begin(), touched_.end(), false); }
 
-void FlatBucket::fill_untouched() {
+void FlatBucket::finish(double divisor) {
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!touched_[i]) views_[i].zero_();
+    if (touched_[i]) continue;
+    for (const Segment& segment : slots_[i].segments) {
+      part_of(flat_, segment).zero_();
+    }
   }
-}
-
-void FlatBucket::keep_pass(double divisor) {
-  fill_untouched();
   if (divisor != 1) flat_.div_(divisor);
-  if (has_passes_) flat_.add_(passes_);
-  if (!passes_.defined()) passes_ = at::empty_like(flat_);
-  passes_.copy_(flat_);
-  has_passes_ = true;
-}
-
-void FlatBucket::finish(double pass_divisor) {
-  fill_untouched();
-  if (has_passes_) {
-    if (pass_divisor != 1) flat_.div_(pass_divisor);
-    flat_.add_(passes_);
-    if (divisor_ != 1) flat_.div_(divisor_);
-    return;
-  }
-  // One division, as one process would do it.
-  const double total = pass_divisor * divisor_;
-  if (total != 1) flat_.div_(total);
-}
-
-void FlatBucket::scale_late(at::Tensor& grad, double pass_divisor) const {
-  const double total = pass_divisor * divisor_;
-  if (total != 1) grad.div_(total);
-}
-
-void FlatBucket::drop_passes(int slot_idx) {
-  if (!has_passes_) return;
-  const BucketSlot& slot = slots_[slot_idx];
-  passes_.narrow(0, slot.offset, slot.numel).zero_();
 }
 
 }  // namespace smp::data_parallel

@@ -4,56 +4,50 @@
 
 #include <vector>
 
-#include "csrc/data_parallel/bucket_plan.h"
+#include "csrc/data_parallel/shard_layout.h"
 
 namespace smp::data_parallel {
 
-/// The flat gradient tensor of one bucket, and how gradients get into it. Adds
-/// in the order of the calls; knows nothing of microbatches or other ranks.
+/// The gradients that this rank gives to one bucket, in a flat tensor of the
+/// accumulation dtype. Adds in the order of the calls; knows nothing of
+/// microbatches or other ranks. Has memory only while it is attached.
 class FlatBucket {
  public:
-  /// @param params  all parameters, by record index; views take their strides
-  ///                where these are dense
-  FlatBucket(const Bucket& plan, const std::vector<at::Tensor>& params);
+  /// @param like  all parameters, by record index; views take their sizes, and
+  ///              their strides where these are dense
+  FlatBucket(const ShardedBucket& plan, const std::vector<at::Tensor>& like);
 
-  /// Adds a gradient. The first one of a step is copied, so that one single
-  /// contribution stays bit for bit what autograd computed.
+  /// Takes memory of `flat_numel` elements with any content.
+  void attach(at::Tensor flat);
+  /// Gives it back.
+  at::Tensor detach();
+  bool is_attached() const { return flat_.defined(); }
+
+  /// Adds a gradient, also one of a narrower dtype. The first one since `reset`
+  /// is copied, so that one single contribution stays bit for bit what autograd
+  /// computed.
   void add(int slot_idx, const at::Tensor& grad);
 
   /// No gradient has come yet; the next one is the first.
   void reset();
 
-  /// Ends a pass that is not reduced yet: divides by `divisor` and adds what
-  /// earlier passes gave. The views then hold the sum of all passes so far.
-  void keep_pass(double divisor);
+  /// Parameters without a contribution become zero; all is divided.
+  void finish(double divisor);
 
-  /// Makes the tensor ready for the sum over the ranks: the contributions over
-  /// `pass_divisor`, plus earlier passes, over the divisor of the bucket.
-  /// Parameters without a contribution are zero.
-  void finish(double pass_divisor);
-
-  /// The same scaling for a contribution that came after `finish`.
-  void scale_late(at::Tensor& grad, double pass_divisor) const;
-
-  /// Forgets what earlier passes gave to this slot, or to all.
-  void drop_passes(int slot_idx);
-  void drop_passes() { has_passes_ = false; }
-
-  bool touched(int slot_idx) const { return touched_[slot_idx]; }
   const at::Tensor& flat() const { return flat_; }
-  /// Gradient of one parameter as a view of the flat tensor.
-  const at::Tensor& view(int slot_idx) const { return views_[slot_idx]; }
+  /// A parameter that lies in one segment, as a view of the flat tensor.
+  at::Tensor view(int slot_idx) const;
 
  private:
-  void fill_untouched();
+  struct Slot {
+    at::Tensor like;
+    std::vector<Segment> segments;
+  };
 
-  double divisor_;
-  std::vector<BucketSlot> slots_;
-  at::Tensor flat_;
-  std::vector<at::Tensor> views_;
+  std::vector<Slot> slots_;
+  std::vector<Segment> gaps_;  // padding, by `flat_offset` and `numel`
   std::vector<bool> touched_;
-  bool has_passes_ = false;
-  at::Tensor passes_;  // sum of earlier passes; allocated when first needed
+  at::Tensor flat_;
 };
 
 }  // namespace smp::data_parallel

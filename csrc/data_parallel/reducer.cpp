@@ -1,13 +1,13 @@
 #include "csrc/data_parallel/reducer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
+#include "csrc/data_parallel/whole_reduction.h"
 
 namespace smp::data_parallel {
 
@@ -20,6 +20,13 @@ std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
       "bucket size ", options.bucket_cap_bytes, ", backward_passes_per_step ",
       options.passes_per_reduction, ", average_grads_across_microbatches ",
       options.average_over_microbatches)};
+  if (options.sharding) {
+    const Sharding& sharding = *options.sharding;
+    lines.push_back(detail::concat(
+        sharding.shard->size(), " shards of ",
+        sharding.layout == ShardLayout::kEqualCut ? "buckets" : "parameters",
+        sharding.every_microbatch ? ", reduced every microbatch" : ""));
+  }
   for (const ParameterRecord& record : records) {
     lines.push_back(record.describe());
   }
@@ -29,9 +36,11 @@ std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> params,
+                 std::vector<at::Tensor> targets,
                  std::vector<ParameterRecord> records, comm::CommunicatorPtr dp,
                  Options options)
     : params_(std::move(params)),
+      targets_(targets.empty() ? params_ : std::move(targets)),
       records_(std::move(records)),
       dp_(std::move(dp)),
       options_(std::move(options)),
@@ -40,18 +49,14 @@ Reducer::Reducer(std::vector<at::Tensor> params,
         add(param_idx, grad);
       }),
       old_grads_(params_.size()),
-      used_(params_.size(), false),
-      num_added_(params_.size(), 0) {
-  check_arguments();
+      used_(params_.size(), false) {
+  check_parameters();
   if (!params_.empty()) device_ = params_.front().device();
   if (has_peers()) {
     require_equal_lines(*dp_, lines_of(records_, options_), device_,
                         options_.patience, "parameters to reduce");
   }
-  buckets_.reserve(plan_.buckets.size());
-  for (const Bucket& bucket : plan_.buckets) {
-    buckets_.emplace_back(bucket, params_);
-  }
+  make_buckets();
   hooks_ = std::make_unique<GradientHooks>(
       params_, [this](int param_idx, const at::Tensor& grad) {
         on_gradient(param_idx, grad);
@@ -60,15 +65,18 @@ Reducer::Reducer(std::vector<at::Tensor> params,
 
 Reducer::~Reducer() = default;
 
-void Reducer::check_arguments() const {
+void Reducer::check_parameters() const {
   SMP_CHECK_VALUE(options_.passes_per_reduction >= 1,
                   "backward_passes_per_step must be >= 1, got ",
                   options_.passes_per_reduction);
-  SMP_CHECK_VALUE(params_.size() == records_.size(), "expected one record per ",
-                  "parameter, got ", records_.size(), " records for ",
-                  params_.size(), " parameters");
+  SMP_CHECK_VALUE(
+      params_.size() == records_.size() && targets_.size() == records_.size(),
+      "expected one record and target per parameter, got ", records_.size(),
+      " records and ", targets_.size(), " targets for ", params_.size(),
+      " parameters");
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& param = params_[i];
+    const at::Tensor& target = targets_[i];
     const ParameterRecord& record = records_[i];
     SMP_CHECK_VALUE(param.is_leaf() && param.requires_grad(), "parameter ",
                     record.name, " must be a leaf that requires a gradient");
@@ -85,6 +93,65 @@ void Reducer::check_arguments() const {
                     record.describe(), " is reduced over another group than ",
                     records_.front().describe(),
                     "; a reducer serves one group");
+    if (!target.defined()) continue;
+    SMP_CHECK_VALUE(target.is_leaf() && target.device() == param.device() &&
+                        target.scalar_type() == record.accumulation_dtype,
+                    "the target of parameter ", record.name, " has dtype ",
+                    target.scalar_type(), " on ", target.device(),
+                    "; expected a leaf on ", param.device(), " for ",
+                    record.describe());
+    SMP_CHECK_VALUE(is_sharded() || target.sizes() == param.sizes(),
+                    "the target of parameter ", record.name, " has sizes ",
+                    target.sizes(), "; expected ", param.sizes());
+  }
+}
+
+void Reducer::check_sharding(const std::vector<ShardedBucket>& plan) const {
+  const Sharding& sharding = *options_.sharding;
+  int size = sharding.shard->size();
+  for (const auto& group : sharding.further) size *= group->size();
+  SMP_CHECK_VALUE(
+      has_peers() && sharding.shard->size() > 1 && size == dp_->size(),
+      "the groups of shards have ", size, " ranks together, the ",
+      "group over which gradients are reduced has ",
+      has_peers() ? dp_->size() : 1);
+  for (const ShardedBucket& bucket : plan) {
+    for (const ShardHolding& held :
+         bucket.holdings[sharding.shard->group_rank()]) {
+      const ParameterRecord& record = records_[held.record_idx];
+      const at::Tensor& target = targets_[held.record_idx];
+      SMP_CHECK_VALUE(params_[held.record_idx].is_contiguous(), "parameter ",
+                      record.name, " is not contiguous and cannot be sharded");
+      SMP_CHECK_VALUE(!target.defined() || target.numel() == held.numel ||
+                          target.numel() == held.room,
+                      "the target of parameter ", record.name, " has ",
+                      target.numel(), " elements, this rank holds ", held.numel,
+                      " of ", record.describe());
+    }
+  }
+}
+
+void Reducer::make_buckets() {
+  const int num_shards = is_sharded() ? options_.sharding->shard->size() : 1;
+  const auto layout =
+      is_sharded() ? options_.sharding->layout : ShardLayout::kEqualCut;
+  const auto plan =
+      plan_shards(records_, options_.bucket_cap_bytes, num_shards, layout);
+  if (is_sharded()) check_sharding(plan);
+  std::vector<at::Tensor> like = params_;
+  if (!is_sharded()) {
+    for (size_t i = 0; i < like.size(); ++i) {
+      if (targets_[i].defined()) like[i] = targets_[i];
+    }
+  }
+  for (const ShardedBucket& bucket : plan) {
+    if (is_sharded()) {
+      buckets_.push_back(std::make_unique<ShardReduction>(
+          bucket, like, device_, *options_.sharding, pool_));
+    } else {
+      buckets_.push_back(
+          std::make_unique<WholeReduction>(bucket, like, device_, dp_));
+    }
   }
 }
 
@@ -92,8 +159,12 @@ double Reducer::pass_divisor() const {
   return options_.average_over_microbatches ? num_microbatches_ : 1;
 }
 
-FlatBucket& Reducer::bucket_of(int param_idx) {
-  return buckets_[plan_.places[param_idx].bucket_idx];
+comm::Communicator& Reducer::first_group() const {
+  return is_sharded() ? *options_.sharding->shard : *dp_;
+}
+
+BucketReduction& Reducer::bucket_of(int param_idx) const {
+  return *buckets_[plan_.places[param_idx].bucket_idx];
 }
 
 // ---- opening a step ---------------------------------------------------------
@@ -121,28 +192,26 @@ void Reducer::open(int num_microbatches, Phase phase) {
   phase_ = phase;
   num_microbatches_ = num_microbatches;
   may_overlap_ = true;
-  active_ = false;
-  num_added_.assign(params_.size(), 0);
-  num_missing_.assign(buckets_.size(), 0);
-  for (FlatBucket& bucket : buckets_) bucket.reset();
+  active_ = any_active_ = false;
+  round_idx_ = 0;
+  most_added_.assign(params_.size(), 0);
   const auto learned = learned_.find(num_microbatches);
   const bool is_known = learned != learned_.end();
   order_.begin(num_microbatches, is_known ? learned->second.per_microbatch
                                           : std::vector<int>(params_.size()));
   expected_ = is_known ? &learned->second.most : nullptr;
-  if (expected_ == nullptr) return;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if ((*expected_)[i] > 0) ++num_missing_[plan_.places[i].bucket_idx];
-  }
+  begin_round();
 }
 
 void Reducer::keep_old_grads() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const at::Tensor& grad = params_[i].grad();
-    FlatBucket& bucket = bucket_of(static_cast<int>(i));
-    if (pass_idx_ > 0 && grad.defined() &&
-        (used_[i] || old_grads_[i].defined())) {
+    const at::Tensor& target = targets_[i];
+    const at::Tensor grad = target.defined() ? target.grad() : at::Tensor();
+    BucketReduction& bucket = bucket_of(static_cast<int>(i));
+    if (pass_idx_ > 0 &&
+        (!target.defined() ||
+         (grad.defined() && (used_[i] || old_grads_[i].defined())))) {
       continue;  // what the earlier passes left there
     }
     // New, or set to None by the user: begin from what is there now.
@@ -150,7 +219,7 @@ void Reducer::keep_old_grads() {
     bucket.drop_passes(slot_of(static_cast<int>(i)));
     old_grads_[i] = at::Tensor();
     if (!grad.defined()) continue;
-    const bool is_ours = grad.is_alias_of(bucket.flat());
+    const bool is_ours = grad.is_alias_of(bucket.result());
     old_grads_[i] = is_ours ? grad.detach().clone() : grad.detach();
   }
 }
@@ -182,19 +251,12 @@ void Reducer::begin_implicit_step() {
   call_after_backward([this, token = std::move(token)] { end_step(); });
 }
 
-void Reducer::finish_microbatch(int mb) {
-  const at::NoGradGuard no_grad;
-  const Lock lock(mutex_);
-  SMP_CHECK(phase_ == Phase::kOpen, "microbatch ", mb,
-            " was finished, but no step is open");
-  order_.finish(mb);
-}
-
 void Reducer::add(int param_idx, const at::Tensor& grad) {
   const SlotPlace place = plan_.places[param_idx];
-  active_ = true;
+  active_ = round_active_ = true;
   used_[param_idx] = true;
   const int num_added = ++num_added_[param_idx];
+  most_added_[param_idx] = std::max(most_added_[param_idx], num_added);
   // Not "is its bucket on its way": that is a matter of timing, and the order
   // of the sum, hence its rounding, must not be.
   if (may_launch_early() && expected_ != nullptr &&
@@ -202,40 +264,14 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
     late_[param_idx].push_back(grad);
     return;
   }
-  buckets_[place.bucket_idx].add(place.slot_idx, grad);
+  settle_finished();  // its memory may be taken again
+  buckets_[place.bucket_idx]->add(place.slot_idx, grad);
   if (expected_ == nullptr) return;
   if (num_added == (*expected_)[param_idx]) --num_missing_[place.bucket_idx];
   launch_complete_buckets();
 }
 
-bool Reducer::may_launch_early() const {
-  return has_peers() && options_.overlap && may_overlap_ && is_last_pass();
-}
-
-void Reducer::launch_complete_buckets() {
-  if (!may_launch_early()) return;
-  while (works_.size() < buckets_.size() && num_missing_[works_.size()] == 0) {
-    launch_bucket();
-    if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;
-  }
-}
-
-// Always the first operation of a step, so that a rank without any gradient
-// can find out whether others reduce something, before it takes part.
-void Reducer::launch_header() {
-  if (header_work_) return;
-  at::Tensor header = at::empty({1}, at::kLong);
-  *header.mutable_data_ptr<int64_t>() = active_ ? 1 : 0;
-  header_ = header.to(device_);
-  header_work_ = dp_->all_reduce(header_, comm::ReduceOp::kMax);
-}
-
-void Reducer::launch_bucket() {
-  launch_header();
-  FlatBucket& bucket = buckets_[works_.size()];
-  bucket.finish(pass_divisor());
-  works_.push_back(dp_->all_reduce(bucket.flat(), comm::ReduceOp::kSum));
-}
+// ---- what others see --------------------------------------------------------
 
 bool Reducer::in_step() const {
   const Lock lock(mutex_);
@@ -244,14 +280,17 @@ bool Reducer::in_step() const {
 
 Reducer::Stats Reducer::stats() const {
   const Lock lock(mutex_);
-  return stats_;
+  Stats stats = stats_;
+  stats.flat_bytes = pool_.held_bytes();
+  stats.peak_flat_bytes = pool_.peak_bytes();
+  return stats;
 }
 
 const at::Tensor& Reducer::flat(int bucket_idx) const {
   SMP_CHECK_VALUE(
       bucket_idx >= 0 && bucket_idx < static_cast<int>(buckets_.size()),
       "there is no bucket ", bucket_idx, " of ", buckets_.size());
-  return buckets_[bucket_idx].flat();
+  return buckets_[bucket_idx]->result();
 }
 
 }  // namespace smp::data_parallel

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,10 +10,12 @@
 #include "csrc/comm/communicator.h"
 #include "csrc/data_parallel/agreement.h"
 #include "csrc/data_parallel/bucket_plan.h"
-#include "csrc/data_parallel/flat_bucket.h"
+#include "csrc/data_parallel/bucket_reduction.h"
+#include "csrc/data_parallel/flat_pool.h"
 #include "csrc/data_parallel/gradient_hook.h"
 #include "csrc/data_parallel/microbatch_order.h"
 #include "csrc/data_parallel/parameter_record.h"
+#include "csrc/data_parallel/reducer_options.h"
 
 namespace smp::data_parallel {
 
@@ -34,42 +35,40 @@ namespace smp::data_parallel {
 ///
 /// A backward outside a step is a step of one microbatch of its own.
 ///
+/// What has `.grad` may be another tensor than the parameter, its *target*: a
+/// master of another dtype, or of a part of it. With `Options::sharding` a rank
+/// keeps its shard of each bucket only, and full buckets have memory from their
+/// first gradient to their reduce-scatter. A *round* is what is reduced
+/// together: a step, or one of its microbatches.
+///
 /// Ranks need not agree on how many gradients a parameter gets: buckets are
 /// always reduced in the order of their indices. They must agree on steps: all
 /// or none of the ranks end a step, unless they cancel it. The numbers of
-/// microbatches may differ: each rank takes the mean over its own.
+/// microbatches may differ, each rank takes the mean over its own; not where
+/// every microbatch is reduced.
 ///
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
 class Reducer {
  public:
-  struct Options {
-    int64_t bucket_cap_bytes = int64_t{25} << 20;
-    /// Reduce during backward, else at the end of the step.
-    bool overlap = true;
-    /// Divide by the number of microbatches.
-    bool average_over_microbatches = true;
-    /// Steps whose gradients are added up before they are reduced, once. After
-    /// the others `.grad` holds the sum so far of this rank alone. Setting
-    /// `.grad` to None in between forgets that sum.
-    int passes_per_reduction = 1;
-    Patience patience;
-  };
-
-  struct Stats {
-    int64_t num_reductions = 0;       ///< steps that were reduced
-    int64_t num_early_buckets = 0;    ///< reduced while backward went on
-    int64_t num_late_parameters = 0;  ///< needed a second round
-  };
+  using Options = ReducerOptions;
+  using Stats = ReducerStats;
 
   /// Collective over `dp`.
   /// @param params   leaves that require a gradient, one per record, all on
   ///                 one device; in their final place (see GradientHooks)
+  /// @param targets  leaves whose `.grad` is set, one per parameter, of the
+  ///                 accumulation dtype: of the parameter's sizes, or sharded
+  ///                 with as many elements as this rank holds of it (or has
+  ///                 room for); undefined where it updates nothing. Empty: the
+  ///                 parameters themselves
   /// @param records  equal on all ranks of the group, and all of that group
-  /// @param dp       may be null, like a group of one
+  /// @param dp       may be null, like a group of one. With sharding the
+  ///                 product of its groups
   /// @throws ValueError on every rank when the ranks disagree on the records
-  Reducer(std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
-          comm::CommunicatorPtr dp, Options options);
+  Reducer(std::vector<at::Tensor> params, std::vector<at::Tensor> targets,
+          std::vector<ParameterRecord> records, comm::CommunicatorPtr dp,
+          Options options);
   /// Not while a backward runs.
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -81,7 +80,8 @@ class Reducer {
   void begin_step(int num_microbatches, bool may_overlap = true);
 
   /// The backward of a microbatch is over on this rank. Optional, but without
-  /// it gradients of later microbatches wait in memory for the end.
+  /// it gradients of later microbatches wait in memory for the end. Where every
+  /// microbatch is reduced it is not: collective over `dp`, in their order.
   void finish_microbatch(int mb);
 
   /// Reduces what is left and sets `.grad`. Does nothing to gradients when no
@@ -96,7 +96,8 @@ class Reducer {
   Stats stats() const;
   const std::vector<ParameterRecord>& records() const { return records_; }
   const BucketPlan& plan() const { return plan_; }
-  /// Flat gradient tensor of a bucket; valid between steps.
+  /// Flat gradient tensor of a bucket, or this rank's shard of it; valid
+  /// between steps.
   const at::Tensor& flat(int bucket_idx) const;
 
  private:
@@ -104,43 +105,63 @@ class Reducer {
   using Lock = std::unique_lock<std::mutex>;
 
   bool has_peers() const { return dp_ && dp_->size() > 1; }
+  bool is_sharded() const { return options_.sharding.has_value(); }
+  bool every_microbatch() const {
+    return is_sharded() && options_.sharding->every_microbatch;
+  }
   bool is_last_pass() const {
     return pass_idx_ + 1 == options_.passes_per_reduction;
   }
+  /// Is this pass summed over ranks? Shards are in each.
+  bool reduces() const { return is_sharded() || is_last_pass(); }
+  comm::Communicator& first_group() const;
   double pass_divisor() const;
-  FlatBucket& bucket_of(int param_idx);
+  BucketReduction& bucket_of(int param_idx) const;
   int slot_of(int param_idx) const { return plan_.places[param_idx].slot_idx; }
 
-  void check_arguments() const;
+  void check_parameters() const;
+  void check_sharding(const std::vector<ShardedBucket>& plan) const;
+  void make_buckets();
   void open(int num_microbatches, Phase phase);
   void keep_old_grads();
   void on_gradient(int param_idx, const at::Tensor& grad);
   void begin_implicit_step();
   void add(int param_idx, const at::Tensor& grad);
+
+  // Rounds.
+  void begin_round();
   bool may_launch_early() const;
   void launch_complete_buckets();
   void launch_header();
   void launch_bucket();
+  bool any_rank_active(Lock& lock);
+  bool launch_round(Lock& lock);
+  void settle_finished();
+  void settle_all(Lock& lock);
+  void await(int bucket_idx, Lock& lock) const;
 
+  // The end of a step.
   void close(Lock& lock);
   void abandon();
-  bool any_rank_active(Lock& lock);
-  void reduce(Lock& lock);
-  std::vector<bool> reduce_over_ranks(Lock& lock);
-  void reduce_late(int bucket_idx, const std::vector<bool>& late);
+  void finish_pass(Lock& lock);
+  std::vector<bool> finish_sums(Lock& lock);
+  void reduce_late(int bucket_idx, const std::vector<bool>& late, Lock& lock);
+  void reduce_further(Lock& lock);
   void publish(const std::vector<bool>& used);
   void forget_old_grads();
   void learn_counts();
 
   const std::vector<at::Tensor> params_;
+  const std::vector<at::Tensor> targets_;
   const std::vector<ParameterRecord> records_;
   const comm::CommunicatorPtr dp_;
   const Options options_;
   const BucketPlan plan_;
   at::Device device_ = at::kCPU;
-  std::vector<FlatBucket> buckets_;
+  FlatPool pool_;
+  std::vector<std::unique_ptr<BucketReduction>> buckets_;
 
-  mutable std::mutex mutex_;  // guards all that follows
+  mutable std::mutex mutex_;  // guards all that follows, pool and buckets
   MicrobatchOrder order_;
   Phase phase_ = Phase::kIdle;
   bool broken_ = false;  // a reduction was abandoned half-way
@@ -153,23 +174,30 @@ class Reducer {
   std::vector<at::Tensor> old_grads_;  // `.grad` from before; may be undefined
   std::vector<bool> used_;
   // Of this step:
-  std::vector<int> num_added_;
   std::map<int, std::vector<at::Tensor>> late_;
+  std::vector<int> most_added_;  // in one of its rounds
+  // Of this round:
+  std::vector<int> num_added_;
 
   // Gradients per parameter in earlier steps.
   struct Learned {
-    std::vector<int> most;            // of a step
+    std::vector<int> most;            // of a round
     std::vector<int> per_microbatch;  // 0: not the same in all of them
   };
   std::map<int, Learned> learned_;              // by number of microbatches
   const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete
 
-  // The reduction under way.
-  bool active_ = false;  // a gradient has come in this step
+  // Of this step: a gradient has come here, and on some rank.
+  bool active_ = false;
+  bool any_active_ = false;
+  // The round under way.
+  int round_idx_ = 0;          // in the step
+  bool round_active_ = false;  // a gradient has come here
   at::Tensor header_;
   comm::WorkPtr header_work_;
-  std::vector<comm::WorkPtr> works_;  // launched buckets, in index order
+  int num_launched_ = 0;  // buckets, in index order
+  int num_settled_ = 0;   // of these
 
   std::weak_ptr<void> implicit_token_;    // lives as long as that backward
   std::unique_ptr<GradientHooks> hooks_;  // last: they call into the above

@@ -498,13 +498,29 @@ def plan_shards(
     layout: ShardLayout,
 ) -> list[ShardedBucket]: ...
 
+class Sharding:
+    def __init__(
+        self,
+        layout: ShardLayout,
+        shard: Communicator,
+        *,
+        further: Sequence[Communicator] = ...,
+        every_microbatch: bool = False,
+    ) -> None: ...
+
 class ReducerStats:
+    @property
+    def flat_bytes(self) -> int: ...
     @property
     def num_early_buckets(self) -> int: ...
     @property
     def num_late_parameters(self) -> int: ...
     @property
     def num_reductions(self) -> int: ...
+    @property
+    def num_rounds(self) -> int: ...
+    @property
+    def peak_flat_bytes(self) -> int: ...
 
 class Reducer:
     def __init__(
@@ -513,6 +529,8 @@ class Reducer:
         records: Sequence[ParameterRecord],
         dp: Communicator | None,
         *,
+        targets: Sequence[Tensor | None] | None = None,
+        sharding: Sharding | None = None,
         faults: FaultBoard | None = None,
         dp_ranks: Sequence[int] = ...,
         bucket_cap_bytes: int = 26214400,

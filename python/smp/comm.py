@@ -8,12 +8,15 @@ from __future__ import annotations
 import enum
 import os
 import socket
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from smp import host_objects, runtime
 from smp.launch import read_launch
+
+_T = TypeVar("_T")
 
 
 class CommGroup(enum.Enum):
@@ -245,6 +248,18 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
         with current.reporting("smp.allgather"):
             parts = current.exchange.all_gather(members, own, f"smp.allgather({group.name})")
     return [host_objects.unpack(part, current.device) for part in parts]
+
+
+def of_shard_group(objects: Sequence[_T]) -> list[_T]:
+    """Those of the ranks that hold one copy of a sharded state together with this one.
+
+    Args:
+        objects: one of each rank of the RDP group, from `allgather`.
+    """
+    groups = runtime.current().groups
+    return [
+        item for rank, item in zip(groups["rdp"], objects, strict=True) if rank in groups["shard"]
+    ]
 
 
 def barrier(group: CommGroup = WORLD) -> None:

@@ -95,7 +95,7 @@ def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm
     power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type)
     part = (power, any(grad.dtype == torch.float64 for grad in grads))
     if runtime.current().sizes["shard"] > 1:
-        part = _combined(_of_shard_group(comm.allgather(part, comm.RDP_GROUP)), norm_type)
+        part = _combined(comm.of_shard_group(comm.allgather(part, comm.RDP_GROUP)), norm_type)
     if comm.mp_size() > 1:
         part = _combined(comm.allgather(part, comm.MP_GROUP), norm_type)
     total = part[0] if math.isinf(norm_type) else part[0] ** (1.0 / norm_type)
@@ -108,12 +108,6 @@ def _counts(updated: Tensor) -> bool:
     if current.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
         return False
     return current.ranks["shard"] == 0 or holding_with_master(updated) is not None
-
-
-def _of_shard_group(parts: Sequence[tuple[float, bool]]) -> list[tuple[float, bool]]:
-    """What ranks of the own shard group said, out of those of the rdp group."""
-    groups = runtime.current().groups
-    return [p for rank, p in zip(groups["rdp"], parts, strict=True) if rank in groups["shard"]]
 
 
 def _combined(parts: Sequence[tuple[float, bool]], norm_type: float) -> tuple[float, bool]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from smp import _C, grad_norm, precision, runtime
 from smp.data_parallel import model_parameter_of
+from smp.fused_step import divides, step_fused, writes_copies
 from smp.model import DistributedModel
 from smp.optimizer_state import OptimizerState
 from smp.precision import LossScaler, MasterViews, ScaledGradients, StaticLossScaler
@@ -193,29 +194,21 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
     def _update(self) -> Any:
         """Applies gradients, and lets the model see it."""
         result = None
-        if self._has_local():  # some optimizers cannot work on nothing
-            if self._divides:
-                result = self._step_divided()
-            else:
-                self._gradients.unscale()
-                result = self.optimizer.step()
-        self._spread(getattr(self.optimizer, "_smp_writes_copies", False))
+        has_local = self._has_local()  # some optimizers cannot work on nothing
+        if divides(self.optimizer):
+            result = step_fused(
+                self.optimizer,
+                self._gradients.divisor,
+                has_local=has_local,
+                # torch's GradScaler leaves these here.
+                given_scale=vars(self).get("grad_scale"),
+                given_found_inf=vars(self).get("found_inf"),
+            )
+        elif has_local:
+            self._gradients.unscale()
+            result = self.optimizer.step()
+        self._spread(writes_copies(self.optimizer))
         return result
-
-    def _step_divided(self) -> Any:
-        """Has a fused optimizer divide gradients while it reads them."""
-        optimizer: Any = self.optimizer
-        own = vars(self)  # torch's GradScaler leaves a scale of its own here
-        scale, found_inf = own.get("grad_scale"), own.get("found_inf")
-        if self._gradients.divisor != 1.0:
-            device = next(p.device for p in precision.parameters_of(optimizer))
-            divisor = torch.tensor(self._gradients.divisor, dtype=torch.float32, device=device)
-            scale = divisor if scale is None else scale * divisor
-        optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-        try:
-            return optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         if self.loss_scaler.is_dynamic:
@@ -263,11 +256,6 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     def _has_local(self) -> bool:
         return any(map(self._locality(), precision.parameters_of(self.optimizer)))
-
-    @property
-    def _divides(self) -> bool:
-        """Does the wrapped optimizer divide gradients by itself?"""
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def _use_masters(self) -> None:
         """Puts masters in the place of parameters of models that are partitioned."""
@@ -355,7 +343,7 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
         norm = grad_norm.global_norm(precision.parameters_of(self.optimizer), norm_type)
         total = norm.total / gradients.divisor
         coefficient = _C.clip_coefficient(total, max_norm)
-        if self._divides and coefficient > 0:
+        if divides(self.optimizer) and coefficient > 0:
             gradients.divisor /= coefficient
             return total, norm
         if coefficient != gradients.divisor:
@@ -379,7 +367,7 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
                 is collective over the RDP group; all others, and everybody if False, get what they
                 hold, with marks that say which elements these are. Not collective otherwise.
         """
-        return {**self._state().partial(gather_if_shard), **self._scaler_state()}
+        return {**self._state().of_rank(gather_if_shard), **self._scaler_state()}
 
     def state_dict(self) -> dict[str, Any]:
         """State of all parameters of the model, as the wrapped optimizer would have it alone.

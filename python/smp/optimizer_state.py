@@ -72,7 +72,7 @@ class OptimizerState:
     def _is_sharded(self) -> bool:
         return runtime.current().sizes["shard"] > 1
 
-    def partial(self, gather_shards: bool) -> dict[str, Any]:
+    def of_rank(self, gather_shards: bool) -> dict[str, Any]:
         """State of this rank, marked.
 
         Args:
@@ -100,10 +100,8 @@ class OptimizerState:
         result = self.local()
         if self._is_sharded:
             mine = (to_cpu(result["state"]), self._flat())
-            groups = runtime.current().groups
             parts = comm.allgather(mine, comm.RDP_GROUP)
-            own = [p for r, p in zip(groups["rdp"], parts, strict=True) if r in groups["shard"]]
-            result["state"] = join_flat(own)
+            result["state"] = join_flat(comm.of_shard_group(parts))
         if comm.mp_size() == 1:
             return result
         slices = self._slices()

@@ -59,7 +59,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"backward_roots", "engine", "grad_norm"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use", "optimizer_state"}),
+    frozenset({"first_use", "fused_step", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 

@@ -36,8 +36,9 @@ struct Rank {
                                      "p" + std::to_string(i), shapes[i], dtype,
                                      dp_size));
     }
-    reducer = std::make_unique<Reducer>(params, records, std::move(dp),
-                                        std::move(options));
+    reducer =
+        std::make_unique<Reducer>(params, std::vector<at::Tensor>{}, records,
+                                  std::move(dp), std::move(options));
   }
 
   /// A backward of microbatch `mb` that gives `grad` to parameter `i`.
@@ -70,29 +71,39 @@ inline Reducer::Options small_buckets() {
   return options;
 }
 
-/// Runs `body(group_rank, communicator)` on one thread per rank; the first
-/// exception is thrown again after all have ended.
-inline void on_ranks(
-    int size, const std::function<void(int, comm::CommunicatorPtr)>& body) {
-  const auto world = comm::make_local_world(size);
+/// Runs `body(rank)` on one thread per rank; the first exception is thrown
+/// again after all have ended, and `abort` is called to end them.
+inline void on_threads(int size, const std::function<void(int)>& body,
+                       const std::function<void()>& abort) {
   std::mutex mutex;
   std::exception_ptr failure;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        body(rank, world[rank]);
+        body(rank);
       } catch (...) {
         {
           const std::lock_guard lock(mutex);
           if (!failure) failure = std::current_exception();
         }
-        for (const auto& communicator : world) communicator->abort();
+        abort();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   if (failure) std::rethrow_exception(failure);
+}
+
+/// `on_threads` with a communicator of a group of all.
+inline void on_ranks(
+    int size, const std::function<void(int, comm::CommunicatorPtr)>& body) {
+  const auto world = comm::make_local_world(size);
+  on_threads(
+      size, [&](int rank) { body(rank, world[rank]); },
+      [&] {
+        for (const auto& communicator : world) communicator->abort();
+      });
 }
 
 }  // namespace smp::data_parallel

@@ -220,7 +220,7 @@ TEST(ReducerAlone, a_surplus_gradient_is_added_at_the_end) {
 
 TEST(ReducerAlone, gradients_have_the_strides_of_their_parameter) {
   at::Tensor param = at::zeros({4, 3}).t().requires_grad_();
-  Reducer reducer({param},
+  Reducer reducer({param}, {},
                   {whole_record(0, "p", {3, 4}, c10::ScalarType::Float)},
                   nullptr, small_buckets());
   const at::Tensor grad = at::randn({3, 4});
@@ -325,15 +325,16 @@ TEST(ReducerAlone, misuse_is_told) {
   EXPECT_ANY_THROW(rank.contribute(0, 0, 1));
   reducer.cancel_step();
   const auto record = whole_record(0, "p", {3}, c10::ScalarType::Float);
-  EXPECT_THROW(Reducer({at::zeros({3})}, {record}, nullptr, {}), ValueError);
+  EXPECT_THROW(Reducer({at::zeros({3})}, {}, {record}, nullptr, {}),
+               ValueError);
   EXPECT_THROW(
-      Reducer({at::zeros({4}).requires_grad_()}, {record}, nullptr, {}),
+      Reducer({at::zeros({4}).requires_grad_()}, {}, {record}, nullptr, {}),
       ValueError);
   auto rdp = record;
   rdp.group = ReductionGroup::kRdp;
   EXPECT_THROW(Reducer({at::zeros({3}).requires_grad_(),
                         at::zeros({3}).requires_grad_()},
-                       {record, rdp}, nullptr, {}),
+                       {}, {record, rdp}, nullptr, {}),
                ValueError)
       << "two groups";
 }

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace smp::data_parallel {
+
+/// Memory of gradients that are on their way: a bucket takes some with its
+/// first gradient and gives it back when its sum has left. Free memory is used
+/// again until `trim`. Not thread-safe.
+class FlatPool {
+ public:
+  /// A tensor of one dim with at least `numel` elements of any content.
+  at::Tensor take(int64_t numel, const at::TensorOptions& options);
+  void give_back(at::Tensor tensor);
+  /// Lets go of what nobody uses.
+  void trim();
+
+  int64_t held_bytes() const { return held_bytes_; }  ///< in use or free
+  int64_t peak_bytes() const { return peak_bytes_; }
+
+ private:
+  std::vector<at::Tensor> free_;
+  int64_t held_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+};
+
+}  // namespace smp::data_parallel

@@ -1,0 +1,107 @@
+#include "csrc/data_parallel/shard_reduction.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::data_parallel {
+
+ShardReduction::ShardReduction(const ShardedBucket& plan,
+                               const std::vector<at::Tensor>& like,
+                               at::Device device, const Sharding& sharding,
+                               FlatPool& pool)
+    : sharding_(sharding),
+      pool_(pool),
+      divisor_(plan.divisor),
+      flat_numel_(plan.flat_numel()),
+      slots_(plan.holdings.at(sharding.shard->group_rank())),
+      bucket_(plan, like),
+      shard_(at::zeros(
+          {plan.shard_numel},
+          at::TensorOptions().dtype(plan.accumulation_dtype).device(device))),
+      group_(sharding.shard.get()) {}
+
+at::Tensor ShardReduction::take(int64_t numel) {
+  return pool_.take(numel, shard_.options());
+}
+
+void ShardReduction::lease() {
+  if (bucket_.is_attached()) return;
+  flat_memory_ = take(flat_numel_);
+  bucket_.attach(flat_memory_.narrow(0, 0, flat_numel_));
+}
+
+void ShardReduction::begin_round() { bucket_.reset(); }
+
+void ShardReduction::add(int slot_idx, const at::Tensor& grad) {
+  lease();
+  bucket_.add(slot_idx, grad);
+}
+
+void ShardReduction::launch(double pass_divisor) {
+  lease();  // other ranks may have gradients
+  bucket_.finish(pass_divisor * divisor_);
+  at::Tensor sum = shard_;
+  if (has_sum_) {
+    incoming_ = take(shard_.numel());
+    sum = incoming_.narrow(0, 0, shard_.numel());
+  }
+  group_ = sharding_.shard.get();
+  work_ = sharding_.shard->reduce_scatter(sum, bucket_.flat(),
+                                          comm::ReduceOp::kSum);
+}
+
+bool ShardReduction::launch_hop(int hop_idx) {
+  if (hop_idx >= static_cast<int>(sharding_.further.size())) return false;
+  const comm::CommunicatorPtr& group = sharding_.further[hop_idx];
+  group_ = group.get();
+  work_ = group->all_reduce(shard_, comm::ReduceOp::kSum);
+  return true;
+}
+
+void ShardReduction::settle() {
+  work_ = nullptr;
+  if (!bucket_.is_attached()) return;  // a further hop
+  bucket_.detach();
+  pool_.give_back(std::exchange(flat_memory_, {}));
+  if (incoming_.defined()) {
+    shard_.add_(incoming_.narrow(0, 0, shard_.numel()));
+    pool_.give_back(std::exchange(incoming_, {}));
+  }
+  has_sum_ = true;
+}
+
+at::Tensor ShardReduction::held(int slot_idx) const {
+  const ShardHolding& slot = slots_[slot_idx];
+  return shard_.narrow(0, slot.offset, slot.numel);
+}
+
+void ShardReduction::drop_passes(int slot_idx) {
+  if (has_sum_) held(slot_idx).zero_();
+}
+
+void ShardReduction::add_late(int slot_idx, const at::Tensor& sum) {
+  const ShardHolding& slot = slots_[slot_idx];
+  held(slot_idx).add_(sum.reshape({-1}).narrow(0, slot.begin, slot.numel));
+}
+
+void ShardReduction::abandon() {
+  has_sum_ = false;
+  const bool is_in_flight = std::exchange(work_, nullptr) != nullptr;
+  if (!bucket_.is_attached()) return;
+  bucket_.detach();
+  at::Tensor flat = std::exchange(flat_memory_, {});
+  incoming_.reset();
+  // In flight it stays with its operation: nobody may use it again.
+  if (!is_in_flight) pool_.give_back(std::move(flat));
+}
+
+at::Tensor ShardReduction::gradient(int slot_idx,
+                                    const at::Tensor& target) const {
+  const ShardHolding& slot = slots_[slot_idx];
+  return shard_.narrow(0, slot.offset, target.numel()).view(target.sizes());
+}
+
+}  // namespace smp::data_parallel

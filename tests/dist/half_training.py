@@ -1,0 +1,202 @@
+"""What the ranks of a 16-bit training test run, and the same in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.dist.training import strip
+from tests.reference import split_families
+from tests.reference.data import compute_loss, make_batch
+from tests.reference.half_precision import HalfRecord, make_optimizer, train_half
+from tests.reference.models import build
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class HalfRun:
+    """One training run in 16 bits.
+
+    Attributes:
+        precision: "fp16" (with a static loss scale of 1024) or "bf16".
+        case: of `tests.reference.models`, or with ``tp`` > 1 of `tests.reference.split_families`.
+    """
+
+    precision: str
+    case: str = "chain"
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    microbatches: int = 2
+    schedule: str = "interleaved"
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def loss_scale(self) -> float:
+        return 1024.0 if self.precision == "fp16" else 1.0
+
+    @property
+    def num_batches(self) -> int:
+        return self.dp  # a tensor-parallel group reads one batch
+
+    def __str__(self) -> str:
+        return (
+            f"{self.precision} {self.case} pp{self.pp} tp{self.tp} dp{self.dp} "
+            f"mb{self.microbatches} {self.schedule}"
+        )
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw."""
+
+    pp_rank: int
+    rdp_rank: int
+    losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
+    norms: list[float] = field(default_factory=list)  # [step]
+    grads: list[dict[str, Any]] = field(default_factory=list)  # [step], of masters, marked
+    masters: dict[str, Any] = field(default_factory=dict)  # marked
+    params: dict[str, Any] = field(default_factory=dict)  # of the model, marked
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of parameters, outputs, losses
+
+
+def init_half(run: HalfRun) -> None:
+    """``smp.init`` with the layout and the precision of a run."""
+    import smp
+
+    smp.init(
+        {
+            "pipeline_parallel_degree": run.pp,
+            "tensor_parallel_degree": run.tp,
+            "microbatches": run.microbatches,
+            "pipeline": run.schedule,
+            "prescaled_batch": run.tp > 1,
+            "ddp": True,
+            run.precision: True,
+            **dict(run.config),
+        }
+    )
+
+
+def plain_model(run: HalfRun, seed: int = 1) -> nn.Module:
+    """The model in float32."""
+    if run.tp > 1:
+        return split_families.build_split_family(run.case, torch.float32, seed)
+    return build(run.case, torch.float32, seed=seed)
+
+
+def batch_of(run: HalfRun, replica: int, step: int) -> dict[str, Tensor]:
+    if run.tp > 1:
+        return split_families.make_split_batch(run.case, replica, step)
+    return make_batch(run.case, torch.float32, replica, step)
+
+
+def loss_of(run: HalfRun, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if run.tp > 1:
+        loss: Tensor = model(**batch)["loss"]
+        return loss
+    return compute_loss(run.case, model, batch)
+
+
+def make(run: HalfRun, seed: int = 1, **optimizer_args: Any) -> tuple[Any, Any, Any]:
+    """Model, optimizer and step function."""
+    import smp
+
+    with smp.tensor_parallelism(run.tp > 1):
+        plain = plain_model(run, seed)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(
+        make_optimizer(model.parameters()),
+        **{"static_loss_scale": run.loss_scale, **optimizer_args},
+    )
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(run, model, batch)
+        model.backward(loss)
+        return loss
+
+    return model, optimizer, train_step
+
+
+def train(rank: int, run: HalfRun) -> RankRecord:
+    """Trains and records."""
+    import smp
+
+    init_half(run)
+    # Replicas other than the first start with wrong weights: they get the first one's.
+    model, optimizer, train_step = make(run, seed=1 + smp.rdp_rank())
+    record = RankRecord(smp.pp_rank(), smp.rdp_rank())
+    for step in range(STEPS):
+        output = train_step(batch_of(run, smp.rdp_rank(), step))
+        record.losses.append([loss.item() for loss in output.outputs])
+        record.norms.append(optimizer.clip_master_grads(1e9))
+        optimizer.update_master_grads()
+        record.grads.append(marked(model, "grads"))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.masters, record.params = marked(model, "masters"), marked(model, "params")
+    record.dtypes = {p.dtype for p in model.parameters()} | {output.outputs[0].dtype}
+    return record
+
+
+def marked(model: Any, what: str) -> dict[str, Any]:
+    """Local masters, their gradients or the model's own values, with the slices that they are."""
+    from smp.data_parallel import holding_of
+    from smp.tensor_parallel import partial
+
+    named = [(strip(name), p) for name, p in model.local_named_parameters()]
+    values: dict[str, Any] = {}
+    for name, parameter in named:
+        holding = holding_of(parameter)
+        assert holding is not None and parameter.grad is None, name
+        value = {"masters": holding.master, "grads": holding.master.grad, "params": parameter}[what]
+        if value is not None:
+            values[name] = value.detach().clone().cpu()
+    marks = {partial.PARTIAL_MARK: True, partial.SHARDS_MARK: partial.slices_of(named)}
+    return {**values, **marks}
+
+
+@functools.cache
+def reference(run: HalfRun, precision: str) -> HalfRecord:
+    """The run in one process, in its own or another precision."""
+    batches = [[batch_of(run, r, step) for r in range(run.num_batches)] for step in range(STEPS)]
+    return train_half(
+        plain_model(run),
+        DTYPES[precision],
+        functools.partial(loss_of, run),
+        batches,
+        run.microbatches,
+        run.loss_scale,
+    )
+
+
+def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Whole tensors under the names of the plain model."""
+    from smp.nn import huggingface
+    from smp.tensor_parallel import partial
+
+    merged: dict[str, Tensor] = partial.merge(parts)
+    if run.tp > 1:
+        family = getattr(huggingface, run.case)
+        merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
+        # Those of tied parameters are in there under all of their names.
+        merged = {name: merged[name] for name in names_of(run)}
+    return merged
+
+
+@functools.cache
+def names_of(run: HalfRun) -> tuple[str, ...]:
+    """Parameters of the plain model, each once."""
+    return tuple(name for name, _ in plain_model(run).named_parameters())

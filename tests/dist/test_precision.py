@@ -1,0 +1,268 @@
+"""Training in 16 bits with float32 masters equals the same arithmetic in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.half_training import (
+    DTYPES,
+    STEPS,
+    HalfRun,
+    RankRecord,
+    make,
+    marked,
+    reference,
+    train,
+    whole,
+)
+from tests.dist.pool import Pool
+from tests.reference.tolerances import largest
+
+# Where every sum has the same terms in the same order as in one process.
+EXACT = [
+    HalfRun("fp16"),
+    HalfRun("bf16", "reuse"),
+    HalfRun("fp16", "gpt2", microbatches=1),
+    HalfRun("fp16", pp=2, microbatches=4),
+    HalfRun("bf16", pp=2, schedule="simple"),
+    HalfRun("fp16", dp=2),
+    HalfRun("bf16", "gpt2", dp=2),
+    HalfRun("bf16", pp=2, dp=2),
+]
+# Where 16-bit sums have another order: results are as far from those of float32 as one process is.
+ROUNDED = [
+    HalfRun("fp16", "reuse", pp=2),
+    HalfRun("bf16", "gpt2", pp=2),
+    HalfRun("fp16", "gpt2", tp=2),
+    HalfRun("bf16", "gptj", tp=2),
+    HalfRun("fp16", "gpt2", pp=2, tp=2),
+]
+
+
+@pytest.mark.parametrize("run", EXACT, ids=str)
+def test_equals_one_process_bit_by_bit(pool: Pool, run: HalfRun) -> None:
+    records = pool.run(run.world_size, train, run, timeout=120)
+    expected = reference(run, run.precision)
+    check_kind(records, run)
+    for record in records:
+        for step in range(STEPS):
+            assert record.losses[step] == expected.losses[step][record.rdp_rank]
+    for step in range(STEPS):
+        same(joined(records, run, lambda r, s=step: r.grads[s]), expected.grads[step], "gradients")
+    same(joined(records, run, lambda r: r.masters), expected.masters, "masters")
+    same(joined(records, run, lambda r: r.params), expected.params, "parameters")
+
+
+@pytest.mark.parametrize("run", ROUNDED, ids=str)
+def test_is_as_close_to_float32_as_one_process(pool: Pool, run: HalfRun) -> None:
+    records = pool.run(run.world_size, train, run, timeout=120)
+    half, single = reference(run, run.precision), reference(run, "fp32")
+    check_kind(records, run)
+    for record in records:
+        for step in range(STEPS):
+            for ours, theirs, exact in zip(
+                record.losses[step],
+                half.losses[step][record.rdp_rank],
+                single.losses[step][record.rdp_rank],
+                strict=True,
+            ):
+                limit = 2 * abs(theirs - exact) + 2 * torch.finfo(DTYPES[run.precision]).eps
+                assert abs(ours - exact) <= limit * max(1.0, abs(exact))
+    for step in range(STEPS):
+        ours = joined(records, run, lambda r, s=step: r.grads[s])
+        close(ours, half.grads[step], single.grads[step], f"gradients of step {step}")
+    close(joined(records, run, lambda r: r.masters), half.masters, single.masters, "masters")
+
+
+def check_kind(records: list[RankRecord], run: HalfRun) -> None:
+    """The run really was one in 16 bits, and its norms are those of all gradients."""
+    for record in records:
+        assert record.dtypes == {DTYPES[run.precision], torch.float32}
+        assert record.norms == records[0].norms
+    for step in range(STEPS):
+        grads = joined(records, run, lambda r, s=step: r.grads[s])
+        assert largest(grads) > 1e-3 and all(g.dtype == torch.float32 for g in grads.values())
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in grads.values()))
+        assert records[0].norms[step] == pytest.approx(norm, rel=1e-6)
+    masters = joined(records, run, lambda r: r.masters)
+    params = joined(records, run, lambda r: r.params)
+    for name, param in params.items():
+        assert torch.equal(param, masters[name].to(param.dtype)), name
+
+
+def joined(records: list[RankRecord], run: HalfRun, part: Any) -> dict[str, Tensor]:
+    """Whole tensors of the first replica; all others have the same bits."""
+    replicas = [
+        whole(run, [part(record) for record in records if record.rdp_rank == replica])
+        for replica in range(run.dp)
+    ]
+    for other in replicas[1:]:
+        same(other, replicas[0], "replicas")
+    return replicas[0]
+
+
+def same(ours: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert ours.keys() == expected.keys(), what
+    different = [name for name in ours if not torch.equal(ours[name], expected[name])]
+    assert not different, f"{what}: {different}"
+
+
+def close(
+    ours: dict[str, Tensor], half: dict[str, Tensor], single: dict[str, Tensor], what: str
+) -> None:
+    """Our error is at most twice that of one process in 16 bits, over all elements (2-norm)."""
+    keys = half.keys() & ours.keys()  # what is tied may be there under one name
+    assert len(keys) > len(half) / 2
+
+    def error(values: dict[str, Tensor]) -> float:
+        return math.sqrt(sum((values[k] - single[k]).double().square().sum().item() for k in keys))
+
+    assert 0 < error(ours) <= 2 * error(half), f"{what}: {error(ours)}, one process {error(half)}"
+
+
+# ---- what masters are for --------------------------------------------------
+
+
+class Scale(nn.Module):
+    """One number, whose gradient is the mean of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def step_tinily(rank: int, precision: str) -> tuple[float, float, int]:
+    """Many updates, each below the resolution of 16 bits at 1."""
+    import smp
+
+    smp.init({"ddp": True, precision: True})
+    model = smp.DistributedModel(Scale())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-13))
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    changes = 0
+    weight = model.get_module().weight
+    for _ in range(128):
+        before = weight.detach().clone()
+        train_step(torch.ones(2, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        changes += int(not torch.equal(before, weight))
+    return float(optimizer.param_groups[0]["params"][0]), float(weight), changes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_masters_keep_what_16_bits_cannot(pool: Pool, precision: str) -> None:
+    for master, weight, changes in pool.run(2, step_tinily, precision):
+        assert master == 1 - 128 * 2.0**-13
+        assert weight == float(torch.tensor(master).to(DTYPES[precision]))
+        # Less often than the master: a 16-bit weight alone would not have moved at all.
+        assert 0 < changes < 40
+
+
+# ---- loss scaling ----------------------------------------------------------
+
+HISTORY = ".xx..x...xx....."  # x: an infinite gradient on one rank
+ARGUMENTS = {"init_scale": 64.0, "scale_window": 2, "delayed_shift": 2}
+
+
+def scale_loss(rank: int, run: HalfRun) -> dict[str, Any]:
+    """Puts infinities into gradients of one rank, a different one each time."""
+    import smp
+    from tests.dist.half_training import batch_of, init_half
+
+    init_half(run)
+    model, optimizer, train_step = make(run, dynamic_loss_scale=True, dynamic_loss_args=ARGUMENTS)
+    seen: dict[str, Any] = {"scales": [], "overflows": [], "skips": [], "norms": [], "lrs": []}
+    assert optimizer.overflow is False and optimizer.loss_scale == 64.0
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
+    victim: list[bool] = [False]
+
+    def poison(grad: Tensor) -> Tensor:
+        return torch.full_like(grad, math.inf) if victim[0] else grad
+
+    train_step(batch_of(run, smp.rdp_rank(), 0))  # partitions
+    optimizer.zero_grad()
+    next(iter(model.local_parameters())).register_hook(poison)
+    for step, letter in enumerate(HISTORY):
+        victim[0] = letter == "x" and step % smp.size() == smp.rank()
+        losses = train_step(batch_of(run, smp.rdp_rank(), step))
+        assert all(math.isfinite(loss) for loss in losses.outputs)
+        seen["overflows"].append(optimizer.overflow)
+        seen["norms"].append(optimizer.clip_master_grads(1e-3))
+        before = marked(model, "masters"), marked(model, "params")
+        optimizer.step()
+        after = marked(model, "masters"), marked(model, "params")
+        unchanged = all(
+            torch.equal(old[name], new[name])
+            for old, new in zip(before, after, strict=True)
+            for name in old
+            if isinstance(old[name], Tensor)
+        )
+        seen["skips"].append(unchanged)
+        if not optimizer.overflow:
+            scheduler.step()
+        seen["scales"].append(optimizer.loss_scale)
+        seen["lrs"].append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "run",
+    [HalfRun("fp16", dp=2), HalfRun("fp16", pp=2), HalfRun("fp16", "gpt2", pp=2, tp=2)],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun) -> None:
+    from tests.reference.loss_scale import scale_trace
+
+    overflows = [letter == "x" for letter in HISTORY]
+    results = pool.run(run.world_size, scale_loss, run, timeout=120)
+    for seen in results:
+        assert seen["overflows"] == overflows
+        assert seen["skips"] == overflows
+        assert seen["scales"] == scale_trace(overflows, **ARGUMENTS)
+        assert [norm == -1.0 for norm in seen["norms"]] == overflows
+        assert seen["norms"] == results[0]["norms"]
+        assert seen["lrs"][-1] == pytest.approx(1e-2 * 0.5 ** overflows.count(False))
+
+
+def start_at_default_scale(rank: int, run: HalfRun) -> dict[str, Any]:
+    import smp
+    from tests.dist.half_training import batch_of, init_half
+
+    init_half(run)
+    _, optimizer, train_step = make(run, static_loss_scale=None, dynamic_loss_scale=True)
+    overflows, losses = [], []
+    for _ in range(40):
+        loss = train_step(batch_of(run, smp.rdp_rank(), 0)).reduce_mean()
+        losses.append(float(loss))
+        overflows.append(optimizer.overflow)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"overflows": overflows, "losses": losses, "scale": optimizer.loss_scale}
+
+
+def test_the_default_scale_comes_down_before_training_begins(pool: Pool) -> None:
+    run = HalfRun("fp16", pp=2)
+    for seen in pool.run(2, start_at_default_scale, run):
+        num_skipped = seen["overflows"].index(False)
+        assert 10 <= num_skipped <= 20
+        assert seen["overflows"] == [True] * num_skipped + [False] * (40 - num_skipped)
+        assert seen["scale"] == 2.0 ** (32 - num_skipped)
+        losses = seen["losses"]
+        assert losses[:num_skipped] == [losses[0]] * num_skipped
+        assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,140 @@
+"""Checkpoints of 16-bit training: masters and loss scales survive, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.half_training import HalfRun, batch_of, init_half, make, marked
+from tests.dist.pool import Pool
+
+SCALE = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**13}}
+
+
+def advance(run: HalfRun, optimizer: Any, train_step: Any, step: int) -> None:
+    import smp
+
+    train_step(batch_of(run, smp.rdp_rank(), step))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_and_save(rank: int, run: HalfRun, folder: str) -> dict[str, Any]:
+    """Two steps, everything saved; then a third one."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run, **SCALE)
+    advance(run, optimizer, train_step, 0)
+    optimizer.loss_scale = 2.0**10
+    advance(run, optimizer, train_step, 1)
+    local = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
+    if smp.rdp_rank() == 0:
+        smp.save(local, f"{folder}/part.pt", partial=True)
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if smp.rank() == 0:
+        smp.save(whole, f"{folder}/whole.pt", partial=False)
+    smp.barrier()
+    advance(run, optimizer, train_step, 2)
+    return marked(model, "masters")
+
+
+def resume(
+    rank: int, run: HalfRun, folder: str, partial: bool, optimizer_first: bool
+) -> dict[str, Any]:
+    """Continues from a file, with a model that had other weights."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run, seed=5, **SCALE)
+    name = "part.pt" if partial else "whole.pt"
+    saved = smp.load(f"{folder}/{name}", partial=partial)
+    if optimizer_first:
+        optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    if not optimizer_first:
+        optimizer.load_state_dict(saved["optimizer"])
+    advance(run, optimizer, train_step, 2)
+    assert optimizer.loss_scale == 2.0**10 and not optimizer.overflow
+    return marked(model, "masters")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        HalfRun("fp16", dp=2),
+        HalfRun("fp16", "gpt2", pp=2),
+        HalfRun("fp16", "gpt2", tp=2),
+        HalfRun("fp16", "gpt2", pp=2, tp=2),
+    ],
+    ids=str,
+)
+def test_training_goes_on_bit_by_bit(pool: Pool, tmp_path: Path, run: HalfRun) -> None:
+    expected = pool.run(run.world_size, train_and_save, run, str(tmp_path), timeout=120)
+    rounded = 0
+    for partial, optimizer_first in ((True, False), (False, True)):
+        resumed = pool.run(
+            run.world_size, resume, run, str(tmp_path), partial, optimizer_first, timeout=120
+        )
+        for ours, theirs in zip(resumed, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(value, theirs[name]), f"{name}, partial {partial}"
+                    rounded += int(not torch.equal(value, value.half().float()))
+    assert rounded > 10, "16-bit weights would have been enough"
+
+
+# ---- PyTorch's own mixed precision -----------------------------------------
+
+
+def autocast(rank: int, pp: int, optimizer_args: dict[str, Any]) -> list[tuple[float, bool]]:
+    """Trains under autocast with a GradScaler; one rank has infinite gradients at times."""
+    import smp
+    from tests.reference.data import make_batch
+    from tests.reference.models import build
+
+    smp.init({"pipeline_parallel_degree": pp, "microbatches": 2, "ddp": pp == 1})
+    model = smp.DistributedModel(build("chain", torch.float32))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, **optimizer_args)
+    optimizer = smp.DistributedOptimizer(inner)
+    scaler = smp.amp.GradScaler(init_scale=256.0, growth_interval=2)
+    poisoned = [False]
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(batch["x"])
+        loss = torch.nn.functional.mse_loss(output.float(), batch["y"])
+        model.backward(scaler.scale(loss).squeeze())
+        return loss
+
+    seen = []
+    train_step(make_batch("chain", torch.float32, smp.dp_rank(), 0))
+    optimizer.zero_grad()
+    parameter = next(iter(model.local_parameters()))
+    parameter.register_hook(lambda grad: grad * float("inf") if poisoned[0] else grad)
+    for step in range(5):
+        poisoned[0] = smp.rank() == 1 and step == 2
+        train_step(make_batch("chain", torch.float32, smp.dp_rank(), step))
+        before = [p.detach().clone() for p in model.local_parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(
+            not torch.equal(a, b) for a, b in zip(before, model.local_parameters(), strict=True)
+        )
+        seen.append((scaler.get_scale(), moved))
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_skips_on_all_ranks(pool: Pool, pp: int, fused: bool) -> None:
+    for seen in pool.run(2, autocast, pp, {"fused": fused}):
+        assert [scale for scale, _ in seen] == [256.0, 512.0, 256.0, 256.0, 512.0]
+        assert [moved for _, moved in seen] == [True, True, False, True, True]

@@ -1,0 +1,114 @@
+"""Training in 16 bits in one process: what every distributed run must reproduce."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+LEARNING_RATE = 1e-2
+# With the default epsilon a gradient near zero turns rounding into a whole step.
+ADAM_EPSILON = 1e-3
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON)
+
+
+@dataclass
+class HalfRecord:
+    """What a run left behind; names as in the plain model."""
+
+    losses: list[list[list[float]]] = field(default_factory=list)  # [step][replica][microbatch]
+    grads: list[dict[str, Tensor]] = field(default_factory=list)  # [step], without loss scale
+    masters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    params: dict[str, Tensor] = field(default_factory=dict)  # in 16 bits, after the last step
+
+
+class HalfModel(nn.Module):
+    """A 16-bit copy of a model that takes and gives float32.
+
+    Args:
+        model: in float32; its parameters are the masters.
+        dtype: of the copy.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.copy = copy.deepcopy(model).to(dtype)
+        self.masters = dict(model.named_parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, (args, kwargs)
+        )
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.float() if t.dtype == self.dtype else t, self.copy(*args, **kwargs)
+        )
+
+    def take_grads(self) -> dict[str, Tensor]:
+        """The gradients in float32, which are then gone."""
+        named = dict(self.copy.named_parameters())
+        grads = {name: p.grad.float() for name, p in named.items() if p.grad is not None}
+        self.copy.zero_grad()
+        return grads
+
+    def refresh(self) -> None:
+        """Rounds the masters into the copy."""
+        with torch.no_grad():
+            for name, parameter in self.copy.named_parameters():
+                parameter.copy_(self.masters[name])
+
+
+def train_half(
+    model: nn.Module,
+    dtype: torch.dtype,
+    compute_loss: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+    batches: Sequence[Sequence[dict[str, Tensor]]],
+    microbatches: int,
+    loss_scale: float = 1.0,
+) -> HalfRecord:
+    """AdamW on float32 masters; gradients of 16 bits are added in float32, in microbatch order.
+
+    Args:
+        model: in float32.
+        dtype: torch.float16 or torch.bfloat16; torch.float32 for the reference of both.
+        compute_loss: of a model and a microbatch.
+        batches: of each step, one per replica.
+        microbatches: into which a batch is cut.
+        loss_scale: factor of the loss.
+    """
+    half = HalfModel(model, dtype)
+    optimizer = make_optimizer(half.masters.values())
+    record = HalfRecord()
+    for step_batches in batches:
+        record.losses.append([])
+        total: dict[str, Tensor] = {}
+        for batch in step_batches:
+            sums: dict[str, Tensor] = {}
+            pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
+            losses = []
+            for mb in range(microbatches):
+                loss = compute_loss(half, {name: piece[mb] for name, piece in pieces.items()})
+                (loss * loss_scale).backward()
+                losses.append(loss.item())
+                for name, grad in half.take_grads().items():
+                    sums[name] = sums[name] + grad if name in sums else grad
+            record.losses[-1].append(losses)
+            for name, grad in sums.items():
+                total[name] = total[name] + grad if name in total else grad
+        divisor = microbatches * len(step_batches) * loss_scale
+        for name, master in half.masters.items():
+            master.grad = total[name] / divisor if name in total else None
+        record.grads.append({n: p.grad.clone() for n, p in half.masters.items() if n in total})
+        optimizer.step()
+        half.refresh()
+    record.masters = {name: p.detach().clone() for name, p in half.masters.items()}
+    record.params = {name: p.detach().clone() for name, p in half.copy.named_parameters()}
+    return record
