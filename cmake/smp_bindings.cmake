@@ -11,6 +11,8 @@ function(smp_add_bindings)
   list(INSERT names ${comm_idx} communicator)
   list(FIND names pipeline pipeline_idx)
   list(INSERT names ${pipeline_idx} timeline)
+  list(FIND names data_parallel data_parallel_idx)
+  list(INSERT names ${data_parallel_idx} parameter_store)
 
   set(declarations "")
   set(calls "")

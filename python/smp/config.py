@@ -196,7 +196,7 @@ class Config:
     sdp_max_live_parameters: int = _int(1_000_000_000, 1)
     """Cap on gathered parameters, in elements."""
     sdp_hierarchical_allgather: bool = _bool(True)
-    """Gather inside hosts first."""
+    """Gather between hosts first, then inside of them."""
     sdp_gradient_clipping: float = _float(1.0, 0.0, math.inf)
     """L2 threshold, always active with sharded data parallelism."""
     ddp_dist_backend: str = _choice("auto", "auto", "nccl")
@@ -234,6 +234,14 @@ class Config:
             rdp_size: ranks that have the same slices of the same partition.
         """
         return rdp_size if self.shard_optimizer_state else self.sharded_data_parallel_degree
+
+    @property
+    def orders_replicas(self) -> bool:
+        """Do replicas run the tasks of a pipeline in one order?
+
+        Ranks that gather parameters from each other have to.
+        """
+        return self.deterministic_server or self.sharded_data_parallel_degree > 1
 
     @property
     def half_dtype(self) -> torch.dtype | None:
@@ -275,7 +283,6 @@ _TENSORFLOW_KEYS = ("horovod", "contiguous")
 # Features of later versions: a value other than the default is refused at init.
 NOT_YET: dict[str, str] = {
     "shard_optimizer_state": "sharded optimizer state",
-    "sharded_data_parallel_degree": "sharded data parallelism",
     "offload_activations": "activation offloading",
 }
 

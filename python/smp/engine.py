@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,6 +77,8 @@ class Engine:
         self.reducers: list[_C.Reducer] = []  # one per group of ranks, once there are some
         #: what this rank updates in place of parameters; None: the parameters themselves
         self.holdings: dict[nn.Parameter, data_parallel.Holding] | None = None
+        #: with sharded data parallelism
+        self.sharded: data_parallel.ShardedParameters | None = None
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
@@ -138,9 +141,14 @@ class Engine:
         whole = [p for _, p in local if interval_of(p) is None]
         data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
         data_parallel.broadcast_from_first(split, "rdp")
-        self.holdings = data_parallel.make_holdings(
-            self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
-        )
+        if config.sharded_data_parallel_degree > 1:
+            self.sharded = data_parallel.ShardedParameters(self._root, local)
+            self.holdings = self.sharded.holdings
+            self.parts.sharded = self.sharded
+        else:
+            self.holdings = data_parallel.make_holdings(
+                self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
+            )
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
@@ -168,6 +176,8 @@ class Engine:
 
         Nothing is to do while every rank updates all that its modules use.
         """
+        if self.sharded is not None:
+            self.sharded.after_update()
 
     # ---- precision
 
@@ -260,6 +270,8 @@ class Engine:
         hub = self._current.pipeline
         if self.link is not None and isinstance(hub, PipelineHub):
             hub.remove(self.link)
+        if self.sharded is not None:
+            self.sharded.uncover()
         self.reducers = []
 
     # ---- steps
@@ -280,6 +292,8 @@ class Engine:
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
+        if self.sharded is not None:
+            self.sharded.begin_step(num_microbatches, trains)
         if trains and self._broadcast_buffers and self._root.training:
             data_parallel.broadcast_from_first([b for b in self._root.buffers()])
         if trains:
@@ -329,6 +343,10 @@ class Engine:
             timeline.end_run()
             timeline.begin_run(True, self._running_mb)
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Around a body of a step, which may read parameters outside of forwards."""
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.reading()
+
     def microbatch_done(self, mb: int) -> None:
         """All gradients of a microbatch have come."""
         for reducer in self.reducers:
@@ -343,6 +361,8 @@ class Engine:
         """Waits for the reduction of the step's gradients."""
         self.joins_step = False
         self._stop_weighing()
+        if self.sharded is not None:
+            self.sharded.end_step()
         if trains:
             for reducer in self.reducers:
                 reducer.end_step()
@@ -351,6 +371,8 @@ class Engine:
         """Closes a step that failed; its gradients are lost. Not collective."""
         self.joins_step = False
         self._stop_weighing()
+        if self.sharded is not None:
+            self.sharded.abandon_step()
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()
@@ -364,12 +386,14 @@ class Engine:
 
     def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
         current = self._current
-        if self.parts is None or self._is_alone:
-            state = dict(self._root.state_dict())
-            return {} if gather_to_rank0 and current.global_rank != 0 else state
+        if self.parts is None:
+            return {} if gather_to_rank0 and current.global_rank != 0 else self._root.state_dict()
+        if self._is_alone:
+            return self.parts.state(keep=not gather_to_rank0 or current.global_rank == 0)
         if not gather_to_rank0:
             return self.parts.merged(comm.allgather(self.parts.marked_state(), comm.MP_GROUP))
         if 0 not in current.groups["mp"]:
+            self.parts.state(keep=False)
             return {}
         if current.global_rank != 0:
             comm.send(self.parts.marked_state(), 0, comm.RankType.WORLD_RANK)
@@ -433,6 +457,9 @@ class Engine:
         state = self.state_dict(gather_to_rank0=False)
         if self.link is not None:
             self.link.disconnect()
+        if self.sharded is not None:
+            self.sharded.make_real()
+            self.sharded = None
         cpu = torch.device("cpu")
         with torch.no_grad():
             for name, parameter in self._root.named_parameters():
@@ -451,7 +478,7 @@ class Engine:
 
 def _order_ranks(current: runtime.Runtime) -> list[int]:
     """Ranks that run their tasks in one order, the one that decides first."""
-    return list(current.groups["dp" if current.config.deterministic_server else "tp"])
+    return list(current.groups["dp" if current.config.orders_replicas else "tp"])
 
 
 def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
@@ -468,7 +495,7 @@ def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> Pipeli
         num_chunks=schedule.num_chunks,
         active_microbatches=config.active_microbatches or 0,
         # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
-        deterministic=config.deterministic_server or current.sizes["tp"] > 1,
+        deterministic=config.orders_replicas or current.sizes["tp"] > 1,
         static_mode=config.static_mode,
         device=str(current.device),
         timeout_s=current.settings.timeout_s,

@@ -32,6 +32,8 @@ class Groups:
     tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
     split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states.
+    Where a shard group spans hosts evenly, `shard_across` connects equal places of its hosts and
+    `shard_within` the ranks of this one.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
     """
@@ -43,6 +45,8 @@ class Groups:
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
     shard: _C.Communicator | None = None
+    shard_across: _C.Communicator | None = None
+    shard_within: _C.Communicator | None = None
     shard_reduce: _C.Communicator | None = None
     replica: _C.Communicator | None = None
     tp_group: _C.TensorParallelGroup = field(
@@ -68,6 +72,31 @@ def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, li
         for begin in range(0, len(rdp_ranks), shard_size)
     ]
     return {"shard": shards, "replica": [list(ranks) for ranks in zip(*shards, strict=True)]}
+
+
+def split_by_host(
+    ranks: Sequence[int], hosts: Sequence[str], global_rank: int
+) -> tuple[list[int], list[int]] | None:
+    """The two groups in which a gather over several hosts goes in two hops.
+
+    Args:
+        ranks: of the group, one of them ``global_rank``.
+        hosts: by global rank.
+
+    Returns:
+        ranks with the same place on their hosts, and those of the host of ``global_rank``; None if
+        that saves nothing, or if hosts have different numbers of ranks or mixed ones.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    within = by_host[hosts[global_rank]]
+    in_order = [rank for members in by_host.values() for rank in members] == list(ranks)
+    even = len({len(members) for members in by_host.values()}) == 1
+    if len(by_host) == 1 or len(within) == 1 or not (in_order and even):
+        return None
+    place = within.index(global_rank)
+    return [members[place] for members in by_host.values()], within
 
 
 def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int]]]:
@@ -109,6 +138,7 @@ def build_groups(
     device: torch.device,
     board: _C.FaultBoard,
     machine: str,
+    hosts: Sequence[str] = (),
     shared_memory: bool,
     loopback: bool,
     timeout_s: float,
@@ -123,6 +153,7 @@ def build_groups(
         device: of the tensors that `dp` serves.
         board: ends waits of `tp_group` and of what shares memory when a rank fails.
         machine: equal on ranks that may try to share memory.
+        hosts: of all ranks, if parameters are to be gathered between hosts first.
         shared_memory: whether this rank wants to, for collectives of tp and of shards.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
@@ -139,15 +170,19 @@ def build_groups(
             return None
         return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
 
-    def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
-        ranks, name = ranks_of(kind), name or kind
+    def between(name: str, ranks: list[int]) -> _C.Communicator | None:
         if len(ranks) == 1:
             return None
         if device.type == "cuda":
             return _make_nccl(store, name, ranks, global_rank, timeout_s)
         return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
 
-    def sharing(communicator: _C.Communicator | None, kind: str) -> _C.Communicator | None:
+    def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
+        return between(name or kind, ranks_of(kind))
+
+    def sharing(
+        communicator: _C.Communicator | None, ranks: Sequence[int]
+    ) -> _C.Communicator | None:
         if communicator is None or device.type == "cuda":
             return communicator
         return _C.share_collectives(
@@ -155,16 +190,21 @@ def build_groups(
             machine=machine,
             enabled=shared_memory,
             faults=board,
-            ranks=ranks_of(kind),
+            ranks=list(ranks),
             timeout_s=timeout_s,
         )
 
     made.dp_control, made.dp = control("dp"), on_device("dp")
     made.mp_control = control("mp")
     if shard_size > 1:
-        made.shard = sharing(on_device("shard"), "shard")
-        made.shard_reduce = sharing(on_device("shard", "shard_reduce"), "shard")
-        made.replica = sharing(on_device("replica"), "replica")
+        ranks = own["shard"]
+        made.shard = sharing(on_device("shard"), ranks)
+        made.shard_reduce = sharing(on_device("shard", "shard_reduce"), ranks)
+        made.replica = sharing(on_device("replica"), own["replica"])
+        if hosts and (hops := split_by_host(ranks, hosts, global_rank)) is not None:
+            across, within = hops
+            made.shard_across = between("shard_across", across)
+            made.shard_within = sharing(between("shard_within", within), within)
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = on_device("rdp"), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp

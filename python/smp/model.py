@@ -370,6 +370,18 @@ class DistributedModel(nn.Module):
         """Names as in the user's module, and modules that live on this rank."""
         return self._parts().named_modules()
 
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """All parameters of this rank have their whole values inside, for reading.
+
+        What is written to them is lost. Without sharded data parallelism they have them at all
+        times. Collective over the ranks that share parameters.
+        """
+        self._parts()
+        sharded = self._engine.sharded
+        with contextlib.nullcontext() if sharded is None else sharded.whole():
+            yield
+
     # ---- tensor parallelism
 
     def distributed_modules(self) -> Iterator[nn.Module]:

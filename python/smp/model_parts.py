@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import memory
-from smp.precision import load_value
+from smp.data_parallel import ShardedParameters, holding_of
+from smp.precision import load_value, reload_masters
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
@@ -63,6 +64,8 @@ class ModelParts:
         self.root = root
         self._partition_of = partition_of
         self._pp_rank = pp_rank
+        #: with sharded data parallelism
+        self.sharded: ShardedParameters | None = None
         #: partition by parameter; parameters that modules share are on one partition
         self._parameter_partition: dict[Tensor, int] = {}
         for module in root.modules():
@@ -126,12 +129,27 @@ class ModelParts:
             partitions[dot + "_extra_state"] = self._partition_of[module]
         return partitions
 
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """The state dict, detached, with whole tensors for sharded parameters.
+
+        Collective over the shard group with sharded data parallelism.
+
+        Args:
+            keep: False: an empty dict, for a rank that others need and that needs nothing.
+        """
+        if self.sharded is not None:
+            return self.sharded.filled(self.root.state_dict(keep_vars=True), keep)
+        return dict(self.root.state_dict()) if keep else {}
+
     def local_state(self) -> dict[str, Any]:
-        """The entries of the state dict that live here, detached, in the model's order."""
+        """The entries of the state dict that live here, detached, in the model's order.
+
+        Collective like :meth:`state`.
+        """
         partitions = self.key_partitions()
         return {
             key: value
-            for key, value in self.root.state_dict().items()
+            for key, value in self.state().items()
             if partitions.get(key, 0) == self._pp_rank
         }
 
@@ -210,5 +228,17 @@ class ModelParts:
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
-                    load_value(value, sharding.slice_of(state[key], interval))
+                    self._write(value, sharding.slice_of(state[key], interval))
+        if self.sharded is not None:
+            self.sharded.after_update()
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _write(self, target: Tensor, value: Tensor) -> None:
+        if self.sharded is not None and target in self.sharded:
+            assert isinstance(target, nn.Parameter)
+            self.sharded.write(target, value)
+            holding = holding_of(target)
+            if holding is not None and value.dtype.itemsize < 4:
+                reload_masters([holding])
+        else:
+            load_value(target, value)

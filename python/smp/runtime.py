@@ -181,6 +181,7 @@ class Runtime(WrappedObjects):
             device=self.device,
             board=self.links.board,
             machine=machine,
+            hosts=self.launch.hosts if self.config.sdp_hierarchical_allgather else (),
             shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,7 +76,9 @@ class StepRun:
         current = self._current
         communicator = current.comms.dp
         several = self._trains and current.num_wrapped > 1
-        ordered = current.config.deterministic_server and self._hub is not None
+        config = current.config
+        shares = config.sharded_data_parallel_degree > 1
+        ordered = shares or (config.orders_replicas and self._hub is not None)
         if communicator is None or not (several or ordered):
             return self._engines
         here = {engine.idx for engine in self._engines}
@@ -87,8 +90,8 @@ class StepRun:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
                 f"and between {-maxima[1]} and {maxima[0]} on the replicas; with "
-                "deterministic_server they follow one order: give them batches that make equally "
-                "many microbatches"
+                f"{'sharded_data_parallel_degree' if shares else 'deterministic_server'} they "
+                "follow one order: give them batches that make equally many microbatches"
             )
         return [engine for engine in self._engines if not maxima[2 + engine.idx]]
 
@@ -104,6 +107,8 @@ class StepRun:
         seed = torch.initial_seed() & (2**64 - 1)
         for part in (current.ranks["dp"], current.num_begun):
             seed = _C.mix_seed(seed, part)
+        if any(engine.sharded is not None for engine in self._engines):
+            body = self._reading(body)
         try:
             if self._hub is not None:
                 self._hub.server.run_step(num_microbatches, seed, body)
@@ -111,6 +116,17 @@ class StepRun:
                 self._run_alone(num_microbatches, seed, body)
         finally:
             outside.restore()
+
+    def _reading(self, body: Callable[[int], None]) -> Callable[[int], None]:
+        """The body, which may read sharded parameters."""
+
+        def run(mb: int) -> None:
+            with contextlib.ExitStack() as stack:
+                for engine in self._engines:
+                    stack.enter_context(engine.reading())
+                body(mb)
+
+        return run
 
     def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
         current = self._current

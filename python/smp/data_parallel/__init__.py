@@ -12,3 +12,4 @@ from smp.data_parallel.reduction import broadcast_from_first as broadcast_from_f
 from smp.data_parallel.reduction import make_records as make_records
 from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of
+from smp.data_parallel.sharded import ShardedParameters as ShardedParameters

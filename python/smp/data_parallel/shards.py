@@ -1,0 +1,171 @@
+"""The parts of parameters that one rank keeps, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smp import memory
+
+
+@dataclass
+class Shard:
+    """One rank's part of a parameter.
+
+    Attributes:
+        parameter: shows a placeholder.
+        tensor: ``[c]``, the part in the model's dtype, zeros behind its end (``ds_tensor``).
+        begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter.
+        piece: ``tensor[:numel]``.
+        flat: ``[c]``, float32 or float64: the same memory unless the model has 16 bits; None for
+            frozen parameters in 16 bits, and for those that are not floating.
+        master: leaf, ``flat[:numel]``; None for frozen parameters.
+    """
+
+    parameter: nn.Parameter
+    tensor: Tensor
+    begin: int
+    numel: int
+    piece: Tensor
+    flat: Tensor | None
+    master: nn.Parameter | None
+
+    def move(self, flat: Tensor) -> None:
+        """Puts the values of ``flat`` somewhere else; whoever has the tensors sees them there."""
+        with torch.no_grad():
+            flat.copy_(self.tensor if self.flat is None else self.flat)
+        if self.flat is not None and self.flat.data_ptr() == self.tensor.data_ptr():
+            self.tensor.data = flat
+            self.piece.data = flat[: self.numel]
+        if self.master is not None:
+            self.master.data = flat[: self.numel]
+        if self.flat is not None:
+            self.flat = flat
+
+    def write(self, value: Tensor) -> None:
+        """Takes the part out of a whole value; a master with more digits than that stays."""
+        part = value.detach().reshape(-1)[self.begin : self.begin + self.numel]
+        with torch.no_grad():
+            self.piece.copy_(part)
+            if self.master is not None and value.dtype.itemsize >= 4:
+                self.master.copy_(part)
+
+
+def cut(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    position: int,
+    num_shards: int,
+    half: torch.dtype | None,
+) -> dict[nn.Parameter, Shard]:
+    """Keeps one part of each parameter and frees the rest, one parameter after the other.
+
+    Parts of one dtype lie behind each other, in the order of the parameters.
+
+    Args:
+        parameters: real, with elements.
+        position: which part is kept.
+        num_shards: how many there are.
+        half: dtype that floating parameters get; None: they stay as they are.
+    """
+    plans = [_plan(parameter, num_shards, half) for _, parameter in parameters]
+    devices = {parameter.device for _, parameter in parameters}
+    memories = _Memories(plans, devices.pop() if devices else torch.device("cpu"))
+    shards = {}
+    for (_, parameter), plan in zip(parameters, plans, strict=True):
+        begin = min(position * plan.part, parameter.numel())
+        numel = min(plan.part, parameter.numel() - begin)
+        values = parameter.data.reshape(-1)[begin : begin + numel]
+        tensor = memories.take(plan.dtype, plan.part)
+        flat: Tensor | None = tensor if plan.dtype in (torch.float32, torch.float64) else None
+        if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
+            flat = memories.take(plan.master_dtype, plan.part)
+            flat[:numel].copy_(values)
+        tensor[:numel].copy_(values)
+        master = None
+        if plan.master_dtype is not None:
+            assert flat is not None
+            master = nn.Parameter(flat[:numel])
+        memory.make_placeholder(parameter, parameter.device)
+        memory.cast(parameter, plan.dtype)
+        _describe(parameter, tensor)
+        shards[parameter] = Shard(parameter, tensor, begin, numel, tensor[:numel], flat, master)
+    return shards
+
+
+def flat_memory(shards: Sequence[Shard]) -> Tensor | None:
+    """One tensor with the parts of these parameters behind each other; moves them if necessary.
+
+    Returns:
+        None if there is no dtype for all of them, or nothing to lay out.
+    """
+    flats = [shard.flat for shard in shards]
+    dtypes = {torch.float32 if flat is None else flat.dtype for flat in flats}
+    floating = all(shard.parameter.is_floating_point() for shard in shards)
+    if len(dtypes) != 1 or not floating:
+        return None
+    total = sum(shard.tensor.numel() for shard in shards)
+    known = [flat for flat in flats if flat is not None]
+    if len(known) == len(flats) and _are_adjacent(known):
+        return known[0].as_strided((total,), (1,))
+    result = torch.zeros(total, dtype=dtypes.pop(), device=shards[0].tensor.device)
+    for shard, part in zip(
+        shards, result.split([shard.tensor.numel() for shard in shards]), strict=True
+    ):
+        shard.move(part)
+    return result
+
+
+def _are_adjacent(parts: Iterable[Tensor]) -> bool:
+    end = None
+    for part in parts:
+        begin = (part.untyped_storage().data_ptr(), part.storage_offset())
+        if end is not None and begin != end:
+            return False
+        end = (begin[0], begin[1] + part.numel())
+    return True
+
+
+@dataclass(frozen=True)
+class _Plan:
+    part: int
+    dtype: torch.dtype
+    master_dtype: torch.dtype | None
+
+
+def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) -> _Plan:
+    floating = parameter.is_floating_point()
+    dtype = half if half is not None and floating else parameter.dtype
+    master_dtype = None
+    if parameter.requires_grad and floating:
+        master_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    return _Plan(-(-parameter.numel() // num_shards), dtype, master_dtype)
+
+
+class _Memories:
+    """One tensor per dtype, handed out piece by piece."""
+
+    def __init__(self, plans: Iterable[_Plan], device: torch.device) -> None:
+        totals: dict[torch.dtype, int] = {}
+        for plan in plans:
+            for dtype in {plan.dtype, plan.master_dtype or plan.dtype}:
+                totals[dtype] = totals.get(dtype, 0) + plan.part
+        self._rest = {
+            dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()
+        }
+
+    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
+        piece, self._rest[dtype] = self._rest[dtype].split(
+            [numel, self._rest[dtype].numel() - numel]
+        )
+        return piece
+
+
+def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """What scripts ask a sharded parameter for."""
+    attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": tensor}
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    tensor.ds_numel = tensor.numel()  # type: ignore[attr-defined]

@@ -1,0 +1,184 @@
+"""Trains the models of `tests/reference` with sharded parameters, and looks at them on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+from tests.dist.training import Run, init, make_model
+from tests.reference.data import compute_loss, make_batch
+
+# What keeps nothing whole, and clips nothing.
+SHARDED: dict[str, Any] = {"sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw of one run."""
+
+    losses: list[list[float]]  # [step][microbatch]
+    params: dict[str, Tensor]  # whole, after the last step
+    evaluated: Tensor  # before the first step
+    num_sharded: int = 0
+    stats: dict[str, int] = field(default_factory=dict)
+
+
+def sharded(run: Run, degree: int, **config: Any) -> Run:
+    """The same run with sharded parameters."""
+    keys = {**dict(run.config), "sharded_data_parallel_degree": degree, **SHARDED, **config}
+    return replace(run, config=tuple(keys.items()))
+
+
+def check_is_sharded(model: Any, degree: int) -> int:
+    """Every parameter of this rank is in parts, and nothing else of it has memory.
+
+    Returns:
+        how many there are.
+    """
+    parameters = list(model.local_parameters())
+    for parameter in parameters:
+        part = -(-parameter.numel() // degree)
+        assert parameter.ds_shape == parameter.shape
+        assert parameter.ds_numel == parameter.numel()
+        assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel() == part
+        assert parameter.untyped_storage().nbytes() <= 16, "the whole of it must be freed"
+        assert parameter.isnan().all(), "what has no memory must not look like a weight"
+    store = model._engine.sharded.store
+    assert store.stats.live_elements == 0
+    return len(parameters)
+
+
+def stats_of(model: Any) -> dict[str, int]:
+    stats = model._engine.sharded.store.stats
+    return {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
+
+
+def make_optimizer(model: nn.Module, dtype: torch.dtype) -> Any:
+    import smp
+
+    # Where a gradient is zero but for rounding, a tiny epsilon makes full steps of it.
+    eps = 1e-8 if dtype == torch.float64 else 1e-3
+    return smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps))
+
+
+def train(
+    rank: int,
+    run: Run,
+    between: Callable[[Any], None] | None = None,
+) -> Trained:
+    """Trains with or without sharding, as the configuration says.
+
+    Args:
+        between: called with the model after each step.
+    """
+    import smp
+
+    init(run)
+    degree = dict(run.config).get("sharded_data_parallel_degree", 1)
+    model: Any = make_model(run, seed=1 + smp.dp_rank())
+    case = run.case
+
+    @smp.step
+    def evaluate_step(batch: dict[str, Tensor]) -> Tensor:
+        return compute_loss(case, model, batch)
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        loss = compute_loss(case, model, batch)
+        model.backward(loss)
+        return loss
+
+    with torch.no_grad():
+        model.eval()
+        evaluated = torch.stack(list(evaluate_step(make_batch(case, run.dtype, 0, 99)).outputs))
+        model.train()
+    optimizer = make_optimizer(model, run.dtype)
+    losses: list[list[float]] = []
+    num_sharded = 0
+    for step in range(run.steps):
+        output = train_step(make_batch(case, run.dtype, smp.dp_rank(), step))
+        losses.append([loss.item() for loss in output.outputs])
+        if degree > 1:
+            stand_in(model)
+            num_sharded = check_is_sharded(model, degree)
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(model)
+    params = {name: value.clone() for name, value in model.state_dict().items()}
+    stats = stats_of(model) if degree > 1 else {}
+    return Trained(losses, params, evaluated, num_sharded, stats)
+
+
+def stand_in(model: Any) -> None:
+    for parameter, holding in model._engine.holdings.items():
+        if parameter.grad is not None:
+            end = holding.begin + holding.numel
+            holding.master.grad = parameter.grad.reshape(-1)[holding.begin : end].clone()
+            parameter.grad = None
+
+
+def train_all(rank: int, runs: list[Run]) -> list[Trained]:
+    import smp
+
+    results = []
+    for run in runs:
+        with _noting(run):
+            results.append(train(rank, run))
+        smp.shutdown()
+    return results
+
+
+@contextlib.contextmanager
+def _noting(run: Run) -> Any:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while running {run} {dict(run.config)}")
+        raise
+
+
+def check_equal(got: list[Trained], expected: list[Trained], tolerance: float) -> None:
+    """Two runs saw the same on all ranks.
+
+    Args:
+        tolerance: largest relative difference of a tensor; 0: bit by bit.
+    """
+    for mine, other in zip(got, expected, strict=True):
+        assert mine.params.keys() == other.params.keys()
+        for name, value in mine.params.items():
+            _check(value, other.params[name], tolerance, name)
+        _check(torch.tensor(mine.losses), torch.tensor(other.losses), tolerance, "losses")
+        _check(mine.evaluated, other.evaluated, tolerance, "evaluation")
+
+
+def _check(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    if tolerance == 0:
+        assert torch.equal(got, expected), f"{what} is not bitwise equal"
+        return
+    scale = expected.double().abs().max().clamp(min=1e-3)
+    difference = float((got.double() - expected.double()).abs().max() / scale)
+    assert difference <= tolerance, f"{what} differs by {difference:.2e}"
+
+
+def check_runs(
+    pool: Pool, run: Run, degree: int, *, tolerance: float, timeout: float = 120.0, **config: Any
+) -> list[Trained]:
+    """Sharded training equals plain data parallelism.
+
+    Returns:
+        what the ranks of the sharded run saw.
+    """
+    runs = [run, sharded(run, degree, **config)]
+    results = pool.run(run.world_size, train_all, runs, timeout=timeout)
+    plain, parts = ([ranks[i] for ranks in results] for i in range(2))
+    check_equal(parts, plain, tolerance)
+    assert all(result.num_sharded > 1 for result in parts)
+    assert all(result.stats["num_gathers"] > 0 for result in parts)
+    return parts
