@@ -492,6 +492,7 @@ class ParameterStore:
     def read(self, unit: int) -> None: ...
     @property
     def stats(self) -> ParameterStoreStats: ...
+
 class ShardLayout:
     EQUAL_CUT: ClassVar[ShardLayout]
     PER_PARAMETER: ClassVar[ShardLayout]

@@ -135,17 +135,20 @@ class Engine:
         if current.global_rank == 0 and current.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
-        self.parts.place(current.device, self._seed)
         local = list(self.parts.named_parameters())
-        split = [p for _, p in local if interval_of(p) is not None]
-        whole = [p for _, p in local if interval_of(p) is None]
-        data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
-        data_parallel.broadcast_from_first(split, "rdp")
         if config.sharded_data_parallel_degree > 1:
             self.sharded = data_parallel.ShardedParameters(self._root, local)
+            self.parts.place(current.device, self._seed, self.sharded.take)
+            data_parallel.broadcast_from_first(list(self._root.buffers()))
+            self.sharded.open()
             self.holdings = self.sharded.holdings
             self.parts.sharded = self.sharded
         else:
+            self.parts.place(current.device, self._seed)
+            split = [p for _, p in local if interval_of(p) is not None]
+            whole = [p for _, p in local if interval_of(p) is None]
+            data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
+            data_parallel.broadcast_from_first(split, "rdp")
             self.holdings = data_parallel.make_holdings(
                 self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
             )

@@ -107,3 +107,55 @@ def check(expected: State, state: State, where: str) -> None:
     assert expected.keys() <= state.keys(), where
     for name, value in expected.items():
         assert torch.equal(state[name], value), f"{where}: {name}"
+
+
+# ---- sharded parameters ----------------------------------------------------------------
+
+
+def sharded_state(rank: int, degree: int, tp: int, zero_init: bool) -> tuple[State, int, int]:
+    """The model, the most elements that were real at once, and those of the largest module."""
+    import smp
+    from smp.data_parallel import ShardedParameters
+
+    smp.init(
+        {
+            "ddp": True,
+            "tensor_parallel_degree": tp,
+            "sharded_data_parallel_degree": degree,
+            "sdp_param_persistence_threshold": 0,
+        }
+    )
+    torch.manual_seed(100 + rank)
+    with smp.model_creation(tensor_parallelism=tp > 1, zero_init=zero_init):
+        plain = build_family("hf/gpt2")
+    most = 0
+    take = ShardedParameters.take
+
+    def watched(self: ShardedParameters, parameter: nn.Parameter) -> None:
+        nonlocal most
+        real = (p for p in self._shards if not p.is_meta and not p.untyped_storage().nbytes() <= 16)
+        most = max(most, sum(p.numel() for p in real))
+        take(self, parameter)
+
+    ShardedParameters.take = watched  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(3)
+        model = smp.DistributedModel(plain)
+    finally:
+        ShardedParameters.take = take  # type: ignore[method-assign]
+    modules = model.get_module().modules()
+    largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
+    assert all(p.ds_tensor.ds_numel == -(-p.ds_numel // degree) for p in model.parameters())
+    state = model.state_dict()
+    for to_theirs, _ in smp.state.module_manager.translate_functions:
+        state = to_theirs(state)
+    return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}, most, largest
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 2)])
+def test_shards_are_cut_as_soon_as_a_module_has_its_values(pool: Pool, ranks: int, tp: int) -> None:
+    ((expected, _),) = pool.run(1, initial_state, (1, 1, 1), "hf/gpt2", False)
+    for zero_init in (False, True):
+        for state, most, largest in pool.run(ranks, sharded_state, 2, tp, zero_init):
+            check(expected, state, f"zero_init {zero_init}")
+            assert (most <= largest) == zero_init

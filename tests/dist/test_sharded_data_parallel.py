@@ -35,5 +35,3 @@ def test_with_a_pipeline_gathers_follow_one_order(pool: Pool, schedule: str) -> 
     for case in ("gpt2", "reuse", "russian"):
         run = Run(case, 2, 2, schedule, microbatches=4, steps=5)
         check_runs(pool, run, 2, tolerance=0)
-
-

@@ -91,9 +91,7 @@ class Checkpointed(Blocks):
 
     def run(self, x: Tensor) -> Tensor:
         x = checkpoint(self.blocks[0], x, use_reentrant=self.reentrant)
-        x = checkpoint(
-            lambda x: self.blocks[2](self.blocks[1](x)), x, use_reentrant=self.reentrant
-        )
+        x = checkpoint(lambda x: self.blocks[2](self.blocks[1](x)), x, use_reentrant=self.reentrant)
         return self.blocks[3](x)
 
 

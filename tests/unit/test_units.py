@@ -14,7 +14,9 @@ class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.attention = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.attention(x))

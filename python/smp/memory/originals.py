@@ -103,7 +103,7 @@ def cuts_of(
                 continue
             source = sources.get(view.untyped_storage()._cdata)
             if source is not None:
-                where = (tuple(view.shape), view.stride(), view.storage_offset())
+                where = (tuple(view.shape), view.stride(), int(view.storage_offset()))
                 cuts.setdefault(source, []).append(Cut(target, *where))
     return cuts
 
