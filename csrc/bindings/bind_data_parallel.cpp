@@ -3,6 +3,7 @@
 
 #include "csrc/comm/fault_board.h"
 #include "csrc/data_parallel/broadcast.h"
+#include "csrc/data_parallel/flat_gathers.h"
 #include "csrc/data_parallel/reducer.h"
 #include "csrc/data_parallel/shard_layout.h"
 
@@ -12,6 +13,7 @@ namespace smp::bindings {
 namespace {
 
 using comm::CommunicatorPtr;
+using data_parallel::FlatGathers;
 using data_parallel::ParameterRecord;
 using data_parallel::Patience;
 using data_parallel::Reducer;
@@ -195,12 +197,45 @@ void bind_reducer(py::module_& m) {
           "between steps.");
 }
 
+void bind_gathers(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<FlatGathers, std::shared_ptr<FlatGathers>>(
+      m, "FlatGathers",
+      "Brings updated parts of flat parameters to all ranks of a shard group, "
+      "while other work goes on; see data_parallel/flat_gathers.h.")
+      .def(py::init([](std::vector<at::Tensor> flats, CommunicatorPtr shard,
+                       FaultsPtr faults, std::vector<int> ranks,
+                       double timeout_s) {
+             return std::make_shared<FlatGathers>(
+                 std::move(flats), std::move(shard),
+                 make_patience(timeout_s, std::move(faults), std::move(ranks)));
+           }),
+           py::arg("flats"), py::arg("shard"), py::kw_only(),
+           py::arg("faults") = py::none(),
+           py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0)
+      .def("launch", &FlatGathers::launch, NoGil(), "Collective.")
+      .def("wait", &FlatGathers::wait, NoGil(), py::arg("flat_idxs"))
+      .def("wait_all", &FlatGathers::wait_all, NoGil())
+      .def(
+          "finish",
+          [](FlatGathers& gathers, double timeout_s) {
+            gathers.finish(std::chrono::milliseconds(
+                static_cast<int64_t>(timeout_s * 1e3)));
+          },
+          NoGil(), py::arg("timeout_s"),
+          "Waits at the end of a run, when other ranks may have left.")
+      .def_property_readonly("pending", &FlatGathers::pending)
+      .def_property_readonly("num_gathers", &FlatGathers::num_gathers)
+      .def_property_readonly("num_overlapped", &FlatGathers::num_overlapped);
+}
+
 }  // namespace
 
 void bind_data_parallel(py::module_& m) {
   bind_record(m);
   bind_shards(m);
   bind_reducer(m);
+  bind_gathers(m);
   m.def(
       "broadcast_coalesced",
       [](const std::vector<at::Tensor>& tensors, comm::Communicator& group,

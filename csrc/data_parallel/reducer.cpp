@@ -120,8 +120,11 @@ void Reducer::check_sharding(const std::vector<ShardedBucket>& plan) const {
          bucket.holdings[sharding.shard->group_rank()]) {
       const ParameterRecord& record = records_[held.record_idx];
       const at::Tensor& target = targets_[held.record_idx];
-      SMP_CHECK_VALUE(params_[held.record_idx].is_contiguous(), "parameter ",
-                      record.name, " is not contiguous and cannot be sharded");
+      const at::Tensor& param = params_[held.record_idx];
+      // A parameter that is let go of shows one element in all places.
+      SMP_CHECK_VALUE(
+          param.is_contiguous() || !param.is_non_overlapping_and_dense(),
+          "parameter ", record.name, " is not contiguous and cannot be sharded");
       SMP_CHECK_VALUE(!target.defined() || target.numel() == held.numel ||
                           target.numel() == held.room,
                       "the target of parameter ", record.name, " has ",

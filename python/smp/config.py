@@ -282,7 +282,6 @@ _TENSORFLOW_KEYS = ("horovod", "contiguous")
 
 # Features of later versions: a value other than the default is refused at init.
 NOT_YET: dict[str, str] = {
-    "shard_optimizer_state": "sharded optimizer state",
     "offload_activations": "activation offloading",
 }
 

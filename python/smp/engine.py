@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,8 @@ class Engine:
         self.holdings: dict[nn.Parameter, data_parallel.Holding] | None = None
         #: with sharded data parallelism
         self.sharded: data_parallel.ShardedParameters | None = None
+        #: with sharded optimizer state
+        self.flat: data_parallel.FlatParameters | None = None
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
@@ -144,18 +147,48 @@ class Engine:
             self.holdings = self.sharded.holdings
             self.parts.sharded = self.sharded
         else:
-            self.parts.place(current.device, self._seed)
-            split = [p for _, p in local if interval_of(p) is not None]
-            whole = [p for _, p in local if interval_of(p) is None]
-            data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
-            data_parallel.broadcast_from_first(split, "rdp")
-            self.holdings = data_parallel.make_holdings(
-                self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
-            )
+            self._place_whole(local)
+            if config.shard_optimizer_state and current.sizes["shard"] > 1:
+                self._shard_optimizer_state(local)
+            else:
+                self.holdings = data_parallel.make_holdings(
+                    self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
+                )
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+
+    def _place_whole(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Parameters are real, and the same on all replicas."""
+        assert self.parts is not None
+        self.parts.place(self._current.device, self._seed)
+        split = [p for _, p in local if interval_of(p) is not None]
+        whole = [p for _, p in local if interval_of(p) is None]
+        data_parallel.broadcast_from_first(whole + list(self._root.buffers()))
+        data_parallel.broadcast_from_first(split, "rdp")
+
+    def _shard_optimizer_state(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.flat = flat = data_parallel.FlatParameters(
+            self._root,
+            local,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            overlap=self._overlaps,
+        )
+        self.holdings = flat.holdings
+        known, links = weakref.ref(flat), self._current.links
+
+        def finish() -> None:
+            last = known()  # None: the model was deleted
+            if last is not None and links is not None and links.is_healthy:
+                last.finish()
+
+        self._current.on_shutdown(finish)
+
+    @property
+    def _overlaps(self) -> bool:
+        """May ranks exchange gradients and parameters while others work?"""
+        return self._overlap and self._current.config.overlapping_allreduce
 
     def make_reducers(self) -> None:
         """Lays out the gradients of this rank, for parameters of the dtypes that they have now.
@@ -169,7 +202,7 @@ class Engine:
         self.reducers = data_parallel.make_reducers(
             trainable,
             bucket_cap_bytes=self._bucket_cap_bytes,
-            overlap=self._overlap and self._current.config.overlapping_allreduce,
+            overlap=self._overlaps,
             average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
         )
@@ -177,10 +210,13 @@ class Engine:
     def after_update(self) -> None:
         """Brings what was updated on this rank to where modules use it.
 
-        Nothing is to do while every rank updates all that its modules use.
+        Collective over the ranks that hold one copy of a sharded state. Nothing is to do while
+        every rank updates all that its modules use.
         """
         if self.sharded is not None:
             self.sharded.after_update()
+        if self.flat is not None:
+            self.flat.after_update()
 
     # ---- precision
 
@@ -275,6 +311,8 @@ class Engine:
             hub.remove(self.link)
         if self.sharded is not None:
             self.sharded.uncover()
+        if self.flat is not None:
+            self.flat.uncover()
         self.reducers = []
 
     # ---- steps

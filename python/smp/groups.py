@@ -31,9 +31,11 @@ class Groups:
     `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
     tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
     split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
-    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states.
-    Where a shard group spans hosts evenly, `shard_across` connects equal places of its hosts and
-    `shard_within` the ranks of this one.
+    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
+    parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
+    then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
+    spans hosts evenly, `shard_across` connects equal places of its hosts and `shard_within` the
+    ranks of this one.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
     """
@@ -49,6 +51,9 @@ class Groups:
     shard_within: _C.Communicator | None = None
     shard_reduce: _C.Communicator | None = None
     replica: _C.Communicator | None = None
+    whole_shard_reduce: _C.Communicator | None = None
+    whole_replica: _C.Communicator | None = None
+    whole_tp: _C.Communicator | None = None
     tp_group: _C.TensorParallelGroup = field(
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
@@ -205,6 +210,10 @@ def build_groups(
             across, within = hops
             made.shard_across = between("shard_across", across)
             made.shard_within = sharing(between("shard_within", within), within)
+    if shard_size > 1 and grid.group_size("tp") > 1:
+        made.whole_shard_reduce = sharing(on_device("shard", "whole_shard_reduce"), own["shard"])
+        made.whole_replica = sharing(on_device("replica", "whole_replica"), own["replica"])
+        made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = on_device("rdp"), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp

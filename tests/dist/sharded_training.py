@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
 from tests.reference.data import compute_loss, make_batch
+from tests.reference.models import build
 
 # What keeps nothing whole, and clips nothing.
 SHARDED: dict[str, Any] = {"sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9}
@@ -67,21 +67,25 @@ def make_optimizer(model: nn.Module, dtype: torch.dtype) -> Any:
     return smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps))
 
 
-def train(
-    rank: int,
-    run: Run,
-    between: Callable[[Any], None] | None = None,
-) -> Trained:
-    """Trains with or without sharding, as the configuration says.
+def _wrap(run: Run) -> Any:
+    import smp
 
-    Args:
-        between: called with the model after each step.
-    """
+    # Replicas other than the first receive the first one's values.
+    seed = 1 + smp.rdp_rank()
+    if smp.tp_size() == 1:
+        return make_model(run, seed)
+    model = build(run.case, run.dtype, seed=seed)
+    smp.set_tensor_parallelism(model, True)
+    return smp.DistributedModel(model)
+
+
+def train(rank: int, run: Run) -> Trained:
+    """Trains with or without sharding, as the configuration says."""
     import smp
 
     init(run)
     degree = dict(run.config).get("sharded_data_parallel_degree", 1)
-    model: Any = make_model(run, seed=1 + smp.dp_rank())
+    model = _wrap(run)
     case = run.case
 
     @smp.step
@@ -109,8 +113,6 @@ def train(
             num_sharded = check_is_sharded(model, degree)
         optimizer.step()
         optimizer.zero_grad()
-        if between is not None:
-            between(model)
     params = {name: value.clone() for name, value in model.state_dict().items()}
     stats = stats_of(model) if degree > 1 else {}
     return Trained(losses, params, evaluated, num_sharded, stats)
@@ -168,7 +170,13 @@ def _check(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
 
 
 def check_runs(
-    pool: Pool, run: Run, degree: int, *, tolerance: float, timeout: float = 120.0, **config: Any
+    pool: Pool,
+    run: Run,
+    degree: int,
+    *,
+    tolerance: float,
+    env: dict[str, str] | None = None,
+    **config: Any,
 ) -> list[Trained]:
     """Sharded training equals plain data parallelism.
 
@@ -176,7 +184,7 @@ def check_runs(
         what the ranks of the sharded run saw.
     """
     runs = [run, sharded(run, degree, **config)]
-    results = pool.run(run.world_size, train_all, runs, timeout=timeout)
+    results = pool.run(run.world_size, train_all, runs, timeout=120.0, env=env)
     plain, parts = ([ranks[i] for ranks in results] for i in range(2))
     check_equal(parts, plain, tolerance)
     assert all(result.num_sharded > 1 for result in parts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.sharded_training import check_runs
+from tests.dist.sharded_training import check_equal, check_runs, sharded, train
 from tests.dist.training import Run
 
 FP64 = torch.float64
@@ -32,6 +34,45 @@ def test_float32_with_a_large_epsilon(pool: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
 def test_with_a_pipeline_gathers_follow_one_order(pool: Pool, schedule: str) -> None:
-    for case in ("gpt2", "reuse", "russian"):
+    for case in ("gpt2", "reuse", "nested"):
         run = Run(case, 2, 2, schedule, microbatches=4, steps=5)
         check_runs(pool, run, 2, tolerance=0)
+
+
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "virtual_interleaved"])
+def test_with_other_schedules(pool: Pool, pipeline: str) -> None:
+    run = Run("gpt2", 2, 2, pipeline, microbatches=4, steps=3)
+    check_runs(pool, run, 2, tolerance=0)
+
+
+def test_with_tensor_parallelism_slices_are_sharded(pool: Pool) -> None:
+    keys = (("tensor_parallel_degree", 2),)
+    run = Run("gptj", 1, 4, microbatches=2, steps=3, config=keys)
+    check_runs(pool, run, 2, tolerance=0)
+
+
+def train_on_hosts(rank: int, run: Run) -> object:
+    import smp
+
+    os.environ["SMP_HOSTNAME"] = "ab"[rank // 2]
+    try:
+        result = train(rank, run)
+        from smp import runtime
+
+        comms = runtime.current().comms
+        hops = (comms.shard_across, comms.shard_within)
+        smp.shutdown()
+        return result, [hop.name if hop else "" for hop in hops]
+    finally:
+        del os.environ["SMP_HOSTNAME"]
+
+
+def test_gathers_between_hosts_first_give_the_same(pool: Pool) -> None:
+    run = run_of("chain", 1, 4, microbatches=1)
+    results = []
+    for hierarchical in (True, False):
+        keys = {"sdp_hierarchical_allgather": hierarchical}
+        ranks = pool.run(4, train_on_hosts, sharded(run, 4, **keys))
+        assert all(all(names) == hierarchical for _, names in ranks)
+        results.append([result for result, _ in ranks])
+    check_equal(results[0], results[1], 0)

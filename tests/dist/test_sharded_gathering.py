@@ -367,25 +367,33 @@ def test_states_are_whole(pool: Pool) -> None:
 
 
 def lay_out(rank: int) -> None:
+    import smp
+
     init()
     model = wrap("Frozen")
-    sharded = model._engine.sharded
     parameters = list(model.parameters())
-    first = sharded.lay_out([parameters])[0]
-    assert first.data_ptr() == parameters[0].ds_tensor.data_ptr(), "that is how they lie"
+    whole = smp.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    flat = whole.fp32_partitioned_groups_flat[0]
+    assert flat.data_ptr() == parameters[0].ds_tensor.data_ptr(), "that is how they lie"
     groups = [parameters[1::2], parameters[::2]]
     want = [torch.cat([p.ds_tensor.clone() for p in group]) for group in groups]
-    flats = sharded.lay_out(groups)
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
+    )
+    flats = optimizer.fp32_partitioned_groups_flat
     for flat, values, group in zip(flats, want, groups, strict=True):
         assert flat.dtype == torch.float64 and torch.equal(flat, values)
         flat.mul_(0.5)
         assert torch.equal(torch.cat([p.ds_tensor for p in group]), flat), "the same memory"
-    for parameter, holding in sharded.holdings.items():
+    for parameter, holding in model._engine.holdings.items():
         assert holding.master.data_ptr() == holding.piece.data_ptr()
         assert torch.equal(holding.master, parameter.ds_tensor[: holding.numel])
     model._engine.after_update()
     state = build("Frozen").state_dict()
     assert_params(model.state_dict(), {name: value * 0.5 for name, value in state.items()})
+    norm = sum(flat.square().sum() for flat in flats)
+    torch.distributed.all_reduce(norm, group=optimizer.ds_param_shard_group)
+    torch.testing.assert_close(norm, sum((v * 0.5).square().sum() for v in state.values()))
 
 
 def test_masters_of_a_group_lie_behind_each_other(pool: Pool) -> None:

@@ -1,5 +1,6 @@
 """Averaging gradients over data-parallel ranks, and giving these the same values to begin with."""
 
+from smp.data_parallel.flat_parameters import FlatParameters as FlatParameters
 from smp.data_parallel.holdings import Holding as Holding
 from smp.data_parallel.holdings import holding_of as holding_of
 from smp.data_parallel.holdings import holding_with_master as holding_with_master
@@ -13,3 +14,4 @@ from smp.data_parallel.reduction import make_records as make_records
 from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of
 from smp.data_parallel.sharded import ShardedParameters as ShardedParameters
+from smp.data_parallel.shards import lay_out as lay_out

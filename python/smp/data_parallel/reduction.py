@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from smp import _C, runtime
+from smp.data_parallel.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
 
 
@@ -40,6 +42,27 @@ def reduction_of(parameter: Tensor) -> Reduction:
     return Reduction("dp" if placement.partial else "rdp", divisor)
 
 
+def by_kind(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Parameters with their names, by the kind of the group that sums their gradients.
+
+    Every kind that this run has is there: all ranks of a group make a reducer, or none.
+    """
+    kinds = ("dp", "rdp") if runtime.current().sizes["tp"] > 1 else ("dp",)
+    return {
+        kind: [item for item in parameters if reduction_of(item[1]).kind == kind] for kind in kinds
+    }
+
+
+def dtypes_of(parameter: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Dtype that a parameter has in training, before it is cast too, and that of its gradients."""
+    half = runtime.current().config.half_dtype
+    if half is not None and parameter.is_floating_point():
+        return half, torch.float32
+    return parameter.dtype, parameter.dtype
+
+
 def make_records(
     parameters: Sequence[tuple[str, nn.Parameter]],
     reductions: Sequence[Reduction],
@@ -58,19 +81,64 @@ def make_records(
     for index, ((name, parameter), reduction) in enumerate(
         zip(parameters, reductions, strict=True)
     ):
+        dtype, accumulation_dtype = dtypes_of(parameter)
         records.append(
             _C.ParameterRecord(
                 index,
                 name,
                 whole_shape(parameter),
-                parameter.dtype,
+                dtype,
                 divisor=reduction.divisor,
                 interval=interval_of(parameter),
                 ties=list(others.get(name, ())),
                 group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
+                accumulation_dtype=accumulation_dtype,
             )
         )
     return records
+
+
+def records_of(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    ties: Mapping[str, Sequence[str]] | None = None,
+) -> list[_C.ParameterRecord]:
+    """Records of parameters of one kind, as their reducer has them."""
+    return make_records(parameters, [reduction_of(parameter) for _, parameter in parameters], ties)
+
+
+def cap_of(bucket_cap_bytes: int) -> int:
+    """Size of a bucket, given that of the model: sharded data parallelism has one of its own."""
+    config = runtime.current().config
+    if config.sharded_data_parallel_degree == 1:
+        return bucket_cap_bytes
+    return min(bucket_cap_bytes, config.sdp_reduce_bucket_size * torch.float32.itemsize)
+
+
+def sharding_of(kind: str) -> _C.Sharding | None:
+    """How gradients of a kind are reduced into shards; None where every rank keeps all.
+
+    Args:
+        kind: "dp" or "rdp". The tp groups are part of the former; they are summed over last, when
+            gradients have the size of a shard.
+    """
+    current = runtime.current()
+    if current.sizes["shard"] == 1:
+        return None
+    comms = current.comms
+    if current.sizes["tp"] > 1 and kind == "dp":
+        shard, further = comms.whole_shard_reduce, [comms.whole_replica, comms.whole_tp]
+    else:
+        shard, further = comms.shard_reduce, [comms.replica]
+    assert shard is not None
+    per_parameter = current.config.sharded_data_parallel_degree > 1
+    layout = _C.ShardLayout.PER_PARAMETER if per_parameter else _C.ShardLayout.EQUAL_CUT
+    return _C.Sharding(
+        layout,
+        shard,
+        further=[group for group in further if group is not None],
+        # Ranks of a pipeline end their microbatches at different times.
+        every_microbatch=per_parameter and current.sizes["pp"] == 1,
+    )
 
 
 def make_reducers(
@@ -84,7 +152,8 @@ def make_reducers(
 ) -> list[_C.Reducer]:
     """The reducers of this rank's parameters, one per group; they take over the gradients.
 
-    Collective over the data-parallel group.
+    Gradients go to the masters of parameters that have one. Collective over the data-parallel
+    group.
 
     Args:
         parameters: names in the whole model and parameters that require a gradient, in their
@@ -100,25 +169,23 @@ def make_reducers(
     """
     current = runtime.current()
     communicators = {"dp": current.comms.dp, "rdp": current.comms.rdp}
-    kinds = ("dp", "rdp") if current.sizes["tp"] > 1 else ("dp",)
-    reducers = []
-    for kind in kinds:
-        own = [item for item in parameters if reduction_of(item[1]).kind == kind]
-        reductions = [reduction_of(parameter) for _, parameter in own]
-        reducer = _C.Reducer(
+    return [
+        _C.Reducer(
             [parameter for _, parameter in own],
-            make_records(own, reductions, ties),
+            records_of(own, ties),
             communicators[kind],
+            targets=[master_of(parameter) for _, parameter in own],
+            sharding=sharding_of(kind),
             faults=current.board,
             dp_ranks=list(current.groups[kind]),
-            bucket_cap_bytes=bucket_cap_bytes,
+            bucket_cap_bytes=cap_of(bucket_cap_bytes),
             overlap=overlap,
             average_over_microbatches=average,
             passes_per_reduction=passes_per_reduction,
             timeout_s=current.settings.timeout_s,
         )
-        reducers.append(reducer)
-    return reducers
+        for kind, own in by_kind(parameters).items()
+    ]
 
 
 def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:

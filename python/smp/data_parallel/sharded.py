@@ -13,7 +13,7 @@ from smp.data_parallel import gathering
 from smp.data_parallel.holdings import Holding, attach
 from smp.data_parallel.masters import check_castable
 from smp.data_parallel.reduction import broadcast_from_first
-from smp.data_parallel.shards import Cutter, Shard, flat_memory
+from smp.data_parallel.shards import Cutter, Shard, forget
 from smp.data_parallel.units import UnitPlan, plan_units
 from smp.tensor_parallel.sharding import interval_of
 
@@ -136,24 +136,6 @@ class ShardedParameters:
         """The shards have got other values."""
         self.store.mark_stale()
 
-    # ---- the flat layout that scripts read
-
-    def lay_out(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Tensor | None]:
-        """Puts the masters of each group of an optimizer behind each other.
-
-        Args:
-            groups: parameters of this model; those that are not here are passed over.
-
-        Returns:
-            one flat tensor per group: for each of its parameters the ``c`` elements of this rank's
-            part, zeros behind the last one included, without gaps. Masters are views of it, and
-            ``ds_tensor`` too unless the model has 16 bits. The parts of frozen 16-bit parameters
-            are copies. None for a group with masters of several dtypes, and for an empty one.
-        """
-        return [
-            flat_memory([self._shards[p] for p in group if p in self._shards]) for group in groups
-        ]
-
     # ---- values
 
     def __contains__(self, parameter: object) -> bool:
@@ -205,8 +187,7 @@ class ShardedParameters:
         self.uncover()
         for parameter in self._order:
             parameter.data = self.gathered(parameter)
-            for name in ("ds_tensor", "ds_shape", "ds_numel"):
-                delattr(parameter, name)
+            forget(parameter)
         self._shards.clear()
 
 

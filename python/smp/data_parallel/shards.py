@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from smp import memory
 
+_SHARD = "_smp_shard"
+
 
 @dataclass
 class Shard:
@@ -20,8 +22,8 @@ class Shard:
         tensor: ``[c]``, the part in the model's dtype, zeros behind its end (``ds_tensor``).
         begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter.
         piece: ``tensor[:numel]``.
-        flat: ``[c]``, float32 or float64: the same memory unless the model has 16 bits; None for
-            frozen parameters in 16 bits, and for those that are not floating.
+        flat: ``[c]`` in the master's dtype: the same memory unless 16-bit training gives it more
+            digits; None for frozen parameters in 16 bits, and for those that are not floating.
         master: leaf, ``flat[:numel]``; None for frozen parameters.
     """
 
@@ -87,7 +89,8 @@ class Cutter:
             begin = min(position * plan.part, parameter.numel())
             numel = min(plan.part, parameter.numel() - begin)
             tensor = memories.take(plan.dtype, plan.part)
-            flat: Tensor | None = tensor if plan.dtype in (torch.float32, torch.float64) else None
+            has_flat = plan.master_dtype is not None or plan.dtype in (torch.float32, torch.float64)
+            flat: Tensor | None = tensor if has_flat else None
             if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
                 flat = memories.take(plan.master_dtype, plan.part)
             master = None
@@ -112,6 +115,7 @@ class Cutter:
         memory.make_placeholder(parameter, parameter.device)
         memory.cast(parameter, shard.tensor.dtype)
         _describe(parameter, shard.tensor)
+        setattr(parameter, _SHARD, shard)
         del self._waiting[parameter]
 
     def check_all_cut(self) -> None:
@@ -119,12 +123,31 @@ class Cutter:
         assert not self._waiting, f"whole parameters: {sorted(self._waiting.values())}"
 
 
-def flat_memory(shards: Sequence[Shard]) -> Tensor | None:
-    """One tensor with the parts of these parameters behind each other; moves them if necessary.
+def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
+    """Puts the masters of each group of an optimizer behind each other.
+
+    Args:
+        groups: parameters of models; those that have no shard here are passed over.
 
     Returns:
-        None if there is no dtype for all of them, or nothing to lay out.
+        one flat tensor per group: for each of its parameters the ``c`` elements of this rank's
+        part, zeros behind the last one included, without gaps. Masters are views of it, and
+        ``ds_tensor`` too unless the model has 16 bits. The parts of frozen 16-bit parameters are
+        copies. None for an empty group, and for one with masters of several dtypes.
     """
+    return [
+        _lay_out([shard for p in group if (shard := getattr(p, _SHARD, None)) is not None])
+        for group in groups
+    ]
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The parameter is whole again."""
+    for name in (_SHARD, "ds_shape", "ds_numel", "ds_tensor"):
+        delattr(parameter, name)
+
+
+def _lay_out(shards: Sequence[Shard]) -> Tensor | None:
     flats = [shard.flat for shard in shards]
     dtypes = {torch.float32 if flat is None else flat.dtype for flat in flats}
     floating = all(shard.parameter.is_floating_point() for shard in shards)
@@ -164,7 +187,7 @@ def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) ->
     dtype = half if half is not None and floating else parameter.dtype
     master_dtype = None
     if parameter.requires_grad and floating:
-        master_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+        master_dtype = dtype if half is None else torch.float32
     return _Plan(-(-parameter.numel() // num_shards), dtype, master_dtype)
 
 

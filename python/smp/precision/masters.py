@@ -6,9 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from smp.data_parallel import Holding, holding_of, holding_with_master, model_parameter_of
+from smp import runtime
+from smp.data_parallel import (
+    Holding,
+    holding_of,
+    holding_with_master,
+    lay_out,
+    model_parameter_of,
+)
 from smp.tensor_parallel.sharding import interval_of
 
 
@@ -21,8 +29,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replaces parameters that have a holding by its master, one by one and in their places.
 
-    State that the optimizer has of them already moves along. May be called again.
+    State that the optimizer has of them already moves along. Sharded masters of a group get to lie
+    behind each other. May be called again.
     """
+    if runtime.current().config.sharded_data_parallel_degree > 1:
+        lay_out(map(model_parameter_of, group["params"]) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             holding = holding_of(parameter)
@@ -139,6 +150,19 @@ class MasterViews:
     def fp32_from_fp16_paramid_groups(self) -> list[list[int]]:
         """``id`` of each master of :attr:`fp32_from_fp16_groups`."""
         return [[id(h.master) for h in group] for group in self._holding_groups(True)]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
+        """With sharded data parallelism, by group: the masters of this rank's parts of its
+        parameters, as one flat tensor without gaps (see `data_parallel.lay_out`)."""
+        if runtime.current().config.sharded_data_parallel_degree == 1:
+            raise AttributeError("fp32_partitioned_groups_flat: parameters are not sharded")
+        return lay_out(map(model_parameter_of, group["params"]) for group in self.param_groups)
+
+    @property
+    def ds_param_shard_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of sharded parameters together."""
+        return runtime.current().process_group("shard")
 
     @property
     def master_is_distributed(self) -> dict[int, bool]:

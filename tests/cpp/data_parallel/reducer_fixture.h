@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/autograd.h>
