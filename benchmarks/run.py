@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allocation_meter import preloaded
 from environment import REPO, describe
 from workers import MARK
 
@@ -44,6 +45,15 @@ def overhead_job(num_ranks: int) -> Job:
     )
 
 
+# 30 million parameters, so that what is moved weighs as much as what is computed.
+WIDE = {"num_layers": 8, "hidden": 512, "num_heads": 8, "vocab_size": 4096, "seq_len": 128}
+
+
+def memory_job(subject: str, num_ranks: int) -> Job:
+    config = {"subject": subject, "num_ranks": num_ranks, "shape": WIDE, "batch_size": 2}
+    return Job("memory", num_ranks, config, 15)
+
+
 # Bytes and number of messages per turn.
 MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
 
@@ -60,6 +70,11 @@ JOBS = (
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
+    memory_job("replicas", 2),
+    memory_job("sharded_optimizer", 2),
+    memory_job("sharded_data", 2),
+    memory_job("sharded_data", 4),
+    memory_job("checkpointing", 1),
 )
 
 
@@ -96,7 +111,10 @@ def launch(
 def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
     """Results of one benchmark."""
     arguments = [f"--repeats={repeats}"]
-    return launch(job.script, job.num_processes, job.config, os.environ, TIMEOUT_S, arguments)
+    environment: Mapping[str, str] = os.environ
+    if job.script == "memory":
+        environment = preloaded(environment, REPO / "build" / "bench")
+    return launch(job.script, job.num_processes, job.config, environment, TIMEOUT_S, arguments)
 
 
 def headline(result: dict[str, Any]) -> str:

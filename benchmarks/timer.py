@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations of the repeats of one contender, in seconds and in order."""
+    """Durations of the repeats of one contender, in seconds and in order.
+
+    Attributes:
+        samples_s: on the clock.
+        cpu_samples_s: that the threads of this process worked meanwhile.
+    """
 
     samples_s: tuple[float, ...]
+    cpu_samples_s: tuple[float, ...] = ()
 
     @property
     def median_s(self) -> float:
@@ -46,16 +52,21 @@ def measure(
         sync: called before and after each timed call, e.g. a barrier over ranks and devices;
             the second call is part of the time.
     """
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(warmup + repeats):
         for name, run in contenders.items():
             sync()
-            started_s = time.perf_counter()
+            cpu_s, started_s = time.process_time(), time.perf_counter()
             run()
             sync()
             if repeat >= warmup:
-                samples[name].append(time.perf_counter() - started_s)
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
+                taken_s = time.perf_counter() - started_s
+                samples[name].append((taken_s, time.process_time() - cpu_s))
+    results = {}
+    for name, pairs in samples.items():
+        taken, cpu = zip(*pairs, strict=True)
+        results[name] = Timing(taken, cpu)
+    return results
 
 
 def _spread(values: tuple[float, ...] | list[float]) -> dict[str, float]:

@@ -41,6 +41,7 @@ class Engine:
         trace: how the model is traced for the automatic partition.
         overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
         broadcast_buffers: whether each training step begins with the first replica's buffers.
+        seed: of delayed initialisation.
         registrations: of the modules in it that were replaced by distributed ones.
     """
 
@@ -56,6 +57,7 @@ class Engine:
         average: bool,
         bucket_cap_bytes: int,
         broadcast_buffers: bool,
+        seed: int,
         registrations: Sequence[Registration] = (),
     ) -> None:
         self._current = current
@@ -67,6 +69,7 @@ class Engine:
         self.averages = average
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
+        self._seed = seed
         self._registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
@@ -138,26 +141,35 @@ class Engine:
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
-        self.parts.place(current.device)
         local = list(self.parts.named_parameters())
-        split = [p for _, p in local if interval_of(p) is not None]
-        whole = [p for _, p in local if interval_of(p) is None]
-        data_parallel.broadcast_from_first(whole + [b for b in self._root.buffers()])
-        data_parallel.broadcast_from_first(split, "rdp")
         if config.sharded_data_parallel_degree > 1:
             self.sharded = data_parallel.ShardedParameters(self._root, local)
+            self.parts.place(current.device, self._seed, self.sharded.take)
+            data_parallel.broadcast_from_first(list(self._root.buffers()))
+            self.sharded.open()
             self.holdings = self.sharded.holdings
             self.parts.sharded = self.sharded
-        elif config.shard_optimizer_state and current.sizes["shard"] > 1:
-            self._shard_optimizer_state(local)
         else:
-            self.holdings = data_parallel.make_holdings(
-                self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
-            )
+            self._place_whole(local)
+            if config.shard_optimizer_state and current.sizes["shard"] > 1:
+                self._shard_optimizer_state(local)
+            else:
+                self.holdings = data_parallel.make_holdings(
+                    self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
+                )
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+
+    def _place_whole(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Parameters are real, and the same on all replicas."""
+        assert self.parts is not None
+        self.parts.place(self._current.device, self._seed)
+        split = [p for _, p in local if interval_of(p) is not None]
+        whole = [p for _, p in local if interval_of(p) is None]
+        data_parallel.broadcast_from_first(whole + list(self._root.buffers()))
+        data_parallel.broadcast_from_first(split, "rdp")
 
     def _shard_optimizer_state(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.flat = flat = data_parallel.FlatParameters(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, microbatch, runtime
+from smp import _C, memory, microbatch, runtime
 from smp.backward_roots import run_backward, weighted
 from smp.data_parallel import master_of, model_parameter_of, reduction_of
 from smp.engine import Engine
@@ -90,6 +90,9 @@ class DistributedModel(nn.Module):
                 f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
                 f"and bucket_cap_mb ({bucket_cap_mb}) a number > 0"
             )
+        # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
+        seed = torch.initial_seed()
+        memory.initialise_again(module, current.device, seed)
         module, registrations = replace_marked(module)
         translators = [r.translators for r in registrations if r.translators is not None]
         runtime.state.module_manager.add(translators)
@@ -115,6 +118,7 @@ class DistributedModel(nn.Module):
             average=average_grads_across_microbatches,
             bucket_cap_bytes=int(bucket_cap_mb * 2**20),
             broadcast_buffers=broadcast_buffers,
+            seed=seed,
             registrations=registrations,
         )
         self._runtime = current

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,19 +73,40 @@ class ModelParts:
                 if parameter is not None:
                     self._parameter_partition.setdefault(parameter, partition_of[module])
 
-    def place(self, device: torch.device) -> None:
+    def place(
+        self,
+        device: torch.device,
+        seed: int,
+        on_ready: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
         """Makes local parameters real on ``device`` and frees all others; moves all buffers.
 
         Buffers stay real on every rank: they are small and parents read those of their children.
         What is on the meta device is initialised here.
+
+        Args:
+            device: of this process.
+            seed: of what is initialised.
+            on_ready: called once with each local parameter as soon as it is real, in one order on
+                all replicas; may take its memory away.
         """
-        memory.initialise_delayed(self.root, self.is_local_parameter, device)
+        ready: set[nn.Parameter] = set()
+
+        def note(parameter: nn.Parameter) -> None:
+            ready.add(parameter)
+            if on_ready is not None:
+                on_ready(parameter)
+
+        memory.initialise_delayed(
+            self.root, self.is_local_parameter, device, seed=seed, on_ready=note
+        )
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
-            if partition == self._pp_rank:
-                memory.make_real(parameter, device)
-            else:
+            if partition != self._pp_rank:
                 memory.make_placeholder(parameter, device)
+            elif parameter not in ready:
+                memory.make_real(parameter, device)
+                note(parameter)
         for module in self.root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:

@@ -12,8 +12,10 @@ from smp import _C, runtime
 from smp.data_parallel import gathering
 from smp.data_parallel.holdings import Holding, attach
 from smp.data_parallel.masters import check_castable
-from smp.data_parallel.shards import Shard, cut, forget
+from smp.data_parallel.reduction import broadcast_from_first
+from smp.data_parallel.shards import Cutter, Shard, forget
 from smp.data_parallel.units import UnitPlan, plan_units
+from smp.tensor_parallel.sharding import interval_of
 
 
 class ShardedParameters:
@@ -23,12 +25,14 @@ class ShardedParameters:
     flattened parameter, with ``c = ceil(numel / q)``, the frozen ones too. Outside of forwards and
     backwards a parameter shows NaN in its true shape, unless it is small enough to stay.
 
-    Collective to make, over the shard group; parameters have the same values on its ranks.
+    They are made in three steps: the object, :meth:`take` for each parameter as soon as it has its
+    values, in one order on all replicas, and :meth:`open`, which is collective over the shard
+    group. So no rank ever has more than one module whole if initialisation is delayed.
 
     Args:
         root: the user's model.
         local: names in the whole model and parameters of this rank, in one order on all ranks of
-            the group; real.
+            the group; they may be on the meta device.
 
     Attributes:
         holdings: of trainable parameters.
@@ -47,7 +51,10 @@ class ShardedParameters:
         ranks = list(current.groups["shard"])
         position = ranks.index(current.global_rank)
         local = [(name, p) for name, p in local if p.numel() > 0]
-        self._shards = cut(local, position, len(ranks), half)
+        self._cutter = Cutter(local, position, len(ranks), half, current.device)
+        self._shards = self._cutter.shards
+        self._root = root
+        self._undo: list[Callable[[], None]] = []
         self.holdings = {
             shard.parameter: _holding(name, shard)
             for (name, _), shard in zip(local, self._shards.values(), strict=True)
@@ -55,10 +62,28 @@ class ShardedParameters:
         }
         self.plan: UnitPlan = plan_units(root, lambda p: p in self._shards)
         self._order = [p for unit in self.plan.units for p in unit.parameters]
-        self.store = self._open(current, ranks)
-        self._undo: list[Callable[[], None]] = gathering.install(self.store, self.plan, root)
 
-    def _open(self, current: runtime.Runtime, ranks: list[int]) -> _C.ParameterStore:
+    def take(self, parameter: nn.Parameter) -> None:
+        """Keeps a part of a parameter of this rank, and frees the rest.
+
+        Collective over the replicas: the first one's values count.
+
+        Args:
+            parameter: real, on the device of this process.
+        """
+        if parameter not in self._cutter:
+            return  # without elements
+        broadcast_from_first([parameter], "dp" if interval_of(parameter) is None else "rdp")
+        self._cutter.cut(parameter)
+
+    def open(self) -> None:
+        """From here on modules find their parameters whole. Collective over the shard group."""
+        self._cutter.check_all_cut()
+        self.store = self._make_store()
+        self._undo = gathering.install(self.store, self.plan, self._root)
+
+    def _make_store(self) -> _C.ParameterStore:
+        current = runtime.current()
         config = current.config
         positions = {parameter: i for i, parameter in enumerate(self._order)}
         return _C.ParameterStore(
@@ -72,7 +97,7 @@ class ShardedParameters:
             max_live_elements=config.sdp_max_live_parameters,
             persistence_threshold=config.sdp_param_persistence_threshold,
             faults=current.board,
-            ranks=ranks,
+            ranks=list(current.groups["shard"]),
             timeout_s=current.settings.timeout_s,
         )
 

@@ -56,48 +56,71 @@ class Shard:
                 self.master.copy_(part)
 
 
-def cut(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    position: int,
-    num_shards: int,
-    half: torch.dtype | None,
-) -> dict[nn.Parameter, Shard]:
-    """Keeps one part of each parameter and frees the rest, one parameter after the other.
+class Cutter:
+    """Keeps one part of each parameter and frees the rest, one parameter at a time.
 
-    Parts of one dtype lie behind each other, in the order of the parameters.
+    The memory of all parts is there from the beginning: those of one dtype lie behind each other,
+    in the order of the parameters, in whatever order these are cut.
 
     Args:
-        parameters: real, with elements.
+        parameters: names and parameters with elements; they may have no values yet.
         position: which part is kept.
         num_shards: how many there are.
         half: dtype that floating parameters get; None: they stay as they are.
+        device: of the parts.
+
+    Attributes:
+        shards: of the parameters, in their order. Values are there once they were cut.
     """
-    plans = [_plan(parameter, num_shards, half) for _, parameter in parameters]
-    devices = {parameter.device for _, parameter in parameters}
-    memories = _Memories(plans, devices.pop() if devices else torch.device("cpu"))
-    shards = {}
-    for (_, parameter), plan in zip(parameters, plans, strict=True):
-        begin = min(position * plan.part, parameter.numel())
-        numel = min(plan.part, parameter.numel() - begin)
-        values = parameter.data.reshape(-1)[begin : begin + numel]
-        tensor = memories.take(plan.dtype, plan.part)
-        has_flat = plan.master_dtype is not None or plan.dtype in (torch.float32, torch.float64)
-        flat: Tensor | None = tensor if has_flat else None
-        if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
-            flat = memories.take(plan.master_dtype, plan.part)
-            flat[:numel].copy_(values)
-        tensor[:numel].copy_(values)
-        master = None
-        if plan.master_dtype is not None:
-            assert flat is not None
-            master = nn.Parameter(flat[:numel])
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        position: int,
+        num_shards: int,
+        half: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        plans = [_plan(parameter, num_shards, half) for _, parameter in parameters]
+        memories = _Memories(plans, device)
+        self.shards: dict[nn.Parameter, Shard] = {}
+        self._waiting = {parameter: name for name, parameter in parameters}
+        for (_, parameter), plan in zip(parameters, plans, strict=True):
+            begin = min(position * plan.part, parameter.numel())
+            numel = min(plan.part, parameter.numel() - begin)
+            tensor = memories.take(plan.dtype, plan.part)
+            has_flat = plan.master_dtype is not None or plan.dtype in (torch.float32, torch.float64)
+            flat: Tensor | None = tensor if has_flat else None
+            if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
+                flat = memories.take(plan.master_dtype, plan.part)
+            master = None
+            if plan.master_dtype is not None:
+                assert flat is not None
+                master = nn.Parameter(flat[:numel])
+            self.shards[parameter] = Shard(
+                parameter, tensor, begin, numel, tensor[:numel], flat, master
+            )
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self.shards
+
+    def cut(self, parameter: nn.Parameter) -> None:
+        """Keeps the part of a parameter that has its values now, and frees them."""
+        shard = self.shards[parameter]
+        values = parameter.data.reshape(-1)[shard.begin : shard.begin + shard.numel]
+        with torch.no_grad():
+            if shard.flat is not None:
+                shard.flat[: shard.numel].copy_(values)
+            shard.tensor[: shard.numel].copy_(values)
         memory.make_placeholder(parameter, parameter.device)
-        memory.cast(parameter, plan.dtype)
-        _describe(parameter, tensor)
-        shard = Shard(parameter, tensor, begin, numel, tensor[:numel], flat, master)
+        memory.cast(parameter, shard.tensor.dtype)
+        _describe(parameter, shard.tensor)
         setattr(parameter, _SHARD, shard)
-        shards[parameter] = shard
-    return shards
+        del self._waiting[parameter]
+
+    def check_all_cut(self) -> None:
+        """Our own mistake, if not."""
+        assert not self._waiting, f"whole parameters: {sorted(self._waiting.values())}"
 
 
 def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
@@ -181,10 +204,9 @@ class _Memories:
         }
 
     def take(self, dtype: torch.dtype, numel: int) -> Tensor:
-        piece, self._rest[dtype] = self._rest[dtype].split(
-            [numel, self._rest[dtype].numel() - numel]
-        )
-        return piece
+        rest = self._rest[dtype]
+        self._rest[dtype] = rest[numel:]
+        return rest[:numel]
 
 
 def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:

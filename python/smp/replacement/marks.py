@@ -95,12 +95,14 @@ def model_creation(
         tensor_parallelism: as in :func:`smp.tensor_parallelism`.
         dtype: default dtype inside; the current one if not given.
         tensor_parallel_config: options for distributed modules; ignored without
-            ``tensor_parallelism``.
+            ``tensor_parallelism``. Except ``zero_init``, a bool: parameters never exist whole, each
+            rank makes its shards alone. It has an effect with ``sharded_data_parallel_degree`` > 1.
 
-    With the configuration key ``delayed_parameter_initialization`` parameters are allocated and
-    initialised where they are needed, see :func:`smp.delay_param_initialization`.
+    Initial values depend on seed and names alone, as :func:`smp.delay_param_initialization` says.
+    With the configuration key ``delayed_parameter_initialization``, and with ``zero_init``,
+    parameters are allocated and initialised where they are needed.
     """
-    delays = runtime.is_initialized() and runtime.current().config.delayed_parameter_initialization
+    delays = _delays(bool(tensor_parallel_config.pop("zero_init", False)))
     before = torch.get_default_dtype()
     with _tensor_parallelism(tensor_parallelism, **tensor_parallel_config):
         with memory.delay_param_initialization(delays):
@@ -109,6 +111,15 @@ def model_creation(
                 yield
             finally:
                 torch.set_default_dtype(before)
+
+
+def _delays(zero_init: bool) -> bool:
+    """Are parameters to be made when the model is partitioned?"""
+    if not runtime.is_initialized():
+        return False
+    config = runtime.current().config
+    shards = zero_init and config.sharded_data_parallel_degree > 1
+    return config.delayed_parameter_initialization or shards
 
 
 _tensor_parallelism = tensor_parallelism  # which an argument above hides

@@ -91,7 +91,7 @@ class _Replacement:
         made = _construct(module, registration, mark)
         if isinstance(made, Declined):
             return made
-        problem = _take_over(module, made, registration)
+        problem = _take_over(module, made, registration, name)
         if problem is not None:
             return problem
         _install_adapter(made, registration)
@@ -134,22 +134,16 @@ def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.
         if key in signature.parameters:
             bound.arguments[key] = value
     try:
-        # Values come from the original, or when the model is partitioned.
-        with memory.delay_param_initialization(_gives_values(module, registration)):
+        with memory.on_meta():  # see _take_over for their values
             made = registration.dist_module(*bound.args, **bound.kwargs)
     except Unsupported as error:
         return Declined(str(error))
     return made
 
 
-def _gives_values(module: nn.Module, registration: Registration) -> bool:
-    """Are the weights of the new module other ones than those it would draw now?"""
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return True
-    return registration.was_initialised is None or registration.was_initialised(module)
-
-
-def _take_over(module: nn.Module, made: nn.Module, registration: Registration) -> Declined | None:
+def _take_over(
+    module: nn.Module, made: nn.Module, registration: Registration, name: str
+) -> Declined | None:
     """Gives a new module what the original is besides its arguments: weights, dtype, mode."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1:
@@ -167,34 +161,56 @@ def _take_over(module: nn.Module, made: nn.Module, registration: Registration) -
         contexts.set_partition(made, partition)
     if hasattr(module, "config"):
         made.config = module.config
+    _take_over_values(module, made, registration, name)
+    return None
+
+
+def _take_over_values(
+    module: nn.Module, made: nn.Module, registration: Registration, name: str
+) -> None:
+    """Weights of the original, as far as it has them and they are worth it; new ones else."""
     is_delayed = any(parameter.is_meta for parameter in module.parameters())
-    if is_delayed or not _gives_values(module, registration):
-        return None
-    state: Mapping[str, Tensor] = module.state_dict()
-    if registration.translators is not None:
-        state = registration.translators[1](dict(state))
-    missing = inherit(made, state)
-    if not missing:
-        return None
-    if registration.family is not None:
+    is_worth_it = registration.was_initialised is None or registration.was_initialised(module)
+    translate = None if registration.translators is None else registration.translators[1]
+    missing: list[str] = []
+    if is_worth_it:
+        state: Mapping[str, Tensor] = module.state_dict()
+        if translate is not None:
+            state = translate(dict(state))
+        missing = inherit(made, state)
+    if missing and registration.family is not None:
         raise RuntimeError(
             f"{_C.rank_prefix()}the weights of {type(module).__name__} have no entries for "
             f"{missing} of {type(made).__name__}"
         )
-    _log.info("smp: %s gets new values for %s", type(made).__name__, missing)
-    memory.initialise_delayed(made, lambda _: True, torch.device("cpu"))
-    inherit(made, state)  # what shares a module with them was drawn as well
-    return None
+    if is_delayed:
+        # Whole tensors of the original are made and cut one by one, when they are needed.
+        memory.keep_original(made, module if is_worth_it else None, translate)
+        return
+    if missing:
+        _log.info("smp: %s gets new values for %s", type(made).__name__, missing)
+    memory.initialise_delayed(
+        made, lambda _: True, runtime.current().device, name=name, on_ready=_move_to_cpu
+    )
+
+
+def _move_to_cpu(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.cpu()
 
 
 def inherit(made: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Fills parameters with their slices of whole tensors; names those that ``state`` lacks."""
+    """Fills parameters with their slices of whole tensors; names those that ``state`` lacks.
+
+    Those whose whole tensor has no values stay what they are.
+    """
     missing = []
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             whole = state.get(name)
             if whole is None or list(whole.shape) != sharding.whole_shape(parameter):
                 missing.append(name)
+                continue
+            if whole.is_meta:
                 continue
             part = sharding.slice_of(whole, sharding.interval_of(parameter))
             memory.fill(parameter, part)

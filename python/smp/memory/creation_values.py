@@ -1,0 +1,217 @@
+"""Tells the values that a module's own code drew for a parameter from all others.
+
+What ``reset_parameters`` of a module or ``_init_weights`` of the Hugging Face model around it wrote
+last can be drawn again, on other random numbers. What anybody else wrote (a checkpoint, a
+constructor, the user) cannot and has to stay. The last writer is told by a checksum that is taken
+behind the module's own code: version counters miss what is written to ``.data``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CHECKSUM = "_smp_drawn_checksum"
+_Checksum = tuple[torch.Size, torch.dtype, int, int]
+
+#: methods that initialise the module that has them
+RESETS = ("reset_parameters", "_reset_parameters")
+#: method that initialises the module that it is given
+INITIALISER = "_init_weights"
+
+
+def is_as_drawn(parameter: Tensor) -> bool:
+    """Is a parameter as its module's own code left it, inside of :func:`noting_draws`?"""
+    known: _Checksum | None = getattr(parameter, _CHECKSUM, None)
+    return known is not None and not parameter.is_meta and _checksum(parameter) == known
+
+
+def forget_draws(parameter: Tensor) -> None:
+    """The values of a parameter are final, whoever wrote them."""
+    parameter.__dict__.pop(_CHECKSUM, None)
+
+
+def takes_a_module(initialiser: Callable[..., Any]) -> bool:
+    """Is this bound method an ``_init_weights`` as Hugging Face calls it, with one module?"""
+    try:
+        inspect.signature(initialiser).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def noting_draws() -> Iterator[None]:
+    """Notes what modules that are created inside draw, in this thread. May be nested."""
+    _noting.open.depth += 1
+    _noting.begin()
+    try:
+        yield
+    finally:
+        _noting.end()
+        _noting.open.depth -= 1
+
+
+def _checksum(tensor: Tensor) -> _Checksum:
+    """Reads the tensor once; of any dtype."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    flat = flat.view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words, rest = flat[:whole].view(torch.int64), flat[whole:]
+    return tensor.shape, tensor.dtype, int(words.sum()), int(rest.sum())
+
+
+class _Open(threading.local):
+    """Contexts and calls of modules' own code that are open in this thread."""
+
+    depth = 0
+    in_own_code = False
+
+
+class _Noting:
+    """While a context is open: `nn.Module` and the classes of what is created are wrapped."""
+
+    def __init__(self) -> None:
+        self.open = _Open()
+        self._lock = threading.RLock()
+        self._num_open = 0
+        self._wrapped: list[tuple[type, str, Any, Any]] = []
+        self._classes: set[type] = set()
+        self._drawn: set[_Checksum] = set()
+
+    def begin(self) -> None:
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._wrap(nn.Module, "__init__", self._at_creation)
+                self._wrap(nn.Module, "__setstate__", self._at_copy)
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open > 0:
+                return
+            for cls, name, original, wrapper in reversed(self._wrapped):
+                # Somebody may have wrapped ours in between; with no context open it does nothing.
+                if cls.__dict__.get(name) is wrapper:
+                    setattr(cls, name, original)
+            self._wrapped.clear()
+            self._classes.clear()
+            self._drawn.clear()
+
+    def _wrap(self, cls: type, name: str, make: Callable[[Any], Any]) -> None:
+        original = cls.__dict__[name]
+        if isinstance(original, staticmethod):
+            wrapper: Any = staticmethod(make(original.__func__))
+        elif inspect.isfunction(original):
+            wrapper = make(original)
+        else:
+            return
+        self._wrapped.append((cls, name, original, wrapper))
+        setattr(cls, name, wrapper)
+
+    def _at_creation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            method(module, *args, **kwargs)
+            if self.open.depth > 0:
+                self._watch_class(type(module))
+
+        return wrapper
+
+    def _at_copy(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A deep copy has the values of its original, but none of the attributes."""
+
+        @functools.wraps(method)
+        def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            method(module, *args, **kwargs)
+            if self.open.depth == 0:
+                return
+            self._watch_class(type(module))
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.is_meta:
+                    checksum = _checksum(parameter)
+                    if checksum in self._drawn:
+                        setattr(parameter, _CHECKSUM, checksum)
+
+        return wrapper
+
+    def _watch_class(self, module_cls: type) -> None:
+        """In time: `nn.Module.__init__` runs before there are parameters to initialise."""
+        if module_cls in self._classes:
+            return
+        with self._lock:
+            for cls in module_cls.__mro__:
+                if cls in self._classes or cls is nn.Module or cls is object:
+                    continue
+                self._classes.add(cls)
+                for name in (*RESETS, INITIALISER):
+                    if name in cls.__dict__:
+                        self._wrap(cls, name, self._around_own_code)
+
+    def _around_own_code(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            modules = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
+            if self.open.depth == 0 or self.open.in_own_code or not modules:
+                return method(*args, **kwargs)
+            # An initialiser is called on a model, with the module that is meant as its argument.
+            module = modules[-1]
+            before = {id(p): _storage(p) for p in module.parameters() if not p.is_meta}
+            self.open.in_own_code = True
+            try:
+                with _Written() as written:
+                    return method(*args, **kwargs)
+            finally:
+                self.open.in_own_code = False
+                for parameter in module.parameters():
+                    if parameter.is_meta:
+                        continue
+                    now = _storage(parameter)
+                    if now in written.storages or before.get(id(parameter)) != now:
+                        checksum = _checksum(parameter)
+                        self._drawn.add(checksum)
+                        setattr(parameter, _CHECKSUM, checksum)
+
+        return wrapper
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Written(TorchDispatchMode):
+    """Notes the storages that operators write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                given = (
+                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                )
+                for tensor in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(tensor, Tensor):
+                        self.storages.add(_storage(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+_noting = _Noting()
