@@ -167,9 +167,10 @@ def load_model_alone(rank: int, run: HalfRun) -> None:
     advance(run, optimizer, train_step, 1)
     model.load_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    name = next(name for name, value in before.items() if isinstance(value, Tensor))
+    held = {n: value for n, value in before.items() if isinstance(value, Tensor) and value.numel()}
+    name = next(iter(held))
     after = marked(model, "masters")
-    assert torch.equal(after[name].half(), before[name].half())
+    assert torch.equal(after[name].half(), held[name].half())
     model.load_state_dict({name: value.float() + 2.0**-20 for name, value in state.items()})
     exact = marked(model, "masters")[name]
     assert not torch.equal(exact, exact.half().float()), "float32 goes into masters as it is"
