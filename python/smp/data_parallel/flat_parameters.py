@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smp import _C, memory, runtime
 from smp.data_parallel.holdings import Holding, attach
 from smp.data_parallel.masters import cast_rest, check_castable
-from smp.data_parallel.reduction import by_kind, dtypes_of, records_of
+from smp.data_parallel.reduction import by_kind, records_of
 from smp.data_parallel.watched import watch_parameters
 from smp.forwards import Around, Forward, wrap_forward
 
@@ -117,9 +117,7 @@ class FlatParameters:
                 master, piece = master.view(values.shape), piece.view(values.shape)
             memory.cast(parameter, bucket.dtype)
             parameter.data = place
-            holding = Holding(
-                name, parameter, held.begin, held.numel, piece, nn.Parameter(master)
-            )
+            holding = Holding(name, parameter, held.begin, held.numel, piece, nn.Parameter(master))
             attach(holding)
             self.holdings[parameter] = holding
         return flat
