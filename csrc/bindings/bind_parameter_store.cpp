@@ -119,12 +119,11 @@ void bind_store(py::module_& m) {
           },
           release_gil(), py::arg("param_idx"),
           "A copy of a whole parameter. Collective.")
-      .def_property_readonly(
-          "stats", py::cpp_function(
-                       [](const Store& store) {
-                         return store->store()->stats();
-                       },
-                       release_gil()));
+      .def_property_readonly("stats", py::cpp_function(
+                                          [](const Store& store) {
+                                            return store->store()->stats();
+                                          },
+                                          release_gil()));
 }
 
 }  // namespace

@@ -48,8 +48,8 @@ void BackwardUses::keep(const BackwardUsePtr& use) {
   {
     const std::lock_guard lock(mutex_);
     const Uses& active = active_[task].uses;
-    const bool is_held = std::all_of(
-        use->units.begin(), use->units.end(), [&](int unit) {
+    const bool is_held =
+        std::all_of(use->units.begin(), use->units.end(), [&](int unit) {
           return std::any_of(active.begin(), active.end(), [&](const auto& a) {
             return std::find(a->units.begin(), a->units.end(), unit) !=
                    a->units.end();

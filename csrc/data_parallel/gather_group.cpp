@@ -55,8 +55,8 @@ class TwoHopGather final : public Gather {
         within_(std::move(within)),
         output_(std::move(output)),
         stamp_(stamp),
-        crossed_(at::empty({across_->size() * input.numel()},
-                           input.options())) {
+        crossed_(
+            at::empty({across_->size() * input.numel()}, input.options())) {
     across_->stamp_next(stamp_);
     work_ = across_->all_gather(crossed_, input);
   }

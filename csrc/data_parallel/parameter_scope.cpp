@@ -63,9 +63,9 @@ ParameterScope::~ParameterScope() {
 void ParameterScope::begin_passing() const {
   ParameterStore& store = *uses_->store();
   if (in_backward() || store.in_lasting_pass()) return;
-  store.begin_pass(at::GradMode::is_enabled() ? kForwardAndBackward
-                                              : kForwardOnly,
-                   /*is_passing=*/true);
+  store.begin_pass(
+      at::GradMode::is_enabled() ? kForwardAndBackward : kForwardOnly,
+      /*is_passing=*/true);
 }
 
 bool ParameterScope::holds(int unit) const {

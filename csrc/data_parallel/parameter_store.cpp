@@ -19,11 +19,11 @@ ParameterStore::ParameterStore(const std::vector<at::Tensor>& params,
     : pool_(params.empty() ? at::Device(at::kCPU) : params.front().device()),
       group_(std::move(group)),
       options_(std::move(options)) {
-  SMP_CHECK_VALUE(params.size() == shards.size() &&
-                      units.size() == names.size(),
-                  "expected a shard per parameter and a name per unit, got ",
-                  params.size(), " parameters, ", shards.size(), " shards, ",
-                  units.size(), " units, ", names.size(), " names");
+  SMP_CHECK_VALUE(
+      params.size() == shards.size() && units.size() == names.size(),
+      "expected a shard per parameter and a name per unit, got ", params.size(),
+      " parameters, ", shards.size(), " shards, ", units.size(), " units, ",
+      names.size(), " names");
   for (size_t i = 0; i < params.size(); ++i) {
     params_.emplace_back(params[i], shards[i], group_->size(), pool_);
   }
@@ -83,9 +83,8 @@ bool ParameterStore::in_lasting_pass() const {
 }
 
 bool ParameterStore::is_held() const {
-  return std::any_of(units_.begin(), units_.end(), [](const Unit& unit) {
-    return unit.num_holders > 0;
-  });
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const Unit& unit) { return unit.num_holders > 0; });
 }
 
 // ---- holding ----------------------------------------------------------------

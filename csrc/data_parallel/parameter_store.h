@@ -107,7 +107,7 @@ class ParameterStore {
     std::string name;
     int64_t live_elements = 0;  // of it, now
     int num_holders = 0;
-    bool is_ahead = false;    // nobody holds it; kept for its next use
+    bool is_ahead = false;      // nobody holds it; kept for its next use
     UnitGatherPtr gather = {};  // until it has finished
   };
 

@@ -45,8 +45,8 @@ void ShardedParameter::release() {
   param_.set_data(placeholder_);
   if (!has_memory_) return;
   c10::StorageImpl* storage = parts_.storage().unsafeGetStorageImpl();
-  pool_->give(num_bytes(), storage->set_data_ptr(
-                               at::DataPtr(nullptr, storage->device())));
+  pool_->give(num_bytes(),
+              storage->set_data_ptr(at::DataPtr(nullptr, storage->device())));
   storage->set_nbytes(0);
   has_memory_ = false;
 }

@@ -27,9 +27,7 @@ class ShardedParameter {
   int64_t numel() const { return param_.numel(); }
   /// Of the parts of all ranks together.
   int64_t num_bytes() const { return num_shards_ * shard_bytes(); }
-  int64_t shard_bytes() const {
-    return static_cast<int64_t>(shard_.nbytes());
-  }
+  int64_t shard_bytes() const { return static_cast<int64_t>(shard_.nbytes()); }
   int64_t item_bytes() const {
     return static_cast<int64_t>(shard_.element_size());
   }

@@ -93,8 +93,10 @@ void UnitGather::copy_out() {
     param.allocate();
     const int64_t numel = param.shard().numel();
     const int64_t item = param.item_bytes();
-    const at::Tensor parts = typed(flat_, param).as_strided(
-        {num_parts, numel}, {part_bytes_ / item, 1}, offsets_[i] / item);
+    const at::Tensor parts =
+        typed(flat_, param)
+            .as_strided({num_parts, numel}, {part_bytes_ / item, 1},
+                        offsets_[i] / item);
     param.parts().view({num_parts, numel}).copy_(parts);
   }
   flat_.reset();

@@ -127,12 +127,10 @@ void ActivationStore::load(Item& item) {
   if (item.back.defined()) return;
   const at::AutoGradMode no_grad(false);
   // Made on the caller's stream, which is where it will be used and freed.
-  item.back =
-      at::empty_strided(item.host.sizes(), item.host.strides(),
-                        item.host.options().device(options_.device));
-  item.returned = to_device_.run(item.left, [&] {
-    item.back.copy_(item.host, /*non_blocking=*/true);
-  });
+  item.back = at::empty_strided(item.host.sizes(), item.host.strides(),
+                                item.host.options().device(options_.device));
+  item.returned = to_device_.run(
+      item.left, [&] { item.back.copy_(item.host, /*non_blocking=*/true); });
 }
 
 bool ActivationStore::may_leave(const at::Tensor& tensor) const {
@@ -164,9 +162,8 @@ std::shared_ptr<ActivationStore::Item> ActivationStore::offload(
                    .view(tensor.scalar_type())
                    .as_strided(tensor.sizes(), tensor.strides(), 0);
   const at::Tensor data = tensor.detach();
-  item->left = to_host_.run(Mark::none(), [&] {
-    item->host.copy_(data, /*non_blocking=*/true);
-  });
+  item->left = to_host_.run(
+      Mark::none(), [&] { item->host.copy_(data, /*non_blocking=*/true); });
   ++stats_.num_offloaded;
   stats_.bytes_offloaded += num_bytes;
   shared_[tensor.unsafeGetTensorImpl()] = item;

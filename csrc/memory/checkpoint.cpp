@@ -167,7 +167,8 @@ class CheckpointNode : public Node {
     return results;
   }
 
-  std::vector<at::Tensor> recompute(std::vector<std::shared_ptr<Node>>& begins) {
+  std::vector<at::Tensor> recompute(
+      std::vector<std::shared_ptr<Node>>& begins) {
     std::vector<at::Tensor> inputs = unpack();
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].defined()) continue;
@@ -215,19 +216,19 @@ std::vector<at::Tensor> run_forward(const CheckpointedFunction& function,
                                     const std::vector<at::Tensor>& inputs) {
   std::vector<uint32_t> versions;
   for (const at::Tensor& input : inputs) {
-    versions.push_back(input.defined() && !input.is_inference()
-                           ? input._version()
-                           : 0);
+    versions.push_back(
+        input.defined() && !input.is_inference() ? input._version() : 0);
   }
   std::vector<at::Tensor> aliases = aliases_of(inputs);
   const at::AutoGradMode no_grad(false);
   std::vector<at::Tensor> results = function(aliases);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].defined() || inputs[i].is_inference()) continue;
-    SMP_CHECK_VALUE(static_cast<uint32_t>(inputs[i]._version()) == versions[i],
-                    kName, " changed its tensor argument number ", i,
-                    " in place, which its second run begins with; let it change "
-                    "a copy (inplace=False, .clone()), or do not checkpoint it");
+    SMP_CHECK_VALUE(
+        static_cast<uint32_t>(inputs[i]._version()) == versions[i], kName,
+        " changed its tensor argument number ", i,
+        " in place, which its second run begins with; let it change "
+        "a copy (inplace=False, .clone()), or do not checkpoint it");
     for (at::Tensor& result : results) {
       if (aliases[i].defined() && result.is_same(aliases[i])) {
         result = inputs[i];

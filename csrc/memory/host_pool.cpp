@@ -14,8 +14,8 @@ int64_t HostPool::size_class(int64_t num_bytes) {
   SMP_ASSERT(num_bytes > 0, "a slot of ", num_bytes, " bytes");
   constexpr int64_t kPage = 4096;
   const auto wanted = static_cast<uint64_t>(num_bytes);
-  const auto step =
-      std::max<int64_t>(kPage, static_cast<int64_t>(std::bit_floor(wanted)) / 8);
+  const auto step = std::max<int64_t>(
+      kPage, static_cast<int64_t>(std::bit_floor(wanted)) / 8);
   return (num_bytes + step - 1) / step * step;
 }
 
@@ -24,8 +24,8 @@ at::Tensor HostPool::take(int64_t num_bytes) {
   std::vector<at::Tensor>& free = free_[size];
   at::Tensor slot;
   if (free.empty()) {
-    slot = at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(
-                                 is_pinned_));
+    slot = at::empty({size},
+                     at::TensorOptions(at::kByte).pinned_memory(is_pinned_));
     ++stats_.num_slots;
     stats_.bytes += size;
   } else {

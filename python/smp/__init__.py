@@ -65,8 +65,8 @@ from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
-from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
+from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,

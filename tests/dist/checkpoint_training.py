@@ -367,5 +367,7 @@ def check_equal(cells: list[Cell], results: list[list[Record]]) -> None:
             for step, grads in enumerate(ours.grads):
                 assert_bitwise_equal(grads, theirs.grads[step], f"{where}, step {step}")
             assert_bitwise_equal(ours.params, theirs.params, where)
-            assert any(g is not None and float(g.abs().max()) > 1e-4 for g in ours.grads[0].values())
+            assert any(
+                g is not None and float(g.abs().max()) > 1e-4 for g in ours.grads[0].values()
+            )
             assert not any(ours.leftovers.values()), f"{where}: {ours.leftovers}"

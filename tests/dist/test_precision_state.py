@@ -112,7 +112,9 @@ def save_in_every_form(rank: int, run: HalfRun, folder: str) -> dict[str, Tensor
     }
     for form, state in states.items():
         if form == "own" or smp.rdp_rank() == 0:
-            smp.save({"model": weights, "optimizer": state}, f"{folder}/{form}.pt", v3=form == "own")
+            smp.save(
+                {"model": weights, "optimizer": state}, f"{folder}/{form}.pt", v3=form == "own"
+            )
     smp.barrier()
     advance(run, optimizer, train_step, 2)
     return {name: value.clone() for name, value in optimizer_values(optimizer).items()}

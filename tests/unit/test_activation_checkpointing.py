@@ -365,7 +365,10 @@ def test_the_switch_of_transformers_is_taken_over() -> None:
         assert ("SmpCheckpointBackward" in names) == plain.is_gradient_checkpointing
         assert "CheckpointFunctionBackward" not in names
         hidden.square().sum().backward()
-        return [hidden.detach(), *(p.grad.clone() for p in plain.parameters() if p.grad is not None)]
+        return [
+            hidden.detach(),
+            *(p.grad.clone() for p in plain.parameters() if p.grad is not None),
+        ]
 
     before = run()
     model.gradient_checkpointing_enable()

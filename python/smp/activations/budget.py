@@ -65,9 +65,7 @@ def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
         return [False] * len(layers)
     again = max(layer.kept_bytes for layer in layers)
     must_save = whole + again - budget_bytes
-    savings = [
-        max(0, layer.kept_bytes - layer.argument_bytes) * layer.num_kept for layer in layers
-    ]
+    savings = [max(0, layer.kept_bytes - layer.argument_bytes) * layer.num_kept for layer in layers]
     if sum(savings) < must_save:
         return [True] * len(layers)
     unit = max(1, -(-sum(savings) // _RESOLUTION))
@@ -168,9 +166,7 @@ class Budget:
             assert layer.cost is not None
             known = layer.cost
             costs.append(
-                LayerCost(
-                    known.kept_bytes, known.argument_bytes, known.flops, layer.most_live
-                )
+                LayerCost(known.kept_bytes, known.argument_bytes, known.flops, layer.most_live)
             )
         for layer, checkpoints in zip(used, plan_budget(costs, self._budget_bytes), strict=True):
             layer.checkpoints = checkpoints

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-VALID = "'each', 'contiguous', 'group_<N>' (such as 'group_2') or 'budget:<GiB>' (such as 'budget:8')"
+VALID = (
+    "'each', 'contiguous', 'group_<N>' (such as 'group_2') or 'budget:<GiB>' (such as 'budget:8')"
+)
 
 
 @dataclass(frozen=True)

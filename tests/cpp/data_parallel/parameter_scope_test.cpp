@@ -183,9 +183,8 @@ TEST(ParameterScope, a_failed_backward_lets_go) {
   on_ranks(2, [](int /*rank*/, const comm::CommunicatorPtr& group) {
     Layers layers(group, 2);
     const at::Tensor x = at::ones({2, 4}, layers.params[0].options());
-    const at::Tensor y = probe(layers.layer(0, x), [] {
-      throw std::runtime_error("meant to");
-    });
+    const at::Tensor y =
+        probe(layers.layer(0, x), [] { throw std::runtime_error("meant to"); });
     EXPECT_THROW(torch::autograd::backward({layers.layer(1, y).sum()}),
                  std::exception);
     EXPECT_FALSE(layers.has_memory(1));

@@ -46,8 +46,9 @@ struct Sharded {
       shards.push_back(at::zeros({part}, kind));
       const int64_t begin = std::min(part * group->group_rank(), numel);
       const int64_t held = std::min(part, numel - begin);
-      shards[i].narrow(0, 0, held).copy_(
-          values[i].view(-1).narrow(0, begin, held));
+      shards[i]
+          .narrow(0, 0, held)
+          .copy_(values[i].view(-1).narrow(0, begin, held));
       params.push_back(
           at::full({}, std::numeric_limits<double>::quiet_NaN(), kind)
               .expand(shapes[i])
@@ -57,9 +58,8 @@ struct Sharded {
     for (size_t i = 0; i < units.size(); ++i) {
       names.push_back("unit " + std::to_string(i));
     }
-    store = std::make_shared<ParameterStore>(params, shards, units, names,
-                                             std::move(group),
-                                             std::move(options));
+    store = std::make_shared<ParameterStore>(
+        params, shards, units, names, std::move(group), std::move(options));
     uses = std::make_shared<BackwardUses>(store);
   }
 

@@ -101,7 +101,8 @@ TEST(Checkpoint, equals_it_with_offloading_too) {
   options.min_bytes = 64;
   options.horizon = 1;
   const auto store = std::make_shared<ActivationStore>(options);
-  for (int i = 0; i < 3; ++i) expect_equal(train(model, data, true, store), plain);
+  for (int i = 0; i < 3; ++i)
+    expect_equal(train(model, data, true, store), plain);
   EXPECT_GE(store->stats().num_offloaded, 4);
   EXPECT_EQ(store->stats().num_checkpoints, 6);
   EXPECT_EQ(store->stats().pool.slots_in_use, 0);
@@ -224,17 +225,16 @@ std::string error_of(const std::function<void()>& action) {
 TEST(Checkpoint, refuses_what_would_be_wrong) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   const at::Tensor hidden = input * 1.0;
-  EXPECT_NE(error_of([&] {
-              checkpoint(
-                  [](Tensors inputs) -> Tensors {
-                    return {at::relu_(inputs[0])};
-                  },
-                  {hidden}, {});
-            }).find("in place"),
-            std::string::npos);
-  const at::Tensor result = checkpoint(
-      [](Tensors inputs) -> Tensors { return {inputs[0] * 2}; }, {input},
-      {})[0];
+  EXPECT_NE(
+      error_of([&] {
+        checkpoint(
+            [](Tensors inputs) -> Tensors { return {at::relu_(inputs[0])}; },
+            {hidden}, {});
+      }).find("in place"),
+      std::string::npos);
+  const at::Tensor result =
+      checkpoint([](Tensors inputs) -> Tensors { return {inputs[0] * 2}; },
+                 {input}, {})[0];
   EXPECT_NE(error_of([&] {
               torch::autograd::grad({result.sum()}, {input});
             }).find("some tensors only"),
@@ -245,8 +245,9 @@ TEST(Checkpoint, refuses_what_would_be_wrong) {
                                  : inputs[0] * 2};
       },
       {input}, {})[0];
-  EXPECT_NE(error_of([&] { torch::autograd::backward({longer.sum()}); })
-                .find("must do the same both times"),
+  EXPECT_NE(error_of([&] {
+              torch::autograd::backward({longer.sum()});
+            }).find("must do the same both times"),
             std::string::npos);
 }
 
@@ -257,10 +258,10 @@ TEST(Checkpoint, is_differentiated_once) {
                  {input}, {})[0];
   torch::autograd::backward({(result * result).sum()}, {}, true, true);
   EXPECT_TRUE(at::equal(input.grad().detach(), input.detach() * 8));
-  EXPECT_NE(
-      error_of([&] { torch::autograd::backward({input.grad().sum()}); })
-          .find("can be differentiated once only"),
-      std::string::npos);
+  EXPECT_NE(error_of([&] {
+              torch::autograd::backward({input.grad().sum()});
+            }).find("can be differentiated once only"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -88,9 +88,9 @@ TEST(OffloadPlan, forwards_without_backward_do_not_come_back) {
 
 TEST(OffloadPlan, without_a_plan_microbatches_come_back_one_by_one) {
   const std::vector<ActivationId> live{{0, 0}, {1, 0}, {1, 1}, {2, 0}, {0, 1}};
-  EXPECT_EQ(expected_order(live, 1),
-            (std::vector<ActivationId>{
-                {1, 1}, {1, 0}, {0, 1}, {0, 0}, {2, 0}}));
+  EXPECT_EQ(
+      expected_order(live, 1),
+      (std::vector<ActivationId>{{1, 1}, {1, 0}, {0, 1}, {0, 0}, {2, 0}}));
   EXPECT_EQ(expected_order(live, std::nullopt).front(), (ActivationId{0, 1}));
 }
 
