@@ -281,8 +281,7 @@ _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _TENSORFLOW_KEYS = ("horovod", "contiguous")
 
 # Features of later versions: a value other than the default is refused at init.
-NOT_YET: dict[str, str] = {
-}
+NOT_YET: dict[str, str] = {}
 
 # A second init may not change these: the ranks are already laid out.
 TOPOLOGY_KEYS = (

@@ -24,8 +24,10 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 class HalfRecord:
     """What a run left behind; names as in the plain model."""
 
+    initial: dict[str, Tensor] = field(default_factory=dict)  # masters before the first step
     losses: list[list[list[float]]] = field(default_factory=list)  # [step][replica][microbatch]
     grads: list[dict[str, Tensor]] = field(default_factory=list)  # [step], without loss scale
+    norms: list[float] = field(default_factory=list)  # [step], of these, before clipping
     masters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
     params: dict[str, Tensor] = field(default_factory=dict)  # in 16 bits, after the last step
 
@@ -73,6 +75,7 @@ def train_half(
     batches: Sequence[Sequence[dict[str, Tensor]]],
     microbatches: int,
     loss_scale: float = 1.0,
+    clipping: float | None = None,
 ) -> HalfRecord:
     """AdamW on float32 masters; gradients of 16 bits are added in float32, in microbatch order.
 
@@ -83,10 +86,12 @@ def train_half(
         batches: of each step, one per replica.
         microbatches: into which a batch is cut.
         loss_scale: factor of the loss.
+        clipping: L2 norm that gradients are clipped to.
     """
     half = HalfModel(model, dtype)
     optimizer = make_optimizer(half.masters.values())
-    record = HalfRecord()
+    record = HalfRecord({name: p.detach().clone() for name, p in half.masters.items()})
+    limit = float("inf") if clipping is None else clipping
     for step_batches in batches:
         record.losses.append([])
         total: dict[str, Tensor] = {}
@@ -107,6 +112,7 @@ def train_half(
         for name, master in half.masters.items():
             master.grad = total[name] / divisor if name in total else None
         record.grads.append({n: p.grad.clone() for n, p in half.masters.items() if n in total})
+        record.norms.append(nn.utils.clip_grad_norm_(half.masters.values(), limit).item())
         optimizer.step()
         half.refresh()
     record.masters = {name: p.detach().clone() for name, p in half.masters.items()}

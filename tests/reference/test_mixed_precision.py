@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.dist.split_training import reference_of
-from tests.reference.mixed_precision import CASE, MixedRecord, train_mixed
+from tests.reference.half_precision import HalfRecord
+from tests.reference.mixed_precision import CASE, train_mixed
 from tests.reference.tolerances import MIXED_TOLERANCE, assert_close, distance
 
 SCALES = {torch.float16: 1024.0, torch.bfloat16: 1.0}
@@ -16,11 +17,11 @@ def all_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
-def changes(record: MixedRecord) -> torch.Tensor:
-    return all_of(record.params) - all_of(record.initial)
+def changes(record: HalfRecord) -> torch.Tensor:
+    return all_of(record.masters) - all_of(record.initial)
 
 
-def worst_gradient(a: MixedRecord, b: MixedRecord, step: int) -> float:
+def worst_gradient(a: HalfRecord, b: HalfRecord, step: int) -> float:
     floor = 0.01 * max(grad.norm().item() for grad in b.grads[step].values())
     return max(distance(a.grads[step][n], grad, floor) for n, grad in b.grads[step].items())
 
@@ -33,7 +34,7 @@ def test_in_float32_it_is_the_plain_loop() -> None:
             assert own == pytest.approx(wanted, rel=1e-6)
         assert mixed.norms[step] == pytest.approx(plain.norms[step], rel=1e-5)
         assert_close(mixed.grads[step], plain.grads[step], torch.float32, "gradients")
-    assert_close(mixed.params, plain.params, torch.float32, "parameters")
+    assert_close(mixed.masters, plain.params, torch.float32, "parameters")
 
 
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
@@ -48,7 +49,7 @@ def test_limits_are_above_rounding_and_below_mistakes(dtype: torch.dtype) -> Non
         assert abs(mixed.norms[step] / exact.norms[step] - 1) < limits.norms
     assert 1e-4 < distance(changes(mixed), changes(exact)) < limits.changes
     assert distance(changes(fewer), changes(mixed)) > 3 * limits.changes
-    assert len(set(mixed.params)) == len(set(mixed.grads[0])) > 20
+    assert len(set(mixed.masters)) == len(set(mixed.grads[0])) > 20
 
 
 def test_clipping_and_the_loss_scale_do_what_they_say() -> None:

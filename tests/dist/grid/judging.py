@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.dist.grid.cells import LOSS_SCALE, Cell
 from tests.dist.grid.training import MICROBATCHES, STEPS, GridRecord, Part, Parts
 from tests.dist.split_training import whole_of
-from tests.reference.mixed_precision import CASE, MixedRecord, train_mixed
+from tests.reference.half_precision import HalfRecord
+from tests.reference.mixed_precision import CASE, train_mixed
 from tests.reference.tolerances import MIXED_TOLERANCE, distance, relative_difference
 
 NUM_BLOCKS = 4
@@ -58,7 +59,7 @@ def _where(cell: Cell, record: GridRecord) -> str:
 # ---- against one process ---------------------------------------------------------------
 
 
-def _check_losses(cell: Cell, record: GridRecord, expected: MixedRecord, tolerance: float) -> None:
+def _check_losses(cell: Cell, record: GridRecord, expected: HalfRecord, tolerance: float) -> None:
     for step in range(STEPS):
         losses = torch.tensor(record.losses[step], dtype=torch.float64)
         wanted = torch.tensor(expected.losses[step][record.batch_idx], dtype=torch.float64)
@@ -74,12 +75,12 @@ def _check_names(cell: Cell, actual: dict[str, Tensor], expected: dict[str, Tens
     assert not missing, f"{cell}: nobody has {sorted(missing)}"
 
 
-def _distance_of_changes(cell: Cell, masters: dict[str, Tensor], expected: MixedRecord) -> float:
+def _distance_of_changes(cell: Cell, masters: dict[str, Tensor], expected: HalfRecord) -> float:
     """Of all parameters together, from before the first step to after the last."""
-    _check_names(cell, masters, expected.params)
-    names = list(expected.params)
+    _check_names(cell, masters, expected.masters)
+    names = list(expected.masters)
     own = [masters[name].double() - expected.initial[name].double() for name in names]
-    wanted = [expected.params[name].double() - expected.initial[name].double() for name in names]
+    wanted = [expected.masters[name].double() - expected.initial[name].double() for name in names]
     return distance(
         torch.cat([t.reshape(-1) for t in own]), torch.cat([t.reshape(-1) for t in wanted])
     )

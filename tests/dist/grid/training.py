@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.grid.cells import LOSS_SCALE, Cell
-from tests.reference.mixed_precision import CASE, make_optimizer
+from tests.reference.half_precision import make_optimizer
+from tests.reference.mixed_precision import CASE
 from tests.reference.split_families import build_split_family, make_split_batch
 
 MICROBATCHES = 2
