@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.pool import Outcome, Pool
-from tests.dist.sharded_training import SHARDED, stand_in, stats_of
+from tests.dist.sharded_training import SHARDED, stats_of
 from tests.reference.models import randomise_
 
 WIDTH = 6
@@ -211,7 +211,6 @@ def train(model: Any, steps: int, penalty: bool = False) -> None:
 
     for step in range(steps):
         train_step(batch_of(smp.dp_rank(), step))
-        stand_in(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -286,7 +285,6 @@ def train_plainly(rank: int) -> dict[str, int]:
     for step in range(3):
         loss_of(model, batch_of(smp.dp_rank(), step)).backward()
         assert stats_of(model)["live_elements"] == 0
-        stand_in(model)
         optimizer.step()
         optimizer.zero_grad()
     assert_params(model.state_dict(), expected("Blocks", 3, 2))
