@@ -1,6 +1,7 @@
 #include "csrc/memory/checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -142,6 +143,13 @@ class CheckpointNode : public Node {
   }
 
   variable_list run(variable_list grads) {
+    // Gradients that are still on another rank: reading them may suspend this
+    // thread, which must not happen while all activations are there.
+    for (at::Tensor& grad : grads) {
+      if (grad.defined() && grad.unsafeGetTensorImpl()->is_python_dispatch()) {
+        grad = at::clone(grad);
+      }
+    }
     std::vector<std::shared_ptr<Node>> begins(recipe_.input_has_grad.size());
     std::vector<at::Tensor> outputs = recompute(begins);
     torch::autograd::edge_list roots;

@@ -26,7 +26,7 @@ CommGroup RankType WORLD MP_GROUP DP_GROUP PP_GROUP TP_GROUP RDP_GROUP
 broadcast send recv_from allgather
 barrier mp_barrier dp_barrier pp_barrier tp_barrier rdp_barrier
 step StepOutput DistributedModel model partition set_partition
-DistributedOptimizer save load clip_grad_norm_ metrics
+DistributedOptimizer save load clip_grad_norm_ metrics set_activation_checkpointing patches
 """.split()
 
 SIGNATURES = {
@@ -47,6 +47,11 @@ SIGNATURES = {
         "static_loss_scale": 1.0,
         "dynamic_loss_scale": False,
         "dynamic_loss_args": None,
+    },
+    "set_activation_checkpointing": {
+        "preserve_rng_state": True,
+        "pack_args_as_tuple": False,
+        "strategy": "each",
     },
     "save": {"partial": True, "pickle_protocol": 2, "v3": False},
     "load": {"map_location": None, "partial": True, "back_compat": False},
@@ -141,6 +146,8 @@ def test_v1_import_path_is_the_same_library() -> None:
     assert model.DistributedModel is smp.DistributedModel
     modules = importlib.import_module("smdistributed.modelparallel.torch.nn")
     assert modules.FusedLayerNorm is smp.nn.FusedLayerNorm
+    patches = importlib.import_module("smdistributed.modelparallel.torch.patches.checkpoint")
+    assert patches.checkpoint is smp.patches.checkpoint.checkpoint
     family = importlib.import_module("smdistributed.modelparallel.torch.nn.huggingface.gpt2")
     assert family is smp.nn.huggingface.gpt2
     assert not inspect.ismodule(v1.step) and callable(v1.step)

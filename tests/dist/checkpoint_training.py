@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.dist.training import assert_bitwise_equal, local_parameters
@@ -20,7 +22,7 @@ class Cell:
     """One way to train one model.
 
     Attributes:
-        kind: "sequence", "structures", "split", "gptj", "bert" or "functions".
+        kind: of model, see `_MODELS`.
         strategy: of checkpointing; "" is without, "enable" asks transformers for it.
         offload: also ``offload_activations``.
         config: further keys for ``smp.init``.
@@ -160,15 +162,57 @@ class Functions(nn.Module):
         self.head = nn.Linear(HIDDEN, 50)
 
     def forward(self, ids: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
         x = self.embedding(ids)
         for block in self.blocks:
 
             def run(x: Tensor, block: nn.Module = block) -> Tensor:
                 return torch.tanh(block(x))
 
-            x = checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)
+            x = (
+                torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+                if self.checkpoints
+                else run(x)
+            )
+        return nn.functional.cross_entropy(self.head(x), ids)
+
+
+class OlderLayer(Block):
+    """As transformers 4.53 to 4.57 have them: ``__call__`` makes a checkpoint of itself."""
+
+    gradient_checkpointing = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            call = functools.partial(super().__call__, **kwargs)
+            return self._gradient_checkpointing_func(call, *args)  # type: ignore[operator]
+        return super().__call__(*args, **kwargs)
+
+
+class OlderModel(nn.Module):
+    """Half of its layers make checkpoints themselves; of the others it does, as before 4.53."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, HIDDEN)
+        self.blocks = nn.ModuleList(OlderLayer() if i % 2 else Block() for i in range(4))
+        self.head = nn.Linear(HIDDEN, 50)
+
+    def gradient_checkpointing_enable(self) -> None:
+        function = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+        for module in self.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = True
+                module._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for i, block in enumerate(self.blocks):
+            if i % 2 == 0 and self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(block.__call__, x)  # type: ignore[operator]
+            else:
+                x = block(x)
         return nn.functional.cross_entropy(self.head(x), ids)
 
 
@@ -208,6 +252,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
     "sequence": Sequence,
     "structures": Structures,
     "functions": Functions,
+    "older": OlderModel,
     "gptj": _gptj,
     "bert": _bert,
     "split": _split,
@@ -216,6 +261,7 @@ _LAYERS = {
     "sequence": "blocks",
     "structures": "blocks",
     "functions": "blocks",
+    "older": "blocks",
     "gptj": "transformer.h",
     "bert": "bert.encoder.layer",
     "split": "transformer.seq_layers",
@@ -367,7 +413,6 @@ def check_equal(cells: list[Cell], results: list[list[Record]]) -> None:
             for step, grads in enumerate(ours.grads):
                 assert_bitwise_equal(grads, theirs.grads[step], f"{where}, step {step}")
             assert_bitwise_equal(ours.params, theirs.params, where)
-            assert any(
-                g is not None and float(g.abs().max()) > 1e-4 for g in ours.grads[0].values()
-            )
+            largest = max(float(g.abs().max()) for g in ours.grads[0].values() if g is not None)
+            assert largest > 1e-4, where
             assert not any(ours.leftovers.values()), f"{where}: {ours.leftovers}"

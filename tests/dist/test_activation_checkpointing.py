@@ -125,6 +125,16 @@ def test_hugging_face_switch(pool: Pool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
+def test_hugging_face_switch_of_older_releases(pool: Pool, pp: int) -> None:
+    cell = Cell("older", pp=pp)
+    cells = [cell, replace(cell, strategy="enable", offload=True)]
+    results = run(pool, cells)
+    check_counts(cells, results, 4)
+    for records in results:
+        assert records[1].offload["checkpoints"] == 4 // pp * cell.microbatches * cell.steps
+
+
+@pytest.mark.parametrize("pp", [1, 2])
 def test_functions_under_the_checkpointing_of_pytorch(pool: Pool, pp: int) -> None:
     cell = Cell("functions", pp=pp)
     cells = [cell, replace(cell, strategy="torch")]

@@ -209,6 +209,19 @@ def test_frozen_modules_with_plain_arguments_run_once() -> None:
     assert net.log == [False, False, True]
 
 
+def test_errors_of_the_second_run_reach_the_caller() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                raise KeyError("in the second run")
+            return x * 2
+
+    y = checkpoint(Fails(), torch.ones(2, requires_grad=True))
+    with pytest.raises(KeyError, match="in the second run"):
+        y.sum().backward()
+    assert not is_recomputing()
+
+
 # ---- sequences ---------------------------------------------------------------
 
 
@@ -297,6 +310,9 @@ def test_what_cannot_be_checkpointed_is_refused() -> None:
         smp.set_activation_checkpointing(nn.Linear(1, 1), pack_args_as_tuple=True)
     with pytest.raises(TypeError, match="only an nn.Module"):
         checkpoint(torch.tanh, torch.ones(1))  # type: ignore[arg-type]
+    smp.init({})
+    with pytest.raises(TypeError, match="modules inside of it"):
+        smp.set_activation_checkpointing(smp.DistributedModel(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="never called"):
         smp.set_activation_checkpointing(nn.ModuleList())
     with pytest.raises(TypeError, match="takes an nn.Sequential"):
@@ -365,10 +381,8 @@ def test_the_switch_of_transformers_is_taken_over() -> None:
         assert ("SmpCheckpointBackward" in names) == plain.is_gradient_checkpointing
         assert "CheckpointFunctionBackward" not in names
         hidden.square().sum().backward()
-        return [
-            hidden.detach(),
-            *(p.grad.clone() for p in plain.parameters() if p.grad is not None),
-        ]
+        grads = [p.grad for p in plain.parameters()]
+        return [hidden.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
     before = run()
     model.gradient_checkpointing_enable()

@@ -295,7 +295,6 @@ def test_features_of_later_versions_are_refused_not_ignored(key: str) -> None:
 def test_advice_is_given_for_odd_settings() -> None:
     odd = Config.from_dict({"tensor_parallel_degree": 6, "ddp": True})
     assert "power of two" in config.advice(odd)[0]
-    assert "microbatches=1" in config.advice(Config.from_dict({"offload_activations": True}))[0]
     assert config.advice(Config.from_dict({})) == []
 
 

@@ -129,7 +129,7 @@ class Budget:
             layer.num_live -= 1
             if layer.cost is not None:
                 return inner(*args, **kwargs)
-            result, cost = measure(inner, args, kwargs)
+            result, cost = measure(module, inner, args, kwargs)
             layer.cost = cost
             return result
 
@@ -173,14 +173,17 @@ class Budget:
         self.decided = True
 
 
-def measure(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
+def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
     """Runs a forward with gradients and tells what it keeps and does.
 
     Args:
-        forward: parameters of its module are not counted.
+        module: its parameters and buffers are not counted.
+        forward: its.
         args, kwargs: tensors in them are counted apart.
     """
-    known: set[int] = set()  # storages by address; all of them live as long as the result
+    # Storages by address; all of them live as long as the result.
+    own = (*module.parameters(), *module.buffers())
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
     arguments = 0
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
@@ -191,8 +194,7 @@ def measure(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
     def pack(tensor: Tensor) -> Tensor:
         nonlocal kept
         storage = tensor.untyped_storage()
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        if storage.data_ptr() not in known and not is_parameter:
+        if storage.data_ptr() not in known:
             kept += storage.nbytes()
         known.add(storage.data_ptr())
         # Not the tensor itself: a result would keep the node alive that keeps it.

@@ -8,9 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-VALID = (
-    "'each', 'contiguous', 'group_<N>' (such as 'group_2') or 'budget:<GiB>' (such as 'budget:8')"
-)
+VALID = "'each', 'contiguous', 'group_<N>' (as in 'group_2') or 'budget:<GiB>' (as in 'budget:8')"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp import _C, activations
+from smp import _C, activations, runtime
 from smp.activations.marks import check_input
 from smp.activations.placement import is_together
 from smp.activations.strategies import parse_strategy
@@ -131,6 +131,11 @@ def set_activation_checkpointing(
 
 
 def _check_module(module: object) -> None:
+    if runtime.is_initialized() and any(module is model for model in runtime.current().models):
+        raise TypeError(
+            f"{_C.rank_prefix()}a DistributedModel cannot be checkpointed as a whole; do that with "
+            "modules inside of it"
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{_C.rank_prefix()}a {type(module).__name__} cannot be checkpointed, only an "

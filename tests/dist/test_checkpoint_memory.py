@@ -1,0 +1,41 @@
+"""What a rank holds at most falls with checkpointing as the number of kept tensors says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.dist.processes import REPO, launch, torchrun
+from tests.dist.scripts.checkpoint_memory import BLOCKS, HIDDEN, MICROBATCHES, TOKENS
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "checkpoint_memory.py"
+
+
+def test_peaks_fall_to_what_is_kept(tmp_path: Path) -> None:
+    sys.path.insert(0, str(REPO / "benchmarks"))
+    try:
+        from allocation_meter import preloaded
+    finally:
+        sys.path.pop(0)
+    library = preloaded({"PATH": os.environ["PATH"]}, tmp_path)["LD_PRELOAD"]
+    strategies = ["", "each", "contiguous", "budget:0.025"]
+    command = ["env", f"LD_PRELOAD={library}", *torchrun(2)]
+    done = launch([*command, str(SCRIPT), json.dumps(strategies), str(tmp_path)], timeout=200)
+    assert done.returncode == 0, done.stdout
+    hidden = TOKENS * HIDDEN * 4  # bytes of one hidden state
+    blocks = BLOCKS // 2  # of one rank
+    # Of each block: its argument, the wide product and its activation.
+    block = 9
+    # Gradients on their way, one or two wide ones, results of the neighbour.
+    passing = 9
+    for rank in range(2):
+        peaks = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        plain, each, contiguous, budget = (peak / hidden for peak in peaks)
+        print(f"rank {rank}: in hidden states {[round(peak / hidden, 1) for peak in peaks]}")
+        # The simple schedule keeps all microbatches.
+        assert plain > 0.98 * MICROBATCHES * blocks * block
+        assert each < MICROBATCHES * blocks + block + passing
+        assert contiguous < MICROBATCHES + blocks * block + passing
+        assert each < budget < 0.025 * 2**30 / hidden + passing < plain
