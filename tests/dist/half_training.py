@@ -18,6 +18,14 @@ from tests.reference.models import build
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STEPS = 3
+_DATA = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+CLIPPED_NORM = 0.5
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "optimizer": {"shard_optimizer_state": True},
+    "data": {**_DATA, "sdp_gradient_clipping": 1e9},
+    "clipped data": {**_DATA, "sdp_gradient_clipping": CLIPPED_NORM},
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class HalfRun:
     """One training run in 16 bits.
 
     Attributes:
-        precision: "fp16" (with a static loss scale of 1024) or "bf16".
+        precision: "fp16" (with a static loss scale of 1024), "bf16" or "fp32".
         case: of `tests.reference.models`, or with ``tp`` > 1 of `tests.reference.split_families`.
     """
 
@@ -36,7 +44,13 @@ class HalfRun:
     dp: int = 1
     microbatches: int = 2
     schedule: str = "interleaved"
-    config: tuple[tuple[str, Any], ...] = ()
+    sharding: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Further keys of the configuration."""
+        precision = {} if self.precision == "fp32" else {self.precision: True}
+        return {**precision, **SHARDINGS[self.sharding]}
 
     @property
     def world_size(self) -> int:
@@ -53,7 +67,7 @@ class HalfRun:
     def __str__(self) -> str:
         return (
             f"{self.precision} {self.case} pp{self.pp} tp{self.tp} dp{self.dp} "
-            f"mb{self.microbatches} {self.schedule}"
+            f"mb{self.microbatches} {self.schedule}{' ' if self.sharding else ''}{self.sharding}"
         )
 
 
@@ -62,6 +76,7 @@ class RankRecord:
     """What one rank saw."""
 
     pp_rank: int
+    tp_rank: int
     rdp_rank: int
     losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
     norms: list[float] = field(default_factory=list)  # [step]
@@ -83,8 +98,7 @@ def init_half(run: HalfRun) -> None:
             "pipeline": run.schedule,
             "prescaled_batch": run.tp > 1,
             "ddp": True,
-            run.precision: True,
-            **dict(run.config),
+            **run.config,
         }
     )
 
@@ -137,7 +151,7 @@ def train(rank: int, run: HalfRun) -> RankRecord:
     init_half(run)
     # Replicas other than the first start with wrong weights: they get the first one's.
     model, optimizer, train_step = make(run, seed=1 + smp.rdp_rank())
-    record = RankRecord(smp.pp_rank(), smp.rdp_rank())
+    record = RankRecord(smp.pp_rank(), smp.tp_rank(), smp.rdp_rank())
     for step in range(STEPS):
         output = train_step(batch_of(run, smp.rdp_rank(), step))
         record.losses.append([loss.item() for loss in output.outputs])
@@ -152,19 +166,32 @@ def train(rank: int, run: HalfRun) -> RankRecord:
 
 
 def marked(model: Any, what: str) -> dict[str, Any]:
-    """Local masters, their gradients or the model's own values, with the slices that they are."""
+    """Local masters, their gradients or the model's own values, with the parts that they are."""
+    import smp
     from smp.data_parallel import holding_of
+    from smp.optimizer_state import FLAT_MARK
     from smp.tensor_parallel import partial
 
     named = [(strip(name), p) for name, p in model.local_named_parameters()]
     values: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
+    is_sharded = (
+        smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
+    )
     for name, parameter in named:
         holding = holding_of(parameter)
         assert holding is not None and parameter.grad is None, name
-        value = {"masters": holding.master, "grads": holding.master.grad, "params": parameter}[what]
+        model = holding.piece if is_sharded else parameter
+        value = {"masters": holding.master, "grads": holding.master.grad, "params": model}[what]
+        if is_sharded:
+            flat[name] = (holding.begin, holding.numel, tuple(parameter.shape))
         if value is not None:
             values[name] = value.detach().clone().cpu()
-    marks = {partial.PARTIAL_MARK: True, partial.SHARDS_MARK: partial.slices_of(named)}
+    marks = {
+        partial.PARTIAL_MARK: True,
+        partial.SHARDS_MARK: partial.slices_of(named),
+        **({FLAT_MARK: flat} if is_sharded else {}),
+    }
     return {**values, **marks}
 
 
@@ -185,15 +212,34 @@ def reference(run: HalfRun, precision: str) -> HalfRecord:
 def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Whole tensors under the names of the plain model."""
     from smp.nn import huggingface
+    from smp.optimizer_state import FLAT_MARK
     from smp.tensor_parallel import partial
 
     merged: dict[str, Tensor] = partial.merge(parts)
+    merged.pop(FLAT_MARK, None)
     if run.tp > 1:
         family = getattr(huggingface, run.case)
         merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
         # Those of tied parameters are in there under all of their names.
         merged = {name: merged[name] for name in names_of(run)}
     return merged
+
+
+def unsharded(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks of one shard group have together; without sharding what the first has."""
+    from smp.optimizer_state import FLAT_MARK, join_flat
+
+    if FLAT_MARK not in parts[0]:
+        return dict(parts[0])
+    flats = [part[FLAT_MARK] for part in parts]
+    entries = [
+        {name: {"value": part[name]} for name in flat if name in part}
+        for part, flat in zip(parts, flats, strict=True)
+    ]
+    joined = join_flat(list(zip(entries, flats, strict=True)))
+    marks = {key: value for key, value in parts[0].items() if key not in flats[0]}
+    marks.pop(FLAT_MARK)
+    return {**{name: entry["value"] for name, entry in joined.items()}, **marks}
 
 
 @functools.cache

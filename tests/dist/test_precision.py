@@ -18,6 +18,7 @@ from tests.dist.half_training import (
     marked,
     reference,
     train,
+    unsharded,
     whole,
 )
 from tests.dist.pool import Pool
@@ -33,6 +34,10 @@ EXACT = [
     HalfRun("fp16", dp=2),
     HalfRun("bf16", "gpt2", dp=2),
     HalfRun("bf16", pp=2, dp=2),
+    HalfRun("bf16", "reuse", dp=2, sharding="optimizer"),
+    HalfRun("fp16", "gpt2", dp=2, microbatches=1, sharding="data"),  # reduces every microbatch
+    HalfRun("fp16", pp=2, dp=2, sharding="optimizer"),
+    HalfRun("bf16", pp=2, dp=2, sharding="data"),
 ]
 # Where 16-bit sums have another order: results are as far from those of float32 as one process is.
 ROUNDED = [
@@ -41,6 +46,8 @@ ROUNDED = [
     HalfRun("fp16", "gpt2", tp=2),
     HalfRun("bf16", "gptj", tp=2),
     HalfRun("fp16", "gpt2", pp=2, tp=2),
+    HalfRun("bf16", "gpt2", tp=2, dp=2, sharding="optimizer"),
+    HalfRun("fp16", "gpt2", tp=2, dp=2, sharding="data"),
 ]
 
 
@@ -97,10 +104,18 @@ def check_kind(records: list[RankRecord], run: HalfRun) -> None:
 
 def joined(records: list[RankRecord], run: HalfRun, part: Any) -> dict[str, Tensor]:
     """Whole tensors of the first replica; all others have the same bits."""
-    replicas = [
-        whole(run, [part(record) for record in records if record.rdp_rank == replica])
-        for replica in range(run.dp)
-    ]
+    q = {"": 1, "data": 2, "optimizer": run.dp}[run.sharding]
+    places = sorted({(record.pp_rank, record.tp_rank) for record in records})
+    replicas = []
+    for first in range(0, run.dp, q):
+        group = range(first, first + q)
+        parts = [
+            unsharded(
+                [part(r) for r in records if (r.pp_rank, r.tp_rank) == at and r.rdp_rank in group]
+            )
+            for at in places
+        ]
+        replicas.append(whole(run, parts))
     for other in replicas[1:]:
         same(other, replicas[0], "replicas")
     return replicas[0]
@@ -223,7 +238,13 @@ def scale_loss(rank: int, run: HalfRun) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "run",
-    [HalfRun("fp16", dp=2), HalfRun("fp16", pp=2), HalfRun("fp16", "gpt2", pp=2, tp=2)],
+    [
+        HalfRun("fp16", dp=2),
+        HalfRun("fp16", pp=2),
+        HalfRun("fp16", "gpt2", pp=2, tp=2),
+        HalfRun("fp16", dp=2, sharding="optimizer"),
+        HalfRun("fp16", pp=2, dp=2, sharding="data"),
+    ],
     ids=str,
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.half_training import HalfRun, batch_of, init_half, make, marked
+from tests.dist.half_training import CLIPPED_NORM, HalfRun, batch_of, init_half, make, marked
 from tests.dist.pool import Pool
 
 SCALE = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**13}}
@@ -87,6 +87,151 @@ def test_training_goes_on_bit_by_bit(pool: Pool, tmp_path: Path, run: HalfRun) -
                     assert torch.equal(value, theirs[name]), f"{name}, partial {partial}"
                     rounded += int(not torch.equal(value, value.half().float()))
     assert rounded > 10, "16-bit weights would have been enough"
+
+
+# ---- sharded states --------------------------------------------------------
+
+PLAIN = HalfRun("fp16", dp=2)
+OPTIMIZER = HalfRun("fp16", dp=2, sharding="optimizer")
+DATA = HalfRun("fp16", dp=2, sharding="data")
+
+
+def save_in_every_form(rank: int, run: HalfRun, folder: str) -> dict[str, Tensor]:
+    """Two steps, the state in all forms that there are, and a third step."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run, **SCALE)
+    advance(run, optimizer, train_step, 0)
+    advance(run, optimizer, train_step, 1)
+    weights = model.state_dict()
+    states = {
+        "whole": optimizer.state_dict(),
+        "gathered": optimizer.local_state_dict(gather_if_shard=True),
+        "own": optimizer.local_state_dict(gather_if_shard=False),
+    }
+    for form, state in states.items():
+        if form == "own" or smp.rdp_rank() == 0:
+            smp.save(
+                {"model": weights, "optimizer": state}, f"{folder}/{form}.pt", v3=form == "own"
+            )
+    smp.barrier()
+    advance(run, optimizer, train_step, 2)
+    return {name: value.clone() for name, value in optimizer_values(optimizer).items()}
+
+
+def optimizer_values(optimizer: Any) -> dict[str, Tensor]:
+    """Masters and moments of all parameters, whole."""
+    entries = optimizer.state_dict()["state"]
+    return {f"{i}.{name}": value.cpu() for i, e in entries.items() for name, value in e.items()}
+
+
+def resume_from(rank: int, run: HalfRun, folder: str, form: str) -> dict[str, Tensor]:
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run, seed=5, **SCALE)
+    path = f"{folder}/{form}.pt_0" + (f"_0_{smp.rdp_rank()}" if form == "own" else "")
+    saved = torch.load(path, weights_only=False)
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    advance(run, optimizer, train_step, 2)
+    return optimizer_values(optimizer)
+
+
+@pytest.mark.parametrize("run", [OPTIMIZER, DATA], ids=lambda run: run.sharding)
+def test_sharded_states_go_everywhere(pool: Pool, tmp_path: Path, run: HalfRun) -> None:
+    here, plain = str(tmp_path / "here"), str(tmp_path / "plain")
+    Path(here).mkdir(), Path(plain).mkdir()
+    expected = pool.run(2, save_in_every_form, run, here)
+    assert all(value.shape == expected[0][key].shape for key, value in expected[1].items())
+    unsharded = pool.run(2, save_in_every_form, PLAIN, plain)
+    forms = [(run, here, "whole"), (run, here, "gathered"), (run, here, "own")]
+    forms += [(PLAIN, here, "gathered"), (PLAIN, here, "own"), (run, plain, "whole")]
+    for resumed, folder, form in forms:
+        for values in pool.run(2, resume_from, resumed, folder, form):
+            assert values.keys() == unsharded[0].keys()
+            for key, value in values.items():
+                assert torch.equal(value, unsharded[0][key]), f"{key} of {form} in {resumed}"
+
+
+def load_model_alone(rank: int, run: HalfRun) -> None:
+    """A state in 16 bits without one of the optimizer: masters follow where they must."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run)
+    advance(run, optimizer, train_step, 0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = marked(model, "masters")
+    advance(run, optimizer, train_step, 1)
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    held = {n: value for n, value in before.items() if isinstance(value, Tensor) and value.numel()}
+    name = next(iter(held))
+    after = marked(model, "masters")
+    assert torch.equal(after[name].half(), held[name].half())
+    model.load_state_dict({name: value.float() + 2.0**-20 for name, value in state.items()})
+    exact = marked(model, "masters")[name]
+    assert not torch.equal(exact, exact.half().float()), "float32 goes into masters as it is"
+    assert smp.rdp_size() == 2
+
+
+@pytest.mark.parametrize("run", [PLAIN, OPTIMIZER, DATA], ids=lambda run: run.sharding or "whole")
+def test_masters_follow_a_model_that_is_loaded(pool: Pool, run: HalfRun) -> None:
+    pool.run(2, load_model_alone, run)
+
+
+def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
+    """Norms in all ways that there are, with an update after each."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run)
+    seen: dict[str, Any] = {"norms": [], "used": []}
+    for step in range(3):
+        train_step(batch_of(run, smp.rdp_rank(), step))
+        seen["norms"].append(float(smp.clip_grad_norm_(model.parameters(), 1e9)))
+        if run.sharding != "clipped data":
+            seen["used"].append(optimizer.clip_master_grads(CLIPPED_NORM))
+        optimizer.step()
+        if run.sharding == "clipped data":
+            seen["used"].append(optimizer._global_grad_norm)
+        optimizer.zero_grad()
+    seen["values"] = optimizer_values(optimizer)
+    if run.sharding == "clipped data":
+        check_flat(model, optimizer)
+    return seen
+
+
+def check_flat(model: Any, optimizer: Any) -> None:
+    """What scripts read: parts of parameters, one behind the other, as the optimizer has them."""
+    from smp import runtime
+
+    parts = [p.ds_tensor.ds_numel for p in model.parameters()]
+    [flat] = optimizer.fp32_partitioned_groups_flat
+    assert flat.shape == (sum(parts),) and flat.dtype == torch.float32
+    for master, part in zip(optimizer.param_groups[0]["params"], flat.split(parts), strict=True):
+        assert torch.equal(part[: master.numel()], master)
+        assert part.data_ptr() == master.data_ptr() or not master.numel()
+    group = torch.distributed.get_process_group_ranks(optimizer.ds_param_shard_group)
+    assert group == list(runtime.current().groups["shard"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_norms_of_shards_are_those_of_all(pool: Pool, precision: str) -> None:
+    plain, *others = (
+        pool.run(2, clip_sharded, HalfRun(precision, dp=2, sharding=sharding))
+        for sharding in ("", "optimizer", "clipped data")
+    )
+    assert min(plain[0]["norms"]) > CLIPPED_NORM
+    for seen in others:
+        assert seen[0]["norms"] == seen[1]["norms"] and seen[0]["used"] == seen[1]["used"]
+        assert seen[0]["norms"] == pytest.approx(plain[0]["norms"], rel=1e-6)
+        assert seen[0]["used"] == pytest.approx(plain[0]["used"], rel=1e-6)
+        for key, value in seen[0]["values"].items():
+            if not key.endswith("_smp_master"):
+                torch.testing.assert_close(value, plain[0]["values"][key], rtol=1e-4, atol=1e-6)
 
 
 # ---- PyTorch's own mixed precision -----------------------------------------
