@@ -55,6 +55,8 @@ JOBS = (
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("fused_ops", 1, {"dtype": "float32"}, 30),
     Job("fused_ops", 1, {"dtype": "bfloat16"}, 30),
+    Job("fused_optimizers", 1, {"num_parameters": 20_000_000, "num_threads": 1}, 15),
+    Job("fused_optimizers", 1, {"num_parameters": 20_000_000, "num_threads": 2}, 15),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),

@@ -24,16 +24,21 @@ struct ArrayPair {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// The reference. Sums are taken in double precision and in a fixed order;
-/// 16-bit elements are computed in float and rounded to nearest even.
+/// Elements [begin, end). 16-bit elements are computed in float and rounded to
+/// nearest even.
 namespace cpu {
 
-double sum_of_squares(const Array* arrays, int64_t num_arrays);
+/// In double precision and in an order that only the number of elements and the
+/// instruction set decide.
+double sum_of_squares(const Array& array, int64_t begin, int64_t end);
+
+/// The largest absolute value, 0 of nothing; NaN if there is one.
+double max_abs(const Array& array, int64_t begin, int64_t end);
 
 /// x *= factor
-void scale(const Array* arrays, int64_t num_arrays, double factor);
+void scale(const Array& array, double factor, int64_t begin, int64_t end);
 
-/// y += a * x
+/// y += a * x, whole arrays
 void add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a);
 
 }  // namespace cpu
@@ -43,15 +48,18 @@ void add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a);
 /// nullptr, or the text of what went wrong.
 namespace cuda {
 
-/// Number of doubles that `sum_of_squares` needs as scratch memory.
-int64_t num_partial_sums(const Array* arrays, int64_t num_arrays);
+/// Number of doubles that `sums_of_squares` and `max_abs` need as scratch.
+int64_t num_partials(const Array* arrays, int64_t num_arrays);
 
-/// Writes the sum to `result`. Elements are added in float inside a thread and
-/// in double across threads, in a fixed order, so equal runs give equal bits.
-/// @param partial_sums  device memory, `num_partial_sums` doubles
-/// @param result  device memory, one double
-const char* sum_of_squares(const Array* arrays, int64_t num_arrays,
-                           double* partial_sums, double* result, void* stream);
+/// Writes the sum of each array, in double and in a fixed order.
+/// @param partials  device memory, `num_partials` doubles
+/// @param results  device memory, [arrays]
+const char* sums_of_squares(const Array* arrays, int64_t num_arrays,
+                            double* partials, double* results, void* stream);
+
+/// Writes the largest absolute value of each array; NaN if there is one.
+const char* max_abs(const Array* arrays, int64_t num_arrays, double* partials,
+                    double* results, void* stream);
 
 /// x *= *factor
 /// @param factor  device memory, one double

@@ -1,6 +1,7 @@
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/multi_array.h"
 #include "csrc/kernels/norm.h"
+#include "csrc/kernels/optimizers.h"
 #include "csrc/kernels/softmax.h"
 
 // Stands in for cuda/ where there is no CUDA compiler.
@@ -15,9 +16,13 @@ constexpr const char* kNoCuda =
 
 }  // namespace
 
-int64_t num_partial_sums(const Array*, int64_t) { return 0; }
+int64_t num_partials(const Array*, int64_t) { return 0; }
 
-const char* sum_of_squares(const Array*, int64_t, double*, double*, void*) {
+const char* sums_of_squares(const Array*, int64_t, double*, double*, void*) {
+  return kNoCuda;
+}
+
+const char* max_abs(const Array*, int64_t, double*, double*, void*) {
   return kNoCuda;
 }
 
@@ -67,6 +72,28 @@ const char* cross_entropy_forward(const CrossEntropy&, void*) {
 }
 
 const char* cross_entropy_backward(const CrossEntropyBackward&, void*) {
+  return kNoCuda;
+}
+
+const char* adam(const UpdateArrays*, int64_t, const AdamOptions&,
+                 const UpdateScalars&, void*) {
+  return kNoCuda;
+}
+
+int64_t num_lamb_partial_sums(const UpdateArrays*, int64_t) { return 0; }
+
+const char* lamb_moments(const UpdateArrays*, int64_t, const AdamOptions&,
+                         const UpdateScalars&, double*, double*, void*) {
+  return kNoCuda;
+}
+
+const char* lamb_apply(const UpdateArrays*, int64_t, const LambOptions&,
+                       const UpdateScalars&, const double*, void*) {
+  return kNoCuda;
+}
+
+const char* novograd(const UpdateArrays*, int64_t, const NovoGradOptions&,
+                     const UpdateScalars&, const double*, void*) {
   return kNoCuda;
 }
 

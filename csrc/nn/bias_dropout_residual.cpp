@@ -54,7 +54,7 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
       kernel_dtype(x),
       kernel_dtype(y)};
   if (x.is_cuda()) {
-    run_on_cuda(kOp, x, [&](void* stream) {
+    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_dropout_residual_forward(op, stream);
     });
   } else {
@@ -99,7 +99,7 @@ Pair bias_dropout_residual_backward(const at::Tensor& dy,
            rows.columns},
           type, dy);
     }
-    run_on_cuda(kOp, dy, [&](void* stream) {
+    memory::run_on_cuda(kOp, dy.device(), [&](void* stream) {
       return kernels::cuda::bias_dropout_residual_backward(
           op, mutable_data_of(sums), stream);
     });

@@ -31,7 +31,7 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
       data_of(dense), data_of(biases), nullptr, mutable_data_of(y),
       rows.count,     rows.columns,    is_tanh, kernel_dtype(x)};
   if (x.is_cuda()) {
-    run_on_cuda(kOp, x, [&](void* stream) {
+    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_gelu_forward(gelu, stream);
     });
   } else {
@@ -72,7 +72,7 @@ Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
            rows.columns},
           type, x);
     }
-    run_on_cuda(kOp, x, [&](void* stream) {
+    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_gelu_backward(gelu, mutable_data_of(sums),
                                                stream);
     });

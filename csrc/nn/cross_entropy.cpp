@@ -83,7 +83,7 @@ at::Tensor statistics(const at::Tensor& logits, const at::Tensor& targets,
                                     ignore_index,
                                     kernel_dtype(logits)};
   if (logits.is_cuda()) {
-    run_on_cuda(kOp, logits, [&](void* stream) {
+    memory::run_on_cuda(kOp, logits.device(), [&](void* stream) {
       return kernels::cuda::cross_entropy_forward(op, stream);
     });
   } else {
@@ -113,7 +113,7 @@ void write_gradient(const at::Tensor& dloss, const at::Tensor& logits,
       first_column,     ignore_index,        vocab_size,
       label_smoothing,  kernel_dtype(logits)};
   if (logits.is_cuda()) {
-    run_on_cuda(kOp, logits, [&](void* stream) {
+    memory::run_on_cuda(kOp, logits.device(), [&](void* stream) {
       return kernels::cuda::cross_entropy_backward(op, stream);
     });
   } else {

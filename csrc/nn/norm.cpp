@@ -51,7 +51,7 @@ NormResult norm_forward(const at::Tensor& x, const OptionalTensor& weight,
                               is_rms,
                               kernel_dtype(x)};
   if (x.is_cuda()) {
-    run_on_cuda(op, x, [&](void* stream) {
+    memory::run_on_cuda(op, x.device(), [&](void* stream) {
       return kernels::cuda::norm_forward(norm, stream);
     });
   } else {
@@ -70,7 +70,7 @@ at::Tensor sums_on_cuda(const kernels::NormBackward& norm, const char* op,
         {2, kernels::cuda::norm_partial_rows(norm), norm.num_columns},
         compute_type(x), x);
   }
-  run_on_cuda(op, x, [&](void* stream) {
+  memory::run_on_cuda(op, x.device(), [&](void* stream) {
     return kernels::cuda::norm_backward(norm, mutable_data_of(sums), stream);
   });
   return wants_sums ? sums.sum(1) : sums;

@@ -54,7 +54,7 @@ at::Tensor rotary_apply(const at::Tensor& x, const at::Tensor& cos,
       cos.size(2),      source.stride(0), source.stride(1), source.stride(2),
       cos.size(0) != 1, is_interleaved,   is_inverse,       kernel_dtype(x)};
   if (x.is_cuda()) {
-    run_on_cuda(kOp, x, [&](void* stream) {
+    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
       return kernels::cuda::rotary(rotary, stream);
     });
   } else {

@@ -100,7 +100,7 @@ Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(scores);
   if (scores.is_cuda()) {
-    run_on_cuda(kOp, scores, [&](void* stream) {
+    memory::run_on_cuda(kOp, scores.device(), [&](void* stream) {
       return kernels::cuda::softmax_forward(op, stream);
     });
   } else {
@@ -133,7 +133,7 @@ at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& probs,
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(probs);
   if (dy.is_cuda()) {
-    run_on_cuda(kOp, dy, [&](void* stream) {
+    memory::run_on_cuda(kOp, dy.device(), [&](void* stream) {
       return kernels::cuda::softmax_backward(op, stream);
     });
   } else {

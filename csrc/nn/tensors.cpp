@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "csrc/common/check.h"
-#include "csrc/memory/default_stream.h"
 
 namespace smp::nn {
 
@@ -107,14 +106,6 @@ at::Tensor sum_over_rows(
 at::Tensor new_zeros(at::IntArrayRef sizes, c10::ScalarType dtype,
                      const at::Tensor& like) {
   return at::zeros(sizes, like.options().dtype(dtype));
-}
-
-void run_on_cuda(const char* op, const at::Tensor& x,
-                 const std::function<const char*(void*)>& launch) {
-  memory::DefaultStream stream(x.device());
-  const char* error = launch(stream.native());
-  SMP_CHECK(error == nullptr, op, " on CUDA: ", error);
-  stream.finish();
 }
 
 }  // namespace smp::nn

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "csrc/kernels/multi_array.h"
+#include "csrc/memory/on_devices.h"
 
 // What the operators of this room share: checks, types, rows over threads.
 
@@ -68,20 +69,9 @@ at::Tensor sum_over_rows(
 at::Tensor new_zeros(at::IntArrayRef sizes, c10::ScalarType dtype,
                      const at::Tensor& like);
 
-/// Queues kernels on the device of `x` and raises what went wrong;
-/// launch(stream) returns nullptr or a text.
-void run_on_cuda(const char* op, const at::Tensor& x,
-                 const std::function<const char*(void*)>& launch);
-
 /// An undefined tensor as an absent one.
 inline OptionalTensor given(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
 }
 
 }  // namespace smp::nn
-
-/// Registers what is in `body`, calls of m.impl(), for tensors of all devices:
-/// an operator of this room asks its input where it is.
-#define SMP_IMPL_ON_ALL_DEVICES(m, body)                                \
-  TORCH_LIBRARY_IMPL(smp, CPU, m) body TORCH_LIBRARY_IMPL(smp, CUDA, m) \
-  body TORCH_LIBRARY_IMPL(smp, Meta, m) body

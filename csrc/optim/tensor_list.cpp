@@ -13,13 +13,6 @@ bool is_supported(c10::ScalarType type) {
          type == at::kBFloat16;
 }
 
-kernels::Dtype kernel_dtype(c10::ScalarType type) {
-  if (type == at::kDouble) return kernels::Dtype::kDouble;
-  if (type == at::kHalf) return kernels::Dtype::kHalf;
-  if (type == at::kBFloat16) return kernels::Dtype::kBFloat16;
-  return kernels::Dtype::kFloat;
-}
-
 }  // namespace
 
 void check_tensors(const char* op, at::TensorList tensors,
@@ -51,6 +44,23 @@ void check_dense(const char* op, at::TensorList tensors) {
         tensors[i].strides(),
         " does not fill one piece of memory; pass a contiguous tensor");
   }
+}
+
+std::vector<at::Tensor> in_one_piece(at::TensorList tensors) {
+  std::vector<at::Tensor> dense;
+  dense.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    dense.push_back(
+        tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
+  }
+  return dense;
+}
+
+kernels::Dtype kernel_dtype(c10::ScalarType type) {
+  if (type == at::kDouble) return kernels::Dtype::kDouble;
+  if (type == at::kHalf) return kernels::Dtype::kHalf;
+  if (type == at::kBFloat16) return kernels::Dtype::kBFloat16;
+  return kernels::Dtype::kFloat;
 }
 
 std::vector<kernels::Array> as_arrays(at::TensorList tensors) {

@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, optimizers, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -129,6 +129,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "optimizers",
     "partition",
     "pp_barrier",
     "pp_rank",

@@ -141,6 +141,8 @@ def test_v1_import_path_is_the_same_library() -> None:
     assert model.DistributedModel is smp.DistributedModel
     modules = importlib.import_module("smdistributed.modelparallel.torch.nn")
     assert modules.FusedLayerNorm is smp.nn.FusedLayerNorm
+    optimizers = importlib.import_module("smdistributed.modelparallel.torch.optimizers")
+    assert optimizers.FusedLamb is smp.optimizers.FusedLAMB
     family = importlib.import_module("smdistributed.modelparallel.torch.nn.huggingface.gpt2")
     assert family is smp.nn.huggingface.gpt2
     assert not inspect.ismodule(v1.step) and callable(v1.step)

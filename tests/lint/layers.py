@@ -37,7 +37,7 @@ CPP_NARROW: dict[str, frozenset[str]] = {
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_C", "_build_info", "_extension", "_version"}),
     frozenset({"config"}),
-    frozenset({"config_sources", "creation", "forwards", "schedule", "settings"}),
+    frozenset({"config_sources", "creation", "forwards", "optimizers", "schedule", "settings"}),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),

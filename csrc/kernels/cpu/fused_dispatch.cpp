@@ -91,4 +91,36 @@ void cross_entropy_backward(const CrossEntropyBackward& op, int64_t begin,
   best().cross_entropy_backward(op, begin, end);
 }
 
+double sum_of_squares(const Array& array, int64_t begin, int64_t end) {
+  return best().sum_of_squares(array, begin, end);
+}
+
+double max_abs(const Array& array, int64_t begin, int64_t end) {
+  return best().max_abs(array, begin, end);
+}
+
+void scale(const Array& array, double factor, int64_t begin, int64_t end) {
+  best().scale(array, factor, begin, end);
+}
+
+void adam(const UpdateArrays& arrays, const AdamFactors& factors, double lr,
+          int64_t begin, int64_t end) {
+  best().adam(arrays, factors, lr, begin, end);
+}
+
+void lamb_moments(const UpdateArrays& arrays, const AdamFactors& factors,
+                  int64_t begin, int64_t end, double* sums) {
+  best().lamb_moments(arrays, factors, begin, end, sums);
+}
+
+void lamb_apply(const UpdateArrays& arrays, const AdamFactors& factors,
+                double rate, int64_t begin, int64_t end) {
+  best().lamb_apply(arrays, factors, rate, begin, end);
+}
+
+void momentum(const UpdateArrays& arrays, const MomentumFactors& factors,
+              int64_t begin, int64_t end) {
+  best().momentum(arrays, factors, begin, end);
+}
+
 }  // namespace smp::kernels::cpu

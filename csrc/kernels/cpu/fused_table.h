@@ -4,6 +4,7 @@
 
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/norm.h"
+#include "csrc/kernels/optimizers.h"
 #include "csrc/kernels/softmax.h"
 
 namespace smp::kernels::cpu {
@@ -24,6 +25,17 @@ struct FusedTable {
                            int64_t);
   void (*cross_entropy_forward)(const CrossEntropy&, int64_t, int64_t);
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t, int64_t);
+  double (*sum_of_squares)(const Array&, int64_t, int64_t);
+  double (*max_abs)(const Array&, int64_t, int64_t);
+  void (*scale)(const Array&, double, int64_t, int64_t);
+  void (*adam)(const UpdateArrays&, const AdamFactors&, double, int64_t,
+               int64_t);
+  void (*lamb_moments)(const UpdateArrays&, const AdamFactors&, int64_t,
+                       int64_t, double*);
+  void (*lamb_apply)(const UpdateArrays&, const AdamFactors&, double, int64_t,
+                     int64_t);
+  void (*momentum)(const UpdateArrays&, const MomentumFactors&, int64_t,
+                   int64_t);
 };
 
 const FusedTable& portable_table();

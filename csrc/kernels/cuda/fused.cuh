@@ -28,7 +28,7 @@ struct Values {
 
 // Elements as they lie in memory, read and written at once.
 template <typename T, int kNum>
-struct alignas(kNum == 1 ? sizeof(T) : 16) Pack {
+struct alignas(sizeof(T) * kNum < 16 ? sizeof(T) * kNum : 16) Pack {
   T v[kNum];
 };
 

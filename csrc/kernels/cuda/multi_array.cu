@@ -1,73 +1,63 @@
 #include "csrc/kernels/multi_array.h"
 
 #include <type_traits>
-#include <vector>
 
 #include "csrc/kernels/cuda/chunks.cuh"
 #include "csrc/kernels/cuda/element.cuh"
+#include "csrc/kernels/cuda/slots.cuh"
 
 namespace smp::kernels::cuda {
 
 namespace {
 
-// Elements [begin, end) of an array that this block works on.
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
-__device__ Range block_range(const ChunkList& list, int array_idx) {
-  const int64_t begin =
-      static_cast<int64_t>(list.chunk_idxs[blockIdx.x]) * kChunkElements;
-  const int64_t end = begin + kChunkElements;
-  const int64_t size = list.num_elements[array_idx];
-  return {begin, end < size ? end : size};
-}
-
-// Sum over the threads of a block, in a fixed order; valid in thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double values[kNumThreads];
-  values[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kNumThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
-    __syncthreads();
+// In double: squares of scaled gradients can be too large for float.
+template <typename T>
+__global__ void sum_of_squares_kernel(ChunkList list, double* slots) {
+  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
+  const T* data = static_cast<const T*>(item.y);
+  const Range range = block_range(list);
+  double sum = 0;
+  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
+    const auto value = static_cast<double>(Element<T>::load(data[i]));
+    sum += value * value;
   }
-  return values[0];
+  const double total = block_sum(sum);
+  if (threadIdx.x == 0) {
+    slots[item.first_slot + list.chunk_idxs[blockIdx.x]] = total;
+  }
 }
 
 template <typename T>
-__global__ void sum_of_squares_kernel(ChunkList list, double* partial_sums) {
-  using Compute = typename Element<T>::Compute;
-  const int array_idx = list.array_idxs[blockIdx.x];
-  const T* data = static_cast<const T*>(list.y[array_idx]);
-  const Range range = block_range(list, array_idx);
-  Compute sum = 0;
+__global__ void max_abs_kernel(ChunkList list, double* slots) {
+  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
+  const T* data = static_cast<const T*>(item.y);
+  const Range range = block_range(list);
+  const TakeMax larger;
+  __shared__ double values[kNumThreads];
+  double max = 0;
   for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
-    const Compute value = Element<T>::load(data[i]);
-    sum += value * value;
+    const auto value = static_cast<double>(Element<T>::load(data[i]));
+    max = larger(max, value < 0 ? -value : value);
   }
-  const double total = block_sum(static_cast<double>(sum));
-  if (threadIdx.x == 0) partial_sums[blockIdx.x] = total;
-}
-
-__global__ void add_partial_sums_kernel(const double* partial_sums,
-                                        int64_t num_partial_sums,
-                                        double* result) {
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < num_partial_sums; i += kNumThreads) {
-    sum += partial_sums[i];
+  values[threadIdx.x] = max;
+  __syncthreads();
+  for (int half = kNumThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) {
+      values[threadIdx.x] =
+          larger(values[threadIdx.x], values[threadIdx.x + half]);
+    }
+    __syncthreads();
   }
-  const double total = block_sum(sum);
-  if (threadIdx.x == 0) *result = total;
+  if (threadIdx.x == 0) {
+    slots[item.first_slot + list.chunk_idxs[blockIdx.x]] = values[0];
+  }
 }
 
 template <typename T>
 __global__ void scale_kernel(ChunkList list, const double* factor) {
   using Compute = typename Element<T>::Compute;
-  const int array_idx = list.array_idxs[blockIdx.x];
-  T* data = static_cast<T*>(list.y[array_idx]);
-  const Range range = block_range(list, array_idx);
+  T* data = static_cast<T*>(list.items[list.array_idxs[blockIdx.x]].y);
+  const Range range = block_range(list);
   const Compute f = static_cast<Compute>(*factor);
   for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
     data[i] = Element<T>::store(Element<T>::load(data[i]) * f);
@@ -77,10 +67,10 @@ __global__ void scale_kernel(ChunkList list, const double* factor) {
 template <typename T>
 __global__ void add_scaled_kernel(ChunkList list, double a) {
   using Compute = typename Element<T>::Compute;
-  const int array_idx = list.array_idxs[blockIdx.x];
-  T* y = static_cast<T*>(list.y[array_idx]);
-  const T* x = static_cast<const T*>(list.x[array_idx]);
-  const Range range = block_range(list, array_idx);
+  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
+  T* y = static_cast<T*>(item.y);
+  const T* x = static_cast<const T*>(item.x);
+  const Range range = block_range(list);
   const Compute f = static_cast<Compute>(a);
   for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
     y[i] =
@@ -88,18 +78,39 @@ __global__ void add_scaled_kernel(ChunkList list, double a) {
   }
 }
 
-std::vector<ArrayPair> as_pairs(const Array* arrays, int64_t num_arrays) {
-  std::vector<ArrayPair> pairs;
-  for (int64_t i = 0; i < num_arrays; ++i) {
-    pairs.push_back(
-        {arrays[i].data, nullptr, arrays[i].num_elements, arrays[i].dtype});
-  }
-  return pairs;
+// launch(T*, list, num_blocks) for the chunks of each dtype.
+template <typename Launch>
+const char* for_each_array_list(const Array* arrays, int64_t num_arrays,
+                                Launch&& launch) {
+  return for_each_dtype([&](Dtype dtype, auto* type) {
+    int64_t slot = 0;
+    return for_each_chunk_list<ChunkList>(
+        num_arrays,
+        [&](int64_t i, ChunkedPair& item) {
+          const Array& array = arrays[i];
+          item = {array.data, nullptr, array.num_elements, slot};
+          slot += num_chunks(array.num_elements);
+          return array.dtype == dtype;
+        },
+        [&](const ChunkList& list, int num_blocks) {
+          launch(type, list, num_blocks);
+          return error_text(cudaGetLastError());
+        });
+  });
+}
+
+// What the slots of each array come to.
+template <typename Combine>
+const char* combine(const Array* arrays, int64_t num_arrays,
+                    const double* slots, double* results, cudaStream_t stream) {
+  return combine_slots<Combine>(
+      num_arrays, [&](int64_t i) { return num_chunks(arrays[i].num_elements); },
+      slots, results, stream);
 }
 
 }  // namespace
 
-int64_t num_partial_sums(const Array* arrays, int64_t num_arrays) {
+int64_t num_partials(const Array* arrays, int64_t num_arrays) {
   int64_t count = 0;
   for (int64_t i = 0; i < num_arrays; ++i) {
     count += num_chunks(arrays[i].num_elements);
@@ -107,42 +118,44 @@ int64_t num_partial_sums(const Array* arrays, int64_t num_arrays) {
   return count;
 }
 
-const char* sum_of_squares(const Array* arrays, int64_t num_arrays,
-                           double* partial_sums, double* result, void* stream) {
+const char* sums_of_squares(const Array* arrays, int64_t num_arrays,
+                            double* partials, double* results, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const std::vector<ArrayPair> pairs = as_pairs(arrays, num_arrays);
-  int64_t num_partials = 0;
-  const char* error = for_each_dtype([&](Dtype dtype, auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    return for_each_chunk_list(
-        pairs.data(), num_arrays, dtype,
-        [&](const ChunkList& list, int num_blocks) {
-          sum_of_squares_kernel<T><<<num_blocks, kNumThreads, 0, cuda_stream>>>(
-              list, partial_sums + num_partials);
-          num_partials += num_blocks;
-          return error_text(cudaGetLastError());
-        });
-  });
+  const char* error = for_each_array_list(
+      arrays, num_arrays,
+      [&](auto* type, const ChunkList& list, int num_blocks) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        sum_of_squares_kernel<T>
+            <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, partials);
+      });
   if (error != nullptr) return error;
-  add_partial_sums_kernel<<<1, kNumThreads, 0, cuda_stream>>>(
-      partial_sums, num_partials, result);
-  return error_text(cudaGetLastError());
+  return combine<TakeSum>(arrays, num_arrays, partials, results, cuda_stream);
+}
+
+const char* max_abs(const Array* arrays, int64_t num_arrays, double* partials,
+                    double* results, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const char* error = for_each_array_list(
+      arrays, num_arrays,
+      [&](auto* type, const ChunkList& list, int num_blocks) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        max_abs_kernel<T>
+            <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, partials);
+      });
+  if (error != nullptr) return error;
+  return combine<TakeMax>(arrays, num_arrays, partials, results, cuda_stream);
 }
 
 const char* scale(const Array* arrays, int64_t num_arrays, const double* factor,
                   void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const std::vector<ArrayPair> pairs = as_pairs(arrays, num_arrays);
-  return for_each_dtype([&](Dtype dtype, auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    return for_each_chunk_list(
-        pairs.data(), num_arrays, dtype,
-        [&](const ChunkList& list, int num_blocks) {
-          scale_kernel<T>
-              <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, factor);
-          return error_text(cudaGetLastError());
-        });
-  });
+  return for_each_array_list(
+      arrays, num_arrays,
+      [&](auto* type, const ChunkList& list, int num_blocks) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        scale_kernel<T>
+            <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, factor);
+      });
 }
 
 const char* add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a,
@@ -150,8 +163,13 @@ const char* add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a,
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return for_each_dtype([&](Dtype dtype, auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return for_each_chunk_list(
-        pairs, num_pairs, dtype, [&](const ChunkList& list, int num_blocks) {
+    return for_each_chunk_list<ChunkList>(
+        num_pairs,
+        [&](int64_t i, ChunkedPair& item) {
+          item = {pairs[i].y, pairs[i].x, pairs[i].num_elements, 0};
+          return pairs[i].dtype == dtype;
+        },
+        [&](const ChunkList& list, int num_blocks) {
           add_scaled_kernel<T>
               <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, a);
           return error_text(cudaGetLastError());

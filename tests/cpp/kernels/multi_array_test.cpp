@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <type_traits>
 #include <vector>
 
 #include "csrc/kernels/cpu/element.h"
+#include "csrc/kernels/cpu/fused_table.h"
 
 namespace smp::kernels {
 namespace {
@@ -73,34 +76,69 @@ class MultiArray : public ::testing::Test {
 using Elements = ::testing::Types<float, double, cpu::Half, cpu::BFloat16>;
 TYPED_TEST_SUITE(MultiArray, Elements);
 
-TYPED_TEST(MultiArray, SumOfSquaresMatchesNaiveSum) {
+TYPED_TEST(MultiArray, SumOfSquaresMatchesNaiveSumWithEveryTable) {
   using Element = cpu::Element<TypeParam>;
   auto arrays = this->random_arrays(1);
-  long double expected = 0;
-  for (const auto& array : arrays) {
-    for (TypeParam element : array) {
-      const long double value = Element::load(element);
-      expected += value * value;
+  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+    for (const Array& array : this->views(arrays)) {
+      const auto* elements = static_cast<const TypeParam*>(array.data);
+      for (int64_t begin : {int64_t{0}, array.num_elements / 3}) {
+        long double expected = 0;
+        for (int64_t i = begin; i < array.num_elements; ++i) {
+          const long double value = Element::load(elements[i]);
+          expected += value * value;
+        }
+        const double sum =
+            (*table)->sum_of_squares(array, begin, array.num_elements);
+        EXPECT_NEAR(sum, static_cast<double>(expected), 1e-12 * sum);
+        EXPECT_EQ(sum > 0, begin < array.num_elements);
+      }
     }
   }
-  const std::vector<Array> views = this->views(arrays);
-  const double sum = cpu::sum_of_squares(views.data(), views.size());
-  EXPECT_GT(sum, 90000);
-  EXPECT_NEAR(sum, static_cast<double>(expected), 1e-12 * sum);
-  EXPECT_EQ(cpu::sum_of_squares(views.data(), views.size()), sum);
+}
+
+TYPED_TEST(MultiArray, MaxAbsIsExactAndKeepsNan) {
+  using Element = cpu::Element<TypeParam>;
+  using Compute = typename Element::Compute;
+  const double infinity = std::numeric_limits<double>::infinity();
+  auto arrays = this->random_arrays(5);
+  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+    for (std::vector<TypeParam>& elements : arrays) {
+      const auto size = static_cast<int64_t>(elements.size());
+      const Array array{elements.data(), size, DtypeOf<TypeParam>::value};
+      double expected = 0;
+      for (TypeParam e : elements) {
+        expected = std::max<double>(expected, std::abs(Element::load(e)));
+      }
+      EXPECT_EQ((*table)->max_abs(array, 0, size), expected);
+      for (int64_t i : {int64_t{0}, size / 2, size - 1}) {
+        if (size == 0) continue;
+        const TypeParam before = elements[i];
+        elements[i] = Element::store(static_cast<Compute>(-infinity));
+        EXPECT_EQ((*table)->max_abs(array, 0, size), infinity);
+        elements[i] = Element::store(static_cast<Compute>(std::nan("")));
+        EXPECT_TRUE(std::isnan((*table)->max_abs(array, 0, size))) << i;
+        elements[i] = before;
+      }
+    }
+  }
 }
 
 TYPED_TEST(MultiArray, ScaleMatchesNaiveProduct) {
   using Element = cpu::Element<TypeParam>;
-  auto arrays = this->random_arrays(2);
-  const auto before = arrays;
-  const std::vector<Array> views = this->views(arrays);
-  cpu::scale(views.data(), views.size(), 0.37);
-  for (size_t k = 0; k < arrays.size(); ++k) {
-    for (size_t i = 0; i < arrays[k].size(); ++i) {
-      const double expected = 0.37 * Element::load(before[k][i]);
-      ASSERT_NEAR(Element::load(arrays[k][i]), expected,
-                  std::abs(expected) * this->epsilon() + 1e-7);
+  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+    auto arrays = this->random_arrays(2);
+    const auto before = arrays;
+    for (const Array& array : this->views(arrays)) {
+      (*table)->scale(array, 0.37, array.num_elements / 5, array.num_elements);
+    }
+    for (size_t k = 0; k < arrays.size(); ++k) {
+      for (size_t i = 0; i < arrays[k].size(); ++i) {
+        const double factor = i < arrays[k].size() / 5 ? 1 : 0.37;
+        const double expected = factor * Element::load(before[k][i]);
+        ASSERT_NEAR(Element::load(arrays[k][i]), expected,
+                    std::abs(expected) * this->epsilon() + 1e-7);
+      }
     }
   }
 }
@@ -127,20 +165,10 @@ TYPED_TEST(MultiArray, AddScaledMatchesNaiveSum) {
   }
 }
 
-TEST(SumOfSquares, MixesDtypesAndIsZeroForNothing) {
-  EXPECT_EQ(cpu::sum_of_squares(nullptr, 0), 0.0);
-  float f[2] = {3, 4};
-  double d[1] = {5};
-  cpu::BFloat16 b[1] = {cpu::to_bfloat16(2)};
-  const Array arrays[] = {
-      {f, 2, Dtype::kFloat}, {d, 1, Dtype::kDouble}, {b, 1, Dtype::kBFloat16}};
-  EXPECT_EQ(cpu::sum_of_squares(arrays, 3), 54.0);
-}
-
 TEST(SumOfSquares, FloatsDoNotOverflow) {
   float f[2] = {3e30f, 4e30f};
   const Array array{f, 2, Dtype::kFloat};
-  EXPECT_NEAR(cpu::sum_of_squares(&array, 1), 25e60, 1e55);
+  EXPECT_NEAR(cpu::sum_of_squares(array, 0, 2), 25e60, 1e55);
 }
 
 }  // namespace

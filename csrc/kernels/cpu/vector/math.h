@@ -3,9 +3,31 @@
 #include "csrc/kernels/cpu/vector/lanes.h"
 
 // exp and the normal distribution for vectors, to about one unit in the last
-// place.
+// place; square roots.
 
 namespace smp::kernels::cpu::SMP_ISA {
+
+template <typename C>
+SMP_INLINE Vec<C> root_of(Vec<C> v) {
+#if SMP_VECTOR_BYTES == 64
+  if constexpr (sizeof(C) == 4) {
+    return _mm512_sqrt_ps(v);
+  } else {
+    return _mm512_sqrt_pd(v);
+  }
+#elif SMP_VECTOR_BYTES == 32
+  if constexpr (sizeof(C) == 4) {
+    return _mm256_sqrt_ps(v);
+  } else {
+    return _mm256_sqrt_pd(v);
+  }
+#else
+  for (int i = 0; i < kLanes<C>; ++i) {
+    v[i] = sizeof(C) == 4 ? __builtin_sqrtf(v[i]) : __builtin_sqrt(v[i]);
+  }
+  return v;
+#endif
+}
 
 // c[0] + c[1] x + ...
 template <typename C, int kNum>

@@ -2,9 +2,11 @@
 
 #include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/kernels/cpu/vector/elementwise.h"
+#include "csrc/kernels/cpu/vector/multi_array.h"
 #include "csrc/kernels/cpu/vector/norm.h"
 #include "csrc/kernels/cpu/vector/rotary.h"
 #include "csrc/kernels/cpu/vector/softmax.h"
+#include "csrc/kernels/cpu/vector/update.h"
 
 namespace smp::kernels::cpu::SMP_ISA {
 
@@ -18,6 +20,13 @@ constexpr FusedTable kTable = {&norm_forward,
                                &softmax_forward,
                                &softmax_backward,
                                &cross_entropy_forward,
-                               &cross_entropy_backward};
+                               &cross_entropy_backward,
+                               &sum_of_squares,
+                               &max_abs,
+                               &scale,
+                               &adam,
+                               &lamb_moments,
+                               &lamb_apply,
+                               &momentum};
 
 }  // namespace smp::kernels::cpu::SMP_ISA

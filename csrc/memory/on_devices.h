@@ -1,0 +1,29 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/memory/default_stream.h"
+
+// Operators with one implementation that asks its input where it is.
+
+namespace smp::memory {
+
+/// Queues kernels on a CUDA device and raises what went wrong; launch(stream)
+/// returns nullptr or a text.
+template <typename Launch>
+void run_on_cuda(const char* op, c10::Device device, Launch&& launch) {
+  DefaultStream stream(device);
+  const char* error = std::forward<Launch>(launch)(stream.native());
+  SMP_CHECK(error == nullptr, op, " on CUDA: ", error);
+  stream.finish();
+}
+
+}  // namespace smp::memory
+
+/// Registers what is in `body`, calls of m.impl(), for tensors of all devices.
+#define SMP_IMPL_ON_ALL_DEVICES(m, body)                                \
+  TORCH_LIBRARY_IMPL(smp, CPU, m) body TORCH_LIBRARY_IMPL(smp, CUDA, m) \
+  body TORCH_LIBRARY_IMPL(smp, Meta, m) body

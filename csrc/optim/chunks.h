@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace smp::optim {
+
+/// Elements [begin, end) of one array of a list. Where an array is cut depends
+/// on its size only, so sums over chunks do not depend on the number of
+/// threads.
+struct Chunk {
+  int64_t array_idx = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+constexpr int64_t kChunkElements = 65536;
+
+/// The chunks of arrays of these sizes, in order; an empty array has none.
+std::vector<Chunk> cut(const std::vector<int64_t>& sizes);
+
+/// The same of what has `num_elements`.
+template <typename Arrays>
+std::vector<Chunk> chunks_of(const std::vector<Arrays>& arrays) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(arrays.size());
+  for (const Arrays& a : arrays) sizes.push_back(a.num_elements);
+  return cut(sizes);
+}
+
+/// run(chunk, idx) for all chunks, on the threads of torch, each with about as
+/// many elements.
+void for_chunks(const std::vector<Chunk>& chunks,
+                const std::function<void(const Chunk&, size_t)>& run);
+
+}  // namespace smp::optim

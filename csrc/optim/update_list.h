@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "csrc/kernels/optimizers.h"
+
+// What the fused updates share: checks, pointers, numbers of the call.
+
+namespace smp::optim {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// The lists that an update works on: one tensor per parameter in each.
+struct UpdateTensors {
+  at::TensorList params;       // float32 or float64
+  at::TensorList grads;        // of that dtype or 16 bit; empty: not read
+  at::TensorList exp_avgs;     // like the parameters
+  at::TensorList exp_avg_sqs;  // like the parameters, or one number each
+  at::TensorList steps;        // one float32 number each
+  at::TensorList copies;       // 16 bit; empty: none
+};
+
+/// Pointers for the kernels.
+/// @param has_norms  `exp_avg_sqs` have one number each
+/// @throws ValueError unless all of a parameter's tensors fit it
+std::vector<kernels::UpdateArrays> update_arrays(const char* op,
+                                                 const UpdateTensors& tensors,
+                                                 bool has_norms = false);
+
+/// Numbers of a call, moved to the device of the parameters.
+class Scalars {
+ public:
+  /// @param lr  undefined: not used
+  Scalars(const char* op, c10::Device device, const at::Tensor& lr,
+          const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
+
+  kernels::UpdateScalars view() const;
+
+  // For tensors on the CPU.
+  double lr() const;
+  double divisor() const;
+  bool is_skipped() const;
+
+ private:
+  at::Tensor lr_;
+  at::Tensor divisor_;
+  at::Tensor found_inf_;
+};
+
+/// Counts the update of each array and gives its factors, on the CPU.
+void count_steps(const std::vector<kernels::UpdateArrays>& arrays);
+std::vector<kernels::AdamFactors> adam_factors_of(
+    const std::vector<kernels::UpdateArrays>& arrays,
+    const kernels::AdamOptions& options, double divisor);
+
+/// Tells autograd that the tensors were written to.
+void bump_versions(at::TensorList tensors);
+
+}  // namespace smp::optim
