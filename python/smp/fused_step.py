@@ -10,6 +10,7 @@ from torch import Tensor
 
 from smp import comm, grad_norm, precision, runtime
 from smp.data_parallel import model_parameter_of
+from smp.optimizers.fused import FusedOptimizer
 from smp.tensor_parallel.sharding import interval_of
 
 
@@ -19,8 +20,8 @@ def divides(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it write ``_smp_copy`` of what it updates, as those of `smp.optimizers` do?"""
-    return hasattr(optimizer, "sum_norms")
+    """Does it write ``_smp_copy`` of what it updates?"""
+    return isinstance(optimizer, FusedOptimizer)
 
 
 def step_fused(
@@ -53,7 +54,7 @@ def step_fused(
         own = torch.tensor(divisor, dtype=torch.float32, device=device)
         given_scale = own if given_scale is None else given_scale * own
     target.grad_scale, target.found_inf = given_scale, given_found_inf
-    is_ours = writes_copies(optimizer)
+    is_ours = isinstance(optimizer, FusedOptimizer)
     if is_ours:
         target.sum_norms = _sum_norms if _are_spread() else None
         if target.wants_grad_norm and (_are_spread() or comm.mp_size() > 1):

@@ -45,6 +45,12 @@ class HalfRun:
     microbatches: int = 2
     schedule: str = "interleaved"
     sharding: str = ""
+    split: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Has it split modules? Also on one rank if `split`."""
+        return self.tp > 1 or self.split
 
     @property
     def config(self) -> dict[str, Any]:
@@ -105,33 +111,40 @@ def init_half(run: HalfRun) -> None:
 
 def plain_model(run: HalfRun, seed: int = 1) -> nn.Module:
     """The model in float32."""
-    if run.tp > 1:
+    if run.is_split:
         return split_families.build_split_family(run.case, torch.float32, seed)
     return build(run.case, torch.float32, seed=seed)
 
 
 def batch_of(run: HalfRun, replica: int, step: int) -> dict[str, Tensor]:
-    if run.tp > 1:
+    if run.is_split:
         return split_families.make_split_batch(run.case, replica, step)
     return make_batch(run.case, torch.float32, replica, step)
 
 
 def loss_of(run: HalfRun, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    if run.tp > 1:
+    if run.is_split:
         loss: Tensor = model(**batch)["loss"]
         return loss
     return compute_loss(run.case, model, batch)
 
 
-def make(run: HalfRun, seed: int = 1, **optimizer_args: Any) -> tuple[Any, Any, Any]:
+def make(
+    run: HalfRun, seed: int = 1, kind: str = "", **optimizer_args: Any
+) -> tuple[Any, Any, Any]:
     """Model, optimizer and step function."""
     import smp
 
-    with smp.tensor_parallelism(run.tp > 1):
+    with smp.tensor_parallelism(run.is_split):
         plain = plain_model(run, seed)
     model = smp.DistributedModel(plain)
+    make_inner = (
+        functools.partial(getattr(smp.optimizers, kind), lr=1e-2, eps=1e-3)
+        if kind
+        else make_optimizer
+    )
     optimizer = smp.DistributedOptimizer(
-        make_optimizer(model.parameters()),
+        make_inner(model.parameters()),
         **{"static_loss_scale": run.loss_scale, **optimizer_args},
     )
 
@@ -144,13 +157,17 @@ def make(run: HalfRun, seed: int = 1, **optimizer_args: Any) -> tuple[Any, Any, 
     return model, optimizer, train_step
 
 
-def train(rank: int, run: HalfRun) -> RankRecord:
-    """Trains and records."""
+def train(rank: int, run: HalfRun, kind: str = "") -> RankRecord:
+    """Trains and records.
+
+    Args:
+        kind: the name of one of `smp.optimizers` in place of AdamW.
+    """
     import smp
 
     init_half(run)
     # Replicas other than the first start with wrong weights: they get the first one's.
-    model, optimizer, train_step = make(run, seed=1 + smp.rdp_rank())
+    model, optimizer, train_step = make(run, seed=1 + smp.rdp_rank(), kind=kind)
     record = RankRecord(smp.pp_rank(), smp.tp_rank(), smp.rdp_rank())
     for step in range(STEPS):
         output = train_step(batch_of(run, smp.rdp_rank(), step))
@@ -168,7 +185,7 @@ def train(rank: int, run: HalfRun) -> RankRecord:
 def marked(model: Any, what: str) -> dict[str, Any]:
     """Local masters, their gradients or the model's own values, with the parts that they are."""
     import smp
-    from smp.data_parallel import holding_of
+    from smp.data_parallel import holding_of, master_of
     from smp.optimizer_state import FLAT_MARK
     from smp.tensor_parallel import partial
 
@@ -179,11 +196,12 @@ def marked(model: Any, what: str) -> dict[str, Any]:
         smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
     )
     for name, parameter in named:
-        holding = holding_of(parameter)
-        assert holding is not None and parameter.grad is None, name
-        model = holding.piece if is_sharded else parameter
-        value = {"masters": holding.master, "grads": holding.master.grad, "params": model}[what]
+        holding, master = holding_of(parameter), master_of(parameter)
+        assert holding is None or parameter.grad is None, name
+        model = parameter if holding is None or not is_sharded else holding.piece
+        value = {"masters": master, "grads": master.grad, "params": model}[what]
         if is_sharded:
+            assert holding is not None
             flat[name] = (holding.begin, holding.numel, tuple(parameter.shape))
         if value is not None:
             values[name] = value.detach().clone().cpu()
@@ -217,7 +235,7 @@ def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
     merged: dict[str, Tensor] = partial.merge(parts)
     merged.pop(FLAT_MARK, None)
-    if run.tp > 1:
+    if run.is_split:
         family = getattr(huggingface, run.case)
         merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
         # Those of tied parameters are in there under all of their names.
@@ -246,3 +264,28 @@ def unsharded(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def names_of(run: HalfRun) -> tuple[str, ...]:
     """Parameters of the plain model, each once."""
     return tuple(name for name, _ in plain_model(run).named_parameters())
+
+
+def joined(records: list[RankRecord], run: HalfRun, part: Any) -> dict[str, Tensor]:
+    """Whole tensors of the first replica; all others have the same bits."""
+    q = {"": 1, "data": 2, "optimizer": run.dp}[run.sharding]
+    places = sorted({(record.pp_rank, record.tp_rank) for record in records})
+    replicas = []
+    for first in range(0, run.dp, q):
+        group = range(first, first + q)
+        parts = [
+            unsharded(
+                [part(r) for r in records if (r.pp_rank, r.tp_rank) == at and r.rdp_rank in group]
+            )
+            for at in places
+        ]
+        replicas.append(whole(run, parts))
+    for other in replicas[1:]:
+        same(other, replicas[0], "replicas")
+    return replicas[0]
+
+
+def same(ours: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert ours.keys() == expected.keys(), what
+    different = [name for name in ours if not torch.equal(ours[name], expected[name])]
+    assert not different, f"{what}: {different}"

@@ -14,12 +14,12 @@ from tests.dist.half_training import (
     STEPS,
     HalfRun,
     RankRecord,
+    joined,
     make,
     marked,
     reference,
+    same,
     train,
-    unsharded,
-    whole,
 )
 from tests.dist.pool import Pool
 from tests.reference.tolerances import largest
@@ -100,31 +100,6 @@ def check_kind(records: list[RankRecord], run: HalfRun) -> None:
     params = joined(records, run, lambda r: r.params)
     for name, param in params.items():
         assert torch.equal(param, masters[name].to(param.dtype)), name
-
-
-def joined(records: list[RankRecord], run: HalfRun, part: Any) -> dict[str, Tensor]:
-    """Whole tensors of the first replica; all others have the same bits."""
-    q = {"": 1, "data": 2, "optimizer": run.dp}[run.sharding]
-    places = sorted({(record.pp_rank, record.tp_rank) for record in records})
-    replicas = []
-    for first in range(0, run.dp, q):
-        group = range(first, first + q)
-        parts = [
-            unsharded(
-                [part(r) for r in records if (r.pp_rank, r.tp_rank) == at and r.rdp_rank in group]
-            )
-            for at in places
-        ]
-        replicas.append(whole(run, parts))
-    for other in replicas[1:]:
-        same(other, replicas[0], "replicas")
-    return replicas[0]
-
-
-def same(ours: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    assert ours.keys() == expected.keys(), what
-    different = [name for name in ours if not torch.equal(ours[name], expected[name])]
-    assert not different, f"{what}: {different}"
 
 
 def close(

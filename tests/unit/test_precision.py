@@ -287,9 +287,11 @@ def test_a_closure_that_overflows_raises(start: Any) -> None:
 def test_fused_optimizers_divide_by_themselves(start: Any, key: str) -> None:
     start(**{key: True})
     results = []
-    for fused in (False, True):
+    makers: list[Any] = [torch.optim.AdamW, torch.optim.AdamW, smp.optimizers.FusedAdam]
+    for maker, fused in zip(makers, (False, True, True), strict=True):
         model = smp.DistributedModel(make_model())
-        inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused, eps=1e-3)
+        options = {"weight_decay": 0.01, **({"fused": fused} if maker is not makers[2] else {})}
+        inner = maker(model.parameters(), lr=0.1, eps=1e-3, **options)
         optimizer = smp.DistributedOptimizer(inner, static_loss_scale=8.0)
 
         @smp.step
@@ -309,7 +311,12 @@ def test_fused_optimizers_divide_by_themselves(start: Any, key: str) -> None:
             optimizer.zero_grad()
         assert norms[0] > 0.1 and not hasattr(inner, "grad_scale")
         results.append((norms, [p.detach().clone() for p in inner.param_groups[0]["params"]]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+        for parameter, master in zip(
+            model.parameters(), inner.param_groups[0]["params"], strict=True
+        ):
+            assert torch.equal(parameter, master.to(parameter.dtype))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
 
 
 def test_two_optimizers_of_one_model_need_one_scale(start: Any) -> None:
