@@ -5,7 +5,7 @@ Where values come from is the business of `config_sources`.
 Everything here is a pure function of its arguments. A value passes three gates:
 `normalize` (known key, right type and range), the cross-field rules of
 `Config.from_dict`, and `check_world`, the rules that need the number of
-processes. `check_available` comes last: it refuses features of later versions.
+processes.
 
 Every refusal reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
 """
@@ -280,9 +280,6 @@ _DEFAULTS: dict[str, object] = {f.name: f.default for f in dataclasses.fields(Co
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _TENSORFLOW_KEYS = ("horovod", "contiguous")
 
-# Features of later versions: a value other than the default is refused at init.
-NOT_YET: dict[str, str] = {}
-
 # A second init may not change these: the ranks are already laid out.
 TOPOLOGY_KEYS = (
     "pipeline_parallel_degree",
@@ -502,19 +499,6 @@ def check_world(config: Config, world_size: int) -> None:
             f"does not divide the reduced data-parallel size {rdp}",
             f"use a divisor of {rdp}",
         )
-
-
-def check_available(config: Config) -> None:
-    """Refuses features that this version does not have."""
-    for key, feature in NOT_YET.items():
-        value = getattr(config, key)
-        if value != _DEFAULTS[key]:
-            raise config_error(
-                key,
-                value,
-                f"{feature} is not available yet in this version",
-                f"use {_DEFAULTS[key]!r}",
-            )
 
 
 def check_same_topology(current: Config, new: Config) -> None:

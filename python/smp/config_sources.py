@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smp.config import Config, Given, advice, check_available, check_world, normalize
+from smp.config import Config, Given, advice, check_world, normalize
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
 
@@ -99,7 +99,6 @@ def make_plan(
         values = {**base, **given.values}
         effective = Config.from_dict(values)
         check_world(effective, world_size)
-        check_available(effective)
     except ValueError as error:
         return Plan({}, [], None, str(error))
     return Plan(values, given.notes + advice(effective), effective, None)

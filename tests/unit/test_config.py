@@ -151,7 +151,6 @@ def test_hints_of_public_scripts_are_accepted() -> None:
         "sdp_hierarchical_allgather": False,
     }
     cfg = Config.from_dict(hints)
-    config.check_available(cfg)
     assert {key: getattr(cfg, key) for key in hints} == hints
 
 
@@ -280,16 +279,6 @@ def test_row_18_later_init_keeps_the_topology() -> None:
         with pytest.raises(ValueError, match="already initialized") as error:
             config.check_same_topology(current, Config.from_dict(change))
         assert FORM.match(str(error.value))
-
-
-@pytest.mark.parametrize("key", sorted(config.NOT_YET))
-def test_features_of_later_versions_are_refused_not_ignored(key: str) -> None:
-    value = 2 if key.endswith("_degree") else True
-    cfg = Config.from_dict({key: value, "ddp": True})
-    with pytest.raises(ValueError, match="not available yet in this version") as error:
-        config.check_available(cfg)
-    assert FORM.match(str(error.value))
-    assert key in str(error.value)
 
 
 def test_advice_is_given_for_odd_settings() -> None:
