@@ -168,12 +168,45 @@ class Functions(nn.Module):
             def run(x: Tensor, block: nn.Module = block) -> Tensor:
                 return torch.tanh(block(x))
 
-            x = (
-                torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-                if self.checkpoints
-                else run(x)
-            )
+            if self.checkpoints:
+                x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+            else:
+                x = run(x)
         return nn.functional.cross_entropy(self.head(x), ids)
+
+
+class SplitFunctions(nn.Module):
+    """The same around layers that are split over a tensor-parallel group."""
+
+    def __init__(self) -> None:
+        import smp
+
+        super().__init__()
+        self.checkpoints = False
+        self.embedding = nn.Embedding(50, HIDDEN)
+        self.blocks = nn.ModuleList(
+            smp.nn.DistributedTransformerLayer(
+                num_attention_heads=4, attention_head_size=16, hidden_size=HIDDEN,
+                intermediate_size=2 * HIDDEN, causal_mask_size=64,
+            )
+            for _ in range(3)
+        )  # fmt: skip
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda *_: Counted._add(False))
+        self.head = nn.Linear(HIDDEN, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+
+            def run(x: Tensor, block: nn.Module = block) -> Any:
+                return block((x, None))[0] * 1.5
+
+            if self.checkpoints:
+                x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+            else:
+                x = run(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
 class OlderLayer(Block):
@@ -252,6 +285,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
     "sequence": Sequence,
     "structures": Structures,
     "functions": Functions,
+    "split functions": SplitFunctions,
     "older": OlderModel,
     "gptj": _gptj,
     "bert": _bert,
@@ -261,6 +295,7 @@ _LAYERS = {
     "sequence": "blocks",
     "structures": "blocks",
     "functions": "blocks",
+    "split functions": "blocks",
     "older": "blocks",
     "gptj": "transformer.h",
     "bert": "bert.encoder.layer",
@@ -317,7 +352,7 @@ def _mark(cell: Cell, module: Any) -> None:
         return
     if cell.strategy == "enable":
         module.gradient_checkpointing_enable()
-    elif cell.kind == "functions":
+    elif cell.kind in ("functions", "split functions"):
         module.checkpoints = True
     elif cell.kind in ("sequence", "split") or cell.tp > 1:
         sequence = next(child for child in module.modules() if type(child) is nn.Sequential)
@@ -333,7 +368,7 @@ def make_ids(cell: Cell, step: int) -> Tensor:
     import smp
 
     generator = torch.Generator().manual_seed(17 + step + 1000 * smp.dp_rank())
-    if cell.kind in ("gptj", "bert", "split"):
+    if cell.kind in ("gptj", "bert", "split", "split functions"):
         return torch.randint(2, 50, (2 * cell.microbatches, 64), generator=generator)
     return torch.randint(2, 50, (TOKENS * cell.microbatches,), generator=generator)
 

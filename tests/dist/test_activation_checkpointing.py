@@ -134,9 +134,11 @@ def test_hugging_face_switch_of_older_releases(pool: Pool, pp: int) -> None:
         assert records[1].offload["checkpoints"] == 4 // pp * cell.microbatches * cell.steps
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_functions_under_the_checkpointing_of_pytorch(pool: Pool, pp: int) -> None:
-    cell = Cell("functions", pp=pp)
+@pytest.mark.parametrize(("kind", "pp", "tp"), [("", 1, 1), ("", 2, 1), ("split ", 1, 2)])
+def test_functions_under_the_checkpointing_of_pytorch(
+    pool: Pool, kind: str, pp: int, tp: int
+) -> None:
+    cell = Cell(f"{kind}functions", pp=pp, tp=tp)
     cells = [cell, replace(cell, strategy="torch")]
     results = run(pool, cells)
     assert total(results, 1, "runs") > total(results, 0, "runs")
@@ -150,3 +152,13 @@ def test_budget(pool: Pool) -> None:
         once = NUM_BLOCKS * cell.microbatches
         assert total(results, 1, "recomputed") == [once, 0]
         assert total(results, 2, "recomputed") == [once] * STEPS
+
+
+def test_automatic_partition_traces_marked_modules(pool: Pool) -> None:
+    cells = [Cell(pp=2, manual=False, strategy=strategy) for strategy in ("each", "contiguous")]
+    results = pool.run(2, train_all, cells, timeout=120)
+    for index, cell in enumerate(cells):
+        # The first step has the trace, which runs blocks once more.
+        again = NUM_BLOCKS * cell.microbatches
+        assert total(results, index, "recomputed")[1] == again
+        assert total(results, index, "runs")[1] == 2 * again

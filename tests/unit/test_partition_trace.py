@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import smp
 from smp import _C
 from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
@@ -156,6 +157,16 @@ def test_checkpointed_blocks_keep_less() -> None:
         < sum(c.activation_bytes for c in less.costs)
         < 0.4 * sum(c.activation_bytes for c in full.costs)
     )
+
+
+@pytest.mark.parametrize("strategy", ["each", "contiguous"])
+def test_layers_that_smp_checkpoints_keep_less(strategy: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(3)))
+    full = trace(model, (torch.randn(16, 8),), {}, device=CPU)
+    smp.set_activation_checkpointing(model, strategy=strategy)
+    less = trace(model, (torch.randn(16, 8),), {}, device=CPU)
+    ours, theirs = (sum(c.activation_bytes for c in t.costs) for t in (less, full))
+    assert 0 < ours < 0.5 * theirs
 
 
 # ---- values --------------------------------------------------------------------------

@@ -146,8 +146,12 @@ def checkpoint_sequence(
         ValueError: the user placed a layer on several partitions.
     """
     layers = list(module.children())
-    if not torch.is_grad_enabled() or is_tracing():
+    if not torch.is_grad_enabled():
         return _run_plainly(layers, input)
+    if is_tracing():  # which of them will be together is not known
+        for layer in layers:
+            input = memory.recompute(layer, (input,), modules=(layer,))
+        return input
     places = [place_of(layer) if is_together(layer) else None for layer in layers]
     for group, is_checkpoint in plan_groups(places, strategy.group_size):
         members = [layers[idx] for idx in group]

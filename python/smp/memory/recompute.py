@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
@@ -46,7 +48,8 @@ def recompute(
 ) -> Any:
     """Calls a function and keeps its arguments only; backward computes it again.
 
-    Without gradients, and in the tracing pass, it is a plain call. The second run has the grad
+    Without gradients it is a plain call; in the tracing pass PyTorch's own checkpoint, of which the
+    trace knows what it keeps. The second run has the grad
     mode, autocast, context variables and (``preserve_rng_state``) random numbers of the first.
     Results are equal bit by bit to those without checkpointing, and so are gradients, except that
     those of an argument which is also used elsewhere may be added up in another order.
@@ -70,8 +73,11 @@ def recompute(
     Source: arXiv:1604.06174.
     """
     kwargs = kwargs or {}
-    if not torch.is_grad_enabled() or is_tracing():
+    if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if is_tracing():
+        traced = functools.partial(function, **kwargs)
+        return torch.utils.checkpoint.checkpoint(traced, *args, use_reentrant=False)
     return _Call(function, args, kwargs, modules).run(preserve_rng_state)
 
 
