@@ -55,18 +55,11 @@ def by_kind(
     }
 
 
-def dtypes_of(parameter: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Dtype that a parameter has in training, before it is cast too, and that of its gradients."""
-    half = runtime.current().config.half_dtype
-    if half is not None and parameter.is_floating_point():
-        return half, torch.float32
-    return parameter.dtype, parameter.dtype
-
-
 def make_records(
     parameters: Sequence[tuple[str, nn.Parameter]],
     reductions: Sequence[Reduction],
     ties: Mapping[str, Sequence[str]] | None = None,
+    half: torch.dtype | None = None,
 ) -> list[_C.ParameterRecord]:
     """Records of parameters, in their order.
 
@@ -75,24 +68,26 @@ def make_records(
             their group.
         reductions: of the parameters, all over one group.
         ties: further names of the same parameter, by name.
+        half: dtype that floating parameters have in training, or are to get; their gradients are
+            added up in float32 then.
     """
     others = ties or {}
     records = []
     for index, ((name, parameter), reduction) in enumerate(
         zip(parameters, reductions, strict=True)
     ):
-        dtype, accumulation_dtype = dtypes_of(parameter)
+        is_cast = half is not None and parameter.is_floating_point()
         records.append(
             _C.ParameterRecord(
                 index,
                 name,
                 whole_shape(parameter),
-                dtype,
+                half if half is not None and is_cast else parameter.dtype,
                 divisor=reduction.divisor,
                 interval=interval_of(parameter),
                 ties=list(others.get(name, ())),
                 group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
-                accumulation_dtype=accumulation_dtype,
+                accumulation_dtype=torch.float32 if is_cast else None,
             )
         )
     return records
@@ -103,7 +98,8 @@ def records_of(
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> list[_C.ParameterRecord]:
     """Records of parameters of one kind, as their reducer has them."""
-    return make_records(parameters, [reduction_of(parameter) for _, parameter in parameters], ties)
+    reductions = [reduction_of(parameter) for _, parameter in parameters]
+    return make_records(parameters, reductions, ties, runtime.current().config.half_dtype)
 
 
 def cap_of(bucket_cap_bytes: int) -> int:
