@@ -26,8 +26,7 @@ void FlatGathers::launch() {
   for (size_t i = 0; i < flats_.size(); ++i) {
     const at::Tensor& flat = flats_[i];
     const int64_t numel = flat.numel() / shard_->size();
-    const at::Tensor own =
-        flat.narrow(0, shard_->group_rank() * numel, numel);
+    const at::Tensor own = flat.narrow(0, shard_->group_rank() * numel, numel);
     works_[i] = shard_->all_gather(flat, own);
     ++num_pending_;
     ++num_gathers_;

@@ -24,8 +24,8 @@ class FlatGathers {
   FlatGathers(std::vector<at::Tensor> flats, comm::CommunicatorPtr shard,
               comm::Patience patience);
 
-  /// Begins to gather everything; earlier gathers are waited for before, because
-  /// they may still read what an update is going to write. Collective.
+  /// Begins to gather everything; earlier gathers are waited for before,
+  /// because they may still read what an update is going to write. Collective.
   void launch();
 
   /// Is a gather not waited for yet? Costs nothing.

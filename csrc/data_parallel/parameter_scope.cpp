@@ -28,10 +28,22 @@ class ResultHook final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& grads) override {
     uses_->begin(use_);
+    if (at::GradMode::is_enabled()) keep_for_second_backward();
     return grads;
   }
 
  private:
+  // This backward makes a graph of its own (create_graph), which nothing goes
+  // through first that would hold the units again.
+  void keep_for_second_backward() const {
+    for (const int unit : use_->units) {
+      SMP_CHECK(ParameterScope::read(*uses_, unit),
+                "a backward with create_graph=True needs sharded parameters "
+                "until the second backward is over; call both inside of a step "
+                "function");
+    }
+  }
+
   const std::shared_ptr<BackwardUses> uses_;
   const BackwardUsePtr use_;
 };
@@ -72,17 +84,18 @@ bool ParameterScope::holds(int unit) const {
   return std::find(units_.begin(), units_.end(), unit) != units_.end();
 }
 
-void ParameterScope::read(const BackwardUses& uses, int unit) {
+bool ParameterScope::read(const BackwardUses& uses, int unit) {
   ParameterScope* innermost = nullptr;
   for (auto it = scopes_of_thread.rbegin(); it != scopes_of_thread.rend();
        ++it) {
     if ((*it)->uses_.get() != &uses) continue;
-    if ((*it)->holds(unit)) return;
+    if ((*it)->holds(unit)) return true;
     if (innermost == nullptr) innermost = *it;
   }
-  if (innermost == nullptr) return;
+  if (innermost == nullptr) return false;
   uses.store()->hold({unit});
   innermost->units_.push_back(unit);
+  return true;
 }
 
 void ParameterScope::leave(const std::vector<at::Tensor>& results) {

@@ -31,7 +31,8 @@ class ParameterScope {
 
   /// Code on this thread is about to read a parameter of a unit. Outside of all
   /// scopes it reads what the parameter shows.
-  static void read(const BackwardUses& uses, int unit);
+  /// @return false outside of all scopes
+  static bool read(const BackwardUses& uses, int unit);
 
  private:
   bool holds(int unit) const;

@@ -124,7 +124,8 @@ void Reducer::check_sharding(const std::vector<ShardedBucket>& plan) const {
       // A parameter that is let go of shows one element in all places.
       SMP_CHECK_VALUE(
           param.is_contiguous() || !param.is_non_overlapping_and_dense(),
-          "parameter ", record.name, " is not contiguous and cannot be sharded");
+          "parameter ", record.name,
+          " is not contiguous and cannot be sharded");
       SMP_CHECK_VALUE(!target.defined() || target.numel() == held.numel ||
                           target.numel() == held.room,
                       "the target of parameter ", record.name, " has ",

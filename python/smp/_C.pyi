@@ -3,10 +3,51 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+from smp._C_data_parallel import (
+    FlatGathers as FlatGathers,
+)
+from smp._C_data_parallel import (
+    ParameterRecord as ParameterRecord,
+)
+from smp._C_data_parallel import (
+    ParameterScope as ParameterScope,
+)
+from smp._C_data_parallel import (
+    ParameterStore as ParameterStore,
+)
+from smp._C_data_parallel import (
+    ParameterStoreStats as ParameterStoreStats,
+)
+from smp._C_data_parallel import (
+    Reducer as Reducer,
+)
+from smp._C_data_parallel import (
+    ReducerStats as ReducerStats,
+)
+from smp._C_data_parallel import (
+    ReductionGroup as ReductionGroup,
+)
+from smp._C_data_parallel import (
+    ShardedBucket as ShardedBucket,
+)
+from smp._C_data_parallel import (
+    ShardHolding as ShardHolding,
+)
+from smp._C_data_parallel import (
+    Sharding as Sharding,
+)
+from smp._C_data_parallel import (
+    ShardLayout as ShardLayout,
+)
+from smp._C_data_parallel import (
+    ShardSegment as ShardSegment,
+)
+from smp._C_data_parallel import (
+    plan_shards as plan_shards,
+)
 from smp._C_pipeline import (
     RefState as RefState,
 )
@@ -396,232 +437,6 @@ class TaskScope:
     def __enter__(self) -> None: ...
     def __exit__(self, *args: object) -> None: ...
     def __init__(self, step: int, mb: int) -> None: ...
-
-class ReductionGroup:
-    DP: ClassVar[ReductionGroup]
-    RDP: ClassVar[ReductionGroup]
-    def __eq__(self, other: object) -> bool: ...
-    def __init__(self, value: int) -> None: ...
-    def __repr__(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class ParameterRecord:
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        divisor: float = 1.0,
-        interval: ShardInterval | None = None,
-        ties: Sequence[str] = ...,
-        group: ReductionGroup = ...,
-        accumulation_dtype: torch.dtype | None = None,
-    ) -> None: ...
-    def __repr__(self) -> str: ...
-    @property
-    def accumulation_dtype(self) -> torch.dtype: ...
-    @property
-    def divisor(self) -> float: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def group(self) -> ReductionGroup: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def interval(self) -> ShardInterval: ...
-    @property
-    def local_shape(self) -> list[int]: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> list[int]: ...
-    @property
-    def ties(self) -> list[str]: ...
-
-class ParameterStoreStats:
-    @property
-    def gathered_bytes(self) -> int: ...
-    @property
-    def live_elements(self) -> int: ...
-    @property
-    def num_collectives(self) -> int: ...
-    @property
-    def num_deviations(self) -> int: ...
-    @property
-    def num_gathers(self) -> int: ...
-    @property
-    def num_hits(self) -> int: ...
-    @property
-    def peak_live_elements(self) -> int: ...
-    @property
-    def persistent_elements(self) -> int: ...
-
-class ParameterScope:
-    def leave(self, results: Sequence[Tensor] = ...) -> None: ...
-
-class ParameterStore:
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        shards: Sequence[Tensor],
-        units: Sequence[Sequence[int]],
-        names: Sequence[str],
-        group: Communicator | None,
-        *,
-        across: Communicator | None = None,
-        within: Communicator | None = None,
-        max_live_elements: int = ...,
-        persistence_threshold: int = 0,
-        num_ahead: int = 2,
-        faults: FaultBoard | None = None,
-        ranks: Sequence[int] = ...,
-        timeout_s: float = 1800.0,
-    ) -> None: ...
-    def abandon_pass(self) -> None: ...
-    def begin_pass(self, kind: int) -> None: ...
-    def end_pass(self) -> None: ...
-    def enter(self, units: Sequence[int], is_forward: bool = True) -> ParameterScope: ...
-    def gather_one(self, param_idx: int) -> Tensor: ...
-    def mark_stale(self) -> None: ...
-    def read(self, unit: int) -> None: ...
-    @property
-    def stats(self) -> ParameterStoreStats: ...
-
-class ShardLayout:
-    EQUAL_CUT: ClassVar[ShardLayout]
-    PER_PARAMETER: ClassVar[ShardLayout]
-    def __eq__(self, other: object) -> bool: ...
-    def __init__(self, value: int) -> None: ...
-    def __repr__(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class ShardSegment:
-    @property
-    def begin(self) -> int: ...
-    @property
-    def flat_offset(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def record_idx(self) -> int: ...
-
-class ShardHolding:
-    @property
-    def begin(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def record_idx(self) -> int: ...
-    @property
-    def room(self) -> int: ...
-
-class ShardedBucket:
-    @property
-    def accumulation_dtype(self) -> torch.dtype: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def holdings(self) -> list[list[ShardHolding]]: ...
-    @property
-    def num_shards(self) -> int: ...
-    @property
-    def segments(self) -> list[ShardSegment]: ...
-    @property
-    def shard_numel(self) -> int: ...
-
-def plan_shards(
-    records: Sequence[ParameterRecord],
-    bucket_cap_bytes: int,
-    num_shards: int,
-    layout: ShardLayout,
-) -> list[ShardedBucket]: ...
-
-class Sharding:
-    def __init__(
-        self,
-        layout: ShardLayout,
-        shard: Communicator,
-        *,
-        further: Sequence[Communicator] = ...,
-        every_microbatch: bool = False,
-    ) -> None: ...
-
-class ReducerStats:
-    @property
-    def flat_bytes(self) -> int: ...
-    @property
-    def num_early_buckets(self) -> int: ...
-    @property
-    def num_late_parameters(self) -> int: ...
-    @property
-    def num_reductions(self) -> int: ...
-    @property
-    def num_rounds(self) -> int: ...
-    @property
-    def peak_flat_bytes(self) -> int: ...
-
-class Reducer:
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        records: Sequence[ParameterRecord],
-        dp: Communicator | None,
-        *,
-        targets: Sequence[Tensor | None] | None = None,
-        sharding: Sharding | None = None,
-        faults: FaultBoard | None = None,
-        dp_ranks: Sequence[int] = ...,
-        bucket_cap_bytes: int = 26214400,
-        overlap: bool = True,
-        average_over_microbatches: bool = True,
-        passes_per_reduction: int = 1,
-        timeout_s: float = 1800.0,
-    ) -> None: ...
-    def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None: ...
-    def cancel_step(self) -> None: ...
-    def end_step(self) -> None: ...
-    def finish_microbatch(self, mb: int) -> None: ...
-    def flat(self, bucket_idx: int) -> Tensor: ...
-    @property
-    def in_step(self) -> bool: ...
-    @property
-    def num_buckets(self) -> int: ...
-    @property
-    def records(self) -> list[ParameterRecord]: ...
-    @property
-    def stats(self) -> ReducerStats: ...
-
-class FlatGathers:
-    def __init__(
-        self,
-        flats: Sequence[Tensor],
-        shard: Communicator,
-        *,
-        faults: FaultBoard | None = None,
-        ranks: Sequence[int] = ...,
-        timeout_s: float = 1800.0,
-    ) -> None: ...
-    def finish(self, timeout_s: float) -> None: ...
-    def launch(self) -> None: ...
-    def wait(self, flat_idxs: Sequence[int]) -> None: ...
-    def wait_all(self) -> None: ...
-    @property
-    def num_gathers(self) -> int: ...
-    @property
-    def num_overlapped(self) -> int: ...
-    @property
-    def pending(self) -> bool: ...
 
 class SliceRead:
     @property

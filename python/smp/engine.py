@@ -428,7 +428,8 @@ class Engine:
     def state_dict(self, gather_to_rank0: bool) -> dict[str, Any]:
         current = self._current
         if self.parts is None:
-            return {} if gather_to_rank0 and current.global_rank != 0 else self._root.state_dict()
+            is_wanted = not gather_to_rank0 or current.global_rank == 0
+            return dict(self._root.state_dict()) if is_wanted else {}
         if self._is_alone:
             return self.parts.state(keep=not gather_to_rank0 or current.global_rank == 0)
         if not gather_to_rank0:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from smp import _C, grad_norm, precision, runtime
@@ -420,30 +419,6 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     def _state(self) -> OptimizerState:
         return OptimizerState(self.optimizer, self._locality())
-
-    # ---- with sharded data parallelism
-
-    @property
-    def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
-        """This rank's parts of the parameters of each group, one behind the other, as updated.
-
-        Each takes ``ceil(ds_numel / q)`` elements. Masters are views of them. None for a group
-        without parameters, and for one with several dtypes.
-
-        Raises:
-            AttributeError: unless there is one model, it is partitioned and its data are sharded.
-        """
-        models = self._models()
-        sharded = models[0]._engine.sharded if len(models) == 1 else None
-        if sharded is None:
-            raise AttributeError("fp32_partitioned_groups_flat is there with sharded data only")
-        groups = [[model_parameter_of(p) for p in group["params"]] for group in self.param_groups]
-        return sharded.lay_out(groups)
-
-    @property
-    def ds_param_shard_group(self) -> dist.ProcessGroup:
-        """`torch.distributed` group of the ranks that hold one copy of the parameters."""
-        return runtime.current().process_group("shard")
 
     # ---- whose parameters these are
 

@@ -133,7 +133,7 @@ class OptimizerState:
         own_flat = self._flat()
         is_cut = False  # are entries those that this rank holds?
         if is_partial and (flat is not None or self._is_sharded):
-            is_cut = flat is not None and _are_cut_alike(flat, own_flat)
+            is_cut = self._is_sharded and flat is not None and _are_cut_alike(flat, own_flat)
             told = comm.allgather((is_cut, flat is not None), comm.WORLD)
             is_cut = all(alike for alike, _ in told)
             if any(are_flat for _, are_flat in told) and not is_cut:

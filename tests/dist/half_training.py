@@ -175,7 +175,9 @@ def marked(model: Any, what: str) -> dict[str, Any]:
     named = [(strip(name), p) for name, p in model.local_named_parameters()]
     values: dict[str, Any] = {}
     flat: dict[str, Any] = {}
-    is_sharded = smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
+    is_sharded = (
+        smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
+    )
     for name, parameter in named:
         holding = holding_of(parameter)
         assert holding is not None and parameter.grad is None, name

@@ -25,6 +25,7 @@ class Trained:
     losses: list[list[float]]  # [step][microbatch]
     params: dict[str, Tensor]  # whole, after the last step
     evaluated: Tensor  # before the first step
+    change: float  # largest of a parameter over the whole run
     num_sharded: int = 0
     stats: dict[str, int] = field(default_factory=dict)
 
@@ -79,8 +80,12 @@ def _wrap(run: Run) -> Any:
     return smp.DistributedModel(model)
 
 
-def train(rank: int, run: Run) -> Trained:
-    """Trains with or without sharding, as the configuration says."""
+def train(rank: int, run: Run, clip: float | None = None) -> Trained:
+    """Trains with or without sharding, as the configuration says.
+
+    Args:
+        clip: of the norm of gradients, where the optimizer does not do so by itself.
+    """
     import smp
 
     init(run)
@@ -103,36 +108,31 @@ def train(rank: int, run: Run) -> Trained:
         evaluated = torch.stack(list(evaluate_step(make_batch(case, run.dtype, 0, 99)).outputs))
         model.train()
     optimizer = make_optimizer(model, run.dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     losses: list[list[float]] = []
     num_sharded = 0
     for step in range(run.steps):
         output = train_step(make_batch(case, run.dtype, smp.dp_rank(), step))
         losses.append([loss.item() for loss in output.outputs])
         if degree > 1:
-            stand_in(model)
             num_sharded = check_is_sharded(model, degree)
+        elif clip is not None:
+            assert smp.clip_grad_norm_(model.parameters(), clip) > clip
         optimizer.step()
         optimizer.zero_grad()
     params = {name: value.clone() for name, value in model.state_dict().items()}
+    change = max(float((params[n] - v).abs().max()) for n, v in before.items() if v.numel())
     stats = stats_of(model) if degree > 1 else {}
-    return Trained(losses, params, evaluated, num_sharded, stats)
+    return Trained(losses, params, evaluated, change, num_sharded, stats)
 
 
-def stand_in(model: Any) -> None:
-    for parameter, holding in model._engine.holdings.items():
-        if parameter.grad is not None:
-            end = holding.begin + holding.numel
-            holding.master.grad = parameter.grad.reshape(-1)[holding.begin : end].clone()
-            parameter.grad = None
-
-
-def train_all(rank: int, runs: list[Run]) -> list[Trained]:
+def train_all(rank: int, runs: list[Run], clip: float | None = None) -> list[Trained]:
     import smp
 
     results = []
     for run in runs:
         with _noting(run):
-            results.append(train(rank, run))
+            results.append(train(rank, run, clip))
         smp.shutdown()
     return results
 
@@ -175,7 +175,7 @@ def check_runs(
     degree: int,
     *,
     tolerance: float,
-    env: dict[str, str] | None = None,
+    clip: float | None = None,
     **config: Any,
 ) -> list[Trained]:
     """Sharded training equals plain data parallelism.
@@ -183,10 +183,12 @@ def check_runs(
     Returns:
         what the ranks of the sharded run saw.
     """
+    if clip is not None:
+        config["sdp_gradient_clipping"] = clip
     runs = [run, sharded(run, degree, **config)]
-    results = pool.run(run.world_size, train_all, runs, timeout=120.0, env=env)
+    results = pool.run(run.world_size, train_all, runs, clip, timeout=120.0)
     plain, parts = ([ranks[i] for ranks in results] for i in range(2))
     check_equal(parts, plain, tolerance)
-    assert all(result.num_sharded > 1 for result in parts)
+    assert all(result.num_sharded > 1 and result.change > 1e-3 for result in parts)
     assert all(result.stats["num_gathers"] > 0 for result in parts)
     return parts

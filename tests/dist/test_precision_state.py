@@ -112,7 +112,9 @@ def save_in_every_form(rank: int, run: HalfRun, folder: str) -> dict[str, Tensor
     }
     for form, state in states.items():
         if form == "own" or smp.rdp_rank() == 0:
-            smp.save({"model": weights, "optimizer": state}, f"{folder}/{form}.pt", v3=form == "own")
+            smp.save(
+                {"model": weights, "optimizer": state}, f"{folder}/{form}.pt", v3=form == "own"
+            )
     smp.barrier()
     advance(run, optimizer, train_step, 2)
     return {name: value.clone() for name, value in optimizer_values(optimizer).items()}
@@ -153,6 +155,33 @@ def test_sharded_states_go_everywhere(pool: Pool, tmp_path: Path, run: HalfRun) 
                 assert torch.equal(value, unsharded[0][key]), f"{key} of {form} in {resumed}"
 
 
+def load_model_alone(rank: int, run: HalfRun) -> None:
+    """A state in 16 bits without one of the optimizer: masters follow where they must."""
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run)
+    advance(run, optimizer, train_step, 0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = marked(model, "masters")
+    advance(run, optimizer, train_step, 1)
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    held = {n: value for n, value in before.items() if isinstance(value, Tensor) and value.numel()}
+    name = next(iter(held))
+    after = marked(model, "masters")
+    assert torch.equal(after[name].half(), held[name].half())
+    model.load_state_dict({name: value.float() + 2.0**-20 for name, value in state.items()})
+    exact = marked(model, "masters")[name]
+    assert not torch.equal(exact, exact.half().float()), "float32 goes into masters as it is"
+    assert smp.rdp_size() == 2
+
+
+@pytest.mark.parametrize("run", [PLAIN, OPTIMIZER, DATA], ids=lambda run: run.sharding or "whole")
+def test_masters_follow_a_model_that_is_loaded(pool: Pool, run: HalfRun) -> None:
+    pool.run(2, load_model_alone, run)
+
+
 def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
     """Norms in all ways that there are, with an update after each."""
     import smp
@@ -176,7 +205,7 @@ def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
 
 
 def check_flat(model: Any, optimizer: Any) -> None:
-    """What scripts read: parts of the parameters, one behind the other, as the optimizer has them."""
+    """What scripts read: parts of parameters, one behind the other, as the optimizer has them."""
     from smp import runtime
 
     parts = [p.ds_tensor.ds_numel for p in model.parameters()]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.pool import Outcome, Pool
-from tests.dist.sharded_training import SHARDED, stand_in, stats_of
+from tests.dist.sharded_training import SHARDED, stats_of
 from tests.reference.models import randomise_
 
 WIDTH = 6
@@ -211,7 +211,6 @@ def train(model: Any, steps: int, penalty: bool = False) -> None:
 
     for step in range(steps):
         train_step(batch_of(smp.dp_rank(), step))
-        stand_in(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -271,6 +270,44 @@ def test_a_step_function_may_read_parameters(pool: Pool) -> None:
     pool.run(2, train_with_penalty)
 
 
+def slope_of(model: Any, x: Tensor) -> Tensor:
+    """Differentiates a gradient once more."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(x).pow(2).mean() + slope.pow(2).sum()
+
+
+def train_slopes(rank: int) -> None:
+    import smp
+
+    init(microbatches=1)
+    model = wrap("Blocks")
+    optimizer = smp.DistributedOptimizer(sgd(model))
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(slope_of(model, x))
+
+    plain = build("Blocks")
+    plain_optimizer = sgd(plain)
+    for step in range(2):
+        train_step(batch_of(smp.dp_rank(), step))
+        assert stats_of(model)["live_elements"] == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        for replica in range(2):
+            (slope_of(plain, batch_of(replica, step)) / 2).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    assert_params(model.state_dict(), dict(plain.state_dict()))
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        slope_of(model, batch_of(0, 0))
+
+
+def test_gradients_of_gradients_inside_of_steps(pool: Pool) -> None:
+    pool.run(2, train_slopes)
+
+
 def train_plainly(rank: int) -> dict[str, int]:
     """Without step functions."""
     import smp
@@ -286,7 +323,6 @@ def train_plainly(rank: int) -> dict[str, int]:
     for step in range(3):
         loss_of(model, batch_of(smp.dp_rank(), step)).backward()
         assert stats_of(model)["live_elements"] == 0
-        stand_in(model)
         optimizer.step()
         optimizer.zero_grad()
     assert_params(model.state_dict(), expected("Blocks", 3, 2))

@@ -175,7 +175,7 @@ def test_plain_loops_work(start: Any) -> None:
     start(fp16=True)
     results = []
     for scale in (1.0, 256.0):
-        model, optimizer, _ = make(static_loss_scale=scale)
+        model, optimizer, _ = make(torch.optim.SGD, static_loss_scale=scale)
         for _ in range(3):
             loss = model(torch.ones(2, 5) * torch.tensor([[1.0], [2.0]])).square().mean()
             if scale == 1.0:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smp import _C, memory, runtime
 from smp.data_parallel.holdings import Holding, attach
 from smp.data_parallel.masters import cast_rest, check_castable
-from smp.data_parallel.reduction import by_kind, dtypes_of, records_of
+from smp.data_parallel.reduction import by_kind, records_of
 from smp.data_parallel.watched import watch_parameters
 from smp.forwards import Around, Forward, wrap_forward
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smp import _C
 from smp.data_parallel.units import UnitPlan
+from smp.data_parallel.watched import watch_parameters
 from smp.forwards import Around, Forward, wrap_forward
 
 
@@ -35,7 +36,8 @@ def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[C
             if parameter is not None and parameter in unit_of
         }
         if units:
-            undo.append(_watch(module, store, units))
+            # Who lists parameters rarely reads them, and all at once may be too many.
+            undo.append(watch_parameters(module, units, store.read, on_listing=False))
     return undo
 
 
@@ -54,46 +56,6 @@ def _around(store: _C.ParameterStore, units: list[int]) -> Callable[[Forward], F
         return run
 
     return wrapper
-
-
-class _Watched(dict[str, Any]):
-    """The parameters of a module, which are gathered when somebody reads one by its name.
-
-    That is how code gets at a parameter outside of the forward of its unit: a parent that reads
-    its child's, a head that uses the table of an embedding.
-
-    Source: the idea is DeepSpeed's (ZeRO stage 3).
-    """
-
-    def __init__(
-        self, parameters: dict[str, Any], read: Callable[[int], None], units: Mapping[str, int]
-    ) -> None:
-        super().__init__(parameters)
-        self._read = read
-        self._units = units
-
-    def __getitem__(self, name: str) -> Any:
-        unit = self._units.get(name)
-        if unit is not None:
-            self._read(unit)
-        return super().__getitem__(name)
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles are of a plain module."""
-        return dict, (dict(self.items()),)
-
-
-def _watch(
-    module: nn.Module, store: _C.ParameterStore, units: Mapping[str, int]
-) -> Callable[[], None]:
-    watched = _Watched(module._parameters, store.read, units)
-    module.__dict__["_parameters"] = watched
-
-    def undo() -> None:
-        if module.__dict__["_parameters"] is watched:
-            module.__dict__["_parameters"] = dict(watched.items())
-
-    return undo
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -90,3 +90,25 @@ def refresh_piece(holding: Holding) -> None:
     if holding.has_copy:
         with torch.no_grad():
             holding.piece.copy_(holding.master.view(holding.piece.shape))
+
+
+def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
+    """Gives the model a value, and its master too.
+
+    A value in 16 bits changes a master only where this is not rounded to it: otherwise the master
+    is the more precise of the two, and the order in which a model and its optimizer are loaded
+    does not matter.
+
+    Args:
+        piece, master: of a holding; no master: of a frozen parameter.
+        values: as many, of any floating dtype.
+    """
+    with torch.no_grad():
+        piece.copy_(values.view(piece.shape))
+        if master is None or master.dtype == piece.dtype:
+            return
+        values = values.to(master.device).view(master.shape)
+        if values.dtype.itemsize < 4:
+            rounded = values.to(piece.dtype)
+            values = torch.where(master.to(piece.dtype) == rounded, master, values.to(master.dtype))
+        master.copy_(values)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import memory
+from smp.data_parallel.holdings import write_values
 
 _SHARD = "_smp_shard"
 
@@ -48,12 +49,9 @@ class Shard:
             self.flat = flat
 
     def write(self, value: Tensor) -> None:
-        """Takes the part out of a whole value; a master with more digits than that stays."""
+        """Takes the part out of a whole value."""
         part = value.detach().reshape(-1)[self.begin : self.begin + self.numel]
-        with torch.no_grad():
-            self.piece.copy_(part)
-            if self.master is not None and value.dtype.itemsize >= 4:
-                self.master.copy_(part)
+        write_values(self.piece, self.master, part)
 
 
 class Cutter:

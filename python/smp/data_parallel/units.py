@@ -64,7 +64,8 @@ def plan_units(root: nn.Module, is_sharded: Callable[[Tensor], bool]) -> UnitPla
         first = users[parameters[0]]
         units.append(Unit(next(iter(first.values())) or "(root)", tuple(parameters)))
         for module in modules:
-            needs[module] = (*needs.get(module, ()), len(units) - 1)
+            if module in needs:  # else it only holds them, as a ParameterList does
+                needs[module] = (*needs[module], len(units) - 1)
     return UnitPlan(tuple(units), needs)
 
 

@@ -16,11 +16,16 @@ class _Watched(dict[str, Any]):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Any], keys: Mapping[str, int], read: Callable[[int], None]
+        self,
+        parameters: Mapping[str, Any],
+        keys: Mapping[str, int],
+        read: Callable[[int], None],
+        on_listing: bool,
     ) -> None:
         super().__init__(parameters)
         self._keys = keys
         self._read = read
+        self._on_listing = on_listing
 
     def __getitem__(self, name: str) -> Any:
         key = self._keys.get(name)
@@ -40,16 +45,20 @@ class _Watched(dict[str, Any]):
         return super().values()
 
     def _read_all(self) -> None:
-        for key in self._keys.values():
+        for key in self._keys.values() if self._on_listing else ():
             self._read(key)
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of a plain module."""
-        return dict, (dict(self.items()),)
+        return dict, (dict(dict.items(self)),)
 
 
 def watch_parameters(
-    module: nn.Module, keys: Mapping[str, int], read: Callable[[int], None]
+    module: nn.Module,
+    keys: Mapping[str, int],
+    read: Callable[[int], None],
+    *,
+    on_listing: bool = True,
 ) -> Callable[[], None]:
     """Calls back before a parameter of a module is read, other than through a reference that
     somebody has kept.
@@ -58,11 +67,13 @@ def watch_parameters(
         module: of the user.
         keys: number of a parameter, by its name in the module; others are not watched.
         read: gets that number; must not read parameters itself.
+        on_listing: whether it is called for all of them when they are listed, as those do who look
+            for the dtype or the device of a model.
 
     Returns:
         undoes it; may be called twice.
     """
-    watched = _Watched(module._parameters, keys, read)
+    watched = _Watched(module._parameters, keys, read, on_listing)
     module.__dict__["_parameters"] = watched
 
     def undo() -> None:

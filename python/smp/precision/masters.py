@@ -16,6 +16,7 @@ from smp.data_parallel import (
     holding_with_master,
     lay_out,
     model_parameter_of,
+    write_values,
 )
 from smp.tensor_parallel.sharding import interval_of
 
@@ -84,30 +85,19 @@ def refresh_pieces(holdings: Iterable[Holding]) -> None:
 
 
 def reload_masters(holdings: Iterable[Holding]) -> None:
-    """Takes over values that were written to the model.
-
-    A master that the model's value is the rounding of stays what it is: it is the more precise of
-    the two, so that the order in which a model and its optimizer are loaded does not matter.
-    """
-    with torch.no_grad():
-        for holding in holdings:
-            if holding.has_copy and holding.numel:
-                piece = holding.piece.view(holding.master.shape)
-                agrees = holding.master.to(piece.dtype) == piece
-                holding.master.copy_(torch.where(agrees, holding.master, piece.float()))
+    """Takes over values that were written to the model (see `write_values`)."""
+    for holding in holdings:
+        if holding.has_copy and holding.numel:
+            write_values(holding.piece, holding.master, holding.piece.detach())
 
 
 def load_value(target: Tensor, value: Tensor) -> None:
     """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
     with torch.no_grad():
         target.copy_(value)
-        holding = holding_of(target)
-        if holding is None or not holding.has_copy or not holding.numel:
-            return
-        if value.dtype in (torch.float16, torch.bfloat16):
-            reload_masters([holding])
-        else:
-            holding.master.copy_(cut(value, holding))
+    holding = holding_of(target)
+    if holding is not None and holding.has_copy and holding.numel:
+        write_values(holding.piece, holding.master, cut(value, holding))
 
 
 class MasterViews:

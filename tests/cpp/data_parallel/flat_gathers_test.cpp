@@ -19,7 +19,8 @@ TEST(FlatGathers, all_parts_come_where_they_are_waited_for) {
     for (int update = 1; update <= 3; ++update) {
       for (const at::Tensor& flat : flats) {
         const int64_t numel = flat.numel() / 3;
-        flat.narrow(0, group_rank * numel, numel).fill_(10 * update + group_rank);
+        flat.narrow(0, group_rank * numel, numel)
+            .fill_(10 * update + group_rank);
       }
       gathers.launch();
       EXPECT_TRUE(gathers.pending());
