@@ -205,7 +205,7 @@ def update_and_read(rank: int, overlap: bool) -> list[Tensor]:
     update()
     seen.append(module.table.weight.detach().clone())
     update()
-    seen.extend(module.state_dict().values())
+    seen.extend(value.clone() for value in module.state_dict().values())
     assert not flat._gathers.pending
     update()
     seen.extend(p.detach().clone() for p in module.parameters())

@@ -80,8 +80,8 @@ def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
                 best[reached] = option
     if wanted not in best:  # by rounding only
         return [True] * len(layers)
-    chosen = set(best[wanted][1])
-    return [idx in chosen for idx in range(len(layers))]
+    picked = set(best[wanted][1])
+    return [idx in picked for idx in range(len(layers))]
 
 
 class _Layer:

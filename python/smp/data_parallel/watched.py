@@ -50,6 +50,7 @@ class _Watched(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of a plain module."""
+        self._read_all()
         return dict, (dict(dict.items(self)),)
 
 

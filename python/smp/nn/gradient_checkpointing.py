@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 _FLAG = "gradient_checkpointing"
+_PRESERVES = "preserve_rng_state"
 
 
 class GradientCheckpointing:
@@ -39,8 +40,8 @@ def _set(root: object, enabled: bool, preserve_rng_state: bool) -> None:
     assert isinstance(root, nn.Module)
     for module in root.modules():
         if hasattr(module, _FLAG):
-            module.gradient_checkpointing = enabled
-            module.preserve_rng_state = preserve_rng_state
+            setattr(module, _FLAG, enabled)
+            setattr(module, _PRESERVES, preserve_rng_state)
 
 
 def take_over_checkpointing(original: nn.Module, made: nn.Module) -> None:
