@@ -228,6 +228,32 @@ def test_whoever_reads_a_parameter_waits_for_it(pool: Pool) -> None:
             assert torch.equal(got, expected)
 
 
+def read_after_deletion(rank: int) -> Tensor:
+    import gc
+
+    import smp
+
+    init_sharded(ShardRun("chain"), True)
+    torch.manual_seed(3)
+    module = nn.Linear(30, 40)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    model(torch.full((1, 30), 1.0 + smp.dp_rank())).sum().backward()
+    optimizer.step()
+    assert model._engine.flat._gathers.pending
+    del model, optimizer
+    gc.collect()
+    return module.weight.detach().clone()
+
+
+def test_a_module_that_outlives_its_model_waits_too(pool: Pool) -> None:
+    got = pool.run(2, read_after_deletion)
+    torch.manual_seed(3)
+    expected = nn.Linear(30, 40).weight - 0.5 * 1.5
+    for weight in got:
+        torch.testing.assert_close(weight, expected.detach())
+
+
 # ---- together with the rest ------------------------------------------------------
 
 

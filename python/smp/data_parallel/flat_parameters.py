@@ -187,6 +187,7 @@ class FlatParameters:
         return wrapper
 
     def uncover(self) -> None:
-        """Takes what waits from around the modules. May be called twice."""
-        while self._undo:
+        """Takes what waits from around the modules, unless there is something to wait for: the
+        modules may live longer than their model. May be called twice."""
+        while self._undo and not self._gathers.pending:
             self._undo.pop()()
