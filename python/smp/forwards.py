@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,10 @@ class _Chain:
             copy.deepcopy(self.module, memo), copy.deepcopy(self.original, memo), self.is_own
         )
 
+    def __reduce__(self) -> tuple[Callable[..., Forward], tuple[Any, ...]]:
+        """Pickles the forward alone, for the same reason."""
+        return (_itself, (self.original,)) if self.is_own else (_plain_forward, (self.module,))
+
     def compose(self) -> None:
         self.composed = self.original
         for _, wrapper in sorted(self.wrappers.items()):
@@ -70,6 +75,20 @@ class _Chain:
             del attributes["forward"]
 
 
+def _plain_forward(module: nn.Module) -> Forward:
+    """The forward of a module's class, when it comes out of a pickle."""
+    return types.MethodType(type(module).forward, module)
+
+
+def _itself(forward: Forward) -> Forward:
+    return forward
+
+
+def _chain_of(module: nn.Module) -> _Chain | None:
+    chain = module.__dict__.get(_CHAIN)
+    return chain if isinstance(chain, _Chain) else None  # what a pickle has left is none
+
+
 def wrap_forward(
     module: nn.Module, around: Around, wrapper: Callable[[Forward], Forward]
 ) -> Callable[[], None]:
@@ -83,7 +102,7 @@ def wrap_forward(
     Returns:
         undoes it; may be called twice.
     """
-    chain = module.__dict__.get(_CHAIN)
+    chain = _chain_of(module)
     if chain is None:
         chain = _Chain(module, module.forward, "forward" in module.__dict__)
         # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
@@ -104,13 +123,13 @@ def wrap_forward(
 
 def is_wrapped(module: nn.Module, around: Around) -> bool:
     """Does this stand around the forward of the module?"""
-    chain = module.__dict__.get(_CHAIN)
+    chain = _chain_of(module)
     return chain is not None and around in chain.wrappers
 
 
 def uncover(module: nn.Module) -> None:
     """Takes everything from around the forward of a module, for somebody who puts back its
     ``__dict__`` afterwards."""
-    chain = module.__dict__.get(_CHAIN)
+    chain = _chain_of(module)
     if chain is not None:
         chain.uncover()

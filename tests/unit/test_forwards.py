@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable
 
 import torch
@@ -90,3 +91,15 @@ def test_copies_are_plain() -> None:
     wrap_forward(module, Around.REMOTE, _calling(log, "original"))
     copy.deepcopy(module)(torch.ones(1, 2))
     assert log == []
+
+
+def test_pickles_are_plain() -> None:
+    module, log = nn.Linear(2, 2), []
+    wrap_forward(module, Around.REMOTE, _calling(log, "original"))
+    other = pickle.loads(pickle.dumps(module))
+    x = torch.ones(1, 2)
+    assert torch.equal(other(x), nn.functional.linear(x, module.weight, module.bias))
+    assert log == []
+    wrap_forward(other, Around.CHECKPOINT, _calling(log, "copy"))
+    other(x)
+    assert log == ["copy"]
