@@ -9,7 +9,7 @@
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/checkpoint.h"
-#include "csrc/memory/host_pages.h"
+#include "csrc/memory/host_heap.h"
 #include "csrc/memory/random_state.h"
 
 namespace py = pybind11;
@@ -27,6 +27,16 @@ class PyTaskScope {
  private:
   Task task_;
   std::optional<TaskScope> scope_;
+};
+
+// `with MappedBlocks():`
+class PyMappedBlocks {
+ public:
+  void enter() { blocks_ = std::make_unique<memory::MappedBlocks>(); }
+  void exit(const py::args&) { blocks_.reset(); }
+
+ private:
+  std::unique_ptr<memory::MappedBlocks> blocks_;
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -130,6 +140,12 @@ void bind_memory(py::module_& m) {
   m.def("trim_heap", &memory::trim_heap,
         py::call_guard<py::gil_scoped_release>(),
         "Gives free memory of the C library's heap back to the system.");
+  py::class_<PyMappedBlocks>(m, "MappedBlocks",
+                             "Context manager: large blocks stay out of the "
+                             "C library's heap, and go back once freed.")
+      .def(py::init<>())
+      .def("__enter__", &PyMappedBlocks::enter)
+      .def("__exit__", &PyMappedBlocks::exit);
   py::class_<PyTaskScope>(m, "TaskScope",
                           "Context manager: what the thread works on.")
       .def(py::init([](int64_t step, int mb) {

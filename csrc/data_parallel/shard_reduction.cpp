@@ -1,10 +1,9 @@
 #include "csrc/data_parallel/shard_reduction.h"
 
-#include <ATen/ops/empty.h>
-
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/memory/host_pages.h"
 
 namespace smp::data_parallel {
 
@@ -50,7 +49,9 @@ void ShardReduction::add(int slot_idx, const at::Tensor& grad) {
 void ShardReduction::launch(double pass_divisor) {
   lease();  // other ranks may have gradients
   bucket_.finish(pass_divisor * divisor_);
-  if (!shard_.defined()) shard_ = at::empty({shard_numel_}, options_);
+  if (!shard_.defined()) {
+    shard_ = memory::empty_in_pages(shard_numel_, options_);
+  }
   at::Tensor sum = shard_;
   if (has_sum_) {
     incoming_ = take(shard_numel_);

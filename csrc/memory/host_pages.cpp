@@ -1,13 +1,12 @@
 #include "csrc/memory/host_pages.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <malloc.h>
 #include <sys/mman.h>
 
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "csrc/common/check.h"
 
@@ -70,16 +69,10 @@ at::Tensor empty_in_pages(int64_t numel, const at::TensorOptions& options) {
   if (!options.device().is_cpu() || num_bytes < kOwnPagesBytes) {
     return at::empty({numel}, options);
   }
-  auto pages = std::make_shared<at::DataPtr>(take_pages(num_bytes));
-  void* const begin = pages->get();
-  return at::from_blob(
-      begin, {numel}, [pages](void*) mutable { pages.reset(); }, options);
-}
-
-void trim_heap() {
-#if defined(__GLIBC__)
-  ::malloc_trim(0);
-#endif
+  at::Storage storage(at::Storage::use_byte_size_t(), num_bytes,
+                      take_pages(num_bytes), c10::GetAllocator(at::kCPU),
+                      /*resizable=*/true);
+  return at::empty({0}, options).set_(std::move(storage), 0, {numel});
 }
 
 }  // namespace smp::memory

@@ -26,8 +26,4 @@ at::DataPtr take_pages(int64_t num_bytes);
 /// `kOwnPagesBytes` on, else as `at::empty` makes it.
 at::Tensor empty_in_pages(int64_t numel, const at::TensorOptions& options);
 
-/// Lets the C library give back all pages of the host that are wholly free. For
-/// moments when much has been freed for good: the next allocations are slower.
-void trim_heap();
-
 }  // namespace smp::memory
