@@ -53,7 +53,10 @@ class AllocationMeter:
             getattr(library, name).restype = ctypes.c_longlong
 
     def live(self) -> int:
-        """Bytes in large blocks now."""
+        """Bytes in large blocks now.
+
+        What a library keeps for later tensors counts as long as it keeps it: release that before.
+        """
         return int(self._library.smp_meter_live())
 
     def restart(self) -> int:

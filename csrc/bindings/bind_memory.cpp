@@ -9,7 +9,7 @@
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/checkpoint.h"
-#include "csrc/memory/host_heap.h"
+#include "csrc/memory/host_allocator.h"
 #include "csrc/memory/random_state.h"
 
 namespace py = pybind11;
@@ -27,16 +27,6 @@ class PyTaskScope {
  private:
   Task task_;
   std::optional<TaskScope> scope_;
-};
-
-// `with MappedBlocks():`
-class PyMappedBlocks {
- public:
-  void enter() { blocks_ = std::make_unique<memory::MappedBlocks>(); }
-  void exit(const py::args&) { blocks_.reset(); }
-
- private:
-  std::unique_ptr<memory::MappedBlocks> blocks_;
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -90,6 +80,37 @@ py::dict stats(const memory::ActivationStore& store) {
   return result;
 }
 
+void bind_host_memory(py::module_& m) {
+  using memory::HostAllocator;
+  const py::call_guard<py::gil_scoped_release> release;
+  m.def(
+      "install_host_allocator", [] { HostAllocator::instance().install(); },
+      "Large CPU tensors of this process stay out of the C library's heap.");
+  m.def(
+      "uninstall_host_allocator", [] { HostAllocator::instance().uninstall(); },
+      "They are made as before.");
+  m.def(
+      "release_idle_host_memory",
+      [] { HostAllocator::instance().release_idle(); }, release,
+      "Memory that was not used since the call before the last one goes back.");
+  m.def(
+      "release_host_memory", [] { HostAllocator::instance().release_all(); },
+      release, "All free memory of the host goes back to the system.");
+  m.def(
+      "host_memory_stats",
+      [] {
+        const HostAllocator::Stats stats = HostAllocator::instance().stats();
+        py::dict result;
+        result["mapped"] = stats.num_mapped;
+        result["reused"] = stats.num_reused;
+        result["live_bytes"] = stats.live_bytes;
+        result["cached_bytes"] = stats.cached_bytes;
+        return result;
+      },
+      "Blocks that came from the system and that were used again; bytes in "
+      "use and free.");
+}
+
 void bind_checkpoints(py::module_& m) {
   using memory::ActivationStore;
   py::class_<ActivationStore, std::shared_ptr<ActivationStore>>(
@@ -118,6 +139,7 @@ void bind_checkpoints(py::module_& m) {
 
 void bind_memory(py::module_& m) {
   bind_checkpoints(m);
+  bind_host_memory(m);
   using memory::RandomState;
   py::class_<RandomState>(m, "RandomState",
                           "A copy of the default random generators.")
@@ -137,15 +159,6 @@ void bind_memory(py::module_& m) {
       "Seeds the default generators of the CPU and of the device.");
   m.def("mix_seed", &memory::mix_seed, py::arg("seed"), py::arg("value"),
         "A seed made of two numbers (splitmix64).");
-  m.def("trim_heap", &memory::trim_heap,
-        py::call_guard<py::gil_scoped_release>(),
-        "Gives free memory of the C library's heap back to the system.");
-  py::class_<PyMappedBlocks>(m, "MappedBlocks",
-                             "Context manager: large blocks stay out of the "
-                             "C library's heap, and go back once freed.")
-      .def(py::init<>())
-      .def("__enter__", &PyMappedBlocks::enter)
-      .def("__exit__", &PyMappedBlocks::exit);
   py::class_<PyTaskScope>(m, "TaskScope",
                           "Context manager: what the thread works on.")
       .def(py::init([](int64_t step, int mb) {

@@ -20,16 +20,6 @@ uintptr_t round_up(uintptr_t value, uintptr_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-struct Mapping {
-  void* begin;
-  size_t size;
-};
-
-void unmap(void* mapping) {
-  const std::unique_ptr<Mapping> owned(static_cast<Mapping*>(mapping));
-  ::munmap(owned->begin, owned->size);
-}
-
 void* map(size_t size) {
   void* const begin = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -54,13 +44,32 @@ void* map_for_huge_pages(size_t size) {
   return result;
 }
 
+struct Mapping {
+  void* begin;
+  int64_t num_bytes;
+};
+
+void delete_mapping(void* mapping) {
+  const std::unique_ptr<Mapping> owned(static_cast<Mapping*>(mapping));
+  unmap_pages(owned->begin, owned->num_bytes);
+}
+
 }  // namespace
 
-at::DataPtr take_pages(int64_t num_bytes) {
+void* map_pages(int64_t num_bytes) {
   SMP_ASSERT(num_bytes > 0, num_bytes, " bytes of pages");
   const size_t size = round_up(static_cast<uintptr_t>(num_bytes), kPage);
-  void* const begin = size < kHugePage ? map(size) : map_for_huge_pages(size);
-  return {begin, new Mapping{begin, size}, &unmap, at::Device(at::kCPU)};
+  return size < kHugePage ? map(size) : map_for_huge_pages(size);
+}
+
+void unmap_pages(void* begin, int64_t num_bytes) {
+  ::munmap(begin, round_up(static_cast<uintptr_t>(num_bytes), kPage));
+}
+
+at::DataPtr take_pages(int64_t num_bytes) {
+  void* const begin = map_pages(num_bytes);
+  return {begin, new Mapping{begin, num_bytes}, &delete_mapping,
+          at::Device(at::kCPU)};
 }
 
 at::Tensor empty_in_pages(int64_t numel, const at::TensorOptions& options) {

@@ -89,7 +89,7 @@ class ParameterStore:
         within: Communicator | None = None,
         max_live_elements: int = ...,
         persistence_threshold: int = 0,
-        num_ahead: int = 2,
+        num_ahead: int = 1,
         faults: FaultBoard | None = None,
         ranks: Sequence[int] = ...,
         timeout_s: float = 1800.0,

@@ -162,7 +162,7 @@ class Engine:
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
-        _C.trim_heap()  # whole values are gone for good
+        _C.release_host_memory()  # whole values are gone for good
 
     def _place_whole(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Parameters are real, and the same on all replicas."""
@@ -222,9 +222,11 @@ class Engine:
             self.sharded.after_update()
         if self.flat is not None:
             self.flat.after_update()
-        if not self._has_updated:
+        if self._has_updated:
+            _C.release_idle_host_memory()
+        else:
+            _C.release_host_memory()  # all that stays is there now
             self._has_updated = True
-            _C.trim_heap()  # now all is there that stays, around what the first step has freed
 
     # ---- precision
 

@@ -353,6 +353,7 @@ class Runtime(WrappedObjects):
         links, torch_groups = self.links, self._torch_groups
         with ExitStack() as last_first:  # every part is ended, whatever others raise
             last_first.callback(_C.set_rank_prefix, "")
+            last_first.callback(_C.uninstall_host_allocator)
             if links is not None:
                 last_first.callback(links.close)
             if torch_groups is not None:
@@ -486,6 +487,8 @@ def _meet(
 def _start(runtime: Runtime) -> None:
     global _current, _has_hooks
     _current = runtime
+    if runtime.settings.host_pool and runtime.device.type == "cpu":
+        _C.install_host_allocator()
     if runtime.world_size > 1 and not _has_hooks:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)

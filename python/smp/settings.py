@@ -28,6 +28,8 @@ class Settings:
     """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
     ring_mb: int = DEFAULT_RING_MB
     """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
+    host_pool: bool = True
+    """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
 
 def read_settings(env: Mapping[str, str]) -> Settings:
@@ -50,6 +52,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
         ring_mb=_ring_mb(env),
+        host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
     )
 
 

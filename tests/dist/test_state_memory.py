@@ -49,4 +49,6 @@ def test_bytes_of_a_rank_are_those_of_the_table(pool: Pool, name: str, tmp_path:
             assert abs(told[kind] / expected - 1) <= LIVE_TOLERANCE, f"{kind} of rank {rank}"
         state = sum(per_parameter) * told["numel"]
         slack = RESIDENT_TOLERANCE * state + RESIDENT_SLACK
-        assert abs(told["grown"] - state) <= slack, f"rank {rank}: {told['grown'] / state:.3f}"
+        assert len(told["grown"]) == 6  # in three steps, with gradients, before and after updates
+        for grown in told["grown"]:
+            assert abs(grown - state) <= slack, f"rank {rank}: {grown / state:.3f} of the state"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from smp import _C
 from smp.memory.creation_values import noting_draws
 
 
@@ -29,7 +28,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: whether they are delayed.
     """
-    with noting_draws(), _C.MappedBlocks():
+    with noting_draws():
         if enabled:
             with on_meta():
                 yield

@@ -1,9 +1,10 @@
 """Ranks measure what they hold of the state of a model of 100 million parameters.
 
-Usage: state_memory.py CASE FOLDER; a case is JSON, the configuration of `smp.init`. After two
-training steps every rank writes ``FOLDER/rank<i>.json``: bytes of live storages of parameters,
-gradients and optimizer state; what the resident memory of the process has grown by since before the
-model was made; the number of parameters, and of those of them that were updated here.
+Usage: state_memory.py CASE FOLDER; a case is JSON, the configuration of `smp.init`. Every rank
+writes ``FOLDER/rank<i>.json``: bytes of live storages of parameters, gradients and optimizer state;
+what the resident memory of the process has grown by since before the model was made, after each of
+some training steps and after each of their updates; the number of parameters, and of those of them
+that were updated here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from state_bytes import state_bytes  # noqa: E402
 
 WIDTH, NUM_LAYERS = 2048, 24  # 100.7 million parameters
+NUM_STEPS = 4
 
 
 class Stack(nn.Module):
@@ -51,7 +53,7 @@ def main() -> None:
     smp.init(json.loads(sys.argv[1]))
     torch.manual_seed(1)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)  # so that what was free before cannot hide what grows
     before = resident_bytes()
     with smp.model_creation():
         stack = Stack()
@@ -66,15 +68,14 @@ def main() -> None:
         return loss
 
     x = torch.randn(2, WIDTH)
-    for step in range(2):
+    grown = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
         train(x)
+        after_step = resident_bytes() - before
         optimizer.step()
-        if step == 0:
-            optimizer.zero_grad()
-    gc.collect()
-    # The C library keeps what was freed for the next step; it is free, and no state.
-    ctypes.CDLL(None).malloc_trim(0)
-    grown = resident_bytes() - before
+        if step > 0:
+            grown += [after_step, resident_bytes() - before]
     held = state_bytes(model, optimizer)
     result = {
         "numel": numel,
