@@ -20,6 +20,8 @@ SOURCE = Path(__file__).with_name("allocation_meter.c")
 def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Environment for a process that counts; compiles the library when it is out of date.
 
+    PyTorch's allocator stays in place there: what ours keeps for later tensors would count.
+
     Args:
         folder: for the library; made if it is not there.
     """
@@ -31,7 +33,11 @@ def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
             [compiler, "-O2", "-fPIC", "-shared", "-o", str(library), str(SOURCE)], check=True
         )
     earlier = environment.get("LD_PRELOAD", "")
-    return {**environment, "LD_PRELOAD": f"{library} {earlier}".strip()}
+    return {
+        **environment,
+        "LD_PRELOAD": f"{library} {earlier}".strip(),
+        "SMP_HOST_POOL": "0",
+    }
 
 
 class AllocationMeter:
@@ -53,10 +59,7 @@ class AllocationMeter:
             getattr(library, name).restype = ctypes.c_longlong
 
     def live(self) -> int:
-        """Bytes in large blocks now.
-
-        What a library keeps for later tensors counts as long as it keeps it: release that before.
-        """
+        """Bytes in large blocks now."""
         return int(self._library.smp_meter_live())
 
     def restart(self) -> int:

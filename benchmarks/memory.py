@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 from workers import Worker
 
 import smp
-from smp import _C
 
 MB = 1e6
 
@@ -35,29 +34,22 @@ def make_all(worker: Worker, meter: AllocationMeter) -> tuple[dict[str, Contende
     makers = SUBJECTS[config["subject"]][1]
     next(iter(makers.values()))(shape, batch).run()  # what a process allocates once counts for none
     for name, make in makers.items():
-        before = live(meter)
+        gc.collect()
+        before = meter.live()
         contenders[name] = make(shape, batch)
         losses[name] = [contenders[name].run() for _ in range(3)]
-        kept[name] = live(meter) - before
+        kept[name] = meter.live() - before
     expected, *others = (torch.stack(values) for values in losses.values())
     for other in others:  # the third one has seen two updates
         torch.testing.assert_close(other, expected, rtol=1e-4, atol=0)
     return contenders, kept
 
 
-def live(meter: AllocationMeter) -> int:
-    """Bytes that somebody uses; none that are kept for later tensors, whoever makes them."""
-    gc.collect()
-    _C.release_host_memory()
-    return meter.live()
-
-
 def peak_bytes(contender: Contender, meter: AllocationMeter) -> int:
     """The most that a step allocates on top of what the contender keeps."""
-    before = live(meter)
-    meter.restart()
+    live = meter.restart()
     contender.run()
-    return meter.peak() - before
+    return meter.peak() - live
 
 
 def over_ranks(timing: Timing) -> list[float]:

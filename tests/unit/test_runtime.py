@@ -37,6 +37,27 @@ def test_world_of_one_starts_nothing() -> None:
     assert current.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_large_tensors_have_memory_of_their_own_while_it_runs(
+    has_pool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMP_HOST_POOL", str(int(has_pool)))
+
+    def grows() -> bool:
+        before = runtime._C.host_memory_stats()["live_bytes"]
+        large = torch.ones(2**20)
+        return bool(runtime._C.host_memory_stats()["live_bytes"] - before == large.nbytes)
+
+    assert not grows()
+    smp.init()
+    kept = torch.ones(2**20)
+    assert grows() == has_pool
+    smp.shutdown()
+    assert not grows()
+    assert kept.sum() == 2**20
+    assert runtime._C.host_memory_stats()["cached_bytes"] == 0
+
+
 def test_rank_prefix_lives_from_init_to_shutdown() -> None:
     smp.init()
     assert runtime.current().prefix == "[global_rank 0 | pp 0 tp 0 rdp 0] "

@@ -9,7 +9,9 @@ from smp import settings
 
 
 def test_defaults() -> None:
-    assert settings.read_settings({}) == settings.Settings(1800.0, "auto", False, "gloo", True, 8)
+    assert settings.read_settings({}) == settings.Settings(
+        1800.0, "auto", False, "gloo", True, 8, True
+    )
 
 
 def test_values_are_read() -> None:
@@ -20,8 +22,10 @@ def test_values_are_read() -> None:
         "SMP_TRANSPORT": "mpi",
         "SMP_SHM": "0",
         "SMP_SHM_RING_MB": "2",
+        "SMP_HOST_POOL": "0",
     }
-    assert settings.read_settings(env) == settings.Settings(2.5, "cpu", True, "mpi", False, 2)
+    expected = settings.Settings(2.5, "cpu", True, "mpi", False, 2, False)
+    assert settings.read_settings(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,7 @@ def test_values_are_read() -> None:
         ("SMP_SHM_RING_MB", "0"),
         ("SMP_SHM_RING_MB", "1.5"),
         ("SMP_SHM_RING_MB", "9999"),
+        ("SMP_HOST_POOL", "off"),
     ],
 )
 def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:
