@@ -43,6 +43,8 @@ from smp.settings import (
 )
 from smp.wrapped import WrappedObjects
 
+FAILURE_VARIABLE = "SMP_FAILURE_FILE"
+
 logger = logging.getLogger("smp")
 
 PeerFailure = _C.PeerFailure
@@ -497,6 +499,22 @@ def _start(runtime: Runtime) -> None:
 def _on_uncaught(error: BaseException) -> None:
     if _current is not None:
         _current.report_raised("the script (uncaught exception)", error)
+        _write_failure(_current, error)
+
+
+def _write_failure(runtime: Runtime, error: BaseException) -> None:
+    """Tells the launcher who is to blame: rank 0 may end first because rank 1 has failed."""
+    path = os.environ.get(FAILURE_VARIABLE)
+    if not path:
+        return
+    culprit: int | None = runtime.global_rank
+    if isinstance(error, PeerFailure) and runtime.board is not None:
+        culprit = runtime.board.fault_rank()
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"culprit": culprit, "error": type(error).__name__}, file)
+    except OSError as problem:
+        logger.warning("smp: cannot write %s: %s", path, problem.strerror)
 
 
 def _at_exit() -> None:

@@ -72,6 +72,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
+    frozenset({"__main__"}),
 )
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')
