@@ -271,9 +271,7 @@ def _slurm_rendezvous(env: Mapping[str, str], host: str | None) -> Rendezvous:
     )
 
 
-def _sagemaker_rendezvous(
-    env: Mapping[str, str], host: str | None, port: str | None
-) -> Rendezvous:
+def _sagemaker_rendezvous(env: Mapping[str, str], host: str | None, port: str | None) -> Rendezvous:
     """SageMaker starts ``mpirun`` on the first of its hosts, where rank 0 is then."""
     try:
         hosts = sorted(json.loads(env["SM_HOSTS"]))

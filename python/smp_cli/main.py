@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class Command:
     """A subcommand.
 
-    `module` has ``add_parser(subparsers)``: it adds a parser of this name, whose default ``execute``
-    takes the parsed arguments and returns the exit status. It is imported when the subcommand is
-    asked for, so it may need torch.
+    `module` has ``add_parser(subparsers)``: it adds a parser of this name, whose default
+    ``execute`` takes the parsed arguments and returns the exit status. It is imported when the
+    subcommand is asked for, so it may need torch.
     """
 
     name: str
@@ -25,11 +25,15 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("run", "start a script in several processes of this machine", "smp_cli.run"),
-    Command("doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"),
+    Command(
+        "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
+    ),
 )
 
 
-def build_parser(wanted: str | None, commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(
+    wanted: str | None, commands: Sequence[Command] = COMMANDS
+) -> argparse.ArgumentParser:
     """The parser in which the subcommand `wanted` is complete and the others have a name."""
     parser = argparse.ArgumentParser(prog="smp", description="Model-parallel training for PyTorch.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 _MAX_LINE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
@@ -25,7 +25,7 @@ class Output:
 class LineRelay:
     """Passes one stream of a rank on, whole lines at a time, so that lines of ranks do not mix."""
 
-    def __init__(self, fd: int, prefix: bytes, to: BinaryIO, log: BinaryIO | None) -> None:
+    def __init__(self, fd: int, prefix: bytes, to: IO[Any], log: IO[Any] | None) -> None:
         """
         Args:
             fd: the end to read from; closed by `close`.
@@ -75,7 +75,7 @@ class LineRelay:
         os.close(self.fd)
 
 
-def _write_all(to: BinaryIO, data: bytes) -> None:
+def _write_all(to: IO[Any], data: bytes) -> None:
     try:
         to.write(data)
         to.flush()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import IO, Any
 
 from smp_cli.output import LineRelay, Output
 
@@ -29,7 +29,7 @@ class Ranks:
         self._mode = "wb" if is_first else "ab"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._relays: dict[int, LineRelay] = {}
-        self._logs: list[BinaryIO] = []
+        self._logs: list[IO[Any]] = []
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self.ended: list[tuple[int, int]] = []

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smp_cli.cores import usable_cores
+from smp_cli.output import Output
 from smp_cli.sagemaker import read_config, variables
-from smp_cli.supervisor import Attempt, Job, Output, run_job
+from smp_cli.supervisor import Attempt, Job, run_job
 
 # Set by other launchers; a script that reads them would take our ranks for theirs.
 _FOREIGN = (
@@ -38,19 +39,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("-n", "--ranks", type=_positive, required=True, help="number of processes")
     add("--config", metavar="FILE.json|KEY=VALUE,...", help="configuration, as SageMaker passes it")
-    add("--max-restarts", type=_natural, default=0, metavar="N",
+    add(
+        "--max-restarts",
+        type=_natural,
+        default=0,
+        metavar="N",
         help="after a failure start all ranks again, N times at most (0); with N > 0 also whenever "
-        "they exit with 75, which means that they saved and want to be resumed")  # fmt: skip
-    add("--grace-s", type=float, default=10.0, metavar="S",
-        help="seconds for the other ranks to end after one has failed, before they are ended (10)")  # fmt: skip
-    add("--output", choices=("prefix", "raw"), default="prefix",
-        help="each line with its rank in front (default), or as it comes")  # fmt: skip
+        "they exit with 75, which means that they saved and want to be resumed",
+    )
+    add(
+        "--grace-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds for the other ranks to end after one has failed, before they are ended (10)",
+    )
+    add(
+        "--output",
+        choices=("prefix", "raw"),
+        default="prefix",
+        help="each line with its rank in front (default), or as it comes",
+    )
     add("--log-dir", type=Path, metavar="DIR", help="also write DIR/rank<r>.log")
-    add("--torch-env", action="store_true",
-        help="also set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun does. Not for "
-        "Hugging Face: Accelerate would take the job for plain data parallelism")  # fmt: skip
-    add("--sm-dir", type=Path, default=Path("sagemaker"), metavar="DIR",
-        help="with --config: where SM_MODEL_DIR and the like are, unless they are set (sagemaker)")  # fmt: skip
+    add(
+        "--torch-env",
+        action="store_true",
+        help="also set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun does. Not "
+        "for Hugging Face: Accelerate would take the job for plain data parallelism",
+    )
+    add(
+        "--sm-dir",
+        type=Path,
+        default=Path("sagemaker"),
+        metavar="DIR",
+        help="with --config: where SM_MODEL_DIR and the like are, unless they are set (sagemaker)",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT")
     add("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")

@@ -1,7 +1,7 @@
 """Starts the ranks of a job, passes signals on, ends all when one fails, starts them again.
 
-The failure file is the idea of torchrun's error file: a rank that ends because of another one says so, hence
-the status of the culprit is reported, whoever is seen to end first.
+The failure file is the idea of torchrun's error file: a rank that ends because of another one says
+so, hence the status of the culprit is reported, whoever is seen to end first.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | N
         return None
     told = {rank: _read_failure(attempt.failure_file(rank)) for rank in failed}
     named = [one.culprit for rank, one in told.items() if one and one.blames_another(rank)]
-    raised = [rank for rank, one in told.items() if one and one.culprit == rank and not one.is_victim]
+    raised = [
+        rank for rank, one in told.items() if one and one.culprit == rank and not one.is_victim
+    ]
     silent = [rank for rank, one in told.items() if not one and failed[rank] != EXIT_RESUME]
     for rank in (*named, *raised, *silent, *failed):
         if rank in failed:

@@ -42,13 +42,13 @@ def system() -> Section:
     }
     if quota is not None and quota < cores:
         section.problems.append(
-            f"the control group allows {quota:g} cores' worth of time, but {cores} are visible: each "
-            f"process starts {cores} threads; set OMP_NUM_THREADS to cores divided by ranks"
+            f"the control group allows {quota:g} cores' worth of time, but {cores} are visible: "
+            f"each process starts {cores} threads; set OMP_NUM_THREADS to cores divided by ranks"
         )
     if min(available, limit or available) < _MIN_MEMORY:
         section.problems.append(
-            f"only {gib(min(available, limit or available))} of memory can be used; ranks with real "
-            "models will be killed by the system"
+            f"only {gib(min(available, limit or available))} of memory can be used; ranks with "
+            "real models will be killed by the system"
         )
     return section
 
@@ -93,7 +93,8 @@ def limits() -> Section:
         )
     if locked < 1 << 26 and Path("/dev/infiniband").exists():
         section.problems.append(
-            f"only {gib(locked)} may be locked, and RDMA needs its buffers locked: ulimit -l unlimited"
+            f"only {gib(locked)} may be locked, and RDMA needs its buffers locked: "
+            "ulimit -l unlimited"
         )
     return section
 
@@ -114,8 +115,8 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
         section.values[str(folder)] = f"{gib(usage.free)} of {gib(usage.total)} free"
         if usage.free < _MIN_SHM:
             section.problems.append(
-                f"{folder} has {gib(usage.free)} free; loaders with workers and NCCL use it and fail "
-                "with a bus error: start the container with --shm-size=8g or --ipc=host"
+                f"{folder} has {gib(usage.free)} free; loaders with workers and NCCL use it and "
+                "fail with a bus error: start the container with --shm-size=8g or --ipc=host"
             )
     except OSError as error:
         section.values[str(folder)] = None
@@ -128,8 +129,8 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
     except OSError as error:
         section.values["memfd"] = False
         section.problems.append(
-            f"memory cannot be shared by descriptor (memfd_create: {error.strerror}), so ranks of one "
-            "host exchange messages over TCP, which is slower; a sandbox may forbid it"
+            f"memory cannot be shared by descriptor (memfd_create: {error.strerror}), so ranks of "
+            "one host exchange messages over TCP, which is slower; a sandbox may forbid it"
         )
     scope = _read(Path("/proc/sys/kernel/yama/ptrace_scope"))
     section.values["ptrace scope"] = scope
@@ -149,7 +150,9 @@ def temporary_files() -> Section:
     try:
         folder = Path(tempfile.gettempdir())
     except OSError as error:
-        section.problems.append(f"no folder for temporary files can be written to: {error}; set TMPDIR")
+        section.problems.append(
+            f"no folder for temporary files can be written to: {error}; set TMPDIR"
+        )
         return section
     usage = shutil.disk_usage(folder)
     kind = file_system(folder)
@@ -161,7 +164,9 @@ def temporary_files() -> Section:
     try:
         section.values["writes with fsync"] = f"{_write_speed(folder) / 1e6:.0f} MB/s"
     except OSError as error:
-        section.problems.append(f"{folder} cannot be written: {error.strerror}; set TMPDIR elsewhere")
+        section.problems.append(
+            f"{folder} cannot be written: {error.strerror}; set TMPDIR elsewhere"
+        )
     if usage.free < _MIN_FREE:
         section.problems.append(f"{folder} has only {gib(usage.free)} free; set TMPDIR elsewhere")
     if kind in _NETWORK:

@@ -58,7 +58,11 @@ def nccl() -> dict[str, object]:
 
     measure(_SMALL_BYTES, 5)  # connects
     small, large = measure(_SMALL_BYTES, _SMALL_REPEATS), measure(_LARGE_BYTES, _LARGE_REPEATS)
-    return {"operation": "all_reduce", "round trip us": small * 1e6, "bytes per s": _LARGE_BYTES / large}
+    return {
+        "operation": "all_reduce",
+        "round trip us": small * 1e6,
+        "bytes per s": _LARGE_BYTES / large,
+    }
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ class Probe:
     name: str
     function: str
     limit_s: float
+    measures: bool = False
+    """Others would disturb it."""
 
     def load(self) -> Callable[[], Section]:
         """The function."""
@@ -37,14 +39,14 @@ PROBES: tuple[Probe, ...] = (
     Probe("system", "smp_cli.doctor.host:system", 10),
     Probe("limits", "smp_cli.doctor.host:limits", 10),
     Probe("shared memory", "smp_cli.doctor.host:shared_memory", 10),
-    Probe("files", "smp_cli.doctor.host:temporary_files", 20),
+    Probe("files", "smp_cli.doctor.host:temporary_files", 20, True),
     Probe("tools", "smp_cli.doctor.software:tools", 30),
     Probe("packages", "smp_cli.doctor.software:packages", 120),
     Probe("build", "smp_cli.doctor.software:build", 120),
-    Probe("devices", "smp_cli.doctor.devices:devices", 120),
-    Probe("transport shared memory", "smp_cli.doctor.transports:shared_memory", 120),
-    Probe("transport tcp", "smp_cli.doctor.transports:tcp", 120),
-    Probe("transport nccl", "smp_cli.doctor.transports:nccl", 120),
+    Probe("devices", "smp_cli.doctor.devices:devices", 120, True),
+    Probe("transport shared memory", "smp_cli.doctor.transports:shared_memory", 120, True),
+    Probe("transport tcp", "smp_cli.doctor.transports:tcp", 120, True),
+    Probe("transport nccl", "smp_cli.doctor.transports:nccl", 120, True),
 )
 
 
@@ -66,7 +68,9 @@ def run_probe(probe: Probe, limit_s: float) -> Section:
     try:
         printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Section(probe.name, {}, [f"no answer within {limit_s:g} s; whatever it looks at hangs"])
+        return Section(
+            probe.name, {}, [f"no answer within {limit_s:g} s; whatever it looks at hangs"]
+        )
     finally:
         _end(process)
         with open(reader, encoding="utf-8") as pipe:

@@ -87,7 +87,7 @@ def build() -> Section:
     has_mpi = smp._C.mpi_available()
     section.values = {
         "smp": smp.__version__,
-        "folder": str(Path(smp.__file__).parent),
+        "folder": str(Path(str(smp.__file__)).parent),
         "built for torch": info.TORCH_VERSION,
         "CUDA kernels": info.HAS_CUDA,
         "MPI transport": f"{'built' if info.HAS_MPI else 'not built'}, "
@@ -101,7 +101,7 @@ def build() -> Section:
         )
     if info.HAS_MPI and not has_mpi:
         section.problems.append(
-            "SMP_TRANSPORT=mpi cannot be used: the MPI libraries that the extension was built for do "
-            "not load; install Open MPI, or leave SMP_TRANSPORT alone"
+            "SMP_TRANSPORT=mpi cannot be used: the MPI libraries that the extension was built for "
+            "do not load; install Open MPI, or leave SMP_TRANSPORT alone"
         )
     return section

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from smp_cli.doctor.report import Section
+from smp_cli.sagemaker import count_gpus
 
 _SLOW_ROUND_TRIP_US = 2000.0
 _SLOW_BYTES_PER_S = 2e8
@@ -36,9 +36,8 @@ def tcp() -> Section:
 
 def nccl() -> Section:
     """Collectives between two GPUs."""
-    torch = importlib.import_module("torch")
-    if torch.cuda.device_count() < 2:
-        count = torch.cuda.device_count()
+    count = count_gpus(os.environ)
+    if count < 2:
         return Section("transport nccl", {"not measured": f"it needs two GPUs, there are {count}"})
     return _measure("transport nccl", {"SMP_DEVICE": "cuda"}, "nccl")
 
@@ -69,9 +68,7 @@ def _measure(name: str, settings: dict[str, str], kind: str = "messages") -> Sec
     return section
 
 
-def _start(
-    folder: Path, rank: int, kind: str, settings: dict[str, str]
-) -> subprocess.Popen[str]:
+def _start(folder: Path, rank: int, kind: str, settings: dict[str, str]) -> subprocess.Popen[str]:
     ours = ("SMP_", "SM_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in others}
@@ -105,6 +102,6 @@ def _judge(section: Section) -> None:
         )
     if bytes_per_s < _SLOW_BYTES_PER_S:
         section.problems.append(
-            f"{bytes_per_s / 1e6:.0f} MB/s between two ranks of one machine is slow; it is busy, or "
-            "its memory or network is throttled"
+            f"{bytes_per_s / 1e6:.0f} MB/s between two ranks of one machine is slow; it is busy, "
+            "or its memory or network is throttled"
         )
