@@ -70,6 +70,11 @@ def test_help_loads_neither_torch_nor_smp() -> None:
         assert word in done.stdout
 
 
+def test_module_of_the_package_is_the_same_command() -> None:
+    done = execute([sys.executable, "-m", "smp", "--help"])
+    assert done.returncode == 0 and "doctor" in done.stdout, done.stderr
+
+
 def test_a_further_command_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "extra_cli.py").write_text(
         "def add_parser(subparsers):\n"
