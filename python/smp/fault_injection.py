@@ -26,7 +26,7 @@ class InjectedFault:
 
     rank: int
     step: int
-    """Calls of step functions since `smp.init`, from 0."""
+    """Calls of step functions, from 0; a job that resumes goes on counting."""
     kind: str
     microbatch: int | None = None
     """None: before the step begins."""
