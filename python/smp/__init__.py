@@ -9,7 +9,7 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, optimizers, patches, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, optimizers, patches, preemption, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import load, save  # noqa: E402
@@ -67,6 +67,7 @@ from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
+from smp.preemption import requested as preemption_requested  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,
@@ -136,6 +137,8 @@ __all__ = [
     "pp_barrier",
     "pp_rank",
     "pp_size",
+    "preemption",
+    "preemption_requested",
     "rank",
     "rdp_barrier",
     "rdp_rank",
