@@ -70,7 +70,7 @@ class Engine:
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._seed = seed
-        self._registrations = registrations
+        self.registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
         self.link: PipelineLink | None = None
@@ -496,7 +496,7 @@ class Engine:
 
     def _translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state dict with the names of the distributed modules that the model has."""
-        for registration in self._registrations:
+        for registration in self.registrations:
             if registration.translators is not None:
                 state = registration.translators[1](dict(state))
         return state
