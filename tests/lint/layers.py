@@ -71,7 +71,8 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "optimizer_state"}),
-    frozenset({"amp", "checkpoint", "optimizer", "step"}),
+    frozenset({"amp", "optimizer", "step"}),
+    frozenset({"checkpoint"}),
 )
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

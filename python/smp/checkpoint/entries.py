@@ -144,6 +144,20 @@ def model_state(model: DistributedModel) -> ModelState:
     return state
 
 
+def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """Names of a model's parameters by ``id``, and of tied ones the canonical name by the others.
+
+    As in :class:`ModelState`, for models that are not partitioned, too.
+    """
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases[name] = first
+    return names, aliases
+
+
 def _held(name: str, tensor: Tensor, is_owner: bool) -> Held:
     shard, holding = shard_of(tensor), holding_of(tensor)
     if shard is None:

@@ -130,8 +130,10 @@ def _problem(
         return "blocking=False is for partial=True; the whole model needs all ranks to send it"
     for part_of in [model] if model is not None else optimizer._models() if optimizer else []:
         if not part_of.partitioned:
-            return "the model is not partitioned yet; save after the first step, or before it from \
-a hook given to register_post_partition_hook"
+            return (
+                "the model is not partitioned yet; save after the first step, or before it in a "
+                "hook given to register_post_partition_hook"
+            )
     return None
 
 
