@@ -114,7 +114,8 @@ def make(job: Job, seed: int) -> tuple[Any, Any, Callable[[int], float]]:
     smp.init(job.config)
     torch.manual_seed(100)
     dtype = torch.float64 if job.precision == "fp64" else torch.float32
-    with smp.tensor_parallelism():
+    late = smp.delay_param_initialization(job.delayed)
+    with smp.tensor_parallelism(), late:
         plain = make_split_family(CASE, dtype, dropout=job.dropout)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -155,7 +156,8 @@ def _groups(model: Any) -> list[dict[str, Any]]:
 
 
 def _scale(job: Job) -> dict[str, Any]:
-    arguments = {"init_scale": 2.0**40, "scale_window": 100}  # falls at once
+    # The first step overflows, the others do not.
+    arguments = {"init_scale": 2.0**24, "scale_factor": 2.0**8, "scale_window": 100}
     if job.precision != "fp16":
         return {}
     return {"dynamic_loss_scale": True, "dynamic_loss_args": arguments}
