@@ -75,9 +75,7 @@ class Job:
 
     def __str__(self) -> str:
         flags = ("-dropout" if self.dropout else "") + ("-delayed" if self.delayed else "")
-        return (
-            f"pp{self.pp}-tp{self.tp}-rdp{self.rdp}-{self.sharding}-{self.precision}{flags}"
-        )
+        return f"pp{self.pp}-tp{self.tp}-rdp{self.rdp}-{self.sharding}-{self.precision}{flags}"
 
 
 @dataclass
@@ -235,19 +233,21 @@ def resume(rank: int, job: Job, folder: str, tag: str) -> Seen:
 
 def save_many(rank: int, jobs: list[Job], folder: str) -> list[Seen]:
     """`train_and_save`, one job after the other."""
-    return [_alone(job, lambda job=job: train_and_save(rank, job, folder)) for job in jobs]
+    return [_alone(job, train_and_save, rank, job, folder) for job in jobs]
 
 
 def resume_many(rank: int, jobs: list[tuple[Job, str]], folder: str) -> list[Seen]:
     """`resume`, one job after the other."""
-    return [_alone(job, lambda job=job, tag=tag: resume(rank, job, folder, tag)) for job, tag in jobs]
+    return [
+        _alone(job, lambda job=job, tag=tag: resume(rank, job, folder, tag)) for job, tag in jobs
+    ]
 
 
-def _alone(job: Job, run: Callable[[], Seen]) -> Seen:
+def _alone(job: Job, run: Callable[..., Seen], *args: Any) -> Seen:
     import smp
 
     try:
-        return run()
+        return run(*args)
     except BaseException as error:
         error.add_note(f"while running {job}")
         raise

@@ -113,8 +113,9 @@ class Hostile:
 def resume_content(rank: int, folder: str) -> Any:
     import argparse
 
-    import smp
     from transformers import GPT2Config
+
+    import smp
 
     model, optimizer, train = make(Job(1, 1, 2, "none", "fp32"), seed=1)
     train(0)
@@ -160,7 +161,7 @@ def resume_in_order(rank: int, job: Job, folder: str) -> list[Any]:
     model, _, train = make(job, seed=2)
     smp.resume_from_checkpoint(folder, "o", load_optimizer_states=False)
     train(7)
-    shutdown_and_forget(smp)
+    smp.shutdown()
 
     model, optimizer, train = make(job, seed=2)
     torch_optimizer = optimizer.optimizer
@@ -177,10 +178,6 @@ def resume_in_order(rank: int, job: Job, folder: str) -> list[Any]:
     return [seen, states[0]]
 
 
-def shutdown_and_forget(smp: Any) -> None:
-    smp.shutdown()
-
-
 def train_once(model: Any, optimizer: Any) -> None:
     import smp
 
@@ -194,7 +191,9 @@ def train_once(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("job", (Job(2, 1, 1), Job(1, 1, 2, "state"), Job(1, 1, 2, "sdp2")), ids=str)
+@pytest.mark.parametrize(
+    "job", (Job(2, 1, 1), Job(1, 1, 2, "state"), Job(1, 1, 2, "sdp2")), ids=str
+)
 def test_the_optimizer_may_be_made_later(pool: Pool, tmp_path: Path, job: Job) -> None:
     from tests.dist.test_resume import check_equal
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,9 +255,7 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
     archive.write = late  # type: ignore[assignment]
     try:
         at = state_of(model, optimizer)
-        handle = smp.save_checkpoint(
-            folder, "b", model=model, optimizer=optimizer, blocking=False
-        )
+        handle = smp.save_checkpoint(folder, "b", model=model, optimizer=optimizer, blocking=False)
         facts = [handle.done(), handle.progress()]
         train(BEFORE)
         facts.append((Path(folder) / "newest").exists())
@@ -294,7 +291,9 @@ def test_saves_in_the_background_hold_the_state_of_their_call(pool: Pool, tmp_pa
     for _, _, (done, progress, has_newest, *after) in results:
         assert (done, progress, has_newest) == (False, 0.0, False)
         assert after == [True, 1.0, "b_partial", "c_partial"]
-    [[first, second], *_] = pool.run(2, look, Job(2, 1, 1, "none", "bf16"), str(tmp_path), ("b", "c"))
+    [[first, second], *_] = pool.run(
+        2, look, Job(2, 1, 1, "none", "bf16"), str(tmp_path), ("b", "c")
+    )
     check_equal("b", results[0][0], first)
     check_equal("c", results[0][1], second)
 

@@ -51,8 +51,11 @@ def test_other_values_are_refused_by_name(value: Any) -> None:
         encode(value, "group 3")
 
 
-@pytest.mark.parametrize("value", ({"tensor": 1}, {"x": 1}, {"tensor": [1], "dtype": "load", \
-"shape": [1], "on_cpu": True}), ids=str)
+@pytest.mark.parametrize(
+    "value",
+    ({"tensor": 1}, {"x": 1}, {"tensor": [1], "dtype": "load", "shape": [1], "on_cpu": True}),
+    ids=str,
+)
 def test_malformed_values_are_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         decode(value, torch.device("cpu"))

@@ -158,6 +158,14 @@ def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     return names, aliases
 
 
+def names_of_tied(aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """The further names of each tied parameter, by its canonical one."""
+    result: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        result.setdefault(name, []).append(alias)
+    return result
+
+
 def _held(name: str, tensor: Tensor, is_owner: bool) -> Held:
     shard, holding = shard_of(tensor), holding_of(tensor)
     if shard is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,11 @@ from smp.checkpoint.entries import (
     MASTER,
     MODEL,
     OPTIMIZER,
-    Entry,
     Held,
     ModelState,
     Updated,
     model_state,
+    names_of_tied,
     own_state_keys,
     updated_by,
 )
@@ -114,9 +114,7 @@ def _match(
     model: DistributedModel, state: ModelState, source: Source, strict: bool
 ) -> dict[str, str]:
     """Stored names by names of the model."""
-    others: dict[str, list[str]] = {}
-    for alias, name in state.aliases.items():
-        others.setdefault(name, []).append(alias)
+    others = names_of_tied(state.aliases)
     stored: dict[str, str] = {}
     missing, wrong = [], []
     used = set(state.aliases)
@@ -202,9 +200,7 @@ def fill_groups(
         return
     canonical = {**manifest.values.get("aliases", {})}
     group_of = {name: idx for idx, group in enumerate(stored) for name in group["names"]}
-    others: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        others.setdefault(name, []).append(alias)
+    others = names_of_tied(aliases)
     everything = {
         id(u.tensor): u.name for u in updated_by(optimizer.optimizer, names, lambda _: True)
     }
@@ -256,9 +252,7 @@ def fill_optimizer(
             rests.setdefault(parameter, []).append(rest)
     numbers = manifest.values.get("state", {})
     everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
-    others: dict[str, list[str]] = {}
-    for alias, name in state.aliases.items():
-        others.setdefault(name, []).append(alias)
+    others = names_of_tied(state.aliases)
     with torch.no_grad():
         for updated in everything:
             optimizer.state.pop(updated.tensor, None)
@@ -272,6 +266,7 @@ def fill_optimizer(
             entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
             if entry:
                 optimizer.state[updated.tensor] = entry
+    _place_steps(optimizer.optimizer)
 
 
 def _state_of(
@@ -309,6 +304,21 @@ def _state_of(
             value = folder.read(name).to(tensor.device)
         entry[key] = value
     return entry
+
+
+def _place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Puts what was saved by an optimizer with other options where this one expects it."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            entry = optimizer.state.get(tensor, {})
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and key != "step":
+                    entry[key] = value.to(tensor.device)
+            step = entry.get("step")
+            if isinstance(step, Tensor) and (group.get("capturable") or group.get("fused")):
+                entry["step"] = step.to(tensor.device, torch.float32)
+    # What load_state_dict ends with.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _name_of(dtype: torch.dtype) -> str:

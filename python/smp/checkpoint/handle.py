@@ -63,3 +63,8 @@ class SaveHandle:
             self._on_waited()
         if self._error is not None:
             raise RuntimeError(f"saving in the background failed: {self._error}") from self._error
+
+    def finish(self) -> None:
+        """Waits, unless somebody has; raises as :meth:`wait`."""
+        if not self._has_waited:
+            self.wait()

@@ -49,9 +49,7 @@ class LazyTensor(Tensor):
         return f"LazyTensor({list(self.shape)}, {self.dtype}, of {sorted(self.leaves)})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(f"{func} changes a tensor of a state dict that is not there yet")

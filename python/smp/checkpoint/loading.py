@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smp import _C, runtime
+from smp import runtime
 from smp.checkpoint import folder as folders
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import random_states
@@ -145,9 +145,7 @@ def _resume_whole(
     return content
 
 
-def when_partitioned(
-    model: DistributedModel, fill: Callable[[DistributedModel], None]
-) -> None:
+def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel], None]) -> None:
     """Fills a model as soon as it has its parts, before hooks of users. Collective."""
 
     def run(partitioned: DistributedModel) -> None:
@@ -210,13 +208,13 @@ class _Resumption:
         model = self._model()
         if model is None:
             return
-        names, aliases = canonical_names(model.get_module())
-        fill_groups(optimizer, self.manifest, names, aliases, self.strict)
         scaler = self.manifest.values.get("loss_scaler")
         if scaler is not None and runtime.current().config.fp16:
             optimizer.loss_scaler.load_state_dict(scaler)
         if not self.wants_state:
             return
+        names, aliases = canonical_names(model.get_module())
+        fill_groups(optimizer, self.manifest, names, aliases, self.strict)
         known = weakref.ref(optimizer)
 
         def fill(partitioned: DistributedModel) -> None:

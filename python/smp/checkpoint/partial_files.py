@@ -238,9 +238,7 @@ def _add_optimizer(
             entry[key] = value
             if is_elementwise(key, value, updated) or not is_number(value):
                 if value.numel() or not updated.tensor.numel():
-                    place = Place(
-                        state_entry(key, value, updated), ("state", updated.index, key)
-                    )
+                    place = Place(state_entry(key, value, updated), ("state", updated.index, key))
                     file.places.append(place)
             else:
                 where = f"'{key}' of the optimizer's state of '{updated.name}'"

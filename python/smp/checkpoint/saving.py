@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from smp import _C, _version, runtime
-from smp.checkpoint import archive, folder, random_states, user_content as user_contents
+from smp import _version, runtime
+from smp.checkpoint import archive, folder, random_states
+from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, FileRecord, Layout, Manifest, Piece, StoredEntry
@@ -150,7 +151,7 @@ def _finish(current: runtime.Runtime) -> None:
     handle = _running.get(current)
     if handle is not None:
         _running[current] = None
-        handle.wait()
+        handle.finish()
 
 
 class _PartialSave:
@@ -216,9 +217,7 @@ class _PartialSave:
             (named,) = optimizer._models()
         state = model_state(named)
         self._state = state_of_rank(state, optimizer, with_model=model is not None)
-        self._state.files.append(
-            PlannedFile(f"rng_{self._rank}.pt", random_states.capture())
-        )
+        self._state.files.append(PlannedFile(f"rng_{self._rank}.pt", random_states.capture()))
         if self._rank == 0:
             self._add_of_first(state, named, model, optimizer, user_content)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp import _C
 from smp.checkpoint import huggingface
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.entries import ModelState, model_state, names_of_tied
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
 from smp.tensor_parallel import sharding
@@ -97,9 +97,7 @@ def _match(
     model: DistributedModel, state: ModelState, given: Mapping[str, Any], strict: bool
 ) -> dict[str, Tensor]:
     """Tensors by canonical name."""
-    others: dict[str, list[str]] = {}
-    for alias, name in state.aliases.items():
-        others.setdefault(name, []).append(alias)
+    others = names_of_tied(state.aliases)
     found: dict[str, Tensor] = {}
     missing, wrong = [], []
     for name, shape in state.shapes.items():

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smp import comm, runtime
-from smp.checkpoint import archive, file_system, huggingface, user_content as user_contents
+from smp.checkpoint import archive, file_system, huggingface
+from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.checkpoint.roll_call import agree
@@ -128,10 +130,16 @@ class Gatherer:
     def lazy_state(self) -> dict[str, Tensor]:
         """The state dict; what it holds is made of tensors that are gathered."""
         leaves = {
-            name: LazyTensor.leaf(name, shape, self._state.tensors[name].dtype, self._getter(name))
+            name: LazyTensor.leaf(name, shape, self._dtype(name), self._getter(name))
             for name, shape in self._state.shapes.items()
         }
         return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """On the rank that has the tensor; sharded parameters of others are not cast here."""
+        tensor, half = self._state.tensors[name], self._engine.half_dtype
+        is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return half if is_cast and half is not None else tensor.dtype
 
     def _getter(self, name: str) -> Callable[[], Tensor]:
         return lambda: self._here[name]

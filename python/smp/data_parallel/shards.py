@@ -134,8 +134,7 @@ def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
         copies. None for an empty group, and for one with masters of several dtypes.
     """
     return [
-        _lay_out([shard for p in group if (shard := shard_of(p)) is not None])
-        for group in groups
+        _lay_out([shard for p in group if (shard := shard_of(p)) is not None]) for group in groups
     ]
 
 
