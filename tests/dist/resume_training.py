@@ -165,7 +165,9 @@ def state_of(model: Any, optimizer: Any) -> State:
     """Everything, on every rank. Collective."""
     from smp.optimizer_state import to_cpu
 
-    copied = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    whole = model.state_dict()
+    tensors = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+    copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     return State(copied, to_cpu(_cloned(optimizer.state_dict())), optimizer.loss_scale)
 
 

@@ -7,6 +7,12 @@ from typing import Any
 from smp import _C, host_objects, runtime
 
 _MARK = "_smp_roll_call"
+#: Errors that stay what they are on the other ranks.
+_KINDS: dict[str, type[Exception]] = {
+    "FileNotFoundError": FileNotFoundError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
 
 
 def roll_call(what: str, call: dict[str, Any], snippet: str, own: Any = None) -> list[Any]:
@@ -57,20 +63,28 @@ def agree(what: str, error: BaseException | None, own: Any = None) -> list[Any]:
         ``own`` of all ranks.
 
     Raises:
-        RuntimeError: on all ranks, with the error of the first one that has one.
+        FileNotFoundError, ValueError, RuntimeError: on all ranks, with the error of the first one
+            that has one; RuntimeError for those of other classes.
     """
     current = runtime.current()
-    told = [(None if error is None else f"{type(error).__name__}: {error}", own)]
+    told = [(None if error is None else _kind_and_text(error), own)]
     if current.exchange is not None:
         packed = host_objects.pack(told[0])
         parts = current.exchange.all_gather(current.groups["world"], packed, what)
         told = [host_objects.unpack(part, current.device) for part in parts]
-    for rank, (text, _) in enumerate(told):
-        if text is not None:
-            raise RuntimeError(
+    for rank, (told_error, _) in enumerate(told):
+        if told_error is not None:
+            kind, text = told_error
+            raise _KINDS.get(kind, RuntimeError)(
                 f"{_C.rank_prefix()}{what} failed on global_rank {rank}: {text}"
             ) from error
     return [item for _, item in told]
+
+
+def _kind_and_text(error: BaseException) -> tuple[str, str]:
+    kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), "")
+    text = str(error).removeprefix(_C.rank_prefix())
+    return kind, text if kind else f"{type(error).__name__}: {text}"
 
 
 def _is_elsewhere(current: runtime.Runtime, error: Exception) -> bool:

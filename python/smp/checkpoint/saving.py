@@ -129,8 +129,13 @@ def _problem(
         return f"num_kept_partial_checkpoints must be at least 1, got {num_kept}"
     if not blocking and not partial:
         return "blocking=False is for partial=True; the whole model needs all ranks to send it"
-    for part_of in [model] if model is not None else optimizer._models() if optimizer else []:
-        if not part_of.partitioned:
+    models = [model]
+    if model is None and optimizer is not None:
+        models = optimizer._models()
+        if len(models) != 1:
+            return f"the optimizer has parameters of {len(models)} models; give model="
+    for saved in models:
+        if saved is not None and not saved.partitioned:
             return (
                 "the model is not partitioned yet; save after the first step, or before it in a "
                 "hook given to register_post_partition_hook"
@@ -178,8 +183,7 @@ class _PartialSave:
             self._collect(model, optimizer, user_content)
         except Exception as caught:
             error = caught
-            self._abandon()
-        agree(WHAT, error)
+        self._agreed(error)
 
     def _open(self, path: Path, name: str, generation: str) -> folder.Generation:
         opened: folder.Generation | None = None
@@ -194,15 +198,12 @@ class _PartialSave:
                 error = caught
             try:
                 agree(WHAT, error)
-            except RuntimeError:
+            except Exception:
                 if opened is not None:
                     opened.abandon()
                 raise
         assert opened is not None
         return opened
-
-    def _abandon(self) -> None:
-        self._generation.abandon()
 
     def _collect(
         self,
@@ -265,14 +266,14 @@ class _PartialSave:
     def _agreed(self, error: BaseException | None) -> None:
         try:
             agree(WHAT, error)
-        except RuntimeError:
-            self._abandon()
+        except Exception:
+            self._generation.abandon()
             raise
 
     def run_in_background(self) -> SaveHandle:
         """Copies this rank's state, and writes it in a thread."""
         self._state.files = [file.staged() for file in self._state.files]
-        handle = SaveHandle(self._work, _bytes_of(self._state), self._abandon)
+        handle = SaveHandle(self._work, _bytes_of(self._state), self._generation.abandon)
         current = self._current
         if current not in _running:
             # Whoever shuts down waits, and hears of an error, too.
@@ -284,9 +285,10 @@ class _PartialSave:
         """Writes and commits; ranks meet in the folder only."""
         try:
             self._write(progress)
-        except BaseException as error:
-            self._generation.part_failed(self._rank, f"{type(error).__name__}: {error}")
-            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._generation.part_failed(self._rank, reason)
+            raise RuntimeError(f"global_rank {self._rank}: {reason}") from error
         if self._rank == 0:
             self._wait_for(lambda: self._generation.parts(self._current.world_size) is not None)
             self._commit()
