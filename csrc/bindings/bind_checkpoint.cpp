@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -63,9 +64,6 @@ void bind_plans(py::module_& m) {
   m.def("plan_part_reads", &checkpoint::plan_part_reads, py::arg("shape"),
         py::arg("stored"), py::arg("wanted"), NoGil(),
         "The reads that make up a part of a tensor from stored parts.");
-  m.def("plan_slice_reads", &checkpoint::plan_slice_reads, py::arg("shape"),
-        py::arg("stored"), py::arg("wanted"), NoGil(),
-        "The reads that make up a slice of a tensor from stored slices.");
 }
 
 void bind_files(py::module_& m) {

@@ -68,12 +68,6 @@ std::vector<Run> runs_of(const std::vector<int64_t>& shape, const Part& part) {
                       slice.extent * inner, part.begin, end);
 }
 
-Part whole_slice(const std::vector<int64_t>& shape,
-                 const ShardInterval& slice) {
-  const auto sizes = topology::shard_shape(shape, slice);
-  return {slice, 0, product(sizes, 0, sizes.size())};
-}
-
 /// Moves what `source` covers out of `missing` into `reads`.
 void take(const std::vector<Run>& source, int source_idx,
           std::vector<Run>& missing, std::vector<SliceRead>& reads) {
@@ -153,14 +147,6 @@ std::vector<SliceRead> plan_part_reads(const std::vector<int64_t>& shape,
       ", ", missing[0].end, ") of the flattened tensor; ", stored.size(),
       " stored parts were given: a file of the checkpoint is missing");
   return compress(reads);
-}
-
-std::vector<SliceRead> plan_slice_reads(
-    const std::vector<int64_t>& shape, const std::vector<ShardInterval>& stored,
-    const ShardInterval& wanted) {
-  std::vector<Part> parts;
-  for (const auto& slice : stored) parts.push_back(whole_slice(shape, slice));
-  return plan_part_reads(shape, parts, whole_slice(shape, wanted));
 }
 
 }  // namespace smp::checkpoint

@@ -52,12 +52,4 @@ std::vector<SliceRead> plan_part_reads(const std::vector<int64_t>& shape,
                                        const std::vector<Part>& stored,
                                        const Part& wanted);
 
-/// The same for whole slices. A tensor whose rows are grouped (query, key and
-/// value in one matrix, each cut alike) is described by the grouped sizes:
-/// `{3, n, k}` cut along dim 1.
-std::vector<SliceRead> plan_slice_reads(
-    const std::vector<int64_t>& shape,
-    const std::vector<topology::ShardInterval>& stored,
-    const topology::ShardInterval& wanted);
-
 }  // namespace smp::checkpoint

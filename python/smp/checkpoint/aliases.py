@@ -55,7 +55,9 @@ def find_views(tensors: Sequence[torch.Tensor]) -> tuple[list[Run], list[View]]:
             numel = tensor.numel() if begin is None else end - begin
             runs.append(Run(tensor, begin, numel))
         begin = runs[idx_of[name]].begin
-        views.append(View(idx_of[name], 0 if begin is None else tensor.storage_offset() - begin))
+        views.append(
+            View(idx_of[name], 0 if begin is None else int(tensor.storage_offset()) - begin)
+        )
     return runs, views
 
 
@@ -68,7 +70,7 @@ def _join_overlapping(
     members.sort(key=lambda i: tensors[i].storage_offset())
     name = -1
     for i in members:
-        begin = tensors[i].storage_offset()
+        begin = int(tensors[i].storage_offset())
         end = begin + tensors[i].numel()
         if name >= 0 and begin < bounds[name][1]:
             bounds[name] = (bounds[name][0], max(end, bounds[name][1]))

@@ -8,6 +8,7 @@ writer, tensors can be made when their turn comes, and checksums are computed on
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -44,6 +45,20 @@ class Deferred:
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Makes the tensor; contiguous pieces of it, in row-major order.
+
+        Raises:
+            ValueError: if it comes otherwise than announced.
+        """
+        tensor = self.make().detach()
+        if tuple(tensor.shape) != tuple(self.shape) or tensor.dtype != self.dtype:
+            raise ValueError(
+                f"a deferred tensor was announced as {self.dtype} {list(self.shape)} and came as "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        return _contiguous_pieces(tensor)
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,9 @@ def _write(
     begins = []
     for idx, record in enumerate(records.sources):
         begins.append(
-            stream.add(f"{name}/data/{idx}", record.num_bytes, lambda r=record: r.write(writer))
+            stream.add(
+                f"{name}/data/{idx}", record.num_bytes, functools.partial(record.write, writer)
+            )
         )
         if progress is not None:
             progress(writer.bytes_written)
@@ -214,21 +231,13 @@ class _Source:
     def write(self, writer: _C.FileWriter) -> None:
         tensor = self.tensor
         if isinstance(tensor, Deferred):
-            tensor = _made(tensor)
+            pieces = tensor.pieces()
         elif self.begin is not None:
-            tensor = tensor.as_strided((self.numel,), (1,), self.begin)
-        for piece in _contiguous_pieces(tensor):
+            pieces = iter((tensor.as_strided((self.numel,), (1,), self.begin),))
+        else:
+            pieces = _contiguous_pieces(tensor)
+        for piece in pieces:
             writer.append_tensor(piece)
-
-
-def _made(deferred: Deferred) -> torch.Tensor:
-    tensor = deferred.make().detach()
-    if tuple(tensor.shape) != tuple(deferred.shape) or tensor.dtype != deferred.dtype:
-        raise ValueError(
-            f"a deferred tensor was announced as {deferred.dtype} {list(deferred.shape)} and came "
-            f"as {tensor.dtype} {list(tensor.shape)}"
-        )
-    return tensor
 
 
 def _contiguous_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -303,7 +312,7 @@ class _Pickler(pickle.Pickler):
         tensor = self._records.tensors[obj.idx]
         view = self._records.views[obj.idx]
         shape = tuple(tensor.shape)
-        arguments = (
+        arguments: tuple[Any, ...] = (
             self._storages[view.run_idx],
             view.offset,
             shape,

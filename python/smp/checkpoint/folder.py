@@ -126,13 +126,16 @@ class Generation:
                 result[int(match[2])] = str(content["part"]["reason"])
         return dict(sorted(result.items()))
 
-    def commit(self, manifest: Manifest | None, keep: int | None = None) -> None:
+    def commit(
+        self, manifest: Manifest | None, keep: int | None = None, name_newest: bool = True
+    ) -> None:
         """Gives the folder its name, and makes it the newest. First rank.
 
         Args:
             manifest: written last; None for a folder without, such as one of Hugging Face's.
             keep: at most so many partial checkpoints stay, this one included; the others are
                 deleted, oldest first. None: all stay.
+            name_newest: write its name into ``newest``.
         Raises:
             ManifestError: if a file of the manifest is missing or has another size.
         """
@@ -150,7 +153,8 @@ class Generation:
         file_system.sync_folder(self.folder)
         replaced = self._rename()
         file_system.sync_folder(path)
-        file_system.write_file(path / NEWEST, self.target.name.encode(), unique=self.generation)
+        if name_newest:
+            file_system.write_file(path / NEWEST, self.target.name.encode(), unique=self.generation)
         if replaced is not None:
             file_system.delete(replaced)
         if keep is not None:
