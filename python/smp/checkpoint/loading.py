@@ -238,7 +238,8 @@ class _Resumption:
         steps = self.manifest.values["steps"]
         current.num_steps, current.num_begun = steps["done"], steps["begun"]
         path = self.folder / f"rng_{current.global_rank}.pt"
-        if self.manifest.layout.sizes == current.sizes:
+        # A folder that was written anew without a job has none.
+        if self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files:
             random_states.restore(torch.load(path, map_location="cpu", weights_only=True))
         else:
             random_states.seed_anew(self.manifest.values["seed"], steps["begun"])

@@ -7,7 +7,6 @@ import platform
 import secrets
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 
 from smp import _version, runtime
 from smp.checkpoint import archive, folder, random_states
+from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.handle import SaveHandle
-from smp.checkpoint.manifest import Block, FileRecord, Layout, Manifest, Piece, StoredEntry
+from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
 from smp.checkpoint.roll_call import agree, roll_call
 from smp.checkpoint.whole_model import save_whole
@@ -159,6 +159,10 @@ def _finish(current: runtime.Runtime) -> None:
         handle.finish()
 
 
+class _OthersFailed(RuntimeError):
+    """A save ends because of another rank, which has said why."""
+
+
 class _PartialSave:
     """One generation of ``<tag>_partial``, as this rank sees it."""
 
@@ -237,6 +241,11 @@ class _PartialSave:
         values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
         values["steps"] = {"done": current.num_steps, "begun": current.num_begun}
         values["seed"] = torch.initial_seed()
+        values["registrations"] = [
+            [registration.family, registration.module_cls.__name__]
+            for registration in named._engine.registrations
+            if registration.family is not None
+        ]
         generation = self._generation.generation
         self._content[USER_CONTENT_FILE] = lambda path: user_contents.write(
             path, content, generation
@@ -283,18 +292,21 @@ class _PartialSave:
 
     def _work(self, progress: Callable[[int], None]) -> None:
         """Writes and commits; ranks meet in the folder only."""
+        generation = self._generation
         try:
             self._write(progress)
+            if self._rank == 0:
+                self._wait_for(lambda: generation.parts(self._current.world_size) is not None)
+                self._commit()
+        except _OthersFailed:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            self._generation.part_failed(self._rank, reason)
+            generation.part_failed(self._rank, reason)
             raise RuntimeError(f"global_rank {self._rank}: {reason}") from error
-        if self._rank == 0:
-            self._wait_for(lambda: self._generation.parts(self._current.world_size) is not None)
-            self._commit()
-        else:
-            self._wait_for(lambda: self._generation.committed() is not None)
-            if not self._generation.committed():
+        if self._rank != 0:
+            self._wait_for(generation.is_over)
+            if not generation.committed():
                 raise RuntimeError("the first rank has given up; its error says why")
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
@@ -303,10 +315,10 @@ class _PartialSave:
         while not happened():
             if self._generation.folder.is_dir():
                 for rank, reason in self._generation.failures().items():
-                    raise RuntimeError(f"global_rank {rank}: {reason}")
+                    raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
             if fault is not None:
-                raise RuntimeError(fault)
+                raise _OthersFailed(fault)
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._generation.folder} has not got the parts of all ranks in "
@@ -319,7 +331,7 @@ class _PartialSave:
         target, before = self._generation.folder, 0
         for name, write in self._content.items():
             write(target / name)
-            piece.files[name] = record_of(target / name)
+            piece.files[name] = manifests.record_of(target / name)
         for file in self._state.files:
             start = before
             options = archive.WriteOptions(
@@ -375,15 +387,6 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
         offset = offsets[place.path] + place.offset * entry.tensor.element_size()
         stored = piece.entries.setdefault(entry.name, StoredEntry(dtype, entry.shape, []))
         stored.blocks.append(Block(file.name, offset, entry.part))
-
-
-def record_of(path: Path) -> FileRecord:
-    """Size and checksums of a small file."""
-    crcs = []
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crcs.append(zlib.crc32(chunk))
-    return FileRecord(path.stat().st_size, _CHUNK_BYTES, tuple(crcs))
 
 
 def layout_of(current: runtime.Runtime) -> Layout:
