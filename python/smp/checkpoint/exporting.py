@@ -122,7 +122,7 @@ class _Translation:
 
     def results(self) -> Iterator[_Result]:
         whole = self._run(self._meta)
-        for name in _second_names(whole):
+        for name in second_names(whole):
             del whole[name]
         for group in self._groups():
             for name in self._results_of(group):
@@ -181,7 +181,7 @@ def _group_of_layer(name: str) -> str:
     return match[1] if match else ""
 
 
-def _second_names(state: State) -> list[str]:
+def second_names(state: State) -> list[str]:
     """Heads that are the very table of the embedding: files of Hugging Face leave them out."""
     first: dict[int, str] = {}
     for name, tensor in sorted(state.items(), key=lambda item: _is_head(item[0])):
