@@ -73,7 +73,8 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "optimizer_state"}),
-    frozenset({"amp", "checkpoint", "optimizer", "step"}),
+    frozenset({"amp", "optimizer", "step"}),
+    frozenset({"checkpoint"}),
     frozenset({"__main__"}),
 )
 
