@@ -87,6 +87,8 @@ from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 from smp.step import step  # noqa: E402
 from smp.timeline import trace  # noqa: E402
 
+preemption.use_saver(save_checkpoint)
+
 __all__ = [
     "DP_GROUP",
     "MP_GROUP",

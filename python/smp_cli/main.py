@@ -28,6 +28,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
     ),
+    Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
 )
 
 
