@@ -109,10 +109,10 @@ bool Reducer::launch_round(Lock& lock) {
   return true;
 }
 
-// Takes back the memory of buckets that have been summed meanwhile; they end in
-// the order of their launch.
+// Moves sums on that need their ranks for it, and takes back the memory of
+// buckets that have been summed meanwhile; they end in the order of their
+// launch.
 void Reducer::settle_finished() {
-  if (!is_sharded()) return;
   for (; num_settled_ < num_launched_; ++num_settled_) {
     BucketReduction& bucket = *buckets_[num_settled_];
     if (!bucket.work()->done()) return;
