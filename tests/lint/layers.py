@@ -46,13 +46,14 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "optimizers",
             "schedule",
             "settings",
+            "sharded_data_parallel_checkpoint",
             "tracing",
         }
     ),
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
-    frozenset({"comm"}),
+    frozenset({"comm", "state_mod"}),
     frozenset({"tensor_parallel"}),
     frozenset({"memory"}),
     frozenset(
@@ -66,11 +67,12 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"data_parallel"}),
-    frozenset({"precision"}),
+    frozenset({"precision", "utils"}),
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
+    frozenset({"backward_roots", "engine", "grad_norm", "model_views", "patches"}),
+    frozenset({"join"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use", "fused_step", "optimizer_state"}),
+    frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
     frozenset({"amp", "checkpoint", "optimizer", "step"}),
 )
 
