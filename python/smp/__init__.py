@@ -23,7 +23,12 @@ from smp import (  # noqa: E402
 )
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
-from smp.checkpoint import load, save  # noqa: E402
+from smp.checkpoint import (  # noqa: E402
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
 from smp.comm import (  # noqa: E402
     DP_GROUP,
     MP_GROUP,
@@ -154,7 +159,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "save_partition",
     "schedule",
     "send",

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Engine:
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._seed = seed
-        self._registrations = registrations
+        self.registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
         self.link: PipelineLink | None = None
@@ -96,6 +97,7 @@ class Engine:
         #: while replicas may run out of batches (`smp.join`)
         self.uneven: data_parallel.UnevenBatches | None = None
         self._honoured = activations.HonouredModules(root)
+        self._followed: Path | None = None  # partition of a checkpoint
 
     @property
     def partitioned(self) -> bool:
@@ -114,7 +116,19 @@ class Engine:
     def wants_trace(self) -> bool:
         """Does the partition depend on a trace?"""
         config = self._current.config
-        return self._current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
+        is_open = config.auto_partition and not config.skip_tracing and self._followed is None
+        return self._current.sizes["pp"] > 1 and is_open
+
+    def follow_partition(self, path: Path, num_chunks: int) -> None:
+        """Lets a file decide on the partition, if it is for as many stages as this run has.
+
+        Args:
+            path: as `partition_file` in the configuration, which comes first.
+            num_chunks: stages per rank in it.
+        """
+        schedule = choose_schedule(self._current.config, self._current.sizes["pp"])
+        if schedule.num_chunks == num_chunks:
+            self._followed = path
 
     def partition(self, trace: Trace | None = None) -> None:
         """Decides the partition, moves parts to their ranks, joins the server. Collective.
@@ -127,7 +141,7 @@ class Engine:
         schedule = choose_schedule(config, current.sizes["pp"])
         self._check_files()
         wishes = Wishes(
-            plan=config.partition_file,
+            plan=config.partition_file or self._followed,
             num_chunks=schedule.num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,
@@ -504,7 +518,7 @@ class Engine:
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
         if not state.get(PARTIAL_MARK):
-            return parts.load(self._translated(state), strict)
+            return parts.load(self.translated(state), strict)
         if not same_partition_load:
             held = [dict(state)]
             if not self._is_alone:
@@ -523,9 +537,9 @@ class Engine:
             state = full
         return parts.load(state, strict, sliced=True)
 
-    def _translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state dict with the names of the distributed modules that the model has."""
-        for registration in self._registrations:
+        for registration in self.registrations:
             if registration.translators is not None:
                 state = registration.translators[1](dict(state))
         return state

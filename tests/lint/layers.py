@@ -73,7 +73,8 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"join"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
-    frozenset({"amp", "checkpoint", "optimizer", "step"}),
+    frozenset({"amp", "optimizer", "step"}),
+    frozenset({"checkpoint"}),
 )
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')
