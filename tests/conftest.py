@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -24,6 +27,17 @@ for path in (str(REPO / "python"), str(REPO)):
         continue
     if path not in sys.path:
         sys.path.insert(0, path)
+
+
+from tests.dist.pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes, one pool for the whole session."""
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
 def pytest_report_header() -> str:

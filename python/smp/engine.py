@@ -379,16 +379,12 @@ class Engine:
             syncs = self._broadcast_buffers and self._root.training
             first = 0 if self.uneven is None else self.uneven.announce(syncs)
             if syncs:
-                data_parallel.broadcast_from_first(self.buffers(), first=first)
+                data_parallel.broadcast_from_first(list(self._root.buffers()), first=first)
         if trains:
             for reducer in self.reducers:
                 reducer.begin_step(num_microbatches, may_overlap)
             if weights is not None and self.averages and self.server is None:
                 self._weigh_gradients(weights)
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Of the whole model; they are real on every rank."""
-        return list(self._root.buffers())
 
     def honour_checkpointing(self) -> None:
         """Takes over what transformers has been told of gradient checkpointing."""

@@ -126,8 +126,10 @@ class _Uneven:
             first: position of the replica whose buffers count.
             syncs_buffers: the step begins with equal buffers.
         """
+        parts = self._engine.parts
+        assert parts is not None
         if syncs_buffers:
-            data_parallel.broadcast_from_first(self._engine.buffers(), first=first)
+            data_parallel.broadcast_from_first(list(parts.root.buffers()), first=first)
         for reducer in self._engine.reducers:
             reducer.begin_step(1)
         for reducer in self._engine.reducers:
