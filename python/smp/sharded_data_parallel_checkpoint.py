@@ -18,7 +18,8 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
 
     No process group, GPU or `smp.init` is needed. Parameters come from the float32 masters in the
     files of the optimizer, buffers from that of the model. Files are read with
-    ``weights_only=True`` and mapped into memory, so that the whole model is there once.
+    ``weights_only=True`` and mapped into memory, so that the whole model is there once; objects
+    of the user's among its content are passed over, and no code of theirs runs.
 
     Args:
         checkpoint_dir: the folder that `save_checkpoint` got.
@@ -34,7 +35,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
         ValueError: naming the file whose content does not fit.
     """
     folder = _folder(Path(checkpoint_dir), tag)
-    content = _read(folder / "user_content.pt")
+    content = _read_beside_objects(folder / "user_content.pt")
     model = _entry(_read(folder / "model_0.pt"), "module", folder / "model_0.pt")
     names = _entry(content, "buffer_names", folder / "user_content.pt")
     shapes = _entry(content, "param_shapes", folder / "user_content.pt")
@@ -65,12 +66,38 @@ def _folder(path: Path, tag: str | None) -> Path:
     raise FileNotFoundError(f"neither {path / tag} nor {path / tag}_partial is a folder")
 
 
+class _PassedOver:
+    """Stands for an object of a class that is of no interest."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _PassedOver:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+def _read_beside_objects(path: Path) -> Any:
+    """The content of a file in which users may have put objects of any class."""
+    _require(path)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    stand_ins: list[Any] = [(type("_PassedOver", (_PassedOver,), {}), name) for name in names]
+    with torch.serialization.safe_globals(stand_ins):
+        return _read(path)
+
+
 def _read(path: Path) -> Any:
+    _require(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _require(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist; partial checkpoints of sharded data parallelism have it"
         )
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _entry(content: Any, key: str, path: Path) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (
+    get_full_state_dict_from_sharded_data_parallel_checkpoint,
+)
 from tests.clients.running import Client
 from tests.dist.pool import Pool
 
@@ -84,6 +87,9 @@ def test_client_c_by_sharded_data_parallelism_resumes(pool: Pool, tmp_path: Path
     first = client.run(2, argv)
     check(first, 8)
     assert first[0]["norm"] > 0
+    whole = get_full_state_dict_from_sharded_data_parallel_checkpoint(tmp_path / "output")
+    names = {name for name in whole if whole[name].is_floating_point()}
+    assert sum(whole[name].numel() for name in names) == first[0]["num_params"]
     again = client.run(2, argv | {"load_partial": 1})
     for one, other in zip(first, again, strict=True):
         assert other["losses"] == one["losses"][4:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,27 @@ def test_shards_are_merged_to_the_whole_model(
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     half = get_full_state_dict(str(tmp_path), tag, dtype=torch.bfloat16)
     assert half["a"].dtype == torch.bfloat16 and half["mask"].dtype == torch.int64
+
+
+class Foreign:
+    """What a user keeps beside a model."""
+
+    num_loaded = 0
+
+    def __init__(self) -> None:
+        self.value = torch.ones(2)
+
+    def __setstate__(self, state: Any) -> None:
+        Foreign.num_loaded += 1
+
+
+def test_objects_of_users_are_passed_over(tmp_path: Path) -> None:
+    expected = write_sharded(tmp_path, 2)
+    path = tmp_path / "step3_partial" / "user_content.pt"
+    content = torch.load(path, weights_only=True)
+    torch.save({"config": Foreign(), "args": argparse.Namespace(a=1), **content}, path)
+    assert list(get_full_state_dict(tmp_path)) == list(expected)
+    assert Foreign.num_loaded == 0
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

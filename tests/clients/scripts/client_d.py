@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def layer_lists(args: Any, m: Any, is_split: bool) -> list[nn.Module]:
 def write_pretrained(args: Any, config: Any) -> Any:
     """The first rank leaves a plain state dict, without any user content beside it."""
     set_seed(11)
-    plain: Any = transformers.AutoModelForCausalLM.from_config(config)
+    plain: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     if smp.rank() == 0:
