@@ -18,6 +18,9 @@ namespace {
 
 // Copied and then summed while it is in the cache of the core.
 constexpr size_t kPieceBytes = 128 << 10;
+// Less than this fraction of a buffer is copied: a write of its own would cost
+// more.
+constexpr int64_t kBorrowFraction = 32;
 
 std::string reason(int number) {
   return std::generic_category().message(number);
@@ -39,7 +42,7 @@ FileWriter::FileWriter(std::string path, FileWriterOptions options)
   SMP_CHECK(fd_ >= 0, "cannot create ", path_, ": ", reason(errno));
   buffers_.resize(options_.num_buffers);
   for (int i = 0; i < options_.num_buffers; ++i) free_.push_back(i);
-  thread_ = std::thread([this] { write_buffers(); });
+  thread_ = std::thread([this] { write_items(); });
 }
 
 FileWriter::~FileWriter() { abandon(); }
@@ -52,6 +55,49 @@ void FileWriter::append(std::span<const std::byte> bytes) {
     advance(count);
     bytes = bytes.subspan(count);
   }
+}
+
+void FileWriter::append_borrowed(std::span<const std::byte> bytes,
+                                 std::shared_ptr<const void> owner) {
+  if (static_cast<int64_t>(bytes.size()) <
+      options_.buffer_bytes / kBorrowFraction) {
+    append(bytes);
+    return;
+  }
+  SMP_CHECK(thread_.joinable(), path_, " is closed already");
+  if (current_ >= 0) submit();
+  const bool outlives = static_cast<int64_t>(bytes.size()) <= budget();
+  const size_t limit = static_cast<size_t>(options_.buffer_bytes);
+  while (!bytes.empty()) {
+    const auto piece = bytes.first(std::min(bytes.size(), limit));
+    submit_borrowed(piece, owner);
+    checksums_.add(piece);  // while the thread writes it
+    position_ += static_cast<int64_t>(piece.size());
+    bytes = bytes.subspan(piece.size());
+  }
+  if (outlives) return;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return borrowed_bytes_ == 0 || !error_.empty(); });
+  check_error();
+}
+
+void FileWriter::submit_borrowed(std::span<const std::byte> bytes,
+                                 const std::shared_ptr<const void>& owner) {
+  const int64_t count = static_cast<int64_t>(bytes.size());
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+      return borrowed_bytes_ + count <= budget() || !error_.empty();
+    });
+    check_error();
+    borrowed_bytes_ += count;
+    full_.push_back({-1, bytes, owner});
+  }
+  changed_.notify_all();
+}
+
+int64_t FileWriter::budget() const {
+  return options_.num_buffers * options_.buffer_bytes;
 }
 
 std::span<std::byte> FileWriter::room() {
@@ -82,7 +128,9 @@ void FileWriter::advance(size_t count) {
 void FileWriter::submit() {
   {
     std::lock_guard lock(mutex_);
-    full_.push_back(std::exchange(current_, -1));
+    const Buffer& buffer = buffers_[current_];
+    full_.push_back({current_, {buffer.bytes.get(), buffer.size}, nullptr});
+    current_ = -1;
   }
   changed_.notify_all();
 }
@@ -120,29 +168,36 @@ void FileWriter::stop() {
   }
   changed_.notify_all();
   thread_.join();
+  full_.clear();  // lets go of what a failed write has left
 }
 
 void FileWriter::check_error() { SMP_CHECK(error_.empty(), error_); }
 
-void FileWriter::write_buffers() {
+void FileWriter::write_items() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return ending_ || !full_.empty(); });
-    if (full_.empty() || abandoned_ || !error_.empty()) return;
-    Buffer& buffer = buffers_[full_.front()];
+    if (full_.empty() || abandoned_) return;
+    Item item = std::move(full_.front());
+    full_.pop_front();
     lock.unlock();
     std::string error;
     try {
-      write_all({buffer.bytes.get(), buffer.size});
+      write_all(item.bytes);
     } catch (const Error& e) {
       error = e.what();
     }
+    item.owner.reset();
     lock.lock();
-    buffer.size = 0;
-    free_.push_back(full_.front());
-    full_.pop_front();
+    if (item.buffer_idx >= 0) {
+      buffers_[item.buffer_idx].size = 0;
+      free_.push_back(item.buffer_idx);
+    } else {
+      borrowed_bytes_ -= static_cast<int64_t>(item.bytes.size());
+    }
     error_ = std::move(error);
     changed_.notify_all();
+    if (!error_.empty()) return;
   }
 }
 
@@ -155,6 +210,9 @@ void FileWriter::write_all(std::span<const std::byte> bytes) {
                                  bytes_written_.load(),
                                  " bytes: ", reason(count < 0 ? errno : EIO)));
     }
+    // Otherwise the disk would be idle until fsync, as long as less is dirty
+    // than the kernel lets be.
+    ::sync_file_range(fd_, bytes_written_, count, SYNC_FILE_RANGE_WRITE);
     bytes_written_ += count;
     bytes = bytes.subspan(static_cast<size_t>(count));
   }

@@ -25,7 +25,8 @@ struct FileWriterOptions {
 
 /// Writes a file from front to back: the caller fills one buffer while a thread
 /// writes another. Memory is `num_buffers * buffer_bytes` whatever the size of
-/// the file. One thread calls; any thread may read `bytes_written`.
+/// the file; large pieces of memory are written without a copy. One thread
+/// calls; any thread may read `bytes_written`.
 class FileWriter {
  public:
   /// Creates or truncates `path`.
@@ -43,6 +44,13 @@ class FileWriter {
   /// @throws Error what the writing thread met (a full disk, say), with the
   ///         name of the file
   void append(std::span<const std::byte> bytes);
+
+  /// The same without a copy, where `bytes` are many: they are written from
+  /// where they are, and must not change before `finish` returns. `owner` is
+  /// held until then, and of what it owns no more than the size of the buffers
+  /// is still to be written when the call returns.
+  void append_borrowed(std::span<const std::byte> bytes,
+                       std::shared_ptr<const void> owner);
 
   /// Room in the current buffer, at least one byte: for who makes bytes in
   /// place. Throws as `append`.
@@ -74,9 +82,19 @@ class FileWriter {
     size_t size = 0;
   };
 
-  void write_buffers();
+  /// What the thread is to write: a buffer, or what somebody else owns.
+  struct Item {
+    int buffer_idx = -1;
+    std::span<const std::byte> bytes;
+    std::shared_ptr<const void> owner;
+  };
+
+  void write_items();
   void write_all(std::span<const std::byte> bytes);
   void submit();
+  void submit_borrowed(std::span<const std::byte> bytes,
+                       const std::shared_ptr<const void>& owner);
+  int64_t budget() const;
   void check_error();
   void stop();
 
@@ -92,9 +110,10 @@ class FileWriter {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::deque<int> free_;
-  std::deque<int> full_;
-  bool ending_ = false;     // no more buffers come
-  bool abandoned_ = false;  // what is full need not be written
+  std::deque<Item> full_;
+  int64_t borrowed_bytes_ = 0;  // of `full_`
+  bool ending_ = false;         // no more buffers come
+  bool abandoned_ = false;      // what is full need not be written
   std::string error_;
 
   std::thread thread_;  // joined by stop()

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
 #include <span>
 
 #include "csrc/common/check.h"
@@ -41,8 +42,9 @@ void append_tensor(FileWriter& writer, const at::Tensor& tensor) {
                   "expected a contiguous tensor to write, got strides ",
                   tensor.strides());
   if (tensor.device().is_cpu()) {
-    writer.append(
-        {static_cast<const std::byte*>(tensor.data_ptr()), tensor.nbytes()});
+    writer.append_borrowed(
+        {static_cast<const std::byte*>(tensor.data_ptr()), tensor.nbytes()},
+        std::make_shared<const at::Tensor>(tensor));
   } else {
     append_from_device(writer, tensor);
   }

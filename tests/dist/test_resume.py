@@ -152,8 +152,9 @@ def check_layout(where: str, job: Job, seen: Sequence[Seen]) -> None:
 
 def check_parts(where: str, job: Job, folder: Path) -> None:
     """The ranks wrote parts, each once, and all together everything."""
-    from smp.checkpoint import manifest
+    from smp.checkpoint import inspection, manifest
 
+    assert not list(inspection.problems(folder / f"{job}_partial")), where
     stored = manifest.read(folder / f"{job}_partial")
     blocks = [len(entry.blocks) for entry in stored.entries.values()]
     for name, entry in stored.entries.items():

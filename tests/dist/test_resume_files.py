@@ -240,6 +240,38 @@ def test_scripts_merge_sharded_folders(pool: Pool, tmp_path: Path, precision: st
     assert "optimizer_2.pt" not in files and "model_1.pt" not in files
 
 
+# ---- without a job ---------------------------------------------------------------------
+
+
+def save_plain(rank: int, job: Job, folder: str) -> Any:
+    import smp
+
+    model, optimizer, train = make(job, seed=1)
+    for step in range(BEFORE):
+        train(step)
+    smp.save_checkpoint(folder, "p", model=model, optimizer=optimizer)
+    return state_of(model, optimizer)
+
+
+def test_folders_that_were_written_anew_load(pool: Pool, tmp_path: Path) -> None:
+    from smp.checkpoint import exporting, resharding
+    from tests.dist.test_resume import check_equal
+
+    [expected, *_] = pool.run(4, save_plain, Job(1, 2, 2, "state", "bf16"), str(tmp_path))
+    resharding.reshard(tmp_path / "p_partial", tmp_path / "again_partial", num_parts=3)
+    for job in (Job(2, 1, 1, "none", "bf16"), Job(1, 1, 2, "sdp2", "bf16")):
+        for [state] in pool.run(2, look, job, str(tmp_path), ("again",)):
+            check_equal(str(job), expected, state)
+    exporting.export(tmp_path / "p_partial", tmp_path / "out")
+    from smp.checkpoint import huggingface
+
+    state = huggingface.open_weights(tmp_path / "out" / "model.safetensors")
+    names = plain_names(expected.model)
+    assert set(state) == set(names) - {"lm_head.weight"}
+    for name, tensor in state.items():
+        assert torch.equal(tensor, names[name]), name
+
+
 # ---- in the background -----------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def write(path: Path, structure: Any, options: WriteOptions | None = None) -> Wr
     """Writes and synchronises ``path``.
 
     Tensors that share memory share it in the file, too, if they are contiguous. Parameters are
-    written as tensors; ``requires_grad`` is not kept.
+    written as tensors; ``requires_grad`` is not kept. No tensor may change before this returns.
 
     Args:
         structure: dictionaries, lists, tuples, numbers, strings, bytes, None, torch's sizes,

@@ -44,10 +44,6 @@ class Entry:
     part: Part
     tensor: Tensor
 
-    @property
-    def is_whole(self) -> bool:
-        return self.part == Part.whole(self.shape)
-
 
 @dataclass(frozen=True)
 class Held:

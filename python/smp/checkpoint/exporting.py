@@ -15,12 +15,14 @@ from smp.checkpoint import safetensors_stream
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
+from smp.nn.huggingface import installed
 from smp.nn.huggingface.register import FAMILIES
 
 State = dict[str, torch.Tensor]
 Translate = Callable[..., dict[str, Any]]
 
 _PREFIX = "model/"
+_HEADS = frozenset((*installed.HEADS, "decoder"))
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 # Dtypes that no weight has tell, in a dry run, whose result a tensor is.
 _MINE, _OTHERS = torch.int8, torch.uint8
@@ -120,13 +122,14 @@ class _Translation:
 
     def results(self) -> Iterator[_Result]:
         whole = self._run(self._meta)
-        seen: dict[int, str] = {}
+        for name in second_names(whole):
+            del whole[name]
         for group in self._groups():
             for name in self._results_of(group):
-                result = whole.get(name)
-                if result is None or seen.setdefault(id(result), name) != name:
-                    continue  # a second name of a tied tensor, which was not saved
-                yield _Result(name, tuple(result.shape), result.dtype, self._maker(group, name))
+                if name in whole:
+                    result = whole[name]
+                    make = self._maker(group, name)
+                    yield _Result(name, tuple(result.shape), result.dtype, make)
         for name, extra in whole.items():
             if not extra.is_meta:  # buffers that follow from sizes
                 yield _Result(
@@ -176,6 +179,18 @@ class _Translation:
 def _group_of_layer(name: str) -> str:
     match = _LAYER.match(name)
     return match[1] if match else ""
+
+
+def second_names(state: State) -> list[str]:
+    """Heads that are the very table of the embedding: files of Hugging Face leave them out."""
+    first: dict[int, str] = {}
+    for name, tensor in sorted(state.items(), key=lambda item: _is_head(item[0])):
+        first.setdefault(id(tensor), name)
+    return [name for name, tensor in state.items() if first[id(tensor)] != name]
+
+
+def _is_head(name: str) -> bool:
+    return any(module in _HEADS for module in name.split("."))
 
 
 def _itself(value: Any) -> Any:

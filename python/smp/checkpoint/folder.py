@@ -181,6 +181,10 @@ class Generation:
                 break
         return None if self.folder.is_dir() else False
 
+    def is_over(self) -> bool:
+        """Whether the first rank is done with it, well or not; `newest` is written then."""
+        return not _lock_path(self.target.parent, self.generation).exists()
+
     def _say(self, name: str, part: dict[str, Any]) -> None:
         text = manifests.seal(f'{{"part":{manifests.dumps(part, name)}')
         file_system.write_file(self.folder / name, text, unique=self.generation)

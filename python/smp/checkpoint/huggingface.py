@@ -16,29 +16,14 @@ import torch
 from torch import Tensor
 
 from smp import _C
-from smp.checkpoint.archive import Deferred
+from smp.checkpoint import safetensors_stream
 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
 #: What Hugging Face calls weights, best first.
 NAMES = ("pytorch_model.bin", "model.safetensors")
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIGN = 8
+_DTYPES = {name: dtype for dtype, name in safetensors_stream.NAMES.items()}
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
 
 
@@ -166,38 +151,6 @@ def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + begin).view(shape)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Deferred]) -> None:
-    """Writes tensors one after the other as their turn comes; one that has several names once.
-
-    Args:
-        tensors: the first name of each counts, as in files of transformers.
-    """
-    unique: dict[int, tuple[str, Deferred]] = {}
-    for name, tensor in tensors.items():
-        unique.setdefault(id(tensor), (name, tensor))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in unique.values():
-        if tensor.dtype not in _NAME_OF:
-            raise ValueError(f"'{name}' has dtype {tensor.dtype}, which safetensors has not")
-        end = offset + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _NAME_OF[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in unique.values():
-            value = tensor.make().detach().cpu().contiguous()
-            if value.numel():
-                file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
-        file.flush()
 
 
 def write_config(path: Path, tag: str, module: torch.nn.Module) -> None:

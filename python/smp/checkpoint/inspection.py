@@ -130,7 +130,9 @@ def _values_differ(first: FolderReader, second: FolderReader, name: str, entry: 
         different = (a != b) & ~((a != a) & (b != b))
         num_different += int(different.sum())
         if bool(different.any()):
-            largest = max(largest, float((a - b).abs()[different].max()))
+            difference = float((a - b).abs()[different].max())
+            if not difference <= largest:  # not-a-number is the largest
+                largest = difference
     if not num_different:
         return ""
     return f"{num_different} of {numel} elements differ, by up to {largest:.3g}"

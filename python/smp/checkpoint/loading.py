@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,15 +19,14 @@ from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, canonical_names, model_state
 from smp.checkpoint.filling import fill_groups, fill_model, fill_optimizer
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.roll_call import agree, roll_call
-from smp.checkpoint.saving import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.whole_files import WholeModel, read_user_content
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 
 WHAT = "smp.resume_from_checkpoint"
-_log = logging.getLogger("smp")
 
 
 def resume_from_checkpoint(
@@ -238,7 +236,8 @@ class _Resumption:
         steps = self.manifest.values["steps"]
         current.num_steps, current.num_begun = steps["done"], steps["begun"]
         path = self.folder / f"rng_{current.global_rank}.pt"
-        if self.manifest.layout.sizes == current.sizes:
+        # A folder that was written anew without a job has none.
+        if self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files:
             random_states.restore(torch.load(path, map_location="cpu", weights_only=True))
         else:
             random_states.seed_anew(self.manifest.values["seed"], steps["begun"])

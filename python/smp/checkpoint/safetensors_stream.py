@@ -19,7 +19,7 @@ from smp.checkpoint.manifest import FileRecord
 
 INDEX_NAME = "model.safetensors.index.json"
 
-_NAMES = {
+NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -30,6 +30,7 @@ _NAMES = {
     torch.int64: "I64",
     torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2: "F8_E5M2",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -109,11 +110,11 @@ def _header(tensors: Mapping[str, Deferred]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise ValueError(f"safetensors has no {tensor.dtype}, which {name} is")
         end = begin + num_bytes(tensor)
         fields[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import comm, runtime
-from smp.checkpoint import archive, file_system, huggingface
+from smp.checkpoint import archive, file_system, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.lazy_tensor import LazyTensor
@@ -50,6 +50,8 @@ def save_whole(
         content = gatherer.lazy_state()
         if translate:
             content = translated(model, content)
+        if tag.endswith(huggingface.SAFETENSORS):
+            content = _as_safetensors(content)
     except Exception as caught:
         error = caught
     agree(WHAT, error)
@@ -74,6 +76,13 @@ def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str
     return result
 
 
+def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first name of each tensor, as in files of transformers, in the order of the file."""
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(content.items())}
+    firsts = reversed(unique.values())
+    return dict(sorted(firsts, key=lambda item: -item[1].dtype.itemsize))
+
+
 def _write(
     path: Path,
     tag: str,
@@ -93,7 +102,7 @@ def _write(
             deferred[id(tensor)] = archive.Deferred(tuple(tensor.shape), tensor.dtype, make)
         structure = {key: deferred[id(tensor)] for key, tensor in content.items()}
         if tag.endswith(huggingface.SAFETENSORS):
-            huggingface.write_safetensors(temporary, structure)
+            safetensors_stream.write(temporary, structure)
         else:
             archive.write(temporary, structure)
         os.replace(temporary, path / tag)

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -85,6 +86,53 @@ TEST_F(FileIo, WritesWhatWasAppendedInPiecesOfAnySize) {
     EXPECT_EQ(writer.bytes_written(), 300000);
     EXPECT_EQ(contents("a"), bytes);
   }
+}
+
+TEST_F(FileIo, BorrowedBytesComeInTheirOrderAndAreLetGoOf) {
+  const Bytes bytes = random_bytes(400000, 15);
+  std::mt19937 random(16);
+  for (const int num_buffers : {1, 2}) {
+    FileWriter writer(path("a"), {10000, num_buffers, 7777});
+    size_t at = 0;
+    size_t num_borrowed = 0;
+    std::vector<std::weak_ptr<const void>> owners;
+    while (at < bytes.size()) {
+      const size_t count =
+          std::min<size_t>(1 + random() % 60000, bytes.size() - at);
+      const auto piece = std::span(bytes).subspan(at, count);
+      if (random() % 2 == 0) {
+        writer.append(piece);
+      } else {
+        const auto owner =
+            std::make_shared<const Bytes>(piece.begin(), piece.end());
+        writer.append_borrowed(*owner, owner);
+        owners.push_back(owner);
+        // What is larger than the buffers has been written already.
+        EXPECT_TRUE(count <= 10000u * num_buffers || owner.use_count() == 1);
+        ++num_borrowed;
+      }
+      at += count;
+      ASSERT_EQ(writer.position(), static_cast<int64_t>(at));
+    }
+    const FileRecord record = writer.finish();
+    EXPECT_GT(num_borrowed, 3u);
+    EXPECT_EQ(contents("a"), bytes);
+    EXPECT_EQ(record.crc32s.back(), crc32(std::span(bytes).subspan(51 * 7777)));
+    for (const auto& owner : owners) EXPECT_TRUE(owner.expired());
+  }
+}
+
+TEST_F(FileIo, AFullDiskEndsABorrowedWrite) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
+  const auto owner = std::make_shared<const Bytes>(random_bytes(90000, 17));
+  {
+    FileWriter writer("/dev/full", {4096, 2, 4096});
+    const std::string error =
+        error_of([&] { writer.append_borrowed(*owner, owner); });
+    EXPECT_NE(error.find("No space left"), std::string::npos) << error;
+    EXPECT_THROW(writer.append(*owner), Error);
+  }
+  EXPECT_EQ(owner.use_count(), 1);
 }
 
 TEST_F(FileIo, AnEmptyFileHasNoChunks) {
