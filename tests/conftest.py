@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ for path in (str(REPO / "python"), str(REPO)):
 
 
 from tests.dist.grid.covering import Row, covering_sample  # noqa: E402 - from the path above
+from tests.dist.pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes, one pool for the whole session."""
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,19 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, optimizers, patches, preemption, schedule  # noqa: E402
+from smp import (  # noqa: E402
+    amp,
+    metrics,
+    model,
+    nn,
+    optimizers,
+    patches,
+    preemption,
+    schedule,
+    sharded_data_parallel_checkpoint,
+    state_mod,
+    utils,
+)
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.checkpoint import (  # noqa: E402
@@ -66,6 +78,7 @@ from smp.comm import (  # noqa: E402
 )
 from smp.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.memory import delay_param_initialization  # noqa: E402
+from smp.memory import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
@@ -109,6 +122,7 @@ __all__ = [
     "broadcast",
     "clip_grad_norm_",
     "delay_param_initialization",
+    "delayed_parameter_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -160,9 +174,11 @@ __all__ = [
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
+    "sharded_data_parallel_checkpoint",
     "shutdown",
     "size",
     "state",
+    "state_mod",
     "step",
     "tensor_parallelism",
     "tp_barrier",
@@ -171,4 +187,5 @@ __all__ = [
     "tp_register_with_module",
     "tp_size",
     "trace",
+    "utils",
 ]

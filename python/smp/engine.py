@@ -93,6 +93,10 @@ class Engine:
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
         self._has_updated = False
+        #: sums buckets of gradients in place of the reducers
+        self.comm_hook: data_parallel.CommHook | None = None
+        #: while replicas may run out of batches (`smp.join`)
+        self.uneven: data_parallel.UnevenBatches | None = None
         self._honoured = activations.HonouredModules(root)
         self._followed: Path | None = None  # partition of a checkpoint
 
@@ -224,7 +228,25 @@ class Engine:
             overlap=self._overlaps,
             average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
+            hook=self.comm_hook,
         )
+
+    def use_comm_hook(self, hook: data_parallel.CommHook) -> None:
+        """Lets a hook sum gradients. Collective over the replicas, before the first training step.
+
+        Raises:
+            ValueError: gradients are not summed by buckets that all replicas have whole.
+            RuntimeError: there is one already, or training has begun.
+        """
+        data_parallel.refuse_comm_hook(self._overlaps)
+        if self.comm_hook is not None or self.num_reductions:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}register_comm_hook is called once, before the first training "
+                "step"
+            )
+        self.comm_hook = hook
+        if self.partitioned:
+            self.make_reducers()
 
     def after_update(self) -> None:
         """Brings what was updated on this rank to where modules use it.
@@ -358,8 +380,11 @@ class Engine:
         self.honour_checkpointing()
         if self.sharded is not None:
             self.sharded.begin_step(num_microbatches, trains)
-        if trains and self._broadcast_buffers and self._root.training:
-            data_parallel.broadcast_from_first([b for b in self._root.buffers()])
+        if trains:
+            syncs = self._broadcast_buffers and self._root.training
+            first = 0 if self.uneven is None else self.uneven.announce(syncs)
+            if syncs:
+                data_parallel.broadcast_from_first(list(self._root.buffers()), first=first)
         if trains:
             for reducer in self.reducers:
                 reducer.begin_step(num_microbatches, may_overlap)

@@ -11,15 +11,16 @@ from torch import Tensor
 from smp import _C, grad_norm, precision, runtime
 from smp.data_parallel import model_parameter_of
 from smp.fused_step import divides, step_fused, writes_copies
+from smp.legacy_optimizer import LegacyNames
 from smp.model import DistributedModel
 from smp.optimizer_state import OptimizerState
-from smp.precision import LossScaler, MasterViews, ScaledGradients, StaticLossScaler
+from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
 from smp.tensor_parallel.sharding import replaced_name
 
 _SCALER = "loss_scaler"
 
 
-class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
+class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
 
     Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank

@@ -87,6 +87,26 @@ class State:
         """Effective configuration, one attribute per key; None before `init`."""
         return None if _current is None else _current.config
 
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tp_rank: indices of the optimizer's parameters by their names in the model.
+
+        The ranks of a tensor-parallel group have the same names. Empty before an optimizer is
+        wrapped; of several the last one counts.
+        """
+        if _current is None or _current.optimizer is None:
+            return []
+        indices = _current.optimizer.param_name_to_index()
+        return [dict(indices) for _ in range(_current.sizes["tp"])]
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tp_rank: the first name of each of the optimizer's parameters, by index."""
+        return [
+            {index: name for name, index in reversed(indices.items())}
+            for indices in self.param_name_to_index_tp_group
+        ]
+
 
 class Runtime(WrappedObjects):
     """One initialized rank. Made by `init`, ended by `shutdown`; see `current`.

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from smp.sharded_data_parallel_checkpoint import (
+    get_full_state_dict_from_sharded_data_parallel_checkpoint,
+)
 from tests.dist.pool import Pool
 from tests.dist.resume_training import BEFORE, CASE, Job, make, state_of
 
@@ -226,6 +229,8 @@ def test_scripts_merge_sharded_folders(pool: Pool, tmp_path: Path, precision: st
     job = Job(1, 1, 4, "sdp2", precision)
     [expected, *_] = pool.run(4, save_sharded, job, str(tmp_path))
     whole = merged(tmp_path, 2)
+    ours = get_full_state_dict_from_sharded_data_parallel_checkpoint(tmp_path)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in whole.items())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name, tensor in expected.items():
         assert whole[name].dtype == torch.float32

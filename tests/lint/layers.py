@@ -46,6 +46,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "launch",
             "optimizers",
             "schedule",
+            "sharded_data_parallel_checkpoint",
             "tracing",
         }
     ),
@@ -53,7 +54,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"settings"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
-    frozenset({"comm"}),
+    frozenset({"comm", "state_mod"}),
     frozenset({"tensor_parallel"}),
     frozenset({"memory"}),
     frozenset(
@@ -68,11 +69,12 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"data_parallel"}),
-    frozenset({"precision"}),
+    frozenset({"precision", "utils"}),
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
+    frozenset({"backward_roots", "engine", "grad_norm", "model_views", "patches"}),
+    frozenset({"join"}),
     frozenset({"model", "step_run"}),
-    frozenset({"first_use", "fused_step", "optimizer_state"}),
+    frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
     frozenset({"amp", "optimizer", "step"}),
     frozenset({"checkpoint"}),
     frozenset({"__main__"}),
