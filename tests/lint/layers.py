@@ -52,7 +52,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"groups", "host_objects", "launch", "process_hooks"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
-    frozenset({"comm"}),
+    frozenset({"comm", "device_numbers"}),
     frozenset({"tensor_parallel"}),
     frozenset({"memory"}),
     frozenset(
