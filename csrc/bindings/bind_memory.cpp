@@ -9,6 +9,7 @@
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/checkpoint.h"
+#include "csrc/memory/host_heap.h"
 #include "csrc/memory/random_state.h"
 
 namespace py = pybind11;
@@ -26,6 +27,16 @@ class PyTaskScope {
  private:
   Task task_;
   std::optional<TaskScope> scope_;
+};
+
+// `with MappedBlocks():`
+class PyMappedBlocks {
+ public:
+  void enter() { blocks_ = std::make_unique<memory::MappedBlocks>(); }
+  void exit(const py::args&) { blocks_.reset(); }
+
+ private:
+  std::unique_ptr<memory::MappedBlocks> blocks_;
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -126,6 +137,15 @@ void bind_memory(py::module_& m) {
       "Seeds the default generators of the CPU and of the device.");
   m.def("mix_seed", &memory::mix_seed, py::arg("seed"), py::arg("value"),
         "A seed made of two numbers (splitmix64).");
+  m.def("trim_heap", &memory::trim_heap,
+        py::call_guard<py::gil_scoped_release>(),
+        "Gives free memory of the C library's heap back to the system.");
+  py::class_<PyMappedBlocks>(m, "MappedBlocks",
+                             "Context manager: large blocks stay out of the "
+                             "C library's heap, and go back once freed.")
+      .def(py::init<>())
+      .def("__enter__", &PyMappedBlocks::enter)
+      .def("__exit__", &PyMappedBlocks::exit);
   py::class_<PyTaskScope>(m, "TaskScope",
                           "Context manager: what the thread works on.")
       .def(py::init([](int64_t step, int mb) {

@@ -9,10 +9,15 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, optimizers, patches, schedule  # noqa: E402
+from smp import amp, metrics, model, nn, optimizers, patches, preemption, schedule  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
-from smp.checkpoint import load, save  # noqa: E402
+from smp.checkpoint import (  # noqa: E402
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
 from smp.comm import (  # noqa: E402
     DP_GROUP,
     MP_GROUP,
@@ -67,6 +72,7 @@ from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
+from smp.preemption import requested as preemption_requested  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,
@@ -80,6 +86,8 @@ from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 # interface the attribute is the function.
 from smp.step import step  # noqa: E402
 from smp.timeline import trace  # noqa: E402
+
+preemption.use_saver(save_checkpoint)
 
 __all__ = [
     "DP_GROUP",
@@ -136,12 +144,16 @@ __all__ = [
     "pp_barrier",
     "pp_rank",
     "pp_size",
+    "preemption",
+    "preemption_requested",
     "rank",
     "rdp_barrier",
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "save_partition",
     "schedule",
     "send",

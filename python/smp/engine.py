@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Engine:
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._seed = seed
-        self._registrations = registrations
+        self.registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
         self.link: PipelineLink | None = None
@@ -92,7 +93,9 @@ class Engine:
         self.loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
+        self._has_updated = False
         self._honoured = activations.HonouredModules(root)
+        self._followed: Path | None = None  # partition of a checkpoint
 
     @property
     def partitioned(self) -> bool:
@@ -111,7 +114,19 @@ class Engine:
     def wants_trace(self) -> bool:
         """Does the partition depend on a trace?"""
         config = self._current.config
-        return self._current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
+        is_open = config.auto_partition and not config.skip_tracing and self._followed is None
+        return self._current.sizes["pp"] > 1 and is_open
+
+    def follow_partition(self, path: Path, num_chunks: int) -> None:
+        """Lets a file decide on the partition, if it is for as many stages as this run has.
+
+        Args:
+            path: as `partition_file` in the configuration, which comes first.
+            num_chunks: stages per rank in it.
+        """
+        schedule = choose_schedule(self._current.config, self._current.sizes["pp"])
+        if schedule.num_chunks == num_chunks:
+            self._followed = path
 
     def partition(self, trace: Trace | None = None) -> None:
         """Decides the partition, moves parts to their ranks, joins the server. Collective.
@@ -124,7 +139,7 @@ class Engine:
         schedule = choose_schedule(config, current.sizes["pp"])
         self._check_files()
         wishes = Wishes(
-            plan=config.partition_file,
+            plan=config.partition_file or self._followed,
             num_chunks=schedule.num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,
@@ -162,6 +177,7 @@ class Engine:
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+        _C.trim_heap()  # whole values are gone for good
 
     def _place_whole(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Parameters are real, and the same on all replicas."""
@@ -221,6 +237,9 @@ class Engine:
             self.sharded.after_update()
         if self.flat is not None:
             self.flat.after_update()
+        if not self._has_updated:
+            self._has_updated = True
+            _C.trim_heap()  # now all is there that stays, around what the first step has freed
 
     # ---- precision
 
@@ -482,7 +501,7 @@ class Engine:
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
         if not state.get(PARTIAL_MARK):
-            return parts.load(self._translated(state), strict)
+            return parts.load(self.translated(state), strict)
         if not same_partition_load:
             held = [dict(state)]
             if not self._is_alone:
@@ -501,9 +520,9 @@ class Engine:
             state = full
         return parts.load(state, strict, sliced=True)
 
-    def _translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state dict with the names of the distributed modules that the model has."""
-        for registration in self._registrations:
+        for registration in self.registrations:
             if registration.translators is not None:
                 state = registration.translators[1](dict(state))
         return state

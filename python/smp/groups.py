@@ -163,7 +163,7 @@ def build_groups(
         board: ends waits of `tp_group` and of what shares memory when a rank fails.
         machine: equal on ranks that may try to share memory.
         hosts: of all ranks, if parameters are to be gathered between hosts first.
-        shared_memory: whether this rank wants to, for collectives of tp and of shards.
+        shared_memory: whether this rank wants to, for collectives.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
         shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
@@ -204,7 +204,7 @@ def build_groups(
             timeout_s=timeout_s,
         )
 
-    made.dp_control, made.dp = control("dp"), on_device("dp")
+    made.dp_control, made.dp = control("dp"), sharing(on_device("dp"), own["dp"])
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = sharing(on_device("shard"), ranks)
@@ -219,7 +219,7 @@ def build_groups(
         made.whole_replica = sharing(on_device("replica", "whole_replica"), own["replica"])
         made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
     if grid.group_size("tp") > 1:
-        made.rdp, made.tp = on_device("rdp"), on_device("tp")
+        made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp
         assert made.tp_control is not None
         made.tp_control = _C.share_collectives(

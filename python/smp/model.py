@@ -270,7 +270,8 @@ class DistributedModel(nn.Module):
         """
         if self._engine.partitioned:
             return
-        self._engine.partition(trace)
+        with _C.MappedBlocks():
+            self._engine.partition(trace)
         for optimizer in self._runtime.optimizers:
             optimizer._use_masters()
         for hook in list(self._post_partition_hooks.values()):

@@ -245,12 +245,18 @@ class ModelParts:
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
-                    self._write(value, sharding.slice_of(state[key], interval))
+                    self.write(value, sharding.slice_of(state[key], interval))
         if self.sharded is not None:
             self.sharded.after_update()
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
-    def _write(self, target: Tensor, value: Tensor) -> None:
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Gives a parameter or buffer of this rank, and its master, a value.
+
+        Args:
+            target: of the model.
+            value: whole, or the slice of this tensor-parallel rank.
+        """
         if self.sharded is not None and target in self.sharded:
             assert isinstance(target, nn.Parameter)
             self.sharded.write(target, value)

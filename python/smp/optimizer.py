@@ -188,6 +188,8 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
         return bool(self._skipped)
 
     def _gradients_used(self) -> None:
+        if runtime.is_initialized():
+            runtime.current().has_gradients = False
         self._gradients.used()
         if self._is_scaled:
             self._num_reductions = self._count_reductions()

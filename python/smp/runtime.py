@@ -44,6 +44,8 @@ from smp.settings import (
 )
 from smp.wrapped import WrappedObjects
 
+FAILURE_VARIABLE = "SMP_FAILURE_FILE"
+
 logger = logging.getLogger("smp")
 
 PeerFailure = _C.PeerFailure
@@ -109,6 +111,8 @@ class Runtime(WrappedObjects):
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
         has_trained: one of these computed gradients.
+        has_gradients: one did after the last update of an optimizer.
+        stops: finds the boundary between steps at which all ranks stop.
     """
 
     def __init__(
@@ -139,7 +143,8 @@ class Runtime(WrappedObjects):
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
         self.num_steps = self.num_begun = 0
-        self.has_trained = False
+        self.has_trained = self.has_gradients = False
+        self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
         self._activation_store: _C.ActivationStore | None = None
         self.pid = os.getpid()
         self.links: Links | None = None
@@ -176,7 +181,9 @@ class Runtime(WrappedObjects):
             self.global_rank,
             [self.grid.describe(rank) for rank in range(self.world_size)],
             self.settings.timeout_s,
+            self.settings.hang_s,
         )
+        self.stops = self.links.stops
         self.links.connect(
             store,
             own_host=own_host,
@@ -249,6 +256,13 @@ class Runtime(WrappedObjects):
                 "read here)"
             )
 
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at one boundary between steps."""
+        if self.links is not None:
+            self.links.request_stop()
+        else:
+            self.stops.decide(self.stops.freeze())
+
     def report_raised(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one raised, unless it raised because of them."""
         if self.links is None or os.getpid() != self.pid:
@@ -286,6 +300,11 @@ class Runtime(WrappedObjects):
     def running_step(self) -> str | None:
         """Name of the step function that runs now."""
         return self._running_step
+
+    def inject_fault(self, step: int, microbatch: int | None = None) -> None:
+        """Misbehaves if `SMP_FAULT` says so for this place."""
+        if self.settings.fault is not None:
+            self.settings.fault.strike(self.global_rank, step, microbatch)
 
     @contextmanager
     def scaling_loss(self) -> Iterator[None]:
@@ -513,6 +532,11 @@ def _start(runtime: Runtime) -> None:
 def _on_uncaught(error: BaseException) -> None:
     if _current is not None:
         _current.report_raised("the script (uncaught exception)", error)
+        if path := os.environ.get(FAILURE_VARIABLE):
+            board = _current.board
+            knows_culprit = isinstance(error, PeerFailure) and board is not None
+            culprit = board.fault_rank() if board and knows_culprit else _current.global_rank
+            process_hooks.write_failure(path, culprit, error)
 
 
 def _at_exit() -> None:

@@ -43,13 +43,14 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "config_sources",
             "creation",
             "forwards",
+            "launch",
             "optimizers",
             "schedule",
-            "settings",
             "tracing",
         }
     ),
-    frozenset({"groups", "host_objects", "launch", "process_hooks"}),
+    frozenset({"fault_injection", "groups", "host_objects", "process_hooks"}),
+    frozenset({"settings"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
     frozenset({"comm", "device_numbers"}),
@@ -62,6 +63,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "nn",
             "partition",
             "pipeline",
+            "preemption",
             "timeline",
         }
     ),
@@ -71,7 +73,9 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"backward_roots", "engine", "grad_norm", "patches"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "optimizer_state"}),
-    frozenset({"amp", "checkpoint", "optimizer", "step"}),
+    frozenset({"amp", "optimizer", "step"}),
+    frozenset({"checkpoint"}),
+    frozenset({"__main__"}),
 )
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from smp import _C
 from smp.memory.creation_values import noting_draws
 
 
@@ -28,7 +29,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: whether they are delayed.
     """
-    with noting_draws():
+    with noting_draws(), _C.MappedBlocks():
         if enabled:
             with on_meta():
                 yield
