@@ -7,7 +7,8 @@
 namespace smp {
 
 /// The one place in C++ that reads the environment. Names begin with SMP_ or
-/// belong to a launcher or the C library. A variable that is set but empty counts as not set.
+/// belong to a launcher or the C library. A variable that is set but empty
+/// counts as not set.
 
 std::optional<std::string> env_string(const char* name);
 

@@ -133,8 +133,7 @@ bool Reducer::launch_round(Lock& lock) {
 void Reducer::await_room(int param_idx, Lock& lock) {
   constexpr int kMostOnTheirWay = 1;
   const auto is_full = [&] {
-    const bool is_open =
-        phase_ == Phase::kOpen || phase_ == Phase::kImplicit;
+    const bool is_open = phase_ == Phase::kOpen || phase_ == Phase::kImplicit;
     return is_open && num_launched_ - num_settled_ > kMostOnTheirWay;
   };
   if (!is_sharded() || !is_full() || bucket_of(param_idx).has_memory()) return;

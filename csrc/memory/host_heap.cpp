@@ -22,8 +22,8 @@ std::mutex mutex;
 int num_alive = 0;
 
 bool has_own_settings() {
-  for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
-                           "GLIBC_TUNABLES"}) {
+  for (const char* name :
+       {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}) {
     if (env_string(name)) return true;
   }
   return false;

@@ -33,9 +33,9 @@ void unmap(void* mapping) {
 void* map(size_t size) {
   void* const begin = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  SMP_CHECK(begin != MAP_FAILED, "expected ", size,
-            " bytes of host memory, the system has none: ",
-            std::strerror(errno));
+  SMP_CHECK(
+      begin != MAP_FAILED, "expected ", size,
+      " bytes of host memory, the system has none: ", std::strerror(errno));
   return begin;
 }
 

@@ -457,7 +457,15 @@ def broadcast_coalesced(
     ranks: Sequence[int] = ...,
     timeout_s: float = 1800.0,
 ) -> None: ...
-def clip_coefficient(total_norm: float, max_norm: float) -> float: ...
+def gather_numbers(
+    numbers: Tensor,
+    group: Communicator,
+    *,
+    what: str,
+    faults: FaultBoard | None = None,
+    ranks: Sequence[int] = ...,
+    timeout_s: float = 1800.0,
+) -> Tensor: ...
 def executed_actions(order: Sequence[str], chunk_of_module: Mapping[int, int]) -> str: ...
 def complete_partition(
     tree: ModuleTree,

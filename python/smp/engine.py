@@ -89,7 +89,8 @@ class Engine:
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
-        self._loss_scaler: LossScaler | None = None
+        #: decides on the loss scale; None: there is none
+        self.loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
         self._has_updated = False
@@ -271,8 +272,8 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What a loss is multiplied with before its backward."""
-        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale
+        """What a loss is multiplied with before its backward; the host reads it."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     @property
     def can_change_dtype(self) -> bool:
@@ -281,14 +282,17 @@ class Engine:
 
     def watch_backward(self, output: Any) -> None:
         """Refuses backward without a loss scale, where it may be called without this library."""
-        if self.loss_scale == 1.0 or not torch.is_grad_enabled():
+        scaler = self.loss_scaler
+        if scaler is None or not torch.is_grad_enabled():
+            return
+        if not scaler.is_dynamic and scaler.loss_scale == 1.0:
             return
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._check_scaled)
 
     def _check_scaled(self, grad: torch.Tensor) -> None:
-        if not self._current.scales_loss:
+        if not self._current.scales_loss and self.loss_scale != 1.0:
             raise RuntimeError(
                 f"{_C.rank_prefix()}backward began at a loss without its scale {self.loss_scale:g},"
                 " which would make gradients in torch.float16 vanish; call model.backward(loss) "
@@ -297,7 +301,7 @@ class Engine:
 
     def use_loss_scaler(self, scaler: LossScaler) -> None:
         """From now on this one decides on the loss scale."""
-        self._loss_scaler = scaler
+        self.loss_scaler = scaler
 
     @property
     def num_reductions(self) -> int:
@@ -417,14 +421,17 @@ class Engine:
             handle.remove()
         self._weights, self._weight, self._weight_hooks = None, 1.0, []
 
-    def root_weight(self, weight: float) -> float:
+    def root_weight(self, weight: float) -> float | torch.Tensor:
         """What gradients of a microbatch are multiplied with where its backward begins.
 
         Args:
             weight: of the microbatch in the mean over the batch.
+
+        Returns:
+            a number; with a dynamic loss scale a float64 tensor without dimensions on the device.
         """
         shared = weight if self.averages and self.server is not None else 1.0
-        return shared * self.loss_scale
+        return shared if self.loss_scaler is None else self.loss_scaler.factor * shared
 
     def begin_microbatch(self, mb: int) -> None:
         """A body begins, without a server."""

@@ -28,9 +28,11 @@ _NEVER = timedelta(days=365)
 class Groups:
     """Communicators of this rank; None for a group of one.
 
-    `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
-    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
-    split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, `mp` those on the CPU if
+    ``mp_is_on_host``; the control communicators serve CPU tensors. Nothing but the reducers may use
+    `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
+    ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
+    `tp`, `shard_reduce` and `replica`.
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
     parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
     then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
@@ -42,7 +44,8 @@ class Groups:
 
     dp: _C.Communicator | None = None
     dp_control: _C.Communicator | None = None
-    mp_control: _C.Communicator | None = None
+    mp: _C.Communicator | None = None
+    mp_is_on_host: bool = False
     rdp: _C.Communicator | None = None
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
@@ -147,6 +150,7 @@ def build_groups(
     shared_memory: bool,
     loopback: bool,
     timeout_s: float,
+    shares_gpus: bool = False,
 ) -> Groups:
     """Communicators of the groups that `global_rank` belongs to. Collective over the world.
 
@@ -162,6 +166,7 @@ def build_groups(
         shared_memory: whether this rank wants to, for collectives.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
+        shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
@@ -200,7 +205,6 @@ def build_groups(
         )
 
     made.dp_control, made.dp = control("dp"), sharing(on_device("dp"), own["dp"])
-    made.mp_control = control("mp")
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = sharing(on_device("shard"), ranks)
@@ -237,6 +241,11 @@ def build_groups(
             ranks=ranks_of("tp"),
             timeout_s=timeout_s,
         )
+    if own["mp"] == own["tp"]:
+        made.mp = made.tp
+    else:
+        made.mp_is_on_host = shares_gpus
+        made.mp = control("mp") if shares_gpus else on_device("mp")
     return made
 
 

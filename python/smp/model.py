@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, data_parallel, memory, microbatch, runtime
-from smp.backward_roots import run_backward, weighted
+from smp.backward_roots import is_one, run_backward, weighted
 from smp.data_parallel import master_of, model_parameter_of
 from smp.engine import Engine
 from smp.join import uneven_batches
@@ -193,7 +193,7 @@ class DistributedModel(ModelViews):
         if server is None:
             self._engine.begin_backward_alone()
             scale = self._engine.root_weight(1.0)
-            if scale != 1.0:
+            if not is_one(scale):
                 tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
             with self._runtime.scaling_loss():
                 torch.autograd.backward(tensors, grad_tensors)
@@ -206,7 +206,7 @@ class DistributedModel(ModelViews):
         # Whoever waits for no forward need not wait for the value of a loss on another rank: its
         # owner runs the backward right behind. The simple schedule has all forwards first.
         ahead = self._runtime.config.pipeline != "simple"
-        if ahead or weight != 1.0:
+        if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         if not ahead:

@@ -40,6 +40,7 @@ from smp.settings import (
     device_of,
     host_advice,
     read_settings,
+    shares_gpus,
 )
 from smp.wrapped import WrappedObjects
 
@@ -177,7 +178,15 @@ class Runtime(WrappedObjects):
         self._on_shutdown: list[Callable[[], None]] = []
         _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")
 
-    def connect(self, store: dist.Store, *, loopback: bool, own_host: str, machine: str) -> None:
+    def connect(
+        self,
+        store: dist.Store,
+        *,
+        loopback: bool,
+        own_host: str,
+        machine: str,
+        shares_gpus: bool = False,
+    ) -> None:
         """Connects to the other ranks of a world of more than one. Collective.
 
         Args:
@@ -185,6 +194,7 @@ class Runtime(WrappedObjects):
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
             machine: equal on ranks that may try to share memory.
+            shares_gpus: some ranks use one GPU together.
         """
         self._store, self._loopback = store, loopback
         self.links = Links(
@@ -215,6 +225,7 @@ class Runtime(WrappedObjects):
             shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
+            shares_gpus=shares_gpus,
         )
         if self.config.ddp:
             self._torch_groups = self._make_torch_groups(store)
@@ -486,6 +497,11 @@ def init(config: UserConfig = None) -> None:
             loopback=len({other.machine for other in hellos}) == 1,
             own_host=env.get("MASTER_ADDR") or hostname,
             machine=f"{hello.host} {hello.machine}",  # hosts may be simulated
+            shares_gpus=shares_gpus(
+                [other.host for other in hellos],
+                [other.device for other in hellos],
+                [other.num_devices for other in hellos],
+            ),
         )
     except BaseException as error:
         runtime.report_raised("smp.init", error)

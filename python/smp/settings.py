@@ -177,6 +177,14 @@ def check_gpu_sharing(
                 )
 
 
+def shares_gpus(hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int]) -> bool:
+    """Do processes share a GPU somewhere? The arguments are those of `check_devices`."""
+    return any(
+        device == "cuda" and hosts.count(host) > num_devices
+        for host, device, num_devices in zip(hosts, devices, nums_devices, strict=True)
+    )
+
+
 def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:
     """Warnings about groups that cross hosts."""
     for group in tp_groups:
