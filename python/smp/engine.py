@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, activations, comm, data_parallel, memory, runtime
+from smp import _C, activations, comm, data_parallel, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
-from smp.model_parts import ModelParts
+from smp.model_parts import ModelParts, make_whole
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -565,20 +565,8 @@ class Engine:
         if self.sharded is not None:
             self.sharded.make_real()
             self.sharded = None
-        cpu = torch.device("cpu")
-        with torch.no_grad():
-            for name, parameter in self._root.named_parameters():
-                if self.parts is None or self.parts.is_local_parameter(parameter):
-                    memory.make_real(parameter, cpu)
-                else:
-                    parameter.data = state[name].detach().clone()
-            for module in self._root.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(cpu)
-            for key, value in self._root.state_dict(keep_vars=True).items():
-                if isinstance(value, torch.Tensor):
-                    value.copy_(state[key])
+        is_local = self.parts.is_local_parameter if self.parts is not None else None
+        make_whole(self._root, state, is_local)
 
 
 def _order_ranks(current: runtime.Runtime) -> list[int]:

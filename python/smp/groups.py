@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _C
+from smp.config_sources import Plan
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
@@ -22,6 +23,18 @@ SHARD_KINDS = ("shard", "replica")
 
 # Gloo's own time-out closes every connection of a group; ours must come first.
 _NEVER = timedelta(days=365)
+
+
+def make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
+    """The axes of all processes, as the configuration wants them."""
+    config = plan.config
+    assert config is not None
+    return _C.ProcessGrid(
+        world_size,
+        config.pipeline_parallel_degree,
+        config.tensor_parallel_degree,
+        config.placement_strategy,
+    )
 
 
 @dataclass

@@ -265,3 +265,29 @@ class ModelParts:
                 reload_masters([holding])
         else:
             load_value(target, value)
+
+
+def make_whole(
+    root: nn.Module, state: Mapping[str, Any], is_local: Callable[[Tensor], bool] | None
+) -> None:
+    """Makes all parameters and buffers real on the CPU.
+
+    Args:
+        root: the user's model.
+        state: values by name.
+        is_local: parameters that are real already, in the memory of a device; all if None.
+    """
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            if is_local is None or is_local(parameter):
+                memory.make_real(parameter, cpu)
+            else:
+                parameter.data = state[name].detach().clone()
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(cpu)
+        for key, value in root.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                value.copy_(state[key])

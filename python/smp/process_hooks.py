@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,15 @@ from types import TracebackType
 from smp import _C
 
 _MAX_TRACEBACK_LINES = 30
+
+
+def make_log_visible(logger: logging.Logger) -> None:
+    """Shows what the library logs unless the program has set up logging itself."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def describe_exception(error: BaseException) -> str:

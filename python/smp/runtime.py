@@ -21,7 +21,7 @@ import torch.distributed as dist
 from smp import _C, process_hooks
 from smp.config import Config, check_same_topology
 from smp.config_sources import Plan, UserConfig, compare_configs, make_plan
-from smp.groups import Groups, TorchGroups, build_groups, own_groups
+from smp.groups import Groups, TorchGroups, build_groups, make_grid, own_groups
 from smp.launch import Launch, read_launch, with_hosts
 from smp.links import Links
 from smp.rendezvous import (
@@ -64,17 +64,6 @@ class ModuleManager:
         for pair in translators:
             if pair not in self.translate_functions:
                 self.translate_functions.append(pair)
-
-
-def _make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
-    config = plan.config
-    assert config is not None
-    return _C.ProcessGrid(
-        world_size,
-        config.pipeline_parallel_degree,
-        config.tensor_parallel_degree,
-        config.placement_strategy,
-    )
 
 
 class State:
@@ -152,7 +141,7 @@ class Runtime(WrappedObjects):
         self.device = device
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.grid = _make_grid(plan, launch.world_size)
+        self.grid = make_grid(plan, launch.world_size)
         rank = self.global_rank
         self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
         self.groups = own_groups(self.grid, rank, self.shard_size)
@@ -391,6 +380,10 @@ class Runtime(WrappedObjects):
         if self.config.ddp and self._torch_groups is None and self._store is not None:
             self._torch_groups = self._make_torch_groups(self._store)
 
+    def log_at_rank0(self, notes: list[str]) -> None:
+        for note in notes if self.global_rank == 0 else ():
+            logger.warning(note)
+
     def on_shutdown(self, callback: Callable[[], None]) -> None:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
@@ -530,7 +523,7 @@ def _meet(
         nums_devices = [other.num_devices for other in hellos]
         check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
         if hello.device == "cuda":
-            grid = _make_grid(plan, launch.world_size)
+            grid = make_grid(plan, launch.world_size)
             check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
     except ValueError:
         say_farewell(store, launch)
@@ -545,8 +538,8 @@ def _start(runtime: Runtime) -> None:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     hosts = runtime.launch.hosts
-    _make_log_visible()
-    _log_at_rank0(runtime, runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
+    process_hooks.make_log_visible(logger)
+    runtime.log_at_rank0(runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
 
 
 def _on_uncaught(error: BaseException) -> None:
@@ -572,21 +565,6 @@ def _after_fork_in_child() -> None:
         process_hooks.keep_forever(owner)
 
 
-def _make_log_visible() -> None:
-    """Shows what the library logs unless the program has set up logging itself."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
-def _log_at_rank0(runtime: Runtime, notes: list[str]) -> None:
-    if runtime.global_rank == 0:
-        for note in notes:
-            logger.warning(note)
-
-
 def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) -> None:
     """Adds keys to the configuration of a running rank; the ranks must agree again."""
     runtime.check_process("smp.init")
@@ -607,7 +585,7 @@ def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) ->
     changes = [f"{key}={after[key]!r}" for key in after if after[key] != before[key]]
     if changes:
         plan.notes.append("smp config: changed by a later smp.init: " + ", ".join(changes))
-    _log_at_rank0(runtime, plan.notes)
+    runtime.log_at_rank0(plan.notes)
 
 
 def shutdown() -> None:

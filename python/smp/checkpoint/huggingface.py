@@ -158,6 +158,6 @@ def write_config(path: Path, tag: str, module: torch.nn.Module) -> None:
 
     Nothing is written where there is one, and for models without.
     """
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if tag in NAMES and hasattr(config, "to_json_file") and not (path / "config.json").exists():
         config.to_json_file(path / "config.json")

@@ -3,6 +3,7 @@ never have a whole model in memory."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,8 +31,12 @@ class LazyTensor(Tensor):
     def __new__(
         cls: type[LazyTensor], meta: Tensor, make: Callable[[], Tensor], leaves: Iterable[str]
     ) -> LazyTensor:
-        result: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="meta"
+        result = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            dtype=meta.dtype,
+            device=torch.device("meta"),
         )
         result._meta = meta
         result.make = make
@@ -45,11 +50,13 @@ class LazyTensor(Tensor):
         """One that others are made of."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), make, (name,))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({list(self.shape)}, {self.dtype}, of {sorted(self.leaves)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(f"{func} changes a tensor of a state dict that is not there yet")
@@ -64,9 +71,12 @@ class LazyTensor(Tensor):
             made_args, made_kwargs = pytree.tree_unflatten(made, spec)
             return func(*made_args, **made_kwargs)
 
+        def element(i: int) -> Any:
+            return compute()[i]
+
         if isinstance(output, list | tuple):
             return type(output)(
-                cls(item, lambda i=i: compute()[i], leaves) for i, item in enumerate(output)
+                cls(item, functools.partial(element, i), leaves) for i, item in enumerate(output)
             )
         return cls(output, compute, leaves) if isinstance(output, Tensor) else output
 

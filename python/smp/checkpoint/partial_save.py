@@ -199,9 +199,11 @@ class PartialSave:
             piece.files[name] = manifests.record_of(target / name)
         for file in self._state.files:
             start = before
-            options = archive.WriteOptions(
-                chunk_bytes=_CHUNK_BYTES, progress=lambda n, start=start: progress(start + n)
-            )
+
+            def told(num_bytes: int, start: int = start) -> None:
+                progress(start + num_bytes)
+
+            options = archive.WriteOptions(chunk_bytes=_CHUNK_BYTES, progress=told)
             written = archive.write(target / file.name, file.content, options)
             before += written.record.num_bytes
             piece.files[file.name] = written.record

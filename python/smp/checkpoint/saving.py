@@ -118,9 +118,9 @@ def _problem(
         return f"num_kept_partial_checkpoints must be at least 1, got {num_kept}"
     if not blocking and not partial:
         return "blocking=False is for partial=True; the whole model needs all ranks to send it"
-    models = [model]
+    models: list[DistributedModel | None] = [model]
     if model is None and optimizer is not None:
-        models = optimizer._models()
+        models = [*optimizer._models()]
         if len(models) != 1:
             return f"the optimizer has parameters of {len(models)} models; give model="
     for saved in models:

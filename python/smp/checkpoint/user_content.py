@@ -47,7 +47,7 @@ def read(path: Path, unsafe: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False)
     try:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        allowed = [cls for name in needed if (cls := _data_class(name)) is not None]
+        allowed: list[Any] = [cls for name in needed if (cls := _data_class(name)) is not None]
         refused = [name for name in needed if _data_class(name) is None]
         if not refused:
             with torch.serialization.safe_globals(allowed):

@@ -78,7 +78,7 @@ def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str
 
 def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The first name of each tensor, as in files of transformers, in the order of the file."""
-    unique = {id(tensor): (name, tensor) for name, tensor in reversed(content.items())}
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(content.items()))}
     firsts = reversed(unique.values())
     return dict(sorted(firsts, key=lambda item: -item[1].dtype.itemsize))
 
@@ -211,7 +211,7 @@ class Gatherer:
                 comm.send(sent, 0, comm.RankType.WORLD_RANK)
             return value
         num_sources = 1 if interval is None else current.sizes["tp"]
-        pieces = []
+        pieces: list[tuple[Tensor, Any]] = []
         for tp_rank in range(num_sources):
             source = self._places[owner, tp_rank]
             if source == 0:
