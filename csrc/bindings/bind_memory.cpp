@@ -9,6 +9,7 @@
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/checkpoint.h"
+#include "csrc/memory/host_pages.h"
 #include "csrc/memory/random_state.h"
 
 namespace py = pybind11;
@@ -126,6 +127,9 @@ void bind_memory(py::module_& m) {
       "Seeds the default generators of the CPU and of the device.");
   m.def("mix_seed", &memory::mix_seed, py::arg("seed"), py::arg("value"),
         "A seed made of two numbers (splitmix64).");
+  m.def("trim_heap", &memory::trim_heap,
+        py::call_guard<py::gil_scoped_release>(),
+        "Gives free memory of the C library's heap back to the system.");
   py::class_<PyTaskScope>(m, "TaskScope",
                           "Context manager: what the thread works on.")
       .def(py::init([](int64_t step, int mb) {

@@ -14,8 +14,14 @@ class BucketReduction {
  public:
   virtual ~BucketReduction() = default;
 
+  /// What was reduced before is not needed here any more; `result` may be
+  /// undefined until the next sum.
+  virtual void let_go() = 0;
+
   /// No gradient has come yet.
   virtual void begin_round() = 0;
+  /// Has it memory for gradients, or would the next one take some?
+  virtual bool has_memory() const = 0;
   virtual void add(int slot_idx, const at::Tensor& grad) = 0;
   /// The last one of this slot in this round, which `launch` follows with the
   /// same divisor: may divide its sum now, while it is at it.
@@ -47,7 +53,7 @@ class BucketReduction {
   /// The step failed. Operations in flight may still write to their memory.
   virtual void abandon() = 0;
 
-  /// All gradients of this bucket that stay between steps.
+  /// All gradients of this bucket that stay between steps; see `let_go`.
   virtual const at::Tensor& result() const = 0;
   /// The part of it that becomes `.grad` of a target.
   virtual at::Tensor gradient(int slot_idx, const at::Tensor& target) const = 0;

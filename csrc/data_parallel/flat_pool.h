@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace smp::data_parallel {
@@ -11,6 +12,9 @@ namespace smp::data_parallel {
 /// again until `trim`. Not thread-safe.
 class FlatPool {
  public:
+  /// Somebody is going to take as many elements.
+  void expect(int64_t numel, at::ScalarType dtype);
+
   /// A tensor of one dim with at least `numel` elements of any content.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
   void give_back(at::Tensor tensor);
@@ -21,6 +25,9 @@ class FlatPool {
   int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
+  int64_t common_size(int64_t numel, at::ScalarType dtype) const;
+
+  std::vector<std::pair<at::ScalarType, int64_t>> expected_;
   std::vector<at::Tensor> free_;
   int64_t held_bytes_ = 0;
   int64_t peak_bytes_ = 0;

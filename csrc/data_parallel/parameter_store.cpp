@@ -27,6 +27,9 @@ ParameterStore::ParameterStore(const std::vector<at::Tensor>& params,
   for (size_t i = 0; i < params.size(); ++i) {
     params_.emplace_back(params[i], shards[i], group_->size(), pool_);
   }
+  for (const ShardedParameter& param : params_) {
+    pool_.expect(param.num_bytes());
+  }
   std::vector<int> num_units_of(params.size());
   for (size_t i = 0; i < units.size(); ++i) {
     for (const int param_idx : units[i]) ++num_units_of.at(param_idx);

@@ -192,6 +192,9 @@ void Reducer::open(int num_microbatches, Phase phase) {
   SMP_CHECK(!broken_,
             "an earlier reduction of gradients failed half-way; "
             "the process group cannot be used any more, restart the job");
+  if (pass_idx_ == 0) {
+    for (const auto& bucket : buckets_) bucket->let_go();
+  }
   keep_old_grads();
   phase_ = phase;
   num_microbatches_ = num_microbatches;
@@ -204,6 +207,12 @@ void Reducer::open(int num_microbatches, Phase phase) {
   order_.begin(num_microbatches, is_known ? learned->second.per_microbatch
                                           : std::vector<int>(params_.size()));
   expected_ = is_known ? &learned->second.most : nullptr;
+  if (!is_known && is_sharded()) {
+    // Else all buckets would be whole at the end of the first step. A wrong
+    // guess is as one that was learnt.
+    guess_.assign(params_.size(), every_microbatch() ? 1 : num_microbatches);
+    expected_ = &guess_;
+  }
   begin_round();
 }
 
@@ -223,7 +232,8 @@ void Reducer::keep_old_grads() {
     bucket.drop_passes(slot_of(static_cast<int>(i)));
     old_grads_[i] = at::Tensor();
     if (!grad.defined()) continue;
-    const bool is_ours = grad.is_alias_of(bucket.result());
+    const at::Tensor& result = bucket.result();
+    const bool is_ours = result.defined() && grad.is_alias_of(result);
     old_grads_[i] = is_ours ? grad.detach().clone() : grad.detach();
   }
 }
@@ -237,9 +247,10 @@ void Reducer::on_gradient(int param_idx, const at::Tensor& grad) {
                   "; only dense gradients can be reduced, use "
                   "sparse=False");
   const at::NoGradGuard no_grad;
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   const bool is_stale = phase_ == Phase::kImplicit && implicit_token_.expired();
   if (phase_ == Phase::kIdle || is_stale) begin_implicit_step();
+  await_room(param_idx, lock);
   SMP_CHECK(phase_ != Phase::kEnding, "parameter ", records_[param_idx].name,
             " got a gradient while its step was ending");
   const int mb = phase_ == Phase::kImplicit ? 0 : current_task().mb;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -38,8 +39,9 @@ namespace smp::data_parallel {
 /// What has `.grad` may be another tensor than the parameter, its *target*: a
 /// master of another dtype, or of a part of it. With `Options::sharding` a rank
 /// keeps its shard of each bucket only, and full buckets have memory from their
-/// first gradient to their reduce-scatter. A *round* is what is reduced
-/// together: a step, or one of its microbatches.
+/// first gradient to their reduce-scatter: at most two at a time, unless other
+/// ranks are late. A *round* is what is reduced together: a step, or one of its
+/// microbatches.
 ///
 /// Ranks need not agree on how many gradients a parameter gets: buckets are
 /// always reduced in the order of their indices. They must agree on steps: all
@@ -104,6 +106,8 @@ class Reducer {
   enum class Phase { kIdle, kOpen, kImplicit, kEnding };
   using Lock = std::unique_lock<std::mutex>;
 
+  static constexpr std::chrono::milliseconds kLongestRoomPatience{1000};
+
   bool has_peers() const { return dp_ && dp_->size() > 1; }
   bool is_sharded() const { return options_.sharding.has_value(); }
   bool every_microbatch() const {
@@ -136,6 +140,7 @@ class Reducer {
   void launch_bucket();
   bool any_rank_active(Lock& lock);
   bool launch_round(Lock& lock);
+  void await_room(int param_idx, Lock& lock);
   void settle_finished();
   void settle_all(Lock& lock);
   void await(int bucket_idx, Lock& lock) const;
@@ -185,6 +190,7 @@ class Reducer {
     std::vector<int> per_microbatch;  // 0: not the same in all of them
   };
   std::map<int, Learned> learned_;              // by number of microbatches
+  std::vector<int> guess_;          // one per microbatch, where nothing is known
   const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete
 
@@ -198,6 +204,7 @@ class Reducer {
   comm::WorkPtr header_work_;
   int num_launched_ = 0;  // buckets, in index order
   int num_settled_ = 0;   // of these
+  std::chrono::milliseconds room_patience_ = kLongestRoomPatience;
 
   std::weak_ptr<void> implicit_token_;    // lives as long as that backward
   std::unique_ptr<GradientHooks> hooks_;  // last: they call into the above

@@ -8,6 +8,21 @@
 #include "csrc/data_parallel/reducer.h"
 
 namespace smp::data_parallel {
+namespace {
+
+constexpr std::chrono::milliseconds kShortestRoomPatience{1};
+
+// An operation that failed is finished, too; whoever needs its result is told.
+bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
+  try {
+    work.wait(limit);
+  } catch (const Error&) {
+    return work.done();
+  }
+  return true;
+}
+
+}  // namespace
 
 void Reducer::begin_round() {
   round_active_ = false;
@@ -107,6 +122,32 @@ bool Reducer::launch_round(Lock& lock) {
   while (num_launched_ < num_buckets) launch_bucket();
   ++stats_.num_rounds;
   return true;
+}
+
+// Gradients may come faster than their sums leave, and full buckets would pile
+// up: the backward waits here before a bucket takes memory while two others
+// have some. Only for a while, because the others may need this rank before
+// they come so far (where they use other parameters, and their buckets leave at
+// the end only), and for a shorter one each time that this was in vain. It is a
+// matter of memory alone; sums do not depend on it.
+void Reducer::await_room(int param_idx, Lock& lock) {
+  constexpr int kMostOnTheirWay = 1;
+  const auto is_full = [&] {
+    const bool is_open =
+        phase_ == Phase::kOpen || phase_ == Phase::kImplicit;
+    return is_open && num_launched_ - num_settled_ > kMostOnTheirWay;
+  };
+  if (!is_sharded() || !is_full() || bucket_of(param_idx).has_memory()) return;
+  settle_finished();
+  if (!is_full()) return;
+  const comm::WorkPtr work = buckets_[num_settled_]->work();
+  lock.unlock();
+  const bool is_done = finishes_within(*work, room_patience_);
+  lock.lock();
+  room_patience_ = is_done
+                       ? std::min(2 * room_patience_, kLongestRoomPatience)
+                       : std::max(room_patience_ / 2, kShortestRoomPatience);
+  if (is_full()) settle_finished();
 }
 
 // Moves sums on that need their ranks for it, and takes back the memory of

@@ -1,6 +1,6 @@
 #include "csrc/data_parallel/shard_reduction.h"
 
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 
 #include <utility>
 
@@ -16,15 +16,22 @@ ShardReduction::ShardReduction(const ShardedBucket& plan,
       pool_(pool),
       divisor_(plan.divisor),
       flat_numel_(plan.flat_numel()),
+      shard_numel_(plan.shard_numel),
+      options_(
+          at::TensorOptions().dtype(plan.accumulation_dtype).device(device)),
       slots_(plan.holdings.at(sharding.shard->group_rank())),
       bucket_(plan, like),
-      shard_(at::zeros(
-          {plan.shard_numel},
-          at::TensorOptions().dtype(plan.accumulation_dtype).device(device))),
-      group_(sharding.shard.get()) {}
+      group_(sharding.shard.get()) {
+  pool_.expect(flat_numel_, plan.accumulation_dtype);
+}
 
 at::Tensor ShardReduction::take(int64_t numel) {
-  return pool_.take(numel, shard_.options());
+  return pool_.take(numel, options_);
+}
+
+// Who has set `.grad` to None in the meantime gets the memory back now.
+void ShardReduction::let_go() {
+  if (!has_sum_) shard_.reset();
 }
 
 void ShardReduction::lease() {
@@ -49,10 +56,11 @@ void ShardReduction::add_last(int slot_idx, const at::Tensor& grad,
 void ShardReduction::launch(double pass_divisor) {
   lease();  // other ranks may have gradients
   bucket_.finish(pass_divisor * divisor_);
+  if (!shard_.defined()) shard_ = at::empty({shard_numel_}, options_);
   at::Tensor sum = shard_;
   if (has_sum_) {
-    incoming_ = take(shard_.numel());
-    sum = incoming_.narrow(0, 0, shard_.numel());
+    incoming_ = take(shard_numel_);
+    sum = incoming_.narrow(0, 0, shard_numel_);
   }
   group_ = sharding_.shard.get();
   work_ = sharding_.shard->reduce_scatter(sum, bucket_.flat(),
@@ -73,7 +81,7 @@ void ShardReduction::settle() {
   bucket_.detach();
   pool_.give_back(std::exchange(flat_memory_, {}));
   if (incoming_.defined()) {
-    shard_.add_(incoming_.narrow(0, 0, shard_.numel()));
+    shard_.add_(incoming_.narrow(0, 0, shard_numel_));
     pool_.give_back(std::exchange(incoming_, {}));
   }
   has_sum_ = true;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/TensorOptions.h>
+
 #include <memory>
 
 #include "csrc/data_parallel/bucket_reduction.h"
@@ -35,7 +37,9 @@ class ShardReduction final : public BucketReduction {
   ShardReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, const Sharding& sharding, FlatPool& pool);
 
+  void let_go() override;
   void begin_round() override;
+  bool has_memory() const override { return bucket_.is_attached(); }
   void add(int slot_idx, const at::Tensor& grad) override;
   void add_last(int slot_idx, const at::Tensor& grad,
                 double pass_divisor) override;
@@ -61,9 +65,12 @@ class ShardReduction final : public BucketReduction {
   FlatPool& pool_;
   const double divisor_;
   const int64_t flat_numel_;
+  const int64_t shard_numel_;
+  const at::TensorOptions options_;
   const std::vector<ShardHolding> slots_;  // of this rank
   FlatBucket bucket_;
-  at::Tensor shard_;        // sum of the rounds since the last boundary
+  at::Tensor shard_;        // sum of the rounds since the last boundary; no
+                            // memory before the first of them
   bool has_sum_ = false;    // else its content means nothing
   at::Tensor flat_memory_;  // of the pool, while `bucket_` is attached
   at::Tensor incoming_;     // the shard of a further round, in flight

@@ -27,7 +27,6 @@ ShardedParameter::ShardedParameter(at::Tensor param, at::Tensor shard,
   const at::NoGradGuard no_grad;
   parts_ = at::empty({num_shards * part}, shard_.options());
   whole_ = parts_.narrow(0, 0, numel()).view(param_.sizes());
-  pool_->expect(num_bytes());
   release();
 }
 

@@ -2,12 +2,16 @@
 
 #include <utility>
 
+#include "csrc/memory/host_pages.h"
+
 namespace smp::data_parallel {
 
 at::DataPtr StoragePool::take(int64_t num_bytes, at::Allocator* allocator) {
   const auto found = free_.find(num_bytes);
   if (found == free_.end() || found->second.empty()) {
-    return allocator->allocate(static_cast<size_t>(num_bytes));
+    return is_used_ && num_bytes >= memory::kOwnPagesBytes
+               ? memory::take_pages(num_bytes)
+               : allocator->allocate(static_cast<size_t>(num_bytes));
   }
   at::DataPtr memory = std::move(found->second.back());
   found->second.pop_back();

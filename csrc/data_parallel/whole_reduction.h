@@ -15,7 +15,9 @@ class WholeReduction final : public BucketReduction {
   WholeReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, comm::CommunicatorPtr dp);
 
+  void let_go() override {}  // its memory is that of the next sum
   void begin_round() override;
+  bool has_memory() const override { return true; }
   void add(int slot_idx, const at::Tensor& grad) override;
   void add_last(int slot_idx, const at::Tensor& grad,
                 double pass_divisor) override;

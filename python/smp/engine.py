@@ -91,6 +91,7 @@ class Engine:
         self._loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
+        self._has_updated = False
         self._honoured = activations.HonouredModules(root)
 
     @property
@@ -161,6 +162,7 @@ class Engine:
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
         current.partitioned.add(self.idx)
+        _C.trim_heap()  # whole values are gone for good
 
     def _place_whole(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Parameters are real, and the same on all replicas."""
@@ -220,6 +222,9 @@ class Engine:
             self.sharded.after_update()
         if self.flat is not None:
             self.flat.after_update()
+        if not self._has_updated:
+            self._has_updated = True
+            _C.trim_heap()  # now all is there that stays, around what the first step has freed
 
     # ---- precision
 

@@ -103,11 +103,15 @@ def records_of(
 
 
 def cap_of(bucket_cap_bytes: int) -> int:
-    """Size of a bucket, given that of the model: sharded data parallelism has one of its own."""
+    """Size of a bucket, given that of the model.
+
+    Sharded data parallelism has one of its own. Two buckets are whole at a time, so each is half as
+    large.
+    """
     config = runtime.current().config
     if config.sharded_data_parallel_degree == 1:
         return bucket_cap_bytes
-    return min(bucket_cap_bytes, config.sdp_reduce_bucket_size * torch.float32.itemsize)
+    return min(bucket_cap_bytes // 2, config.sdp_reduce_bucket_size * torch.float32.itemsize)
 
 
 def sharding_of(kind: str) -> _C.Sharding | None:

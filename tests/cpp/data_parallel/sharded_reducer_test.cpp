@@ -3,7 +3,9 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <map>
+#include <thread>
 
 #include "csrc/common/check.h"
 #include "tests/cpp/data_parallel/sharded_fixture.h"
@@ -181,15 +183,80 @@ TEST(ShardedReducerMemory, full_buckets_are_used_again_while_backward_goes_on) {
       rank.reducer->begin_step(1);
       for (int i = 3; i >= 0; --i) {
         rank.contribute(i, 0, 1);
-        EXPECT_EQ(num_early(), step * (4 - i));
-        if (step == 1) {
-          groups.shard->barrier()->wait(std::chrono::seconds(20));
-          EXPECT_EQ(rank.reducer->stats().flat_bytes, 64 * 8);
-        }
+        EXPECT_EQ(num_early(), 4 * step + 4 - i);
+        groups.shard->barrier()->wait(std::chrono::seconds(20));
+        EXPECT_EQ(rank.reducer->stats().flat_bytes, 64 * 8);
       }
       rank.reducer->end_step();
     }
-    EXPECT_EQ(rank.reducer->stats().peak_flat_bytes, 4 * 64 * 8);  // first step
+    EXPECT_EQ(rank.reducer->stats().peak_flat_bytes, 64 * 8);
+  });
+}
+
+// One bucket fills, one is on its way to a rank that is slower.
+TEST(ShardedReducerMemory, two_full_buckets_are_there_at_most) {
+  on_grid({2, 1, 1}, [](int rank_idx, const ShardGroups& groups) {
+    const std::vector<std::vector<int64_t>> shapes = {{50}, {60}, {40}, {64},
+                                                      {33}, {60}, {62}};
+    ShardedRank rank(shapes, groups, sharded_options(groups));
+    ASSERT_EQ(rank.reducer->plan().buckets.size(), shapes.size());
+    for (int step = 0; step < 3; ++step) {
+      rank.zero_grad();
+      rank.reducer->begin_step(1);
+      for (int i = 6; i >= 0; --i) {
+        if (rank_idx == 1) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(15));
+        }
+        rank.contribute(i, 0, 1);
+      }
+      rank.reducer->end_step();
+    }
+    EXPECT_LE(rank.reducer->stats().peak_flat_bytes, 2 * 64 * 8);
+    EXPECT_EQ(rank.reducer->stats().num_late_parameters, 0);
+  });
+}
+
+// One rank uses the parameters of the first bucket, the other one does not, so
+// there it leaves at the end only; and that end waits for something of the
+// first rank, as gathers of parameters would.
+TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
+  on_grid({2, 1, 1}, [](int rank_idx, const ShardGroups& groups) {
+    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    const auto begin = std::chrono::steady_clock::now();
+    for (int step = 0; step < 4; ++step) {
+      rank.zero_grad();
+      rank.reducer->begin_step(1);
+      for (int i = 3; i >= 0; --i) {
+        if (i < 3 || rank_idx == 0) rank.contribute(i, 0, 1);
+      }
+      groups.plain->barrier()->wait(std::chrono::seconds(20));
+      rank.reducer->end_step();
+      EXPECT_TRUE(rank.grad(3).equal(at::full_like(rank.grad(3), 0.5)));
+      EXPECT_TRUE(rank.grad(0).equal(at::full_like(rank.grad(0), 1)));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - begin,
+              std::chrono::seconds(10));
+    EXPECT_EQ(rank.reducer->stats().peak_flat_bytes,
+              4 * 64 * 8);
+  });
+}
+
+// What the user has set to None has no memory while forward and backward run.
+TEST(ShardedReducerMemory, shards_that_nobody_reads_any_more_are_let_go_of) {
+  on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
+    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    EXPECT_FALSE(rank.reducer->flat(0).defined());
+    for (int step = 0; step < 3; ++step) {
+      if (step < 2) rank.zero_grad();
+      rank.reducer->begin_step(1);
+      EXPECT_FALSE(rank.reducer->flat(0).defined());
+      EXPECT_EQ(rank.grad(0).defined(), step == 2);
+      for (int i = 3; i >= 0; --i) rank.contribute(i, 0, 1);
+      rank.reducer->end_step();
+      EXPECT_TRUE(rank.grad(0).is_alias_of(rank.reducer->flat(3)));
+      EXPECT_TRUE(rank.grad(0).equal(
+          at::full_like(rank.grad(0), step < 2 ? 1 : 2)));
+    }
   });
 }
 

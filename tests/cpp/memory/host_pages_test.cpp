@@ -1,0 +1,85 @@
+#include "csrc/memory/host_pages.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "csrc/common/check.h"
+
+namespace smp::memory {
+namespace {
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0;
+  int64_t resident = 0;
+  statm >> size >> resident;
+  return resident * ::sysconf(_SC_PAGESIZE);
+}
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+TEST(HostPages, memory_comes_with_its_use_and_goes_at_once) {
+  for (const int64_t num_bytes : {kMiB, 9 * kMiB + 12345, 64 * kMiB}) {
+    const int64_t before = resident_bytes();
+    at::DataPtr pages = take_pages(num_bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(pages.get()) % 4096, 0u);
+    auto* const bytes = static_cast<char*>(pages.get());
+    EXPECT_EQ(bytes[0], 0);
+    EXPECT_EQ(bytes[num_bytes - 1], 0);
+    std::memset(bytes, 1, static_cast<size_t>(num_bytes));
+    EXPECT_GE(resident_bytes() - before, num_bytes * 9 / 10);
+    pages.clear();
+    EXPECT_LT(resident_bytes() - before, kMiB / 2) << num_bytes;
+  }
+}
+
+// What the heap would keep: a block that is free below one that stays.
+TEST(HostPages, a_tensor_that_stays_does_not_hold_what_was_before_it) {
+  const int64_t before = resident_bytes();
+  std::vector<at::Tensor> stay;
+  for (int i = 0; i < 8; ++i) {
+    at::Tensor goes = empty_in_pages(8 * kMiB, at::kByte);
+    std::memset(goes.mutable_data_ptr(), 1, goes.nbytes());
+    stay.push_back(at::empty({kMiB / 2}, at::kByte));
+    std::memset(stay.back().mutable_data_ptr(), 1, kMiB / 2);
+  }
+  EXPECT_LT(resident_bytes() - before, 10 * kMiB);
+}
+
+TEST(HostPages, small_tensors_are_ordinary_ones) {
+  const at::Tensor small = empty_in_pages(100, at::kDouble);
+  EXPECT_EQ(small.numel(), 100);
+  EXPECT_EQ(small.scalar_type(), at::kDouble);
+  EXPECT_NE(small.storage().allocator(), nullptr);
+  const at::Tensor large = empty_in_pages(kMiB, at::kDouble);
+  EXPECT_EQ(large.storage().nbytes(), static_cast<size_t>(8 * kMiB));
+  EXPECT_EQ(large.storage().allocator(), nullptr);
+}
+
+TEST(HostPages, more_than_there_is_raises) {
+  EXPECT_THROW(take_pages(int64_t{1} << 60), Error);
+}
+
+TEST(HostPages, trimming_gives_free_memory_below_a_block_back) {
+  std::vector<void*> blocks;
+  for (int i = 0; i < 512; ++i) {
+    blocks.push_back(std::malloc(100 << 10));  // below each mmap threshold
+    std::memset(blocks.back(), 1, 100 << 10);
+  }
+  void* const last = std::malloc(100 << 10);
+  const int64_t full = resident_bytes();
+  for (void* block : blocks) std::free(block);
+  trim_heap();
+  EXPECT_LT(resident_bytes(), full - 40 * kMiB);
+  std::free(last);
+}
+
+}  // namespace
+}  // namespace smp::memory
