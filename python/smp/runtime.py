@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _C, process_hooks
+from smp._C import PeerFailure
 from smp.config import Config, check_same_topology
 from smp.config_sources import Plan, UserConfig, compare_configs, make_plan
 from smp.groups import Groups, TorchGroups, build_groups, make_grid, own_groups
@@ -47,8 +48,6 @@ from smp.wrapped import WrappedObjects
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 
 logger = logging.getLogger("smp")
-
-PeerFailure = _C.PeerFailure
 
 
 @dataclass
