@@ -136,4 +136,4 @@ def buffers_by_id(
 
 def report(path: str, **values: Any) -> None:
     """Leaves what this rank has found for the test to judge."""
-    Path(path, f"result_{smp.rank()}.json").write_text(json.dumps(values))
+    Path(path, f"result_{smp.rank()}.json").write_text(json.dumps(values, default=float))
