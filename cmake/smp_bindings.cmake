@@ -5,14 +5,14 @@ function(smp_add_bindings)
   set(folder ${CMAKE_SOURCE_DIR}/csrc/bindings)
   file(GLOB bind_files CONFIGURE_DEPENDS ${folder}/bind_*.cpp)
   get_property(rooms GLOBAL PROPERTY smp_rooms)
-  # Lower layers first: types before their users. Some rooms have two files.
+  # Lower layers first: types before their users. Some rooms have several files.
   set(names ${rooms})
   list(FIND names comm comm_idx)
   list(INSERT names ${comm_idx} communicator)
   list(FIND names pipeline pipeline_idx)
   list(INSERT names ${pipeline_idx} timeline)
   list(FIND names data_parallel data_parallel_idx)
-  list(INSERT names ${data_parallel_idx} parameter_store)
+  list(INSERT names ${data_parallel_idx} parameter_store comm_hook)
 
   set(declarations "")
   set(calls "")

@@ -31,5 +31,5 @@ if [[ $fix == --fix ]]; then
 fi
 "$python" -m ruff check "${code[@]}" || failed=1
 "$python" -m ruff format --check "${code[@]}" || failed=1
-"$python" -m mypy python/smp || failed=1
+"$python" -m mypy python/smp python/smp_cli || failed=1
 exit "$failed"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -26,5 +30,51 @@ for path in (str(REPO / "python"), str(REPO)):
         sys.path.insert(0, path)
 
 
+from tests.dist.grid.covering import Row, covering_sample  # noqa: E402 - from the path above
+from tests.dist.pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes, one pool for the whole session."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "covering(times): of a product of parameters, run a sample that shows each value of each "
+        "parameter that many times; SMP_GRID=all runs all",
+    )
+
+
 def pytest_report_header() -> str:
     return f"SMP_GRID_SEED={os.environ['SMP_GRID_SEED']}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what a covering sample does not need, unless somebody names single tests."""
+    if os.environ.get("SMP_GRID") == "all" or any("::" in argument for argument in config.args):
+        return
+    products: dict[str, dict[Row, pytest.Item]] = defaultdict(dict)
+    times: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("covering")
+        if marker is not None:
+            assert isinstance(item, pytest.Function)
+            function = item.nodeid.split("[")[0]
+            products[function][tuple(sorted(item.callspec.indices.items()))] = item
+            times[function] = marker.kwargs["times"]
+    left_out: set[pytest.Item] = set()
+    for function, by_row in products.items():
+        rows = list(by_row)
+        for repetition in range(times[function]):
+            seed = 1000 * repetition + int(os.environ["SMP_GRID_SEED"])
+            chosen = set(covering_sample(rows, 1, seed))
+            rows = [row for row in rows if row not in chosen]
+        left_out |= {by_row[row] for row in rows}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]

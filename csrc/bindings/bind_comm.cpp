@@ -15,6 +15,7 @@
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/object_exchange.h"
 #include "csrc/comm/shared_memory.h"
+#include "csrc/comm/stop_agreement.h"
 #include "csrc/comm/test_delays.h"
 
 namespace py = pybind11;
@@ -28,6 +29,7 @@ using comm::LivenessHub;
 using comm::Mailbox;
 using comm::ObjectExchange;
 using comm::SharedMemory;
+using comm::StopAgreement;
 
 namespace {
 
@@ -88,19 +90,26 @@ py::dict activity(FaultBoard& board) {
 
 std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
                                       std::string token,
-                                      double deadlock_after_s) {
+                                      double deadlock_after_s,
+                                      double hang_after_s) {
   LivenessHub::Options options;
   options.deadlock_after = to_ms(deadlock_after_s);
+  options.hang_after = to_ms(hang_after_s);
   return without_gil_at_end(
       new LivenessHub(world_size, loopback_only, std::move(token), options));
 }
 
-std::shared_ptr<LivenessClient> make_client(const std::string& host, int port,
-                                            std::string token, int global_rank,
-                                            std::shared_ptr<FaultBoard> board,
-                                            double connect_timeout_s) {
+std::shared_ptr<LivenessClient> make_client(
+    const std::string& host, int port, std::string token, int global_rank,
+    std::shared_ptr<FaultBoard> board, double connect_timeout_s,
+    std::shared_ptr<StopAgreement> stops, std::optional<int> stacks_signal,
+    int stacks_fd) {
   LivenessClient::Options options;
   options.connect_timeout = to_ms(connect_timeout_s);
+  options.stops = std::move(stops);
+  if (stacks_signal) {
+    options.stacks = comm::StackDump(*stacks_signal, stacks_fd);
+  }
   py::gil_scoped_release release;
   return without_gil_at_end(new LivenessClient(
       host, port, std::move(token), global_rank, std::move(board), options));
@@ -210,7 +219,28 @@ void bind_fault_board(py::module_& m) {
       .def("has_left", &FaultBoard::has_left, release_gil(),
            py::arg("global_rank"))
       .def("activity", &activity,
-           "What this process waits for: blocked, what, progress, unsent.");
+           "What this process waits for: blocked, what, progress, unsent.")
+      .def(
+          "set_activity",
+          [](FaultBoard& board, std::string text) {
+            board.waits().set_activity(std::move(text));
+          },
+          py::arg("text"), "What this process works on, for reports.");
+
+  py::class_<StopAgreement, std::shared_ptr<StopAgreement>>(
+      m, "StopAgreement", "Finds a boundary at which all ranks can stop.")
+      .def(py::init<std::shared_ptr<FaultBoard>>(), py::arg("board"))
+      .def("freeze", &StopAgreement::freeze, release_gil(),
+           "From now on `arrive` waits; the number of the next boundary.")
+      .def("decide", &StopAgreement::decide, release_gil(), py::arg("boundary"))
+      .def(
+          "arrive",
+          [](StopAgreement& stops, double timeout_s) {
+            return stops.arrive(to_ms(timeout_s));
+          },
+          py::arg("timeout_s"), release_gil(),
+          "Passes a boundary; whether all ranks stop here.")
+      .def_property_readonly("is_asked", &StopAgreement::is_asked);
 }
 
 void bind_liveness(py::module_& m) {
@@ -218,7 +248,7 @@ void bind_liveness(py::module_& m) {
       m, "LivenessHub", "Hosted by rank 0: tells all ranks who has died.")
       .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
            py::arg("loopback_only"), py::arg("token"),
-           py::arg("deadlock_after_s") = 5.0)
+           py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0)
       .def_property_readonly("port", &LivenessHub::port)
       .def(
           "close",
@@ -230,7 +260,11 @@ void bind_liveness(py::module_& m) {
       m, "LivenessClient", "Connection of one rank to the hub.")
       .def(py::init(&make_client), py::arg("host"), py::arg("port"),
            py::kw_only(), py::arg("token"), py::arg("global_rank"),
-           py::arg("board"), py::arg("connect_timeout_s") = 60.0)
+           py::arg("board"), py::arg("connect_timeout_s") = 60.0,
+           py::arg("stops") = nullptr, py::arg("stacks_signal") = py::none(),
+           py::arg("stacks_fd") = -1)
+      .def("request_stop", &LivenessClient::request_stop, release_gil(),
+           "Asks all ranks to stop at one boundary.")
       .def("report_raised", &LivenessClient::report_raised, release_gil(),
            py::arg("where"), py::arg("text"),
            "Tells all ranks of an exception of this rank.")

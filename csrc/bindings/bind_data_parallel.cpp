@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "csrc/comm/fault_board.h"
+#include "csrc/data_parallel/agreement.h"
 #include "csrc/data_parallel/broadcast.h"
 #include "csrc/data_parallel/flat_gathers.h"
 #include "csrc/data_parallel/reducer.h"
@@ -264,6 +265,22 @@ void bind_data_parallel(py::module_& m) {
       py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
       py::arg("timeout_s") = 1800.0,
       "The largest of each integer over the group. Collective.");
+  m.def(
+      "gather_numbers",
+      [](const at::Tensor& numbers, comm::Communicator& group,
+         const std::string& what, FaultsPtr faults, std::vector<int> ranks,
+         double timeout_s) {
+        return data_parallel::gather_numbers(
+            group, numbers,
+            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            what);
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("numbers"),
+      py::arg("group"), py::kw_only(), py::arg("what"),
+      py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
+      py::arg("timeout_s") = 1800.0,
+      "Numbers of all ranks, [size, n] of [n], by group rank, on the same "
+      "device, for which the host does not wait. Collective.");
 }
 
 }  // namespace smp::bindings

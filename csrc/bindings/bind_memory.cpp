@@ -84,11 +84,14 @@ void bind_host_memory(py::module_& m) {
   using memory::HostAllocator;
   const py::call_guard<py::gil_scoped_release> release;
   m.def(
-      "install_host_allocator", [] { HostAllocator::instance().install(); },
-      "Large CPU tensors of this process stay out of the C library's heap.");
-  m.def(
-      "uninstall_host_allocator", [] { HostAllocator::instance().uninstall(); },
-      "They are made as before.");
+      "use_host_allocator",
+      [](bool is_used) {
+        HostAllocator& allocator = HostAllocator::instance();
+        is_used ? allocator.install() : allocator.uninstall();
+      },
+      py::arg("is_used"), release,
+      "From here on large CPU tensors of this process stay out of the C "
+      "library's heap; or all are made as they were before.");
   m.def(
       "release_idle_host_memory",
       [] { HostAllocator::instance().release_idle(); }, release,

@@ -24,27 +24,48 @@ int64_t product(const std::vector<int64_t>& sizes, size_t first, size_t last) {
   return result;
 }
 
-/// A slice as ascending runs of the flattened tensor.
-std::vector<Run> runs_of(const std::vector<int64_t>& shape,
-                         const ShardInterval& slice) {
-  topology::shard_shape(shape, slice);  // checks that it fits
-  if (slice.empty()) return {};
-  if (slice.dim == ShardInterval::kFlat) {
-    return {{slice.begin, slice.end, 0}};
-  }
-  const size_t dim = static_cast<size_t>(slice.dim);
-  const int64_t num_outer = product(shape, 0, dim);
-  const int64_t inner = product(shape, dim + 1, shape.size());
-  if (num_outer * inner == 0) return {};
-  if (slice.is_whole()) return {{0, num_outer * slice.extent * inner, 0}};
-  const int64_t length = slice.size() * inner;
+/// Elements `[begin, end)` of the flattened slice, which is `length` elements
+/// of every `stride` from `first` on, as ascending runs of the flattened
+/// tensor.
+std::vector<Run> strided_runs(int64_t first, int64_t length, int64_t stride,
+                              int64_t begin, int64_t end) {
   std::vector<Run> runs;
-  runs.reserve(num_outer);
-  for (int64_t i = 0; i < num_outer; ++i) {
-    const int64_t begin = (i * slice.extent + slice.begin) * inner;
-    runs.push_back({begin, begin + length, i * length});
+  runs.reserve(static_cast<size_t>((end - 1) / length - begin / length + 1));
+  for (int64_t at = begin; at < end;) {
+    const int64_t row = at / length;
+    const int64_t row_end = std::min(end, (row + 1) * length);
+    const int64_t place = first + row * stride + (at - row * length);
+    runs.push_back({place, place + row_end - at, at - begin});
+    at = row_end;
   }
   return runs;
+}
+
+/// A part as ascending runs of the flattened tensor.
+std::vector<Run> runs_of(const std::vector<int64_t>& shape, const Part& part) {
+  const std::vector<int64_t>& view = part.view.empty() ? shape : part.view;
+  SMP_CHECK_VALUE(
+      product(view, 0, view.size()) == product(shape, 0, shape.size()),
+      "a tensor of ", product(shape, 0, shape.size()),
+      " elements cannot be seen as one of ", product(view, 0, view.size()),
+      " (part ", part.describe(), ")");
+  const ShardInterval& slice = part.interval;
+  const auto sizes = topology::shard_shape(view, slice);  // checks that it fits
+  const int64_t slice_numel = product(sizes, 0, sizes.size());
+  SMP_CHECK_VALUE(part.begin >= 0 && part.numel >= 0 &&
+                      part.begin <= slice_numel - part.numel,
+                  "part ", part.describe(), " does not fit a slice of ",
+                  slice_numel, " elements");
+  if (part.numel == 0) return {};
+  const int64_t end = part.begin + part.numel;
+  if (slice.dim == ShardInterval::kFlat || slice.is_whole()) {
+    const int64_t first = slice.dim == ShardInterval::kFlat ? slice.begin : 0;
+    return {{first + part.begin, first + end, 0}};
+  }
+  const size_t dim = static_cast<size_t>(slice.dim);
+  const int64_t inner = product(view, dim + 1, view.size());
+  return strided_runs(slice.begin * inner, slice.size() * inner,
+                      slice.extent * inner, part.begin, end);
 }
 
 /// Moves what `source` covers out of `missing` into `reads`.
@@ -104,21 +125,27 @@ std::vector<SliceRead> compress(const std::vector<SliceRead>& reads) {
 
 }  // namespace
 
-std::vector<SliceRead> plan_slice_reads(
-    const std::vector<int64_t>& shape, const std::vector<ShardInterval>& stored,
-    const ShardInterval& wanted) {
+std::string Part::describe() const {
+  return smp::detail::concat(interval.describe(), ", elements [", begin, ", ",
+                             begin + numel, ")");
+}
+
+std::vector<SliceRead> plan_part_reads(const std::vector<int64_t>& shape,
+                                       const std::vector<Part>& stored,
+                                       const Part& wanted) {
   std::vector<Run> missing = runs_of(shape, wanted);
   std::vector<SliceRead> reads;
   for (size_t i = 0; i < stored.size(); ++i) {
-    take(runs_of(shape, stored[i]), static_cast<int>(i), missing, reads);
+    const auto runs = runs_of(shape, stored[i]);
+    if (!missing.empty()) take(runs, static_cast<int>(i), missing, reads);
   }
   int64_t num_missing = 0;
   for (const Run& run : missing) num_missing += run.end - run.begin;
   SMP_CHECK_VALUE(
-      missing.empty(), num_missing, " elements of the wanted slice (",
+      missing.empty(), num_missing, " elements of the wanted part (",
       wanted.describe(), ") are stored nowhere, first [", missing[0].begin,
       ", ", missing[0].end, ") of the flattened tensor; ", stored.size(),
-      " stored slices were given: a file of the checkpoint is missing");
+      " stored parts were given: a file of the checkpoint is missing");
   return compress(reads);
 }
 

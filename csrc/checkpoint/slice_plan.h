@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "csrc/topology/shard_interval.h"
@@ -23,22 +24,32 @@ struct SliceRead {
   bool operator==(const SliceRead&) const = default;
 };
 
-/// The reads that make up the slice `wanted` of a tensor of sizes `shape` from
-/// slices that are stored, whatever the cuts of either side. Pure. Elements
+/// Elements of a tensor that one rank holds: of the tensor, seen with sizes
+/// `view` (the tensor's own when empty), the slice `interval`; of that slice,
+/// flattened row-major, the elements `[begin, begin + numel)`.
+struct Part {
+  topology::ShardInterval interval;
+  int64_t begin = 0;
+  int64_t numel = 0;
+  std::vector<int64_t> view = {};
+
+  /// "dim 0 [4, 8) of 16, elements [0, 64)".
+  std::string describe() const;
+};
+
+/// The reads that make up the part `wanted` of a tensor of sizes `shape` from
+/// parts that are stored, whatever the cuts of either side. Pure. Elements
 /// stored more than once are read from the first source that has them; every
-/// wanted element is written exactly once.
-///
-/// A tensor whose rows are grouped (query, key and value in one matrix, each
-/// cut alike) is described by the grouped sizes: `{3, n, k}` cut along dim 1.
+/// wanted element is written exactly once. Time grows with the rows that parts
+/// really hold, not with those of the tensor.
 ///
 /// @param shape   sizes of the whole tensor, row-major
-/// @param stored  what each source holds; empty slices are allowed
-/// @param wanted  the slice to assemble
-/// @throws ValueError when an interval does not fit `shape`, or when an element
-///         is stored nowhere; the text names the missing elements
-std::vector<SliceRead> plan_slice_reads(
-    const std::vector<int64_t>& shape,
-    const std::vector<topology::ShardInterval>& stored,
-    const topology::ShardInterval& wanted);
+/// @param stored  what each source holds; empty parts are allowed
+/// @param wanted  the part to assemble
+/// @throws ValueError when a part does not fit `shape`, or when an element is
+///         stored nowhere; the text names the missing elements
+std::vector<SliceRead> plan_part_reads(const std::vector<int64_t>& shape,
+                                       const std::vector<Part>& stored,
+                                       const Part& wanted);
 
 }  // namespace smp::checkpoint

@@ -287,6 +287,16 @@ class PolledWork final : public C10dWork {
     }
   }
 
+  bool order_stream() override {
+    if (aborted_ || shared_->watch.aborted()) raise_failed("aborted");
+    try {
+      inner_->wait();  // of the stream
+    } catch (const std::exception&) {
+      raise_failed(reason_of(std::current_exception()));
+    }
+    return true;
+  }
+
   int source_rank() const override { return call_.peer; }
   void abort() override { aborted_ = true; }
 

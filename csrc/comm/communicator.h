@@ -33,6 +33,12 @@ class Work {
   ///         names the operation and the peer.
   virtual void wait(std::chrono::milliseconds timeout) = 0;
 
+  /// What is queued on the current stream of the device from now on comes after
+  /// the operation, for which the host does not wait. The tensors may be used
+  /// on that stream then. A failure shows in a later `wait`.
+  /// @return false if the host has to `wait`: the operation is not a device's
+  virtual bool order_stream() { return false; }
+
   /// Group rank of the sender; valid after `wait` of a `recv_any`.
   virtual int source_rank() const { return -1; }
 

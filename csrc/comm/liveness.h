@@ -2,9 +2,12 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "csrc/comm/fault_board.h"
+#include "csrc/comm/stack_dump.h"
+#include "csrc/comm/stop_agreement.h"
 
 namespace smp::comm {
 
@@ -15,13 +18,17 @@ namespace smp::comm {
 ///
 /// It also finds deadlocks: every rank that has not left waits, has no message
 /// under way, and has made no progress for `deadlock_after`. A rank that
-/// computes, or is stopped, is slow and no deadlock.
+/// computes, or is stopped, is slow and no deadlock; when others wait for it
+/// for long, that is worth a report (see HangWatch).
 class LivenessHub {
  public:
   struct Options {
     std::chrono::milliseconds deadlock_after{5000};
     /// Reports older than this count for nothing in the search for deadlocks.
     std::chrono::milliseconds status_valid{3500};
+    /// Ranks wait and nothing moves for so long: report it, with the stacks
+    /// of all ranks, and go on. 0: never.
+    std::chrono::milliseconds hang_after{0};
   };
 
   /// @param token  shared secret; connections without it are refused
@@ -49,6 +56,10 @@ class LivenessClient {
   struct Options {
     std::chrono::milliseconds status_every{1000};
     std::chrono::milliseconds connect_timeout{60000};
+    /// Where this rank stops when any rank asks to; without one it never does.
+    std::shared_ptr<StopAgreement> stops = nullptr;
+    /// Without one it has no stacks to show.
+    std::optional<StackDump> stacks = std::nullopt;
   };
 
   /// Connects and waits to be welcomed.
@@ -62,6 +73,10 @@ class LivenessClient {
   /// told the other ranks, or could not for two seconds. Does nothing when
   /// there is a fault already.
   void report_raised(const std::string& where, const std::string& text);
+
+  /// Asks all ranks to stop at one boundary (see StopAgreement). Returns at
+  /// once; may be called on several ranks, and again.
+  void request_stop();
 
   /// Says goodbye: from now on the end of this process is no fault.
   void leave();

@@ -37,6 +37,7 @@ struct LivenessClient::Impl {
   void run();
   void serve();
   void send_status();
+  void send_answer(Type type, int64_t number = 0, std::string text = {});
   void handle(LivenessFrame frame);
   void on_board_change();
   void report_raised(const std::string& where, const std::string& text);
@@ -174,7 +175,7 @@ void LivenessClient::Impl::send_status() {
   status.progress = snapshot.progress;
   status.num_unsent = snapshot.num_unsent;
   status.where = faults->coordinates(global_rank);
-  status.text = snapshot.what;
+  status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
   std::lock_guard lock(mutex);
   if (!leaving) queue(status);
 }
@@ -198,6 +199,16 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
     case Type::kLeft:
       faults->mark_left(frame.global_rank);
       break;
+    case Type::kFreeze:
+      send_answer(Type::kFrozen, options.stops ? options.stops->freeze() : 0);
+      break;
+    case Type::kStopAt:
+      if (options.stops) options.stops->decide(frame.progress);
+      break;
+    case Type::kStacksAsked:
+      send_answer(Type::kStacks, 0,
+                  options.stacks ? options.stacks->take() : std::string());
+      break;
     case Type::kRaisedSeen: {
       std::lock_guard lock(mutex);
       raised_seen = true;
@@ -208,6 +219,17 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
       SMP_CHECK(false, "unexpected liveness frame of type ",
                 static_cast<int>(frame.type));
   }
+}
+
+void LivenessClient::Impl::send_answer(Type type, int64_t number,
+                                       std::string text) {
+  LivenessFrame answer;
+  answer.type = type;
+  answer.global_rank = global_rank;
+  answer.progress = number;
+  answer.text = std::move(text);
+  std::lock_guard lock(mutex);
+  if (!leaving) queue(answer);
 }
 
 void LivenessClient::Impl::on_board_change() {
@@ -286,6 +308,11 @@ void LivenessClient::report_raised(const std::string& where,
                                    const std::string& text) {
   impl_->fork_guard.check("the liveness client");
   impl_->report_raised(where, text);
+}
+
+void LivenessClient::request_stop() {
+  impl_->fork_guard.check("the liveness client");
+  impl_->send_answer(Type::kStopAsked);
 }
 
 void LivenessClient::leave() {

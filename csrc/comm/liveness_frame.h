@@ -10,15 +10,21 @@ namespace smp::comm {
 /// What the hub and its clients say to each other.
 struct LivenessFrame {
   enum class Type : uint8_t {
-    kHello = 1,   ///< client: global_rank, text = token
-    kWelcome,     ///< hub: the hello was right
-    kRefused,     ///< hub: it was not; text = why
-    kStatus,      ///< client, regularly: whether it waits, and where
-    kRaised,      ///< client, then hub to the others: where, text
-    kRaisedSeen,  ///< hub: told the others
-    kLeft,        ///< client, then hub to the others: end of the script
-    kDied,        ///< hub: connection lost without kLeft
-    kDeadlock,    ///< hub: everybody waits; text = table
+    kHello = 1,    ///< client: global_rank, text = token
+    kWelcome,      ///< hub: the hello was right
+    kRefused,      ///< hub: it was not; text = why
+    kStatus,       ///< client, regularly: whether it waits, and where
+    kRaised,       ///< client, then hub to the others: where, text
+    kRaisedSeen,   ///< hub: told the others
+    kLeft,         ///< client, then hub to the others: end of the script
+    kDied,         ///< hub: connection lost without kLeft
+    kDeadlock,     ///< hub: everybody waits; text = table
+    kStopAsked,    ///< client: stop all ranks at a boundary
+    kFreeze,       ///< hub: wait at the next boundary, and which is it?
+    kFrozen,       ///< client: progress = that boundary
+    kStopAt,       ///< hub: progress = the boundary at which all stop
+    kStacksAsked,  ///< hub: how do the stacks look?
+    kStacks,       ///< client: text = Python stacks
     kCount,
   };
 

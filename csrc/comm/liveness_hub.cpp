@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/comm/fork_guard.h"
+#include "csrc/comm/hang_watch.h"
 #include "csrc/comm/liveness.h"
 #include "csrc/comm/liveness_frame.h"
 #include "csrc/comm/socket.h"
@@ -40,6 +41,10 @@ struct Connection {
   // The newest status, and since when it is the same while waiting.
   LivenessFrame status;
   std::optional<Clock::time_point> status_at;
+
+  // On the way to a stop: it was told to wait at its next boundary, which is.
+  bool is_freezing = false;
+  std::optional<int64_t> frozen_at;
   Clock::time_point stuck_since;
 };
 
@@ -56,7 +61,8 @@ struct LivenessHub::Impl {
       : world_size(world_size),
         token(std::move(token)),
         options(options),
-        listener(listen_tcp(loopback_only)) {
+        listener(listen_tcp(loopback_only)),
+        hangs(world_size, options.hang_after) {
     thread = std::thread([this] { run(); });
   }
 
@@ -70,6 +76,8 @@ struct LivenessHub::Impl {
   void handle_status(Connection& connection, const LivenessFrame& status);
   void drop_closed();
   void find_deadlock();
+  void report_hang();
+  void settle_stop();
   std::string deadlock_table(const std::vector<const Connection*>& ranks) const;
   void tell_others(int global_rank, const LivenessFrame& frame);
   void tell_fault(int global_rank, const LivenessFrame& frame);
@@ -87,6 +95,9 @@ struct LivenessHub::Impl {
   std::set<int> left;
   std::set<int> gone;                    // left or died
   std::optional<LivenessFrame> a_fault;  // the first one, for late comers
+  HangWatch hangs;
+  bool stop_asked = false;
+  bool stop_decided = false;
 
   std::mutex mutex;
   bool stopping = false;
@@ -138,6 +149,8 @@ void LivenessHub::Impl::poll_once() {
   if (entries[0].revents != 0) accept_all();
   drop_closed();
   find_deadlock();
+  report_hang();
+  settle_stop();
   // At once, so that a fault is out before anything can happen to us.
   for (const auto& connection : connections) {
     if (write_available(connection->fd, connection->out) == IoResult::kClosed) {
@@ -189,7 +202,16 @@ void LivenessHub::Impl::handle(Connection& connection,
       connection.out += encode_frame(seen);
       return;
     }
+    case Type::kStopAsked:
+      stop_asked = true;
+      return;
+    case Type::kFrozen:
+      connection.frozen_at = frame.progress;
+      return;
+    case Type::kStacks:
+      return hangs.on_stacks(rank, frame.text);
     case Type::kLeft:
+      hangs.on_gone(rank);
       left.insert(rank);
       gone.insert(rank);
       // The last thing it did may free others, whose reports are older.
@@ -241,6 +263,7 @@ void LivenessHub::Impl::handle_status(Connection& connection,
   if (!is_stuck) connection.stuck_since = now;
   connection.status = status;
   connection.status_at = now;
+  hangs.on_status(connection.global_rank, status, now);
 }
 
 void LivenessHub::Impl::drop_closed() {
@@ -284,6 +307,46 @@ void LivenessHub::Impl::find_deadlock() {
   deadlock.type = Type::kDeadlock;
   deadlock.text = deadlock_table(ranks);
   tell_fault(-1, deadlock);
+}
+
+void LivenessHub::Impl::report_hang() {
+  const Clock::time_point now = Clock::now();
+  if (!a_fault) {
+    if (const auto report = hangs.due_report(now)) {
+      log_line(LogLevel::kWarning, *report);
+      LivenessFrame question;
+      question.type = Type::kStacksAsked;
+      tell_others(-1, question);
+    }
+  }
+  if (const auto stacks = hangs.due_stacks(now)) {
+    log_line(LogLevel::kWarning, *stacks);
+  }
+}
+
+// Freezes all ranks, asks where they are, and tells them the highest answer.
+void LivenessHub::Impl::settle_stop() {
+  if (!stop_asked || stop_decided || a_fault) return;
+  size_t num_there = left.size();
+  bool all_frozen = true;
+  int64_t boundary = 0;
+  for (const auto& one : connections) {
+    if (one->global_rank < 0 || left.contains(one->global_rank)) continue;
+    ++num_there;
+    all_frozen = all_frozen && one->frozen_at.has_value();
+    boundary = std::max(boundary, one->frozen_at.value_or(0));
+  }
+  if (num_there != static_cast<size_t>(world_size)) return;
+  LivenessFrame frame;
+  frame.type = all_frozen ? Type::kStopAt : Type::kFreeze;
+  frame.progress = boundary;
+  const std::string bytes = encode_frame(frame);
+  for (const auto& one : connections) {
+    if (one->global_rank < 0 || left.contains(one->global_rank)) continue;
+    if (!all_frozen && std::exchange(one->is_freezing, true)) continue;
+    one->out += bytes;
+  }
+  stop_decided = all_frozen;
 }
 
 std::string LivenessHub::Impl::deadlock_table(

@@ -1,5 +1,7 @@
 #include "csrc/comm/wait_registry.h"
 
+#include <utility>
+
 namespace smp::comm {
 
 WaitRegistry::Snapshot WaitRegistry::snapshot() const {
@@ -7,6 +9,7 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
   result.progress = progress_.load(std::memory_order_relaxed);
   result.num_unsent = num_unsent_.load();
   std::lock_guard lock(mutex_);
+  result.activity = activity_;
   if (entries_.empty()) return result;
   const Entry& newest = entries_.rbegin()->second;
   result.is_blocked = true;
@@ -14,6 +17,11 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
   result.blocked_for = std::chrono::duration_cast<std::chrono::milliseconds>(
       Clock::now() - newest.since);
   return result;
+}
+
+void WaitRegistry::set_activity(std::string text) {
+  std::lock_guard lock(mutex_);
+  activity_ = std::move(text);
 }
 
 BlockedScope::BlockedScope(WaitRegistry& registry, const std::string& what)

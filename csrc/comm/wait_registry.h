@@ -16,13 +16,17 @@ class WaitRegistry {
  public:
   struct Snapshot {
     bool is_blocked = false;
-    std::string what;  ///< the newest wait
+    std::string what;      ///< the newest wait
+    std::string activity;  ///< what was going on, also while nothing waits
     std::chrono::milliseconds blocked_for{0};
     int64_t progress = 0;  ///< grows with each message and each wait that ends
     int64_t num_unsent = 0;  ///< messages that are still on their way out
   };
 
   Snapshot snapshot() const;
+
+  /// What the process works on, in words, for reports; empty: nothing of ours.
+  void set_activity(std::string text);
 
   void add_progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
   void add_unsent(int64_t delta) { num_unsent_.fetch_add(delta); }
@@ -40,6 +44,7 @@ class WaitRegistry {
   int64_t next_id_ = 0;
   std::atomic<int64_t> progress_{0};
   std::atomic<int64_t> num_unsent_{0};
+  std::string activity_;
 };
 
 /// Registers one wait. Only for waits that stop the main activity of the

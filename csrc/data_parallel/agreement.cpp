@@ -1,5 +1,6 @@
 #include "csrc/data_parallel/agreement.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -91,6 +92,19 @@ std::vector<int64_t> agree_on_maxima(comm::Communicator& group,
   wait_for(*group.all_reduce(tensor, comm::ReduceOp::kMax), patience, group,
            what);
   return to_vector(tensor);
+}
+
+at::Tensor gather_numbers(comm::Communicator& group, const at::Tensor& numbers,
+                          const Patience& patience, const std::string& what) {
+  SMP_CHECK_VALUE(numbers.dim() == 1, what, ": expected numbers in one dim, ",
+                  "got sizes ", numbers.sizes());
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = numbers.contiguous();
+  at::Tensor all = at::empty({group.size(), own.numel()},
+                             own.options().requires_grad(false));
+  const comm::WorkPtr work = group.all_gather(all, own);
+  if (!work->order_stream()) wait_for(*work, patience, group, what);
+  return all;
 }
 
 void require_equal_lines(comm::Communicator& group,

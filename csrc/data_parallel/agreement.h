@@ -21,6 +21,11 @@ std::vector<int64_t> agree_on_maxima(comm::Communicator& group,
                                      const Patience& patience,
                                      const std::string& what);
 
+/// Numbers of all ranks, by group rank: [size, n] of [n], on the same device.
+/// The host does not wait for a device. Collective.
+at::Tensor gather_numbers(comm::Communicator& group, const at::Tensor& numbers,
+                          const Patience& patience, const std::string& what);
+
 /// Compares a description of something that all ranks must have equal; costs
 /// two integers when they do. Collective.
 /// @throws ValueError on every rank, naming the first line that differs

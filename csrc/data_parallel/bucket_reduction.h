@@ -23,6 +23,10 @@ class BucketReduction {
   /// Has it memory for gradients, or would the next one take some?
   virtual bool has_memory() const = 0;
   virtual void add(int slot_idx, const at::Tensor& grad) = 0;
+  /// The last one of this slot in this round, which `launch` follows with the
+  /// same divisor: may divide its sum now, while it is at it.
+  virtual void add_last(int slot_idx, const at::Tensor& grad,
+                        double pass_divisor) = 0;
 
   /// Divides what came by `pass_divisor` and by that of the bucket, and begins
   /// its sum over `first_group`. Nothing more may be added in this round.

@@ -1,6 +1,8 @@
 #include "csrc/data_parallel/flat_bucket.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/div.h>
 
 #include <algorithm>
 #include <utility>
@@ -32,6 +34,16 @@ at::Tensor part_of(const at::Tensor& flat, const Segment& segment) {
   return flat.narrow(0, segment.flat_offset, segment.numel);
 }
 
+void add_to(at::Tensor view, const at::Tensor& part, bool is_first,
+            double divisor) {
+  if (is_first && divisor != 1 && part.scalar_type() == view.scalar_type()) {
+    at::div_out(view, part, at::native::wrapped_scalar_tensor(divisor));
+    return;
+  }
+  is_first ? view.copy_(part) : view.add_(part);
+  if (divisor != 1) view.div_(divisor);
+}
+
 }  // namespace
 
 FlatBucket::FlatBucket(const ShardedBucket& plan,
@@ -46,7 +58,6 @@ FlatBucket::FlatBucket(const ShardedBucket& plan,
       }
     }
   }
-  touched_.assign(slots_.size(), false);
 }
 
 void FlatBucket::attach(at::Tensor flat) {
@@ -70,34 +81,41 @@ at::Tensor FlatBucket::view(int slot_idx) const {
   return part_of(flat_, segment).view(like.sizes());
 }
 
-void FlatBucket::add(int slot_idx, const at::Tensor& grad) {
-  const Slot& slot = slots_[slot_idx];
-  const bool is_first = !touched_[slot_idx];
-  touched_[slot_idx] = true;
-  auto add_to = [&](const at::Tensor& view, const at::Tensor& part) {
-    is_first ? view.copy_(part) : view.add_(part);
-  };
+void FlatBucket::add(int slot_idx, const at::Tensor& grad, double divisor) {
+  Slot& slot = slots_[slot_idx];
+  SMP_ASSERT(slot.state != SlotState::kDivided, "slot ", slot_idx,
+             " got a gradient after its last one");
+  const bool is_first = slot.state == SlotState::kEmpty;
+  slot.state = divisor == 1 ? SlotState::kSum : SlotState::kDivided;
   if (slot.segments.size() <= 1) {
-    add_to(view(slot_idx), grad);
+    add_to(view(slot_idx), grad, is_first, divisor);
     return;
   }
   const at::Tensor elements = grad.reshape({-1});
   for (const Segment& segment : slot.segments) {
     add_to(part_of(flat_, segment),
-           elements.narrow(0, segment.begin, segment.numel));
+           elements.narrow(0, segment.begin, segment.numel), is_first, divisor);
   }
 }
 
-void FlatBucket::reset() { std::fill(touched_.begin(), touched_.end(), false); }
+void FlatBucket::reset() {
+  for (Slot& slot : slots_) slot.state = SlotState::kEmpty;
+}
 
 void FlatBucket::finish(double divisor) {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (touched_[i]) continue;
-    for (const Segment& segment : slots_[i].segments) {
-      part_of(flat_, segment).zero_();
+  const bool is_plain = std::none_of(
+      slots_.begin(), slots_.end(),
+      [](const Slot& slot) { return slot.state == SlotState::kDivided; });
+  for (const Slot& slot : slots_) {
+    for (const Segment& segment : slot.segments) {
+      if (slot.state == SlotState::kEmpty) {
+        part_of(flat_, segment).zero_();
+      } else if (slot.state == SlotState::kSum && !is_plain) {
+        part_of(flat_, segment).div_(divisor);
+      }
     }
   }
-  if (divisor != 1) flat_.div_(divisor);
+  if (is_plain && divisor != 1) flat_.div_(divisor);
 }
 
 }  // namespace smp::data_parallel

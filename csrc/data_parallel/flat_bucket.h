@@ -26,12 +26,15 @@ class FlatBucket {
   /// Adds a gradient, also one of a narrower dtype. The first one since `reset`
   /// is copied, so that one single contribution stays bit for bit what autograd
   /// computed.
-  void add(int slot_idx, const at::Tensor& grad);
+  /// @param divisor  not 1: it is the last one of the slot, and its sum is
+  ///                 divided, if possible without a further pass over memory
+  void add(int slot_idx, const at::Tensor& grad, double divisor = 1);
 
   /// No gradient has come yet; the next one is the first.
   void reset();
 
-  /// Parameters without a contribution become zero; all is divided.
+  /// Parameters without a contribution become zero; what is not divided yet is
+  /// divided.
   void finish(double divisor);
 
   const at::Tensor& flat() const { return flat_; }
@@ -39,14 +42,15 @@ class FlatBucket {
   at::Tensor view(int slot_idx) const;
 
  private:
+  enum class SlotState { kEmpty, kSum, kDivided };
   struct Slot {
     at::Tensor like;
     std::vector<Segment> segments;
+    SlotState state = SlotState::kEmpty;
   };
 
   std::vector<Slot> slots_;
   std::vector<Segment> gaps_;  // padding, by `flat_offset` and `numel`
-  std::vector<bool> touched_;
   at::Tensor flat_;
 };
 

@@ -35,8 +35,7 @@ at::Tensor FlatPool::take(int64_t numel, const at::TensorOptions& options) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
-    const bool fits =
-        it->scalar_type() == dtype && is_near(it->numel(), numel);
+    const bool fits = it->scalar_type() == dtype && is_near(it->numel(), numel);
     if (fits && (best == free_.end() || it->numel() < best->numel())) best = it;
   }
   if (best != free_.end()) {

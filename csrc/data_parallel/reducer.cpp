@@ -274,15 +274,21 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
   most_added_[param_idx] = std::max(most_added_[param_idx], num_added);
   // Not "is its bucket on its way": that is a matter of timing, and the order
   // of the sum, hence its rounding, must not be.
-  if (may_launch_early() && expected_ != nullptr &&
-      num_added > (*expected_)[param_idx]) {
+  const int num_expected = expected_ == nullptr ? -1 : (*expected_)[param_idx];
+  const bool is_limited = may_launch_early() && expected_ != nullptr;
+  if (is_limited && num_added > num_expected) {
     late_[param_idx].push_back(grad);
     return;
   }
   settle_finished();  // its memory may be taken again
-  buckets_[place.bucket_idx]->add(place.slot_idx, grad);
+  BucketReduction& bucket = *buckets_[place.bucket_idx];
+  if (is_limited && num_added == num_expected) {
+    bucket.add_last(place.slot_idx, grad, pass_divisor());
+  } else {
+    bucket.add(place.slot_idx, grad);
+  }
   if (expected_ == nullptr) return;
-  if (num_added == (*expected_)[param_idx]) --num_missing_[place.bucket_idx];
+  if (num_added == num_expected) --num_missing_[place.bucket_idx];
   launch_complete_buckets();
 }
 

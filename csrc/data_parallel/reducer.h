@@ -189,8 +189,8 @@ class Reducer {
     std::vector<int> most;            // of a round
     std::vector<int> per_microbatch;  // 0: not the same in all of them
   };
-  std::map<int, Learned> learned_;              // by number of microbatches
-  std::vector<int> guess_;          // one per microbatch, where nothing is known
+  std::map<int, Learned> learned_;  // by number of microbatches
+  std::vector<int> guess_;  // one per microbatch, where nothing is known
   const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete
 

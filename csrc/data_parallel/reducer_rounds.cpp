@@ -133,8 +133,7 @@ bool Reducer::launch_round(Lock& lock) {
 void Reducer::await_room(int param_idx, Lock& lock) {
   constexpr int kMostOnTheirWay = 1;
   const auto is_full = [&] {
-    const bool is_open =
-        phase_ == Phase::kOpen || phase_ == Phase::kImplicit;
+    const bool is_open = phase_ == Phase::kOpen || phase_ == Phase::kImplicit;
     return is_open && num_launched_ - num_settled_ > kMostOnTheirWay;
   };
   if (!is_sharded() || !is_full() || bucket_of(param_idx).has_memory()) return;
@@ -150,10 +149,10 @@ void Reducer::await_room(int param_idx, Lock& lock) {
   if (is_full()) settle_finished();
 }
 
-// Takes back the memory of buckets that have been summed meanwhile; they end in
-// the order of their launch.
+// Moves sums on that need their ranks for it, and takes back the memory of
+// buckets that have been summed meanwhile; they end in the order of their
+// launch.
 void Reducer::settle_finished() {
-  if (!is_sharded()) return;
   for (; num_settled_ < num_launched_; ++num_settled_) {
     BucketReduction& bucket = *buckets_[num_settled_];
     if (!bucket.work()->done()) return;

@@ -46,6 +46,12 @@ void ShardReduction::add(int slot_idx, const at::Tensor& grad) {
   bucket_.add(slot_idx, grad);
 }
 
+void ShardReduction::add_last(int slot_idx, const at::Tensor& grad,
+                              double pass_divisor) {
+  lease();
+  bucket_.add(slot_idx, grad, pass_divisor * divisor_);
+}
+
 void ShardReduction::launch(double pass_divisor) {
   lease();  // other ranks may have gradients
   bucket_.finish(pass_divisor * divisor_);

@@ -41,6 +41,8 @@ class ShardReduction final : public BucketReduction {
   void begin_round() override;
   bool has_memory() const override { return bucket_.is_attached(); }
   void add(int slot_idx, const at::Tensor& grad) override;
+  void add_last(int slot_idx, const at::Tensor& grad,
+                double pass_divisor) override;
   void launch(double pass_divisor) override;
   bool launch_hop(int hop_idx) override;
   const comm::WorkPtr& work() const override { return work_; }

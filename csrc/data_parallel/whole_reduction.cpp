@@ -25,6 +25,12 @@ void WholeReduction::add(int slot_idx, const at::Tensor& grad) {
   bucket_.add(slot_idx, grad);
 }
 
+// With passes the division has to wait for their sum.
+void WholeReduction::add_last(int slot_idx, const at::Tensor& grad,
+                              double pass_divisor) {
+  bucket_.add(slot_idx, grad, has_passes_ ? 1 : pass_divisor * divisor_);
+}
+
 // One division where there are no passes, as one process would do it.
 void WholeReduction::finish(double pass_divisor) {
   if (!has_passes_) {

@@ -19,6 +19,8 @@ class WholeReduction final : public BucketReduction {
   void begin_round() override;
   bool has_memory() const override { return true; }
   void add(int slot_idx, const at::Tensor& grad) override;
+  void add_last(int slot_idx, const at::Tensor& grad,
+                double pass_divisor) override;
   void launch(double pass_divisor) override;
   bool launch_hop(int) override { return false; }
   const comm::WorkPtr& work() const override { return work_; }

@@ -1,4 +1,5 @@
 #include "csrc/kernels/elementwise.h"
+#include "csrc/kernels/loss_scale.h"
 #include "csrc/kernels/multi_array.h"
 #include "csrc/kernels/norm.h"
 #include "csrc/kernels/optimizers.h"
@@ -94,6 +95,11 @@ const char* lamb_apply(const UpdateArrays*, int64_t, const LambOptions&,
 
 const char* novograd(const UpdateArrays*, int64_t, const NovoGradOptions&,
                      const UpdateScalars&, const double*, void*) {
+  return kNoCuda;
+}
+
+const char* move_loss_scale(const LossScaleRule&, const double*,
+                            LossScaleState*, void*) {
   return kNoCuda;
 }
 

@@ -23,9 +23,9 @@ uintptr_t round_up(uintptr_t value, uintptr_t unit) {
 void* map(size_t size) {
   void* const begin = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  SMP_CHECK(begin != MAP_FAILED, "expected ", size,
-            " bytes of host memory, the system has none: ",
-            std::strerror(errno));
+  SMP_CHECK(
+      begin != MAP_FAILED, "expected ", size,
+      " bytes of host memory, the system has none: ", std::strerror(errno));
   return begin;
 }
 

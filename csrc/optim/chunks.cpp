@@ -17,8 +17,11 @@ std::vector<Chunk> cut(const std::vector<int64_t>& sizes) {
   return chunks;
 }
 
-void for_chunks(const std::vector<Chunk>& chunks,
-                const std::function<void(const Chunk&, size_t)>& run) {
+namespace {
+
+// each_part(begin, end), numbers of chunks, on several threads.
+template <typename EachPart>
+void for_parts(const std::vector<Chunk>& chunks, EachPart&& each_part) {
   constexpr int64_t kGrain = 32768;
   // ends[i]: number of elements up to the end of chunk i.
   std::vector<int64_t> ends;
@@ -30,11 +33,25 @@ void for_chunks(const std::vector<Chunk>& chunks,
   }
   // A thread does the chunks that end in its part of all elements.
   at::parallel_for(0, total, kGrain, [&](int64_t begin, int64_t end) {
-    auto it = std::upper_bound(ends.begin(), ends.end(), begin);
-    for (; it != ends.end() && *it <= end; ++it) {
-      const auto idx = static_cast<size_t>(it - ends.begin());
-      run(chunks[idx], idx);
-    }
+    const auto first = std::upper_bound(ends.begin(), ends.end(), begin);
+    const auto last = std::upper_bound(first, ends.end(), end);
+    each_part(static_cast<size_t>(first - ends.begin()),
+              static_cast<size_t>(last - ends.begin()));
+  });
+}
+
+}  // namespace
+
+void for_chunks(const std::vector<Chunk>& chunks, const ChunkFunction& run) {
+  for_parts(chunks, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) run(chunks[i], i);
+  });
+}
+
+void for_chunks_backwards(const std::vector<Chunk>& chunks,
+                          const ChunkFunction& run) {
+  for_parts(chunks, [&](size_t begin, size_t end) {
+    for (size_t i = end; i > begin; --i) run(chunks[i - 1], i - 1);
   });
 }
 

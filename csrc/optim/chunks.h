@@ -29,9 +29,15 @@ std::vector<Chunk> chunks_of(const std::vector<Arrays>& arrays) {
   return cut(sizes);
 }
 
+using ChunkFunction = std::function<void(const Chunk&, size_t)>;
+
 /// run(chunk, idx) for all chunks, on the threads of torch, each with about as
 /// many elements.
-void for_chunks(const std::vector<Chunk>& chunks,
-                const std::function<void(const Chunk&, size_t)>& run);
+void for_chunks(const std::vector<Chunk>& chunks, const ChunkFunction& run);
+
+/// The same, each thread from its last chunk to its first: what it has read
+/// last in `for_chunks` over arrays of these sizes may still be in the caches.
+void for_chunks_backwards(const std::vector<Chunk>& chunks,
+                          const ChunkFunction& run);
 
 }  // namespace smp::optim

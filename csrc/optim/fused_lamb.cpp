@@ -129,7 +129,7 @@ void fused_lamb_apply_(at::TensorList params, at::TensorList exp_avgs,
     const auto factors = adam_factors_of(arrays, options.adam, 1);
     const double* squares = sums.const_data_ptr<double>();
     const double rate = scalars.lr();
-    for_chunks(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
+    for_chunks_backwards(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
       const int64_t i = chunk.array_idx;
       const double ratio =
           kernels::trust_ratio(options, squares[i], squares[num_arrays + i]);

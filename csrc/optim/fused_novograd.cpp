@@ -37,7 +37,7 @@ void update_on_cpu(const std::vector<kernels::UpdateArrays>& arrays,
             ? move_norm<double>(arrays[i], options, scalars, norms[i])
             : move_norm<float>(arrays[i], options, scalars, norms[i]));
   }
-  for_chunks(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
+  for_chunks_backwards(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
     kernels::cpu::momentum(arrays[chunk.array_idx], factors[chunk.array_idx],
                            chunk.begin, chunk.end);
   });

@@ -136,7 +136,7 @@ void scale_(at::TensorList tensors, const at::Tensor& factor) {
         return kernels::cuda::scale(
             arrays.data(), static_cast<int64_t>(arrays.size()), data, stream);
       });
-    } else {
+    } else if (*data != 1) {
       for_chunks(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
         kernels::cpu::scale(arrays[chunk.array_idx], *data, chunk.begin,
                             chunk.end);
@@ -155,8 +155,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> clip_divisor(
       ": sum_of_squares must be a float64 tensor without "
       "dimensions, got sizes ",
       sum_of_squares.sizes(), " of ", sum_of_squares.scalar_type());
-  TORCH_CHECK_VALUE(max_norm > 0, rank_prefix(), kDivisor,
-                    ": max_norm must be > 0, got ", max_norm);
+  TORCH_CHECK_VALUE(max_norm >= 0, rank_prefix(), kDivisor,
+                    ": max_norm must be >= 0, got ", max_norm);
   at::Tensor norm = sum_of_squares.sqrt();
   const at::Tensor found_inf =
       sum_of_squares.isfinite().logical_not().to(at::kDouble);
@@ -177,10 +177,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> clip_divisor(
 // max_abs: the largest absolute value of each tensor, as sums_of_squares.
 // found_nonfinite: 1 if an element is infinite or NaN, else 0, as
 // sum_of_squares.
-// scale_: multiplies every element by `factor`, in place.
+// scale_: multiplies every element by `factor`, in place; 1 costs nothing.
 // clip_divisor: what gradients are divided by so that their norm is at most
-// `max_norm`: grad_scale * max(1, (norm + eps) / max_norm); the norm, that of
-// gradients divided by `grad_scale`; and 1 where it is not finite, else 0.
+// `max_norm`: grad_scale * max(1, (norm + eps) / max_norm), infinite for 0; the
+// norm, that of gradients divided by `grad_scale`; and 1 where it is not
+// finite, else 0.
 // Sums on the CPU do not depend on the number of threads.
 TORCH_LIBRARY_FRAGMENT(smp, m) {
   m.def("sums_of_squares(Tensor[] tensors) -> Tensor");

@@ -16,6 +16,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPoll{200};
 
+// Afterwards nothing of the pipeline is going on.
+struct ActivityEnd {
+  explicit ActivityEnd(comm::WaitRegistry& registry) : registry(registry) {}
+  ~ActivityEnd() { registry.set_activity({}); }
+  comm::WaitRegistry& registry;
+};
+
 }  // namespace
 
 // Waits on `changed_` until `done`, a fault, the departure of a rank of this
@@ -26,6 +33,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
   int64_t progress = -1;
   std::optional<Clock::time_point> left_since;
   comm::BlockedScope blocked(faults_->waits());
+  const ActivityEnd activity_end(faults_->waits());
   while (!done()) {
     changed_.wait_for(lock, kPoll);
     if (done()) return;
@@ -48,6 +56,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     }
     const std::string what = describe_wait();
     blocked.update(waits && now - last_progress >= kPoll, what);
+    faults_->waits().set_activity(what);
     for (const int rank : ranks_needed()) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;

@@ -1,12 +1,13 @@
 """Types of data parallelism in the C++ core; part of `_C.pyi`, there is no such module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from smp._C import Communicator, FaultBoard, ShardInterval
+from smp._C import Communicator, FaultBoard, ShardInterval, Work
 
 class ReductionGroup:
     DP: ClassVar[ReductionGroup]
@@ -233,3 +234,15 @@ class FlatGathers:
     def num_overlapped(self) -> int: ...
     @property
     def pending(self) -> bool: ...
+
+class PromisedWork(Work):
+    def __init__(self, finish: Callable[[], None]) -> None: ...
+    def complete(self) -> None: ...
+
+class HookedGroup(Communicator):
+    def __init__(self, group: Communicator, hook: Callable[[int, Tensor], Work]) -> None: ...
+    def set_buckets(self, flats: Sequence[Tensor]) -> None: ...
+
+def make_grad_bucket(
+    index: int, count: int, flat: Tensor, offsets: Sequence[int], params: Sequence[Tensor]
+) -> dist.GradBucket: ...

@@ -9,10 +9,27 @@ from smp import _extension
 
 _extension.load()
 
-from smp import amp, metrics, model, nn, optimizers, patches, schedule  # noqa: E402
+from smp import (  # noqa: E402
+    amp,
+    metrics,
+    model,
+    nn,
+    optimizers,
+    patches,
+    preemption,
+    schedule,
+    sharded_data_parallel_checkpoint,
+    state_mod,
+    utils,
+)
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
-from smp.checkpoint import load, save  # noqa: E402
+from smp.checkpoint import (  # noqa: E402
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
 from smp.comm import (  # noqa: E402
     DP_GROUP,
     MP_GROUP,
@@ -61,12 +78,14 @@ from smp.comm import (  # noqa: E402
 )
 from smp.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.memory import delay_param_initialization  # noqa: E402
+from smp.memory import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
+from smp.preemption import requested as preemption_requested  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,
@@ -80,6 +99,8 @@ from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
 # interface the attribute is the function.
 from smp.step import step  # noqa: E402
 from smp.timeline import trace  # noqa: E402
+
+preemption.use_saver(save_checkpoint)
 
 __all__ = [
     "DP_GROUP",
@@ -101,6 +122,7 @@ __all__ = [
     "broadcast",
     "clip_grad_norm_",
     "delay_param_initialization",
+    "delayed_parameter_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -136,21 +158,27 @@ __all__ = [
     "pp_barrier",
     "pp_rank",
     "pp_size",
+    "preemption",
+    "preemption_requested",
     "rank",
     "rdp_barrier",
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "save_partition",
     "schedule",
     "send",
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
+    "sharded_data_parallel_checkpoint",
     "shutdown",
     "size",
     "state",
+    "state_mod",
     "step",
     "tensor_parallelism",
     "tp_barrier",
@@ -159,4 +187,5 @@ __all__ = [
     "tp_register_with_module",
     "tp_size",
     "trace",
+    "utils",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smp import comm, runtime
+from smp import device_numbers, runtime
 
 __all__ = ["GradScaler"]
 
@@ -15,7 +15,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Whether gradients are infinite or NaN all ranks of a replica find out together, so that they
     skip the same steps and agree on the scale. ``unscale_`` and ``step`` are collective over them
-    (the MP group; all ranks if the optimizer state is sharded). Autocast is PyTorch's own.
+    (the MP group; all ranks if the optimizer state is sharded). The host waits for the device only
+    where PyTorch's does: in ``step`` of optimizers that are not fused. Autocast is PyTorch's own.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for PyTorch's.
@@ -48,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not found:  # no gradient on this rank; PyTorch wants an answer all the same
             found = {found_inf.device: torch.zeros_like(found_inf)}
-        group = comm.WORLD if runtime.current().sizes["shard"] > 1 else comm.MP_GROUP
-        own = any(float(value) != 0.0 for value in found.values())
-        anywhere = any(comm.allgather(own, group))
-        return {device: torch.full_like(value, anywhere) for device, value in found.items()}
+        own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
+        anywhere = device_numbers.maxima(own.amax(0).reshape(1), device_numbers.skipping_kinds())
+        anywhere = anywhere.reshape(())
+        return {device: device_numbers.moved(anywhere, device).clone() for device in found}

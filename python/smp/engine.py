@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, activations, comm, data_parallel, memory, runtime
+from smp import _C, activations, comm, data_parallel, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
-from smp.model_parts import ModelParts
+from smp.model_parts import ModelParts, make_whole
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -70,7 +71,7 @@ class Engine:
         self._bucket_cap_bytes = bucket_cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._seed = seed
-        self._registrations = registrations
+        self.registrations = registrations
         self.parts: ModelParts | None = None
         self.decision: Decision | None = None
         self.link: PipelineLink | None = None
@@ -88,11 +89,17 @@ class Engine:
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
         self._weight = 1.0
-        self._loss_scaler: LossScaler | None = None
+        #: decides on the loss scale; None: there is none
+        self.loss_scaler: LossScaler | None = None
         self._weight_hooks: list[RemovableHandle] = []
         self._running_mb = 0
         self._has_updated = False
+        #: sums buckets of gradients in place of the reducers
+        self.comm_hook: data_parallel.CommHook | None = None
+        #: while replicas may run out of batches (`smp.join`)
+        self.uneven: data_parallel.UnevenBatches | None = None
         self._honoured = activations.HonouredModules(root)
+        self._followed: Path | None = None  # partition of a checkpoint
 
     @property
     def partitioned(self) -> bool:
@@ -111,7 +118,19 @@ class Engine:
     def wants_trace(self) -> bool:
         """Does the partition depend on a trace?"""
         config = self._current.config
-        return self._current.sizes["pp"] > 1 and config.auto_partition and not config.skip_tracing
+        is_open = config.auto_partition and not config.skip_tracing and self._followed is None
+        return self._current.sizes["pp"] > 1 and is_open
+
+    def follow_partition(self, path: Path, num_chunks: int) -> None:
+        """Lets a file decide on the partition, if it is for as many stages as this run has.
+
+        Args:
+            path: as `partition_file` in the configuration, which comes first.
+            num_chunks: stages per rank in it.
+        """
+        schedule = choose_schedule(self._current.config, self._current.sizes["pp"])
+        if schedule.num_chunks == num_chunks:
+            self._followed = path
 
     def partition(self, trace: Trace | None = None) -> None:
         """Decides the partition, moves parts to their ranks, joins the server. Collective.
@@ -124,7 +143,7 @@ class Engine:
         schedule = choose_schedule(config, current.sizes["pp"])
         self._check_files()
         wishes = Wishes(
-            plan=config.partition_file,
+            plan=config.partition_file or self._followed,
             num_chunks=schedule.num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,
@@ -210,7 +229,25 @@ class Engine:
             overlap=self._overlaps,
             average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
+            hook=self.comm_hook,
         )
+
+    def use_comm_hook(self, hook: data_parallel.CommHook) -> None:
+        """Lets a hook sum gradients. Collective over the replicas, before the first training step.
+
+        Raises:
+            ValueError: gradients are not summed by buckets that all replicas have whole.
+            RuntimeError: there is one already, or training has begun.
+        """
+        data_parallel.refuse_comm_hook(self._overlaps)
+        if self.comm_hook is not None or self.num_reductions:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}register_comm_hook is called once, before the first training "
+                "step"
+            )
+        self.comm_hook = hook
+        if self.partitioned:
+            self.make_reducers()
 
     def after_update(self) -> None:
         """Brings what was updated on this rank to where modules use it.
@@ -237,8 +274,8 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What a loss is multiplied with before its backward."""
-        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale
+        """What a loss is multiplied with before its backward; the host reads it."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     @property
     def can_change_dtype(self) -> bool:
@@ -247,14 +284,17 @@ class Engine:
 
     def watch_backward(self, output: Any) -> None:
         """Refuses backward without a loss scale, where it may be called without this library."""
-        if self.loss_scale == 1.0 or not torch.is_grad_enabled():
+        scaler = self.loss_scaler
+        if scaler is None or not torch.is_grad_enabled():
+            return
+        if not scaler.is_dynamic and scaler.loss_scale == 1.0:
             return
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._check_scaled)
 
     def _check_scaled(self, grad: torch.Tensor) -> None:
-        if not self._current.scales_loss:
+        if not self._current.scales_loss and self.loss_scale != 1.0:
             raise RuntimeError(
                 f"{_C.rank_prefix()}backward began at a loss without its scale {self.loss_scale:g},"
                 " which would make gradients in torch.float16 vanish; call model.backward(loss) "
@@ -263,7 +303,7 @@ class Engine:
 
     def use_loss_scaler(self, scaler: LossScaler) -> None:
         """From now on this one decides on the loss scale."""
-        self._loss_scaler = scaler
+        self.loss_scaler = scaler
 
     @property
     def num_reductions(self) -> int:
@@ -346,8 +386,11 @@ class Engine:
         self.honour_checkpointing()
         if self.sharded is not None:
             self.sharded.begin_step(num_microbatches, trains)
-        if trains and self._broadcast_buffers and self._root.training:
-            data_parallel.broadcast_from_first([b for b in self._root.buffers()])
+        if trains:
+            syncs = self._broadcast_buffers and self._root.training
+            first = 0 if self.uneven is None else self.uneven.announce(syncs)
+            if syncs:
+                data_parallel.broadcast_from_first(list(self._root.buffers()), first=first)
         if trains:
             for reducer in self.reducers:
                 reducer.begin_step(num_microbatches, may_overlap)
@@ -380,14 +423,17 @@ class Engine:
             handle.remove()
         self._weights, self._weight, self._weight_hooks = None, 1.0, []
 
-    def root_weight(self, weight: float) -> float:
+    def root_weight(self, weight: float) -> float | torch.Tensor:
         """What gradients of a microbatch are multiplied with where its backward begins.
 
         Args:
             weight: of the microbatch in the mean over the batch.
+
+        Returns:
+            a number; with a dynamic loss scale a float64 tensor without dimensions on the device.
         """
         shared = weight if self.averages and self.server is not None else 1.0
-        return shared * self.loss_scale
+        return shared if self.loss_scaler is None else self.loss_scaler.factor * shared
 
     def begin_microbatch(self, mb: int) -> None:
         """A body begins, without a server."""
@@ -482,7 +528,7 @@ class Engine:
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
         if not state.get(PARTIAL_MARK):
-            return parts.load(self._translated(state), strict)
+            return parts.load(self.translated(state), strict)
         if not same_partition_load:
             held = [dict(state)]
             if not self._is_alone:
@@ -501,9 +547,9 @@ class Engine:
             state = full
         return parts.load(state, strict, sliced=True)
 
-    def _translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state dict with the names of the distributed modules that the model has."""
-        for registration in self._registrations:
+        for registration in self.registrations:
             if registration.translators is not None:
                 state = registration.translators[1](dict(state))
         return state
@@ -521,20 +567,8 @@ class Engine:
         if self.sharded is not None:
             self.sharded.make_real()
             self.sharded = None
-        cpu = torch.device("cpu")
-        with torch.no_grad():
-            for name, parameter in self._root.named_parameters():
-                if self.parts is None or self.parts.is_local_parameter(parameter):
-                    memory.make_real(parameter, cpu)
-                else:
-                    parameter.data = state[name].detach().clone()
-            for module in self._root.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(cpu)
-            for key, value in self._root.state_dict(keep_vars=True).items():
-                if isinstance(value, torch.Tensor):
-                    value.copy_(state[key])
+        is_local = self.parts.is_local_parameter if self.parts is not None else None
+        make_whole(self._root, state, is_local)
 
 
 def _order_ranks(current: runtime.Runtime) -> list[int]:

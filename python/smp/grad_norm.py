@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smp import _C, comm, runtime
+from smp import _C, device_numbers, runtime
 from smp.data_parallel import holding_with_master, master_of, model_parameter_of
-from smp.precision.gradients import by_device, gradients_of, scale
+from smp.precision.gradients import gradients_of, scale, sum_of_squares
 from smp.tensor_parallel.sharding import interval_of
 
 
@@ -29,6 +29,8 @@ def clip_grad_norm_(
     taken out. Between the step call and ``optimizer.step()``. Collective over the ranks of a
     replica (the MP group), and over the ranks that hold one copy of a sharded state together.
 
+    The host waits for nothing, unless ``error_if_nonfinite``.
+
     Args:
         parameters: ``model.parameters()``, or on every rank its part of the same selection;
             parameters without a gradient count as zero.
@@ -37,8 +39,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling when the norm is infinite or NaN.
 
     Returns:
-        the norm before clipping: a tensor without dimensions, of the gradients' dtype (float64 if
-        some rank has gradients of that dtype, else float32).
+        the norm before clipping: a tensor without dimensions, on the device of this rank, float64
+        if one of the parameters is, else float32.
 
     Raises:
         ValueError: if ``norm_type`` is not positive or ``max_norm`` is negative.
@@ -49,15 +51,13 @@ def clip_grad_norm_(
     for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
         gradients.unscale()
     norm = global_norm(updated, norm_type)
-    if error_if_nonfinite and not math.isfinite(norm.total):
+    if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
         raise RuntimeError(
-            f"{_C.rank_prefix()}the norm of the gradients is {norm.total}, so they cannot be "
-            "clipped; pass error_if_nonfinite=False to scale them all the same"
+            f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them all the same"
         )
-    coefficient = _C.clip_coefficient(norm.total, max_norm)
-    if coefficient != 1.0:
-        scale(norm.grads, coefficient)
-    return norm.as_tensor()
+    scale(norm.grads, 1.0 / norm.divisor(max_norm))
+    return norm.rounded(norm.total)
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,31 @@ class GlobalNorm:
     """Norm of gradients over all ranks that hold parts of the model.
 
     Attributes:
-        total: bitwise equal on these ranks.
-        has_double: some rank has gradients in float64.
+        total: a float64 without dimensions on the device; bitwise equal on these ranks.
+        dtype: in which users get it.
         grads: of this rank.
     """
 
-    total: float
-    has_double: bool
+    total: Tensor
+    dtype: torch.dtype
     grads: list[Tensor]
 
-    def as_tensor(self) -> Tensor:
-        """A tensor without dimensions."""
-        dtype = torch.float64 if self.has_double else torch.float32
-        device = self.grads[0].device if self.grads else None
-        return torch.tensor(self.total, dtype=dtype, device=device)
+    def divisor(self, max_norm: float, scale: Tensor | None = None) -> Tensor:
+        """What makes the norm ``max_norm`` at most, as in ``torch.nn.utils.clip_grad_norm_``.
+
+        Args:
+            max_norm: >= 0.
+            scale: gradients are too large by this factor, which the result takes out as well.
+
+        Returns:
+            a float64 without dimensions on the device; NaN if the norm is.
+        """
+        divisor: Tensor = torch.ops.smp.clip_divisor(self.total.square(), max_norm, scale)[0]
+        return divisor
+
+    def rounded(self, norm: Tensor) -> Tensor:
+        """``norm`` as users get it."""
+        return norm.to(self.dtype)
 
 
 def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
@@ -91,15 +102,17 @@ def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm
     if not norm_type > 0:
         raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
     having = [p for p in updated if p.grad is not None and p.grad.numel()]
-    grads = [_grad(p) for p in having]
-    power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type)
-    part = (power, any(grad.dtype == torch.float64 for grad in grads))
-    if runtime.current().sizes["shard"] > 1:
-        part = _combined(comm.of_shard_group(comm.allgather(part, comm.RDP_GROUP)), norm_type)
-    if comm.mp_size() > 1:
-        part = _combined(comm.allgather(part, comm.MP_GROUP), norm_type)
-    total = part[0] if math.isinf(norm_type) else part[0] ** (1.0 / norm_type)
-    return GlobalNorm(total, part[1], grads)
+    power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type).reshape(1)
+    is_max = math.isinf(norm_type)
+    combine = device_numbers.maxima if is_max else device_numbers.sums
+    power = combine(power, ("shard", "mp")).reshape(())
+    if is_max:
+        total = power
+    else:
+        total = power.sqrt() if norm_type == 2.0 else power.pow(1.0 / norm_type)
+    is_double = any(p.dtype == torch.float64 for p in updated)
+    dtype = torch.float64 if is_double else torch.float32
+    return GlobalNorm(total, dtype, [_grad(p) for p in having])
 
 
 def _counts(updated: Tensor) -> bool:
@@ -110,28 +123,18 @@ def _counts(updated: Tensor) -> bool:
     return current.ranks["shard"] == 0 or holding_with_master(updated) is not None
 
 
-def _combined(parts: Sequence[tuple[float, bool]], norm_type: float) -> tuple[float, bool]:
-    """In order of rank, so that all ranks get the same bits."""
-    has_double = any(double for _, double in parts)
-    powers = [power for power, _ in parts]
-    if not math.isinf(norm_type):
-        return sum(powers), has_double
-    return (math.nan if any(map(math.isnan, powers)) else max(powers)), has_double
-
-
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad.detach()
 
 
-def _power_sum(grads: Sequence[Tensor], norm_type: float) -> float:
+def _power_sum(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Sum of ``|x| ** norm_type`` over all elements in double precision; the maximum if inf."""
     if norm_type == 2.0:
-        return sum(
-            float(torch.ops.smp.sum_of_squares(group)) for group in by_device(grads).values()
-        )
+        return sum_of_squares(grads)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
+    zero = device_numbers.number(0.0)
     if not norms:
-        return 0.0
-    values = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return float(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
+        return zero
+    values = torch.stack([device_numbers.moved(norm, zero.device) for norm in norms])
+    return values.max() if math.isinf(norm_type) else values.pow(norm_type).sum()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _C
+from smp.config_sources import Plan
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
@@ -24,13 +25,27 @@ SHARD_KINDS = ("shard", "replica")
 _NEVER = timedelta(days=365)
 
 
+def make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
+    """The axes of all processes, as the configuration wants them."""
+    config = plan.config
+    assert config is not None
+    return _C.ProcessGrid(
+        world_size,
+        config.pipeline_parallel_degree,
+        config.tensor_parallel_degree,
+        config.placement_strategy,
+    )
+
+
 @dataclass
 class Groups:
     """Communicators of this rank; None for a group of one.
 
-    `dp`, `rdp` and `tp` serve tensors on the device of the run; the control communicators serve CPU
-    tensors. Nothing but the reducers may use `dp` and `rdp`, and nothing but `tp_group` (regions of
-    split modules) `tp` and `tp_control`: all ranks must issue the operations of one in one order.
+    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, `mp` those on the CPU if
+    ``mp_is_on_host``; the control communicators serve CPU tensors. Nothing but the reducers may use
+    `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
+    ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
+    `tp`, `shard_reduce` and `replica`.
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
     parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
     then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
@@ -42,7 +57,8 @@ class Groups:
 
     dp: _C.Communicator | None = None
     dp_control: _C.Communicator | None = None
-    mp_control: _C.Communicator | None = None
+    mp: _C.Communicator | None = None
+    mp_is_on_host: bool = False
     rdp: _C.Communicator | None = None
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
@@ -147,6 +163,7 @@ def build_groups(
     shared_memory: bool,
     loopback: bool,
     timeout_s: float,
+    shares_gpus: bool = False,
 ) -> Groups:
     """Communicators of the groups that `global_rank` belongs to. Collective over the world.
 
@@ -159,9 +176,10 @@ def build_groups(
         board: ends waits of `tp_group` and of what shares memory when a rank fails.
         machine: equal on ranks that may try to share memory.
         hosts: of all ranks, if parameters are to be gathered between hosts first.
-        shared_memory: whether this rank wants to, for collectives of tp and of shards.
+        shared_memory: whether this rank wants to, for collectives.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
+        shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
@@ -199,8 +217,7 @@ def build_groups(
             timeout_s=timeout_s,
         )
 
-    made.dp_control, made.dp = control("dp"), on_device("dp")
-    made.mp_control = control("mp")
+    made.dp_control, made.dp = control("dp"), sharing(on_device("dp"), own["dp"])
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = sharing(on_device("shard"), ranks)
@@ -215,7 +232,7 @@ def build_groups(
         made.whole_replica = sharing(on_device("replica", "whole_replica"), own["replica"])
         made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
     if grid.group_size("tp") > 1:
-        made.rdp, made.tp = on_device("rdp"), on_device("tp")
+        made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
         made.tp_control = control("tp") if device.type == "cuda" else made.tp
         assert made.tp_control is not None
         made.tp_control = _C.share_collectives(
@@ -237,6 +254,11 @@ def build_groups(
             ranks=ranks_of("tp"),
             timeout_s=timeout_s,
         )
+    if own["mp"] == own["tp"]:
+        made.mp = made.tp
+    else:
+        made.mp_is_on_host = shares_gpus
+        made.mp = control("mp") if shares_gpus else on_device("mp")
     return made
 
 

@@ -1,13 +1,15 @@
 """Who started this process: rank, size and host, read from the launcher's variables.
 
 Pure functions of an environment mapping; nothing is connected here. Understood
-are torchrun, Open MPI, Slurm and a plain single process, in this order: a
-torchrun started inside a Slurm job counts as torchrun.
+are ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm and a
+plain single process, in this order: a torchrun started inside a Slurm job counts
+as torchrun.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ class Launch:
     """Place of this process among those that were started together."""
 
     launcher: str
-    """"torchrun", "mpi", "slurm" or "single"."""
+    """"smp", "torchrun", "mpi", "slurm" or "single"."""
     global_rank: int
     world_size: int
     local_rank: int
@@ -62,6 +64,8 @@ class Rendezvous:
 
 # ---- ranks -------------------------------------------------------------------
 
+# Names of our own: Accelerate takes those of torchrun as the sign of a plain data-parallel job.
+_SMP_RUN = ("SMP_RANK", "SMP_WORLD_SIZE")
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
@@ -78,7 +82,9 @@ def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
         ValueError: a variable is missing, not a number, or out of range.
     """
     hostname = env.get(HOSTNAME_VARIABLE) or hostname
-    if any(name in env for name in _TORCHRUN):
+    if any(name in env for name in _SMP_RUN):
+        launch = _read(env, "smp", *_SMP_RUN, _SMP_RUN[0], _SMP_RUN[1])  # one host
+    elif any(name in env for name in _TORCHRUN):
         launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif any(name in env for name in _OPEN_MPI):
         local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -175,7 +181,7 @@ def first_slurm_host(nodelist: str) -> str:
 
 # ---- meeting point -----------------------------------------------------------
 
-_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20000, 20000
+_FIRST_PORT, _NUM_PORTS = 20000, 20000
 # What tells one mpirun from another: Open MPI 5 first, then 4.
 _MPI_JOB_VARIABLES = (
     "PMIX_NAMESPACE",
@@ -203,7 +209,7 @@ def plan_rendezvous(
     """
     if launch.world_size == 1:
         return Rendezvous("hash")
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = restart_count(env)
     given = env.get(RENDEZVOUS_VARIABLE)
     if given:
         if not given.startswith("file:///"):
@@ -226,6 +232,8 @@ def plan_rendezvous(
         return Rendezvous("file", path=f"{folder}/{_mpi_job(env)}", private_folder=True)
     if launch.launcher == "slurm" and env.get("SLURM_JOB_ID", "").isdigit():
         return _slurm_rendezvous(env, host)
+    if launch.launcher == "mpi" and env.get("SM_HOSTS"):
+        return _sagemaker_rendezvous(env, host, port)
     missing = "MASTER_PORT" if host else "MASTER_ADDR and MASTER_PORT"
     hint = " (mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>)"
     raise ValueError(
@@ -233,6 +241,12 @@ def plan_rendezvous(
         f"where to meet: {missing} is not set; set it to the host of rank 0 and a free port"
         + (hint if launch.launcher == "mpi" else "")
     )
+
+
+def restart_count(env: Mapping[str, str]) -> str:
+    """How often the launcher has started all ranks before; differs between attempts."""
+    names = ("SMP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return next((env[name] for name in names if env.get(name)), "0")
 
 
 def _mpi_job(env: Mapping[str, str]) -> str:
@@ -252,6 +266,21 @@ def _slurm_rendezvous(env: Mapping[str, str], host: str | None) -> Rendezvous:
     return Rendezvous(
         "tcp",
         host=host or first_slurm_host(nodes),
-        port=_FIRST_SLURM_PORT + job % _NUM_SLURM_PORTS,
-        attempt=env.get("SLURM_RESTART_COUNT", "0"),
+        port=_FIRST_PORT + job % _NUM_PORTS,
+        attempt=restart_count(env),
     )
+
+
+def _sagemaker_rendezvous(env: Mapping[str, str], host: str | None, port: str | None) -> Rendezvous:
+    """SageMaker starts ``mpirun`` on the first of its hosts, where rank 0 is then."""
+    try:
+        hosts = sorted(json.loads(env["SM_HOSTS"]))
+        first = str(hosts[0])
+    except (ValueError, TypeError, IndexError):
+        raise ValueError(
+            f"smp launch: SM_HOSTS={env['SM_HOSTS']!r} is not a JSON list of host names; correct "
+            "it, or set MASTER_ADDR and MASTER_PORT"
+        ) from None
+    job = hashlib.sha256(f"{env.get('SAGEMAKER_JOB_NAME', '')} {hosts}".encode()).digest()
+    number = int(port) if port else _FIRST_PORT + int.from_bytes(job[:4], "big") % _NUM_PORTS
+    return Rendezvous("tcp", host=host or first, port=number, attempt=restart_count(env))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from smp import _C
+from smp import _C, process_hooks
 from smp.groups import make_world
 
 _POLL_S = 0.002
@@ -21,18 +21,23 @@ class Links:
     Liveness comes first, so that whatever happens afterwards is already reported.
     """
 
-    def __init__(self, global_rank: int, coordinates: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, global_rank: int, coordinates: Sequence[str], timeout_s: float, hang_s: float
+    ) -> None:
         """
         Args:
             global_rank: of this process.
             coordinates: words for each rank, index = global rank.
             timeout_s: bound of every wait.
+            hang_s: when nothing has moved for so long it is reported; 0: never.
         """
         self._global_rank = global_rank
         self._world_size = len(coordinates)
         self._timeout_s = timeout_s
+        self._hang_s = hang_s
         self.board = _C.FaultBoard(global_rank)
         self.board.set_coordinates(list(coordinates))
+        self.stops = _C.StopAgreement(self.board)
         self.has_failed = False  # this rank raised; nobody may wait for its goodbye
         self.mailbox: _C.Mailbox | None = None
         self.exchange: _C.ObjectExchange | None = None
@@ -65,12 +70,22 @@ class Links:
         rank, size = self._global_rank, self._world_size
         if rank == 0:
             token = secrets.token_hex(16)
-            self._hub = _C.LivenessHub(size, loopback_only=loopback, token=token)
+            self._hub = _C.LivenessHub(
+                size, loopback_only=loopback, token=token, hang_after_s=self._hang_s
+            )
             host = "127.0.0.1" if loopback else own_host
             store.set("liveness", f"{host} {self._hub.port} {token}")
         host, port, token = store.get("liveness").decode().split()
+        stacks_signal, stacks_fd = process_hooks.register_stack_dump()
         self._client = _C.LivenessClient(
-            host, int(port), token=token, global_rank=rank, board=self.board
+            host,
+            int(port),
+            token=token,
+            global_rank=rank,
+            board=self.board,
+            stops=self.stops,
+            stacks_signal=stacks_signal,
+            stacks_fd=stacks_fd,
         )
         if transport == "mpi":
             self._world = _C.make_mpi_world()
@@ -99,6 +114,11 @@ class Links:
         self.has_failed = True
         if self._client is not None:
             self._client.report_raised(where, text)
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at one boundary."""
+        if self._client is not None:
+            self._client.request_stop()
 
     def leave(self) -> None:
         """Says goodbye and waits until all have, or one has failed.

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, memory, microbatch, runtime
-from smp.backward_roots import run_backward, weighted
-from smp.data_parallel import master_of, model_parameter_of, reduction_of
+from smp import _C, data_parallel, memory, microbatch, runtime
+from smp.backward_roots import is_one, run_backward, weighted
+from smp.data_parallel import master_of, model_parameter_of
 from smp.engine import Engine
+from smp.join import uneven_batches
 from smp.model_parts import ModelParts, ModuleWrapper, alias_forwards
+from smp.model_views import ModelViews
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -26,13 +29,12 @@ from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.precision import cast_inputs, cast_outputs
 from smp.replacement import replace_marked
-from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
 from smp.tracing import is_tracing as is_tracing
 
 Hook = Callable[["DistributedModel", Any], Any]
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(ModelViews):
     """Wraps a module so that it is partitioned over pipeline ranks and reduced over replicas.
 
     With more than one pipeline rank the partition is decided and applied in the first call of a
@@ -150,6 +152,8 @@ class DistributedModel(nn.Module):
             args, kwargs = self._prepared((args, kwargs))
             output = self._outgoing(self.get_module()(*args, **kwargs))
             self._engine.watch_backward(output)
+            if self._engine.uneven is not None:
+                self._engine.uneven.watch(output)
             return output
         self._check_in_step("called")
         share = microbatch.current_share()
@@ -189,7 +193,7 @@ class DistributedModel(nn.Module):
         if server is None:
             self._engine.begin_backward_alone()
             scale = self._engine.root_weight(1.0)
-            if scale != 1.0:
+            if not is_one(scale):
                 tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
             with self._runtime.scaling_loss():
                 torch.autograd.backward(tensors, grad_tensors)
@@ -202,7 +206,7 @@ class DistributedModel(nn.Module):
         # Whoever waits for no forward need not wait for the value of a loss on another rank: its
         # owner runs the backward right behind. The simple schedule has all forwards first.
         ahead = self._runtime.config.pipeline != "simple"
-        if ahead or weight != 1.0:
+        if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         if not ahead:
@@ -340,37 +344,6 @@ class DistributedModel(nn.Module):
             )
         return self._engine.parts
 
-    def is_local_parameter(self, parameter: Tensor) -> bool:
-        """Does this parameter live on this rank?"""
-        return self._parts().is_local_parameter(parameter)
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that live on this rank."""
-        for _, parameter in self._parts().named_parameters():
-            yield parameter
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names as in the user's module, and parameters that live on this rank."""
-        return self._parts().named_parameters()
-
-    def local_buffers(self) -> Iterator[Tensor]:
-        """Buffers of modules that live on this rank."""
-        for _, buffer in self._parts().named_buffers():
-            yield buffer
-
-    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Names as in the user's module, and buffers of modules that live on this rank."""
-        return self._parts().named_buffers()
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Modules that live on this rank."""
-        for _, module in self._parts().named_modules():
-            yield module
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Names as in the user's module, and modules that live on this rank."""
-        return self._parts().named_modules()
-
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """All parameters of this rank have their whole values inside, for reading.
@@ -382,44 +355,6 @@ class DistributedModel(nn.Module):
         sharded = self._engine.sharded
         with contextlib.nullcontext() if sharded is None else sharded.whole():
             yield
-
-    # ---- tensor parallelism
-
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules that are split over tensor-parallel ranks, those inside of others too."""
-        for module in self.modules():
-            if isinstance(module, DistributedModule):
-                yield module
-
-    def is_distributed_parameter(self, parameter: Tensor) -> bool:
-        """Is the parameter split over tensor-parallel ranks?"""
-        return interval_of(parameter) is not None
-
-    def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Is the buffer split over tensor-parallel ranks? None of this library is."""
-        return False
-
-    def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """Is it used on the samples of the whole tensor-parallel group?"""
-        return is_scaled_batch(parameter)
-
-    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """Is it used on the samples of the whole tensor-parallel group?"""
-        return any(
-            own is buffer for module in self.distributed_modules() for own in module.buffers()
-        )
-
-    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Local parameters whose gradients are summed over the data-parallel group."""
-        for name, parameter in self.local_named_parameters():
-            if reduction_of(parameter).kind == "dp":
-                yield name, parameter
-
-    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Local parameters whose gradients are summed over the reduced-data-parallel group."""
-        for name, parameter in self.local_named_parameters():
-            if reduction_of(parameter).kind == "rdp":
-                yield name, parameter
 
     # ---- state
 
@@ -543,17 +478,66 @@ class DistributedModel(nn.Module):
         self._post_step_hooks[handle.id] = hook
         return handle
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Uneven numbers of batches over replicas. Not available yet."""
-        raise NotImplementedError("DistributedModel.join is not available yet in this version")
-        yield
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context in which replicas may have different numbers of batches.
 
-    def register_comm_hook(self, state: object, callable: Callable[..., Any]) -> None:
-        """A gradient reduction of the user's own. Not available yet."""
-        raise NotImplementedError(
-            "DistributedModel.register_comm_hook is not available yet in this version"
+        A replica that leaves the body early takes part in the gradient reductions of the others,
+        with nothing to add, until all are done. Then it gets parameters, buffers and optimizer
+        states of one that was the last; learning-rate schedulers and whatever else counts steps
+        are the script's. Collectives of the script's own inside the body are not made up for.
+
+        All ranks of a replica (the MP group) have equally many batches, hence those of a
+        tensor-parallel group, too. With pipeline parallelism each has at least one, unless the
+        model is partitioned already. Collective over the replicas.
+
+        Args:
+            divide_by_initial_world_size: a gradient is the sum over the replicas that have a batch,
+                divided by the number of all; False: by the number of those.
+            enable: False: no effect, for inputs that are known to be even.
+            throw_on_early_termination: raise on all replicas as soon as one has run out.
+
+        Raises:
+            ValueError: without `ddp`, and where replicas depend on each other in more than gradient
+                reductions: sharded modes, `deterministic_server`, several models.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return uneven_batches(
+            self._engine,
+            divide_by_all=divide_by_initial_world_size,
+            throw=throw_on_early_termination,
         )
+
+    def register_comm_hook(
+        self,
+        state: object,
+        callable: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]],
+    ) -> None:
+        """A gradient reduction of the user's own, as with torch's DistributedDataParallel.
+
+        ``callable(state, bucket)`` is called with each bucket in place of its all-reduce, in the
+        order of their indices, while backward goes on. It returns a future of a tensor like
+        ``bucket.buffer()``, which has sums over microbatches: all averaging, over replicas and
+        microbatches, is the hook's. Reduce over ``smp.get_dp_process_group()``. Gradients of
+        parameters that are used more often than in earlier steps may come in another bucket without
+        parameters. Where there is one replica only nothing is reduced, and no hook called.
+
+        Collective over the replicas; once, before the first training step.
+
+        Raises:
+            ValueError: without `ddp` or overlapping_allreduce, and with tensor parallelism or
+                sharding, where there is no such all-reduce.
+            RuntimeError: there is a hook already, or training has begun.
+        """
+        self._engine.use_comm_hook(data_parallel.CommHook(state, callable))
+
+    #: its name in PyTorch 1.7
+    _register_comm_hook = register_comm_hook
 
 
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:

@@ -245,12 +245,18 @@ class ModelParts:
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
-                    self._write(value, sharding.slice_of(state[key], interval))
+                    self.write(value, sharding.slice_of(state[key], interval))
         if self.sharded is not None:
             self.sharded.after_update()
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
-    def _write(self, target: Tensor, value: Tensor) -> None:
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Gives a parameter or buffer of this rank, and its master, a value.
+
+        Args:
+            target: of the model.
+            value: whole, or the slice of this tensor-parallel rank.
+        """
         if self.sharded is not None and target in self.sharded:
             assert isinstance(target, nn.Parameter)
             self.sharded.write(target, value)
@@ -259,3 +265,29 @@ class ModelParts:
                 reload_masters([holding])
         else:
             load_value(target, value)
+
+
+def make_whole(
+    root: nn.Module, state: Mapping[str, Any], is_local: Callable[[Tensor], bool] | None
+) -> None:
+    """Makes all parameters and buffers real on the CPU.
+
+    Args:
+        root: the user's model.
+        state: values by name.
+        is_local: parameters that are real already, in the memory of a device; all if None.
+    """
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            if is_local is None or is_local(parameter):
+                memory.make_real(parameter, cpu)
+            else:
+                parameter.data = state[name].detach().clone()
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(cpu)
+        for key, value in root.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                value.copy_(state[key])

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from smp import _C, grad_norm, precision, runtime
 from smp.data_parallel import model_parameter_of
-from smp.fused_step import divides, step_fused, writes_copies
+from smp.device_numbers import DeviceFlag
+from smp.fused_step import FusedUpdates, divides, skips, writes_copies
+from smp.legacy_optimizer import LegacyNames
 from smp.model import DistributedModel
 from smp.optimizer_state import OptimizerState
-from smp.precision import LossScaler, MasterViews, ScaledGradients, StaticLossScaler
+from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
 from smp.tensor_parallel.sharding import replaced_name
 
 _SCALER = "loss_scaler"
 
 
-class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
+class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
 
     Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
@@ -29,6 +31,12 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
     (masters) as soon as their model is partitioned; learning-rate schedulers may be made of this
     optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
     the loss as it is, and an update whose gradients are not finite is skipped on all ranks.
+
+    Norms, loss scales and whether a gradient is infinite stay on the device, and the fused
+    optimizers of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` skip there. So the host
+    waits for nothing in a training step unless it reads `overflow`, `loss_scale`,
+    `step_was_skipped` or a norm. Other optimizers cannot skip: with ``fp16: True``, :meth:`step`
+    waits once.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
@@ -46,7 +54,6 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
     _is_accelerate_prepared = True
-    step_was_skipped = False
 
     optimizer: torch.optim.Optimizer
 
@@ -68,7 +75,10 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
                 f"{type(optimizer).__name__}"
             )
         scaler = precision.make_loss_scaler(
-            static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loose_loss_args}
+            static_loss_scale,
+            dynamic_loss_scale,
+            {**(dynamic_loss_args or {}), **loose_loss_args},
+            current.device,
         )
         _check_none_replaced(optimizer)
         self.optimizer = optimizer
@@ -77,9 +87,11 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
         self.loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
         # Knows nothing of this object, whose life ends when nobody else has it.
         self._gradients = ScaledGradients(optimizer, self.loss_scaler, is_scaled=self._is_scaled)
+        self._fused = FusedUpdates(optimizer)
+        self._skipped = DeviceFlag()
         self._num_reductions = 0  # of the models' gradients, when a step ended last
         #: norm of the gradients in the last update of a model with sharded data parallelism
-        self._global_grad_norm: float | None = None
+        self._global_grad_norm: Tensor | None = None
         self._pending_load: dict[str, Any] | None = None
         self.first_closure_call_this_step = True
         self._use_masters()
@@ -162,16 +174,23 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
             return self._step_with(closure)
         self._check_scale()
         self._gradients.check()
-        self.step_was_skipped = self.overflow
+        overflow = self._skipped = self._gradients.overflow
         result = None
-        if not self.overflow:
+        if skips(self.optimizer) or not overflow:
             self._clip_shards()
             result = self._update()
-        self.loss_scaler.update_scale(self.overflow)
+        self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
         self._gradients_used()
         return result
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Was the last update skipped? Waits for the device in fp16 training."""
+        return bool(self._skipped)
+
     def _gradients_used(self) -> None:
+        if runtime.is_initialized():
+            runtime.current().has_gradients = False
         self._gradients.used()
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
@@ -182,8 +201,10 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
     def _check_scale(self) -> None:
         """The last optimizer of a model that was wrapped has the say over its loss."""
         for model in self._models() if self._is_scaled else ():
-            scale = model._engine.loss_scale
-            if model.partitioned and scale != self.loss_scale:
+            if not model.partitioned or model._engine.loss_scaler is self.loss_scaler:
+                continue
+            scale = model._engine.loss_scale  # of several optimizers: the host has to wait
+            if scale != self.loss_scale:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
                     f"but its model scales losses by {scale:g}, as another "
@@ -196,9 +217,10 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
         result = None
         has_local = self._has_local()  # some optimizers cannot work on nothing
         if divides(self.optimizer):
-            result = step_fused(
-                self.optimizer,
+            found_inf = self._gradients.overflow.number if skips(self.optimizer) else None
+            result = self._fused.step(
                 self._gradients.divisor,
+                found_inf,
                 has_local=has_local,
                 # torch's GradScaler leaves these here.
                 given_scale=vars(self).get("grad_scale"),
@@ -278,7 +300,10 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss of fp16 training; 1 in all other training."""
+        """Factor of the loss of fp16 training; 1 in all other training.
+
+        Waits for the device if it is dynamic.
+        """
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -287,8 +312,11 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16."""
-        return self._gradients.overflow
+        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16.
+
+        Waits for the device, once per step.
+        """
+        return bool(self._gradients.overflow)
 
     def backward(self, loss: Tensor) -> None:
         """``model.backward(loss)`` of the model whose parameters these are."""
@@ -317,45 +345,41 @@ class DistributedOptimizer(MasterViews, torch.optim.Optimizer):
 
     # ---- clipping
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients of all groups to a norm over the whole model.
 
         Between the step call and :meth:`step`. Collective over the ranks of a replica (the MP
         group), and over the ranks that hold one copy of a sharded state.
 
         Returns:
-            the norm before clipping; -1 if the gradients are not finite in fp16 training.
+            the norm before clipping, on the device, a tensor as of :func:`smp.clip_grad_norm_`; -1
+            if the gradients are not finite in fp16 training.
         """
         self._gradients.check()
-        if self.overflow:
-            return -1.0
-        return self._clip(max_norm, norm_type)[0]
+        norm = self._clip(max_norm, norm_type)
+        found_inf = self._gradients.overflow.number
+        return norm if found_inf is None else norm.masked_fill(found_inf != 0, -1.0)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """As :meth:`clip_master_grads`; the norm is a tensor as of :func:`smp.clip_grad_norm_`."""
+        """As :meth:`clip_master_grads`, but the norm is what it is."""
         self._gradients.check()
-        total, norm = self._clip(max_norm, 2.0)
-        return torch.full_like(norm.as_tensor(), total)
+        return self._clip(max_norm, 2.0)
 
-    def _clip(self, max_norm: float, norm_type: float) -> tuple[float, grad_norm.GlobalNorm]:
+    def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clips; fused optimizers do the division when they read the gradients."""
         gradients = self._gradients
         norm = grad_norm.global_norm(precision.parameters_of(self.optimizer), norm_type)
-        total = norm.total / gradients.divisor
-        coefficient = _C.clip_coefficient(total, max_norm)
-        if divides(self.optimizer) and coefficient > 0:
-            gradients.divisor /= coefficient
-            return total, norm
-        if coefficient != gradients.divisor:
-            precision.scale(norm.grads, coefficient / gradients.divisor)
-        gradients.divisor = 1.0
-        return total, norm
+        scale = gradients.divisor_tensor
+        gradients.clip(norm.divisor(max_norm, scale))
+        if not divides(self.optimizer):
+            gradients.unscale()
+        return norm.rounded(norm.total / scale)
 
     def _clip_shards(self) -> None:
         """Sharded data parallelism clips in each update."""
         config = runtime.current().config
         if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping > 0:
-            self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)[0]
+            self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)
 
     # ---- state
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
+import json
+import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,12 +19,36 @@ from smp import _C
 _MAX_TRACEBACK_LINES = 30
 
 
+def make_log_visible(logger: logging.Logger) -> None:
+    """Shows what the library logs unless the program has set up logging itself."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 def describe_exception(error: BaseException) -> str:
     """The last lines of the traceback, for the screens of other ranks."""
     if isinstance(error, _C.PeerFailure):
         return str(error)  # says it all
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
+
+
+def write_failure(path: str, culprit: int | None, error: BaseException) -> None:
+    """Tells the launcher who is to blame: rank 0 may end first because rank 1 has failed.
+
+    Args:
+        path: of the file.
+        culprit: global rank, if it is known.
+        error: that ends this process.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"culprit": culprit, "error": type(error).__name__}, file)
+    except OSError as problem:
+        print(f"smp: cannot write {path}: {problem.strerror}", file=sys.stderr)
 
 
 def install(
@@ -44,6 +72,23 @@ def install(
     sys.excepthook = hook
     atexit.register(on_exit)
     os.register_at_fork(after_in_child=after_fork)
+
+
+# Nobody else's, as far as signals without a name can be.
+_STACKS_SIGNAL = signal.SIGRTMAX - 1
+_stacks_fd = -1
+
+
+def register_stack_dump() -> tuple[int, int]:
+    """A signal on which this process writes the Python stacks of all threads, and the file.
+
+    It does so without the interpreter's lock, hence also while a thread hangs that holds it.
+    """
+    global _stacks_fd
+    if _stacks_fd < 0:
+        _stacks_fd = os.memfd_create("smp-stacks", os.MFD_CLOEXEC)
+    faulthandler.register(_STACKS_SIGNAL, file=_stacks_fd, all_threads=True, chain=False)
+    return _STACKS_SIGNAL, _stacks_fd
 
 
 def keep_forever(owner: object) -> None:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from smp import _C, process_hooks
+from smp._C import PeerFailure
 from smp.config import Config, check_same_topology
 from smp.config_sources import Plan, UserConfig, compare_configs, make_plan
-from smp.groups import Groups, TorchGroups, build_groups, own_groups
+from smp.groups import Groups, TorchGroups, build_groups, make_grid, own_groups
 from smp.launch import Launch, read_launch, with_hosts
 from smp.links import Links
 from smp.rendezvous import (
@@ -40,12 +41,13 @@ from smp.settings import (
     device_of,
     host_advice,
     read_settings,
+    shares_gpus,
 )
 from smp.wrapped import WrappedObjects
 
-logger = logging.getLogger("smp")
+FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 
-PeerFailure = _C.PeerFailure
+logger = logging.getLogger("smp")
 
 
 @dataclass
@@ -63,17 +65,6 @@ class ModuleManager:
                 self.translate_functions.append(pair)
 
 
-def _make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
-    config = plan.config
-    assert config is not None
-    return _C.ProcessGrid(
-        world_size,
-        config.pipeline_parallel_degree,
-        config.tensor_parallel_degree,
-        config.placement_strategy,
-    )
-
-
 class State:
     """Global state that user code reads as `smp.state`."""
 
@@ -84,6 +75,26 @@ class State:
     def cfg(self) -> Config | None:
         """Effective configuration, one attribute per key; None before `init`."""
         return None if _current is None else _current.config
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tp_rank: indices of the optimizer's parameters by their names in the model.
+
+        The ranks of a tensor-parallel group have the same names. Empty before an optimizer is
+        wrapped; of several the last one counts.
+        """
+        if _current is None or _current.optimizer is None:
+            return []
+        indices = _current.optimizer.param_name_to_index()
+        return [dict(indices) for _ in range(_current.sizes["tp"])]
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tp_rank: the first name of each of the optimizer's parameters, by index."""
+        return [
+            {index: name for name, index in reversed(indices.items())}
+            for indices in self.param_name_to_index_tp_group
+        ]
 
 
 class Runtime(WrappedObjects):
@@ -108,6 +119,8 @@ class Runtime(WrappedObjects):
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
         has_trained: one of these computed gradients.
+        has_gradients: one did after the last update of an optimizer.
+        stops: finds the boundary between steps at which all ranks stop.
     """
 
     def __init__(
@@ -127,7 +140,7 @@ class Runtime(WrappedObjects):
         self.device = device
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.grid = _make_grid(plan, launch.world_size)
+        self.grid = make_grid(plan, launch.world_size)
         rank = self.global_rank
         self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
         self.groups = own_groups(self.grid, rank, self.shard_size)
@@ -138,7 +151,8 @@ class Runtime(WrappedObjects):
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
         self.num_steps = self.num_begun = 0
-        self.has_trained = False
+        self.has_trained = self.has_gradients = False
+        self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
         self._activation_store: _C.ActivationStore | None = None
         self.pid = os.getpid()
         self.links: Links | None = None
@@ -152,7 +166,15 @@ class Runtime(WrappedObjects):
         self._on_shutdown: list[Callable[[], None]] = []
         _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")
 
-    def connect(self, store: dist.Store, *, loopback: bool, own_host: str, machine: str) -> None:
+    def connect(
+        self,
+        store: dist.Store,
+        *,
+        loopback: bool,
+        own_host: str,
+        machine: str,
+        shares_gpus: bool = False,
+    ) -> None:
         """Connects to the other ranks of a world of more than one. Collective.
 
         Args:
@@ -160,13 +182,16 @@ class Runtime(WrappedObjects):
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
             machine: equal on ranks that may try to share memory.
+            shares_gpus: some ranks use one GPU together.
         """
         self._store, self._loopback = store, loopback
         self.links = Links(
             self.global_rank,
             [self.grid.describe(rank) for rank in range(self.world_size)],
             self.settings.timeout_s,
+            self.settings.hang_s,
         )
+        self.stops = self.links.stops
         self.links.connect(
             store,
             own_host=own_host,
@@ -188,6 +213,7 @@ class Runtime(WrappedObjects):
             shared_memory=self.settings.shared_memory,
             loopback=self._loopback,
             timeout_s=self.settings.timeout_s,
+            shares_gpus=shares_gpus,
         )
         if self.config.ddp:
             self._torch_groups = self._make_torch_groups(store)
@@ -238,6 +264,13 @@ class Runtime(WrappedObjects):
                 "read here)"
             )
 
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at one boundary between steps."""
+        if self.links is not None:
+            self.links.request_stop()
+        else:
+            self.stops.decide(self.stops.freeze())
+
     def report_raised(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one raised, unless it raised because of them."""
         if self.links is None or os.getpid() != self.pid:
@@ -275,6 +308,11 @@ class Runtime(WrappedObjects):
     def running_step(self) -> str | None:
         """Name of the step function that runs now."""
         return self._running_step
+
+    def inject_fault(self, step: int, microbatch: int | None = None) -> None:
+        """Misbehaves if `SMP_FAULT` says so for this place."""
+        if self.settings.fault is not None:
+            self.settings.fault.strike(self.global_rank, step, microbatch)
 
     @contextmanager
     def scaling_loss(self) -> Iterator[None]:
@@ -341,6 +379,10 @@ class Runtime(WrappedObjects):
         if self.config.ddp and self._torch_groups is None and self._store is not None:
             self._torch_groups = self._make_torch_groups(self._store)
 
+    def log_at_rank0(self, notes: list[str]) -> None:
+        for note in notes if self.global_rank == 0 else ():
+            logger.warning(note)
+
     def on_shutdown(self, callback: Callable[[], None]) -> None:
         """Calls back, last registered first, when nobody needs this rank any more."""
         self._on_shutdown.append(callback)
@@ -353,7 +395,7 @@ class Runtime(WrappedObjects):
         links, torch_groups = self.links, self._torch_groups
         with ExitStack() as last_first:  # every part is ended, whatever others raise
             last_first.callback(_C.set_rank_prefix, "")
-            last_first.callback(_C.uninstall_host_allocator)
+            last_first.callback(_C.use_host_allocator, False)
             if links is not None:
                 last_first.callback(links.close)
             if torch_groups is not None:
@@ -369,10 +411,8 @@ class Runtime(WrappedObjects):
             self.comms.abort()
         self.comms = Groups()
         self.forget_wrapped()
-        self.pipeline = self.server = None
-        self._torch_groups = self._store = None
-        self._on_shutdown.clear()
-        self._on_step.clear()
+        self.pipeline = self.server = self._torch_groups = self._store = None
+        self._on_shutdown, self._on_step = [], []
 
 
 # ---- the process-wide object -------------------------------------------------------
@@ -448,6 +488,11 @@ def init(config: UserConfig = None) -> None:
             loopback=len({other.machine for other in hellos}) == 1,
             own_host=env.get("MASTER_ADDR") or hostname,
             machine=f"{hello.host} {hello.machine}",  # hosts may be simulated
+            shares_gpus=shares_gpus(
+                [other.host for other in hellos],
+                [other.device for other in hellos],
+                [other.num_devices for other in hellos],
+            ),
         )
     except BaseException as error:
         runtime.report_raised("smp.init", error)
@@ -476,7 +521,7 @@ def _meet(
         nums_devices = [other.num_devices for other in hellos]
         check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
         if hello.device == "cuda":
-            grid = _make_grid(plan, launch.world_size)
+            grid = make_grid(plan, launch.world_size)
             check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
     except ValueError:
         say_farewell(store, launch)
@@ -487,19 +532,23 @@ def _meet(
 def _start(runtime: Runtime) -> None:
     global _current, _has_hooks
     _current = runtime
-    if runtime.settings.host_pool and runtime.device.type == "cpu":
-        _C.install_host_allocator()
+    _C.use_host_allocator(runtime.settings.host_pool and runtime.device.type == "cpu")
     if runtime.world_size > 1 and not _has_hooks:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     hosts = runtime.launch.hosts
-    _make_log_visible()
-    _log_at_rank0(runtime, runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
+    process_hooks.make_log_visible(logger)
+    runtime.log_at_rank0(runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
 
 
 def _on_uncaught(error: BaseException) -> None:
     if _current is not None:
         _current.report_raised("the script (uncaught exception)", error)
+        if path := os.environ.get(FAILURE_VARIABLE):
+            board = _current.board
+            knows_culprit = isinstance(error, PeerFailure) and board is not None
+            culprit = board.fault_rank() if board and knows_culprit else _current.global_rank
+            process_hooks.write_failure(path, culprit, error)
 
 
 def _at_exit() -> None:
@@ -513,21 +562,6 @@ def _at_exit() -> None:
 def _after_fork_in_child() -> None:
     for owner in (_current, _meeting_point):
         process_hooks.keep_forever(owner)
-
-
-def _make_log_visible() -> None:
-    """Shows what the library logs unless the program has set up logging itself."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
-def _log_at_rank0(runtime: Runtime, notes: list[str]) -> None:
-    if runtime.global_rank == 0:
-        for note in notes:
-            logger.warning(note)
 
 
 def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) -> None:
@@ -550,7 +584,7 @@ def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) ->
     changes = [f"{key}={after[key]!r}" for key in after if after[key] != before[key]]
     if changes:
         plan.notes.append("smp config: changed by a later smp.init: " + ", ".join(changes))
-    _log_at_rank0(runtime, plan.notes)
+    runtime.log_at_rank0(plan.notes)
 
 
 def shutdown() -> None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from smp.fault_injection import InjectedFault, read_fault
+
 DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_HANG_S = 600.0
 DEFAULT_RING_MB = 8
 MAX_RING_MB = 4096
 
@@ -28,6 +31,12 @@ class Settings:
     """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
     ring_mb: int = DEFAULT_RING_MB
     """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
+    hang_s: float = DEFAULT_HANG_S
+    """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
+    preemption_path: str | None = None
+    """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
+    fault: InjectedFault | None = None
+    """`SMP_FAULT`: see `fault_injection`."""
     host_pool: bool = True
     """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
@@ -38,22 +47,32 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     Raises:
         ValueError: a variable has a value that is not understood.
     """
-    text = env.get("SMP_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = 0.0
-    if not 0.0 < timeout_s < 1e9:
-        raise ValueError(f"smp: SMP_TIMEOUT_S={text!r} is not a number of seconds > 0; correct it")
     return Settings(
-        timeout_s=timeout_s,
+        timeout_s=_seconds(env, "SMP_TIMEOUT_S", DEFAULT_TIMEOUT_S),
         device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
         share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
         ring_mb=_ring_mb(env),
+        hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
+        preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
+        fault=read_fault(env),
         host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
     )
+
+
+def _seconds(
+    env: Mapping[str, str], name: str, default: float, *, allows_zero: bool = False
+) -> float:
+    text = env.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < 1e9 or (seconds == 0 and not allows_zero):
+        bound = ">= 0" if allows_zero else "> 0"
+        raise ValueError(f"smp: {name}={text!r} is not a number of seconds {bound}; correct it")
+    return seconds
 
 
 def _ring_mb(env: Mapping[str, str]) -> int:
@@ -159,6 +178,14 @@ def check_gpu_sharing(
                     f"{gpu[0]!r}, and NCCL needs one GPU for each; start fewer processes, or use "
                     "them for pipeline parallelism only"
                 )
+
+
+def shares_gpus(hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int]) -> bool:
+    """Do processes share a GPU somewhere? The arguments are those of `check_devices`."""
+    return any(
+        device == "cuda" and hosts.count(host) > num_devices
+        for host, device, num_devices in zip(hosts, devices, nums_devices, strict=True)
+    )
 
 
 def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smp import autocast, microbatch, runtime
+from smp import autocast, microbatch, preemption, runtime
 from smp.first_use import partition_used
 from smp.microbatch import Share
 from smp.microbatch import StepOutput as StepOutput
@@ -60,11 +60,14 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = runtime.current()
+        if current.running_step is None:
+            preemption.before_step(current)
         with current.exclusive_step(self._name), current.reporting(f"step '{self._name}'"):
             return self._run(current, args, kwargs)
 
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
+        current.inject_fault(current.num_begun)
         # Held until the step is over: garbage is collected at any time.
         models = [model for model in current.models if isinstance(model, DistributedModel)]
         trains = torch.is_grad_enabled()
@@ -95,6 +98,7 @@ class StepFunction:
             step_run.abandon()
             raise
         if trains:
+            current.has_gradients = True
             for optimizer in current.optimizers:
                 optimizer._step_done()
         for model in models:
@@ -174,6 +178,8 @@ class _Bodies:
                 bound.arguments[name] = self._piece(name, value, mb)
 
         def run() -> Any:
+            current = runtime.current()
+            current.inject_fault(current.num_begun - 1, mb)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread
             microbatch.set_share(self._shares[mb])

@@ -141,12 +141,16 @@ class StepRun:
                 for engine in self._engines:
                     engine.begin_microbatch(mb)
                 timeline.begin_run(False, mb)
+                if current.board is not None:
+                    current.board.set_activity(f"step '{self._name}', microbatch {mb}")
                 with _C.TaskScope(current.num_begun, mb):
                     body(mb)
                 timeline.end_run()
                 self._microbatch_done(mb)
             timeline.end_step()
         finally:
+            if current.board is not None:
+                current.board.set_activity("")
             for engine in self._engines:
                 engine.leave_bodies()
 

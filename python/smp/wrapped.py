@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from smp import _C
@@ -26,6 +27,7 @@ class WrappedOptimizer(Protocol):
 
     def _use_masters(self) -> None: ...
     def _step_done(self) -> None: ...
+    def param_name_to_index(self) -> dict[str, int]: ...
 
 
 class _Weak(Generic[_T]):
@@ -58,6 +60,7 @@ class WrappedObjects:
         self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         self._models: _Weak[WrappedModel] = _Weak()
         self._optimizers: _Weak[WrappedOptimizer] = _Weak()
+        self._waiting: list[Callable[[WrappedOptimizer], None]] = []
 
     def add_model(self, model: WrappedModel) -> int:
         """Notes a model that was wrapped; returns its number, which is never used again.
@@ -100,6 +103,13 @@ class WrappedObjects:
     def add_optimizer(self, optimizer: WrappedOptimizer) -> None:
         """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
         self._optimizers.add(optimizer)
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback(optimizer)
+
+    def on_next_optimizer(self, callback: Callable[[WrappedOptimizer], None]) -> None:
+        """Calls back with the next optimizer that is wrapped."""
+        self._waiting.append(callback)
 
     @property
     def optimizers(self) -> list[WrappedOptimizer]:

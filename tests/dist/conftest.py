@@ -1,4 +1,4 @@
-"""The pool of worker processes, one for the whole test session."""
+"""Pools of worker processes besides that of the whole test session."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import pytest
 
 from tests.dist.older import OLDER, OLDER_FOLDER, open_older_pool
 from tests.dist.pool import Pool
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ def train(rank: int, run: HalfRun, kind: str = "") -> RankRecord:
     for step in range(STEPS):
         output = train_step(batch_of(run, smp.rdp_rank(), step))
         record.losses.append([loss.item() for loss in output.outputs])
-        record.norms.append(optimizer.clip_master_grads(1e9))
+        record.norms.append(float(optimizer.clip_master_grads(1e9)))
         optimizer.update_master_grads()
         record.grads.append(marked(model, "grads"))
         optimizer.step()

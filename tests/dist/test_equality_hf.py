@@ -14,6 +14,7 @@ CASES = ("gptj", "gpt2", "bert")
 VARIANTS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
+@pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_auto_partition_trains_like_one_process_in_fp64(

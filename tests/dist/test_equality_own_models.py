@@ -23,6 +23,7 @@ CASES = (
 CROSS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
+@pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_manual_partition_trains_like_one_process_in_fp64(
@@ -31,6 +32,7 @@ def test_manual_partition_trains_like_one_process_in_fp64(
     check_runs(pool, [Run(case, pp, dp, s, mb, manual=True) for s, mb in CROSS])
 
 
+@pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_auto_partition_trains_like_one_process_in_fp64(

@@ -49,12 +49,14 @@ def run_of(
     return Run(case, pp, 1, schedule, config=(("static_mode", static), *config.items()))
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains_like_one_process(pool: Pool, family: str, pp: int) -> None:
     check_runs(pool, [run_of(family, pp, *variant) for variant in VARIANTS])
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", WITH_CACHE)
 def test_family_trains_like_one_process_without_attention_cache(
@@ -121,6 +123,7 @@ def judge(rank: int, runs: list[Run], results: list[list[RankRecord]]) -> tuple[
     return transformers.__version__, str(transformers.__file__)
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", OLDER_FAMILIES)
 def test_family_trains_like_one_process_with_transformers_4_30_2(

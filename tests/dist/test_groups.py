@@ -164,7 +164,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     communicators = {
         "dp": made.dp,
         "dp_control": made.dp_control,
-        "mp": made.mp_control,
+        "mp": made.mp,
         "shard": made.shard,
         "shard_reduce": made.shard_reduce,
     }

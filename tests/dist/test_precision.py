@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -169,13 +170,15 @@ HISTORY = ".xx..x...xx....."  # x: an infinite gradient on one rank
 ARGUMENTS = {"init_scale": 64.0, "scale_window": 2, "delayed_shift": 2}
 
 
-def scale_loss(rank: int, run: HalfRun) -> dict[str, Any]:
+def scale_loss(rank: int, run: HalfRun, kind: str) -> dict[str, Any]:
     """Puts infinities into gradients of one rank, a different one each time."""
     import smp
     from tests.dist.half_training import batch_of, init_half
 
     init_half(run)
-    model, optimizer, train_step = make(run, dynamic_loss_scale=True, dynamic_loss_args=ARGUMENTS)
+    model, optimizer, train_step = make(
+        run, kind=kind, dynamic_loss_scale=True, dynamic_loss_args=ARGUMENTS
+    )
     seen: dict[str, Any] = {"scales": [], "overflows": [], "skips": [], "norms": [], "lrs": []}
     assert optimizer.overflow is False and optimizer.loss_scale == 64.0
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
@@ -192,7 +195,7 @@ def scale_loss(rank: int, run: HalfRun) -> dict[str, Any]:
         losses = train_step(batch_of(run, smp.rdp_rank(), step))
         assert all(math.isfinite(loss) for loss in losses.outputs)
         seen["overflows"].append(optimizer.overflow)
-        seen["norms"].append(optimizer.clip_master_grads(1e-3))
+        seen["norms"].append(float(optimizer.clip_master_grads(1e-3)))
         before = marked(model, "masters"), marked(model, "params")
         optimizer.step()
         after = marked(model, "masters"), marked(model, "params")
@@ -212,21 +215,25 @@ def scale_loss(rank: int, run: HalfRun) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("run", "kind"),
     [
-        HalfRun("fp16", dp=2),
-        HalfRun("fp16", pp=2),
-        HalfRun("fp16", "gpt2", pp=2, tp=2),
-        HalfRun("fp16", dp=2, sharding="optimizer"),
-        HalfRun("fp16", pp=2, dp=2, sharding="data"),
+        (HalfRun("fp16", dp=2), ""),
+        (HalfRun("fp16", pp=2), ""),
+        (HalfRun("fp16", "gpt2", pp=2, tp=2), ""),
+        (HalfRun("fp16", dp=2, sharding="optimizer"), ""),
+        (HalfRun("fp16", pp=2, dp=2, sharding="data"), ""),
+        (HalfRun("fp16", pp=2), "FusedAdam"),
+        (HalfRun("fp16", "gpt2", tp=2), "FusedLAMB"),
+        (HalfRun("fp16", dp=2, sharding="optimizer"), "FusedNovoGrad"),
+        (HalfRun("fp16", pp=2, dp=2, sharding="data"), "FusedAdam"),
     ],
     ids=str,
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun, kind: str) -> None:
     from tests.reference.loss_scale import scale_trace
 
     overflows = [letter == "x" for letter in HISTORY]
-    results = pool.run(run.world_size, scale_loss, run, timeout=120)
+    results = pool.run(run.world_size, scale_loss, run, kind, timeout=120)
     for seen in results:
         assert seen["overflows"] == overflows
         assert seen["skips"] == overflows
@@ -234,6 +241,53 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun)
         assert [norm == -1.0 for norm in seen["norms"]] == overflows
         assert seen["norms"] == results[0]["norms"]
         assert seen["lrs"][-1] == pytest.approx(1e-2 * 0.5 ** overflows.count(False))
+
+
+def count_reads(rank: int, run: HalfRun, kind: str) -> dict[str, int]:
+    """Numbers that the host reads in whole training steps, one of which overflows."""
+    import smp
+    from tests.dist.half_training import batch_of, init_half
+    from tests.reference.host_reads import count_host_reads
+
+    init_half(run)
+    scaling = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0}}
+    model, optimizer, train_step = make(run, kind=kind, **scaling)
+    overflows = [False]
+
+    def poison(grad: Tensor) -> Tensor:
+        return torch.full_like(grad, math.inf) if overflows[0] else grad
+
+    def step(idx: int) -> Counter[str]:
+        with count_host_reads() as forward_reads:
+            train_step(batch_of(run, smp.rdp_rank(), idx))
+        with count_host_reads() as reads:
+            optimizer.clip_master_grads(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        # The cross entropy of split heads checks targets, if they are on the CPU.
+        return reads if run.is_split else forward_reads + reads
+
+    step(0)
+    next(iter(model.local_parameters())).register_hook(poison)
+    seen = step(1)
+    overflows[0] = smp.rank() == 1
+    seen += step(2)
+    assert optimizer.step_was_skipped and optimizer.loss_scale == 32.0
+    return dict(seen)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (HalfRun("fp16", pp=2), "FusedAdam"),
+        (HalfRun("fp16", "gpt2", pp=2, tp=2), "FusedLAMB"),
+        (HalfRun("fp16", dp=2, sharding="optimizer"), "FusedLAMB"),
+        (HalfRun("fp16", dp=2, sharding="data"), "FusedNovoGrad"),
+    ],
+    ids=str,
+)
+def test_updates_leave_their_numbers_on_the_device(pool: Pool, run: HalfRun, kind: str) -> None:
+    assert pool.run(run.world_size, count_reads, run, kind) == [{}] * run.world_size
 
 
 def start_at_default_scale(rank: int, run: HalfRun) -> dict[str, Any]:

@@ -193,10 +193,10 @@ def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
         train_step(batch_of(run, smp.rdp_rank(), step))
         seen["norms"].append(float(smp.clip_grad_norm_(model.parameters(), 1e9)))
         if run.sharding != "clipped data":
-            seen["used"].append(optimizer.clip_master_grads(CLIPPED_NORM))
+            seen["used"].append(float(optimizer.clip_master_grads(CLIPPED_NORM)))
         optimizer.step()
         if run.sharding == "clipped data":
-            seen["used"].append(optimizer._global_grad_norm)
+            seen["used"].append(float(optimizer._global_grad_norm))
         optimizer.zero_grad()
     seen["values"] = optimizer_values(optimizer)
     if run.sharding == "clipped data":

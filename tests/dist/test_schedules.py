@@ -231,6 +231,7 @@ def test_a_schedule_that_cannot_run_is_refused_by_all_ranks_alike(
 # ---- families ----------------------------------------------------------------
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", NEW)
 def test_new_schedules_end_and_train_families_like_one_process(

@@ -78,6 +78,7 @@ def test_weights_survive_bit_by_bit(pool: Pool, tmp_path: Path, case: str, degre
     check(pool.run(degree, round_trip, case, str(tmp_path), degree), degree)
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("case", OLDER_SPLIT_FAMILIES)
 def test_weights_survive_bit_by_bit_with_transformers_4_30_2(

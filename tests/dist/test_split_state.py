@@ -55,6 +55,7 @@ def train_and_save(rank: int, run: SplitRun, folder: str) -> dict[str, Any]:
     whole = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     local = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
     smp.save(local, f"{folder}/part.pt", partial=True)
+    assert Path(f"{folder}/part.pt_{smp.pp_rank()}_{smp.tp_rank()}").is_file() or smp.tp_size() == 1
     smp.save(local, f"{folder}/whole.pt", partial=False)
     train(2)
     return {"whole": whole, "third": model.state_dict(), "names": names_of(model)}

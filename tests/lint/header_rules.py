@@ -16,8 +16,11 @@ _CUDA = re.compile(r"^(cuda|nccl|cublas|ATen/cuda|c10/cuda)")
 _WITHOUT_TORCH = {"common", "topology", "partition", "schedule", "kernels"}
 # Besides these a header of ours forward-declares.
 _IN_HEADERS = re.compile(r"^(ATen/core/(Tensor|Generator)\.h|c10/)")
-# The adapter's binding takes a process group from Python.
-_C10D_OUTSIDE_COMM = {"csrc/bindings/bind_communicator.cpp"}
+# Bindings of the adapter, which takes a process group from Python, and of hooks of DDP's form.
+_C10D_OUTSIDE_COMM = {
+    "csrc/bindings/bind_comm_hook.cpp",
+    "csrc/bindings/bind_communicator.cpp",
+}
 
 
 def check_headers(root: Path) -> list[str]:

@@ -261,18 +261,17 @@ class Both(nn.Module):
         return self.linear(pair[0]), pair[1]
 
 
-def test_tuples_are_announced() -> None:
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("strategy", ["each", "contiguous"])
+def test_tuples_need_not_be_announced(announced: bool, strategy: str) -> None:
     net = nn.Sequential(Both(), Both())
     x, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4)
-    smp.set_activation_checkpointing(net, pack_args_as_tuple=True, strategy="contiguous")
-    hidden, same = net((x, mask))
-    hidden.sum().backward()
-    assert same is mask and x.grad is not None
-    smp.set_activation_checkpointing(net)
-    with pytest.raises(ValueError, match="pack_args_as_tuple=True"):
-        net((x, mask))
-    with pytest.raises(ValueError, match="pack_args_as_tuple=True"):
-        checkpoint_sequential(net, (x, mask))
+    smp.set_activation_checkpointing(net, pack_args_as_tuple=announced, strategy=strategy)
+    for run in (net, lambda pair: checkpoint_sequential(net, pair, strategy)):
+        x.grad = None
+        hidden, same = run((x, mask))
+        hidden.sum().backward()
+        assert same is mask and x.grad is not None
 
 
 def test_groups_are_neighbours_of_one_place() -> None:

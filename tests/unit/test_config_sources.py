@@ -116,3 +116,32 @@ def test_disagreeing_ranks_are_named_with_key_and_values() -> None:
     text = str(error.value)
     assert "microbatches is 4 on ranks [0, 2], 2 on ranks [1]" in text
     assert "ddp" not in text
+
+
+# ---- config.md 1.1: launcher, then the argument of init, then defaults ---------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "argument", "expected"),
+    [
+        ({"partitions": 2}, {"partitions": 4}, 2),
+        ({"pipeline_parallel_degree": 2}, {"partitions": 4}, 2),
+        ({"partitions": 2, "pipeline_parallel_degree": 2}, None, 2),
+        (None, {"partitions": 4}, 4),
+        ({"microbatches": 2}, {"partitions": 4}, 4),
+        (None, None, 1),
+    ],
+)
+def test_sources_have_this_priority(
+    launcher: dict[str, Any] | None, argument: dict[str, Any] | None, expected: int
+) -> None:
+    given = {} if launcher is None else env(launcher)
+    plan = config_sources.make_plan(argument, {}, given, world_size=expected)
+    assert plan.error is None and plan.config is not None
+    assert plan.config.pipeline_parallel_degree == expected
+
+
+def test_both_names_of_the_degree_from_the_launcher_must_agree() -> None:
+    given = env({"partitions": 2, "pipeline_parallel_degree": 4})
+    plan = config_sources.make_plan(None, {}, given, world_size=2)
+    assert plan.error is not None and "partitions" in plan.error

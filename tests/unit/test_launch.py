@@ -78,6 +78,16 @@ def test_slurm_tasks_per_node_are_expanded() -> None:
     assert launch.read_launch({**env, "SLURM_NODEID": "1"}, "here").local_size == 3
 
 
+def test_ranks_of_smp_run_are_read_whatever_surrounds_them() -> None:
+    env = {"SMP_RANK": "1", "SMP_WORLD_SIZE": "3", "SMP_RENDEZVOUS": "file:///a"}
+    expected = Launch("smp", 1, 3, 1, 3, "here")
+    assert launch.read_launch(env, "here") == expected
+    outside = {**TORCHRUN, **OPEN_MPI_5, **SLURM}
+    assert launch.read_launch({**outside, **env}, "here") == expected
+    again = {**env, "SMP_RESTART_COUNT": "1"}
+    assert rendezvous(env).identity != rendezvous(again).identity
+
+
 def test_no_launcher_is_a_single_process() -> None:
     assert launch.read_launch({}, "here") == Launch("single", 0, 1, 0, 1, "here", ("here",))
     assert rendezvous({}).kind == "hash"
@@ -159,6 +169,29 @@ def test_mpirun_over_hosts_without_an_address_is_refused() -> None:
         rendezvous(env)
     plan = rendezvous({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
     assert (plan.kind, plan.host, plan.port, plan.use_agent_store) == ("tcp", "node0", 1234, False)
+
+
+def test_sagemaker_hosts_meet_on_the_first_of_them() -> None:
+    sagemaker = {
+        **OPEN_MPI_5,
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "SM_HOSTS": '["algo-2", "algo-1"]',
+        "SAGEMAKER_JOB_NAME": "job",
+    }
+    plan = rendezvous(sagemaker)
+    assert (plan.kind, plan.host) == ("tcp", "algo-1")
+    assert 20000 <= plan.port < 40000
+    assert rendezvous({**sagemaker, "SAGEMAKER_JOB_NAME": "other"}).port != plan.port
+    assert rendezvous({**sagemaker, "MASTER_PORT": "77"}).port == 77
+    assert rendezvous({**sagemaker, "MASTER_ADDR": "a", "MASTER_PORT": "77"}).host == "a"
+    with pytest.raises(ValueError, match="SM_HOSTS"):
+        rendezvous({**sagemaker, "SM_HOSTS": "algo-1"})
+    assert rendezvous({**sagemaker, "OMPI_COMM_WORLD_SIZE": "2"}).kind == "file", "one host"
+
+
+def test_requeued_slurm_job_meets_anew() -> None:
+    again = {**SLURM, "SLURM_RESTART_COUNT": "1"}
+    assert rendezvous(again).identity != rendezvous(SLURM).identity
 
 
 def test_mpirun_without_a_job_id_is_refused() -> None:

@@ -1,14 +1,16 @@
-"""`torch.ops.smp.sum_of_squares`, `torch.ops.smp.scale_` and the clip coefficient."""
+"""`torch.ops.smp.sum_of_squares`, `scale_`, `clip_divisor` and `update_loss_scale_`."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from smp import _C
+from smp.precision import DynamicLossScaler
+from tests.reference.loss_scale import scale_trace
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -121,15 +123,61 @@ def test_schemas_and_fake_tensors_agree_with_the_kernels() -> None:
     )
 
 
-def test_clip_coefficient_is_that_of_torch() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_scale_by_one_leaves_all_bits_alone(device: str) -> None:
+    tensors = [torch.randn(70_000).to(device, dtype) for dtype in DTYPES]
+    tensors[0][3] = math.nan
+    before = [t.clone() for t in tensors]
+    ops.scale_(tensors, torch.ones((), device=device))
+    for got, want in zip(tensors, before, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clip_divisor_is_that_of_torch(device: str) -> None:
     for norm in (0.0, 0.5, 0.9999999, 1.0, 4.0):
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        parameter.grad = torch.full((1,), norm, dtype=torch.float64)
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-        assert norm * _C.clip_coefficient(norm, 1.0) == pytest.approx(float(parameter.grad))
-    assert math.isnan(_C.clip_coefficient(math.nan, 1.0))
+        for max_norm in (1.0, 0.0):
+            parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            parameter.grad = torch.full((1,), norm, dtype=torch.float64)
+            torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+            squares = torch.tensor(norm**2, dtype=torch.float64, device=device)
+            divisor, own_norm, found_inf = ops.clip_divisor(squares, max_norm)
+            assert norm / float(divisor) == pytest.approx(float(parameter.grad), rel=1e-12)
+            assert float(own_norm) == pytest.approx(norm) and not found_inf
+    divisor, own_norm, found_inf = ops.clip_divisor(squares * math.nan, 1.0)
+    assert math.isnan(divisor) and math.isnan(own_norm) and found_inf == 1.0
 
 
 def test_negative_clip_limit_is_an_error() -> None:
-    with pytest.raises(ValueError, match="max_norm must be >= 0"):
-        _C.clip_coefficient(1.0, -1.0)
+    for limit in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm must be >= 0"):
+            ops.clip_divisor(torch.ones((), dtype=torch.float64), limit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loss_scale_follows_its_rule_on_the_device(device: str) -> None:
+    history = ".xx...x..x.xx....."
+    arguments: dict[str, Any] = {"init_scale": 64.0, "scale_window": 2, "delayed_shift": 2}
+    scaler = DynamicLossScaler(**arguments, device=device)
+    scales = []
+    for letter in history:
+        found = torch.full((), float(letter == "x"), dtype=torch.float64, device=device)
+        scaler.update_scale(found)
+        scales.append(scaler.factor.clone())  # the number itself is written to
+    expected = scale_trace([letter == "x" for letter in history], **arguments)
+    assert [float(scale) for scale in scales] == expected
+    assert scaler.factor.device.type == device and scaler.loss_scale == expected[-1]
+    assert scaler.iteration == len(history) and scaler.last_overflow == history.rindex("x")
+
+
+def test_schema_of_the_loss_scale_agrees_with_the_kernel() -> None:
+    state = torch.tensor([8.0, 0.0, -1.0, 1.0], dtype=torch.float64)
+    torch.library.opcheck(
+        ops.update_loss_scale_.default,
+        (state, torch.zeros(()), 2.0, 1000, 1.0, 1, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    with pytest.raises(ValueError, match="smp::update_loss_scale_: state must be .* 4 elements"):
+        ops.update_loss_scale_(state[:3], torch.zeros(()), 2.0, 1000, 1.0, 1, False)
+    with pytest.raises(ValueError, match="found_inf must be one floating point number"):
+        ops.update_loss_scale_(state, torch.zeros(2), 2.0, 1000, 1.0, 1, False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp import _C, comm, runtime
+from smp import _C, comm, device_numbers, runtime
 from smp import optimizer as optimizer_module
 from smp.tensor_parallel.partial import PARTIAL_MARK
 
@@ -313,13 +313,22 @@ def test_clipping_counts_a_repeated_parameter_once() -> None:
 
 def test_clipping_adds_up_over_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(1))
-    monkeypatch.setattr(comm, "mp_size", lambda: 2)
+    elsewhere = nn.Parameter(torch.zeros(0, dtype=torch.float64))  # as on its owner
+
+    def gather(numbers: Tensor, kind: str) -> Tensor:
+        return (
+            torch.stack([numbers, torch.full_like(numbers, 16.0)])
+            if kind == "mp"
+            else numbers[None]
+        )
+
+    monkeypatch.setattr(device_numbers, "gather", gather)
     for norm_type, expected in ((2.0, 5.0), (float("inf"), 16.0)):
-        p.grad = torch.full((1,), 3.0)
-        monkeypatch.setattr(comm, "allgather", lambda obj, group: [obj, (16.0, True)])
-        norm = smp.clip_grad_norm_([p], 1.0, norm_type)
-        assert norm.dtype == torch.float64 and float(norm) == expected
-        torch.testing.assert_close(p.grad, torch.full((1,), 3.0 / expected))
+        for parameters, dtype in (([p], torch.float32), ([p, elsewhere], torch.float64)):
+            p.grad = torch.full((1,), 3.0)
+            norm = smp.clip_grad_norm_(parameters, 1.0, norm_type)
+            assert norm.dtype == dtype and float(norm) == expected
+            torch.testing.assert_close(p.grad, torch.full((1,), 3.0 / expected))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -10,7 +10,7 @@ from smp import settings
 
 def test_defaults() -> None:
     assert settings.read_settings({}) == settings.Settings(
-        1800.0, "auto", False, "gloo", True, 8, True
+        1800.0, "auto", False, "gloo", True, 8, host_pool=True
     )
 
 
@@ -24,7 +24,9 @@ def test_values_are_read() -> None:
         "SMP_SHM_RING_MB": "2",
         "SMP_HOST_POOL": "0",
     }
-    expected = settings.Settings(2.5, "cpu", True, "mpi", False, 2, False)
+    expected = settings.Settings(
+        2.5, "cpu", True, "mpi", False, 2, host_pool=False
+    )
     assert settings.read_settings(env) == expected
 
 
@@ -107,3 +109,27 @@ def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
     groups = [[0, 1], [2, 3]]
     assert settings.host_advice(groups, ["a", "a", "b", "b"]) == []
     assert "['a', 'b']" in settings.host_advice(groups, ["a", "b", "a", "b"])[0]
+
+
+def test_variables_of_robustness_are_read() -> None:
+    env = {
+        "SMP_HANG_S": "0",
+        "SMP_PREEMPTION_PATH": "checkpoints",
+        "SMP_FAULT": "rank=1,step=2,kind=kill",
+    }
+    found = settings.read_settings(env)
+    assert (found.hang_s, found.preemption_path) == (0.0, "checkpoints")
+    assert found.fault is not None and found.fault.step == 2
+    defaults = settings.read_settings({})
+    assert (defaults.hang_s, defaults.preemption_path, defaults.fault) == (600.0, None, None)
+    with pytest.raises(ValueError, match="SMP_HANG_S"):
+        settings.read_settings({"SMP_HANG_S": "-1"})
+    with pytest.raises(ValueError, match="SMP_FAULT"):
+        settings.read_settings({"SMP_FAULT": "explode"})
+
+
+def test_variables_of_the_original_library_are_accepted() -> None:
+    names = ("SMP_NCCL_THROTTLE_LIMIT", "SMP_DISABLE_D2D", "SMP_D2D_GPU_BUFFER_SIZE_BYTES")
+    others = ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES")
+    found = settings.read_settings(dict.fromkeys((*names, *others), "1"))
+    assert found == settings.read_settings({})

@@ -139,15 +139,3 @@ def test_shard_intervals_compare_and_travel() -> None:
     assert len({shard, _C.ShardInterval.even(12, 3, 1, dim=1)}) == 1
     assert repr(shard) == "dim 1 [4, 8) of 12"
     assert shard != _C.ShardInterval.even(12, 3, 2, dim=1)
-
-
-def test_slice_reads_assemble_a_column_shard_from_row_shards() -> None:
-    stored = [_C.ShardInterval.even(4, 2, i) for i in range(2)]
-    wanted = _C.ShardInterval.even(6, 3, 1, dim=1)
-    reads = _C.plan_slice_reads([4, 6], stored, wanted)
-    assert [(r.source_idx, r.src_offset, r.dst_offset) for r in reads] == [(0, 2, 0), (1, 2, 4)]
-    assert all(
-        (r.run_length, r.num_runs, r.src_stride, r.dst_stride) == (2, 2, 6, 2) for r in reads
-    )
-    with pytest.raises(ValueError, match="stored nowhere"):
-        _C.plan_slice_reads([4, 6], stored[:1], wanted)

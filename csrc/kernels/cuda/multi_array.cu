@@ -56,6 +56,7 @@ __global__ void max_abs_kernel(ChunkList list, double* slots) {
 template <typename T>
 __global__ void scale_kernel(ChunkList list, const double* factor) {
   using Compute = typename Element<T>::Compute;
+  if (*factor == 1) return;
   T* data = static_cast<T*>(list.items[list.array_idxs[blockIdx.x]].y);
   const Range range = block_range(list);
   const Compute f = static_cast<Compute>(*factor);

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from smp import _C, memory
+from smp import memory
 from smp.activations.budget import Budget
 from smp.activations.placement import is_together, place_of
 from smp.activations.strategies import Strategy, plan_groups
@@ -28,29 +28,25 @@ from smp.tracing import is_tracing
 class _Mark:
     preserve_rng_state: bool
     strategy: Strategy | None  # of sequences
-    packs_tuples: bool
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 _marks: WeakKeyDictionary[nn.Module, _Mark] = WeakKeyDictionary()
 
 
-def mark(
-    module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None, packs_tuples: bool
-) -> None:
+def mark(module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None) -> None:
     """Checkpoints all calls of a module from now on; replaces an earlier mark.
 
     Args:
         module: in a sequence with a strategy each layer, or groups of them.
         preserve_rng_state: see `smp.memory.recompute`.
         strategy: None for anything but a sequence.
-        packs_tuples: the input of the sequence may be a tuple.
 
     Raises:
         ValueError: the user placed the module on several partitions.
     """
     earlier = _marks.get(module)
-    made = _Mark(preserve_rng_state, strategy, packs_tuples)
+    made = _Mark(preserve_rng_state, strategy)
     if earlier is not None:
         made.undo = earlier.undo
     _marks[module] = made
@@ -114,21 +110,11 @@ def _around_sequence(module: nn.Module, made: _Mark, inner: Forward) -> Forward:
     runs_alone = strategy.kind == "budget" or strategy.group_size == 1
 
     def forward(input: Any) -> Any:
-        check_input(input, made.packs_tuples)
         if runs_alone:  # its layers see to it
             return inner(input)
         return checkpoint_sequence(module, input, strategy, made.preserve_rng_state)
 
     return forward
-
-
-def check_input(input: Any, packs_tuples: bool) -> None:
-    """Raises for a tuple that was not announced."""
-    if isinstance(input, tuple) and not packs_tuples:
-        raise ValueError(
-            f"{_C.rank_prefix()}a checkpointed sequence got a tuple of {len(input)} members; pass "
-            "pack_args_as_tuple=True: its layers take and return a tuple as one argument"
-        )
 
 
 def checkpoint_sequence(

@@ -1,5 +1,7 @@
 """Averaging gradients over data-parallel ranks, and giving these the same values to begin with."""
 
+from smp.data_parallel.comm_hook import CommHook as CommHook
+from smp.data_parallel.comm_hook import refuse_comm_hook as refuse_comm_hook
 from smp.data_parallel.flat_parameters import FlatParameters as FlatParameters
 from smp.data_parallel.holdings import Holding as Holding
 from smp.data_parallel.holdings import holding_of as holding_of
@@ -16,3 +18,4 @@ from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of
 from smp.data_parallel.sharded import ShardedParameters as ShardedParameters
 from smp.data_parallel.shards import lay_out as lay_out
+from smp.data_parallel.uneven import UnevenBatches as UnevenBatches

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C, runtime
+from smp.data_parallel.comm_hook import CommHook, hooked
 from smp.data_parallel.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
 
@@ -149,6 +150,7 @@ def make_reducers(
     average: bool,
     passes_per_reduction: int,
     ties: Mapping[str, Sequence[str]] | None = None,
+    hook: CommHook | None = None,
 ) -> list[_C.Reducer]:
     """The reducers of this rank's parameters, one per group; they take over the gradients.
 
@@ -163,29 +165,40 @@ def make_reducers(
         average: divide by the number of microbatches.
         passes_per_reduction: steps whose gradients are accumulated per reduction.
         ties: further names of a parameter, by name.
+        hook: sums and averages in place of the reducers, where there are several replicas.
 
     Raises:
         ValueError: on every rank, when the ranks have different parameters or options.
     """
     current = runtime.current()
     communicators = {"dp": current.comms.dp, "rdp": current.comms.rdp}
-    return [
-        _C.Reducer(
+    cap = cap_of(bucket_cap_bytes)
+    reducers = []
+    for kind, own in by_kind(parameters).items():
+        group, records = communicators[kind], records_of(own, ties)
+        connect = None
+        if hook is not None and group is not None:
+            group, connect = hooked(group, hook)
+            alone = [Reduction(kind, 1.0)] * len(own)
+            records = make_records(own, alone, ties, current.config.half_dtype)
+        reducer = _C.Reducer(
             [parameter for _, parameter in own],
-            records_of(own, ties),
-            communicators[kind],
+            records,
+            group,
             targets=[master_of(parameter) for _, parameter in own],
             sharding=sharding_of(kind),
             faults=current.board,
             dp_ranks=list(current.groups[kind]),
-            bucket_cap_bytes=cap_of(bucket_cap_bytes),
+            bucket_cap_bytes=cap,
             overlap=overlap,
-            average_over_microbatches=average,
+            average_over_microbatches=average and connect is None,
             passes_per_reduction=passes_per_reduction,
             timeout_s=current.settings.timeout_s,
         )
-        for kind, own in by_kind(parameters).items()
-    ]
+        if connect is not None:
+            connect(reducer, [parameter for _, parameter in own], cap)
+        reducers.append(reducer)
+    return reducers
 
 
 def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:
@@ -208,8 +221,8 @@ def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: 
     )
 
 
-def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp") -> None:
-    """Overwrites ``tensors`` with those of the first rank of the group.
+def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp", first: int = 0) -> None:
+    """Overwrites ``tensors`` with those of the first rank of the group, or another one.
 
     Collective over the group; the lists agree in order, shapes and dtypes. Used for parameters and
     buffers after partition, and for buffers before a step.
@@ -217,6 +230,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp") -> None:
     Args:
         tensors: any dtypes and strides.
         kind: "dp", or "rdp" for slices, which only these ranks share.
+        first: position in the group of the rank whose values count.
     """
     current = runtime.current()
     if not tensors or current.sizes[kind] == 1:
@@ -227,7 +241,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp") -> None:
     _C.broadcast_coalesced(
         list(tensors),
         communicator,
-        0,
+        first,
         faults=current.board,
         ranks=list(current.groups[kind]),
         timeout_s=current.settings.timeout_s,

@@ -134,9 +134,15 @@ def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
         copies. None for an empty group, and for one with masters of several dtypes.
     """
     return [
-        _lay_out([shard for p in group if (shard := getattr(p, _SHARD, None)) is not None])
-        for group in groups
+        _lay_out([shard for p in group if (shard := shard_of(p)) is not None]) for group in groups
     ]
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """This rank's part of a parameter; None where parameters are whole."""
+    shard = getattr(parameter, _SHARD, None)
+    assert shard is None or isinstance(shard, Shard)
+    return shard
 
 
 def forget(parameter: nn.Parameter) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from smp import _C, activations, runtime
-from smp.activations.marks import check_input
 from smp.activations.placement import is_together
 from smp.activations.strategies import parse_strategy
 from smp.tracing import is_tracing
@@ -54,19 +53,18 @@ def checkpoint_sequential(
 
     Args:
         sequential_module: its layers may live on different ranks.
-        input: of the first layer; a tuple needs ``pack_args_as_tuple``.
+        input: of the first layer; a tuple is handed over as one argument.
         strategy: "each", "contiguous" (neighbours on one partition together) or "group_<N>" (at
             most N of them). A budget needs `set_activation_checkpointing`.
         preserve_rng_state: second runs draw the random numbers of the first.
-        pack_args_as_tuple: layers take and return a tuple as one argument.
+        pack_args_as_tuple: accepted; so it is with all sequences.
 
     Returns:
         what the last layer returns.
 
     Raises:
         TypeError: ``sequential_module`` is no ``nn.Sequential``.
-        ValueError: for another strategy; for a tuple without ``pack_args_as_tuple``; the user
-            placed one layer on several partitions.
+        ValueError: for another strategy; the user placed one layer on several partitions.
     """
     if not isinstance(sequential_module, nn.Sequential):
         raise TypeError(
@@ -79,7 +77,6 @@ def checkpoint_sequential(
             f"{_C.rank_prefix()}checkpoint_sequential: strategy {strategy!r} measures layers over "
             "several steps; use smp.set_activation_checkpointing"
         )
-    check_input(input, pack_args_as_tuple)
     return activations.checkpoint_sequence(sequential_module, input, parsed, preserve_rng_state)
 
 
@@ -97,7 +94,8 @@ def set_activation_checkpointing(
     Args:
         module: lies on one partition; of an ``nn.Sequential``, each layer does.
         preserve_rng_state: second runs draw the random numbers of the first.
-        pack_args_as_tuple: for sequences: layers take and return a tuple as one argument.
+        pack_args_as_tuple: for sequences: accepted; their layers may take and return a tuple as one
+            argument in any case.
         strategy: for sequences: "each" layer alone; "contiguous": neighbours on one partition
             together; "group_<N>": at most N of them; "budget:<GiB>": as few layers as it takes to
             keep the activations of this sequence within so much memory on each rank. For a budget
@@ -125,9 +123,7 @@ def set_activation_checkpointing(
             f"forward of its own, which calls its layers one by one; use strategy='each' instead "
             f"of {strategy!r}"
         )
-    activations.mark(
-        module, preserve_rng_state, parsed if is_sequence else None, pack_args_as_tuple
-    )
+    activations.mark(module, preserve_rng_state, parsed if is_sequence else None)
 
 
 def _check_module(module: object) -> None:

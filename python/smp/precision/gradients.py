@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smp import comm, runtime
+from smp import comm, device_numbers, runtime
+from smp.device_numbers import DeviceFlag, moved
 from smp.precision.loss_scaler import LossScaler
 from smp.precision.masters import parameters_of
 
@@ -21,7 +21,8 @@ class ScaledGradients:
 
     A training step leaves gradients that are ``divisor`` times too large. Whoever reads their
     values calls :meth:`unscale` first; fused optimizers divide while they update instead. Whether a
-    gradient is infinite or NaN all ranks of a replica find out together, when the step is over.
+    gradient is infinite or NaN all ranks of a replica find out together, when the step is over. All
+    of that happens on the device; the host waits for it only where it reads ``overflow``.
 
     Args:
         optimizer: of torch, whose parameters they belong to.
@@ -36,10 +37,11 @@ class ScaledGradients:
         self._scaler = scaler
         self._is_scaled = is_scaled
         self._is_checked = False
-        #: What the gradients are still to be divided by.
-        self.divisor = 1.0
+        #: What the gradients are still to be divided by; what only the device knows is a float64
+        #: tensor without dimensions.
+        self.divisor: float | Tensor = 1.0
         #: Was a gradient of the last backward infinite or NaN on any rank?
-        self.overflow = False
+        self.overflow = DeviceFlag()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # who saves a parameter does not mean this
@@ -55,13 +57,18 @@ class ScaledGradients:
         Args:
             has_reduced: it has left new gradients on this rank.
         """
-        if self._is_scaled:
-            self._check(has_reduced)
+        if not self._is_scaled:
+            return
+        kind = "world" if runtime.current().sizes["shard"] > 1 else "mp"
+        if runtime.current().sizes[kind] > 1:  # only hosts talk here
+            has_reduced = any(comm.allgather(has_reduced, comm.CommGroup(kind)))
+        if has_reduced:
+            self._check()
 
     def check(self) -> None:
         """Finds out about overflow unless a step has done so. Collective as `step_done`."""
         if self._is_scaled and not self._is_checked:
-            self._check(True)
+            self._check()
 
     def used(self) -> None:
         """The gradients have been applied or thrown away; the next ones are new."""
@@ -71,21 +78,35 @@ class ScaledGradients:
     def unscale(self) -> None:
         """Gives gradients their true values. Collective as `step_done`."""
         self.check()
-        if self.divisor != 1.0:
+        if isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             scale(self._grads(), 1.0 / self.divisor)
             self.divisor = 1.0
 
-    def _check(self, has_new: bool) -> None:
-        grads = self._grads()
-        answers = [(has_new, all_finite(grads))]
-        if runtime.current().sizes["shard"] > 1:
-            answers = comm.allgather(answers[0], comm.WORLD)
-        elif comm.mp_size() > 1:
-            answers = comm.allgather(answers[0], comm.MP_GROUP)
-        if any(new for new, _ in answers):
-            self.divisor = self._scaler.loss_scale
-            self.overflow = not all(finite for _, finite in answers)
-            self._is_checked = True
+    def clip(self, divisor: Tensor) -> None:
+        """Divides by something else from now on, unless the update is going to be skipped.
+
+        Args:
+            divisor: of the gradients as they are; float64 without dimensions.
+        """
+        found_inf = self.overflow.number
+        if found_inf is not None:  # else what nobody uses would be made of infinite norms
+            divisor = torch.where(found_inf != 0, self.divisor_tensor, divisor)
+        self.divisor = divisor
+
+    @property
+    def divisor_tensor(self) -> Tensor:
+        """The divisor as a number on the device."""
+        if isinstance(self.divisor, Tensor):
+            return self.divisor
+        return device_numbers.number(self.divisor)
+
+    def _check(self) -> None:
+        factor = self._scaler.factor
+        self.divisor = factor.clone() if isinstance(factor, Tensor) else factor
+        own = found_nonfinite(self._grads())
+        found = device_numbers.maxima(own.reshape(1), device_numbers.skipping_kinds())
+        self.overflow = DeviceFlag(found.reshape(()))
+        self._is_checked = True
 
     def _grads(self) -> list[Tensor]:
         parameters = parameters_of(self._optimizer)
@@ -99,16 +120,26 @@ def gradients_of(parameter: Tensor) -> ScaledGradients | None:
     return found
 
 
-def all_finite(grads: Sequence[Tensor]) -> bool:
-    """Is every element a number? Sums of squares in float64 of float32 cannot overflow."""
-    total = sum(float(torch.ops.smp.sum_of_squares(group)) for group in by_device(grads).values())
-    return math.isfinite(total)
+def found_nonfinite(grads: Sequence[Tensor]) -> Tensor:
+    """1 if an element is infinite or NaN, else 0; float64 without dimensions, on the device."""
+    # Sums of squares in float64 of float32 cannot overflow.
+    return sum_of_squares(grads).isfinite().logical_not().double()
 
 
-def scale(grads: Sequence[Tensor], factor: float) -> None:
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Over all elements; float64 without dimensions, on the device."""
+    total = device_numbers.number(0.0)
+    for group in by_device(grads).values():
+        total = total + moved(torch.ops.smp.sum_of_squares(group), total.device)
+    return total
+
+
+def scale(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiplies in place."""
+    if not isinstance(factor, Tensor):
+        factor = device_numbers.number(factor)
     for device, group in by_device(grads).items():
-        torch.ops.smp.scale_(group, torch.tensor(factor, dtype=torch.float64, device=device))
+        torch.ops.smp.scale_(group, moved(factor, device))
 
 
 def by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:

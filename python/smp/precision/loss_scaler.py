@@ -1,10 +1,13 @@
-"""Scales of the loss in fp16 training: pure bookkeeping, equal on all ranks that share a step."""
+"""Scales of the loss in fp16 training; equal on all ranks that share a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from smp import _C
 
@@ -22,12 +25,22 @@ DYNAMIC_ARGUMENTS = (
 class LossScaler(Protocol):
     """What a loss is multiplied with before its backward, and how that changes."""
 
-    loss_scale: float
+    @property
+    def loss_scale(self) -> float:
+        """The scale, read by the host."""
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None: ...
 
     @property
     def is_dynamic(self) -> bool: ...
 
-    def update_scale(self, overflow: bool) -> None:
+    @property
+    def factor(self) -> float | Tensor:
+        """The scale where it is known: a dynamic one on the device, as a float64 tensor without
+        dimensions that the next update writes to."""
+
+    def update_scale(self, overflow: bool | Tensor) -> None:
         """To be called once per optimizer step, also when that is skipped."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -47,7 +60,12 @@ class StaticLossScaler:
     def __init__(self, loss_scale: float = 1.0) -> None:
         self.loss_scale = _positive("static_loss_scale", loss_scale)
 
-    def update_scale(self, overflow: bool) -> None:
+    @property
+    def factor(self) -> float:
+        """The scale."""
+        return self.loss_scale
+
+    def update_scale(self, overflow: bool | Tensor) -> None:
         """Without effect."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,6 +79,9 @@ class StaticLossScaler:
 class DynamicLossScaler:
     """Lowers the scale after overflows and raises it after iterations without any.
 
+    Scale and counters live on the device, where an overflow is found. The host waits for it when
+    somebody reads them here, and then knows them until the next update.
+
     Source: DeepSpeed ``deepspeed/runtime/fp16/loss_scaler.py``, the classic rule.
 
     Args:
@@ -71,6 +92,7 @@ class DynamicLossScaler:
         delayed_shift: overflows that are borne before it is lowered; the step is skipped at each.
         consecutive_hysteresis: an iteration without overflow gives all of these back, else only
             raising the scale does.
+        device: where the scale is kept.
     """
 
     is_dynamic = True
@@ -83,8 +105,9 @@ class DynamicLossScaler:
         min_scale: float = 1.0,
         delayed_shift: int = 1,
         consecutive_hysteresis: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.loss_scale = _positive("init_scale", init_scale)
+        init_scale = _positive("init_scale", init_scale)
         self.scale_factor = _positive("scale_factor", scale_factor)
         self.scale_window = int(_positive("scale_window", scale_window))
         self.min_scale = _positive("min_scale", min_scale)
@@ -95,30 +118,60 @@ class DynamicLossScaler:
                 f"{_C.rank_prefix()}loss scale argument scale_factor must be > 1, got "
                 f"{scale_factor}; the default is 2"
             )
-        self.iteration = 0
-        self.last_overflow = -1
-        self.hysteresis = self.delayed_shift
+        # Scale, iteration, last overflow, hysteresis, as `update_loss_scale_` has them.
+        self._state = torch.empty(4, dtype=torch.float64, device=device)
+        self._known: list[float] | None = None
+        self._set(init_scale, 0, -1, self.delayed_shift)
 
-    def update_scale(self, overflow: bool) -> None:
-        """Ends an iteration.
+    @property
+    def loss_scale(self) -> float:
+        """The scale. Waits for the device, as the counters do."""
+        return self._numbers()[0]
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._state[0].fill_(value)
+        self._known = None
+
+    @property
+    def iteration(self) -> int:
+        """Number of updates."""
+        return int(self._numbers()[1])
+
+    @property
+    def last_overflow(self) -> int:
+        """The last iteration with an overflow, or -1."""
+        return int(self._numbers()[2])
+
+    @property
+    def hysteresis(self) -> int:
+        """Overflows that are borne yet, and the one that lowers the scale."""
+        return int(self._numbers()[3])
+
+    @property
+    def factor(self) -> Tensor:
+        """The scale on the device, which nobody waits for."""
+        return self._state[0]
+
+    def update_scale(self, overflow: bool | Tensor) -> None:
+        """Ends an iteration, on the device.
 
         Args:
-            overflow: some gradient of it was infinite or NaN on some rank.
+            overflow: some gradient of it was infinite or NaN on some rank; a number on the device
+                that is not 0 then, or a bool.
         """
-        if overflow:
-            if self.hysteresis <= 1:
-                self.loss_scale = max(self.loss_scale / self.scale_factor, self.min_scale)
-            else:
-                self.hysteresis -= 1
-            self.last_overflow = self.iteration
-        else:
-            if self.consecutive_hysteresis:
-                self.hysteresis = self.delayed_shift
-            num_clean = self.iteration - self.last_overflow - 1
-            if num_clean > 0 and num_clean % self.scale_window == 0:
-                self.hysteresis = self.delayed_shift
-                self.loss_scale *= self.scale_factor
-        self.iteration += 1
+        if not isinstance(overflow, Tensor):
+            overflow = torch.full((), float(overflow), device=self._state.device)
+        torch.ops.smp.update_loss_scale_(
+            self._state,
+            overflow,
+            self.scale_factor,
+            self.scale_window,
+            self.min_scale,
+            self.delayed_shift,
+            self.consecutive_hysteresis,
+        )
+        self._known = None
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and what decides on its next change."""
@@ -131,14 +184,28 @@ class DynamicLossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over scale and counters; of a static scaler's state the scale alone."""
-        self.loss_scale = float(state["loss_scale"])
-        self.iteration = int(state.get("iteration", 0))
-        self.last_overflow = int(state.get("last_overflow", -1))
-        self.hysteresis = int(state.get("hysteresis", self.delayed_shift))
+        self._set(
+            float(state["loss_scale"]),
+            int(state.get("iteration", 0)),
+            int(state.get("last_overflow", -1)),
+            int(state.get("hysteresis", self.delayed_shift)),
+        )
+
+    def _numbers(self) -> list[float]:
+        if self._known is None:
+            self._known = [number.item() for number in self._state.cpu()]
+        return self._known
+
+    def _set(self, *numbers: float) -> None:
+        self._state.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._known = None
 
 
 def make_loss_scaler(
-    static_loss_scale: float | None, dynamic: bool, arguments: Mapping[str, Any]
+    static_loss_scale: float | None,
+    dynamic: bool,
+    arguments: Mapping[str, Any],
+    device: torch.device | str = "cpu",
 ) -> LossScaler:
     """The scaler that arguments of `DistributedOptimizer` ask for.
 
@@ -146,6 +213,7 @@ def make_loss_scaler(
         static_loss_scale: counts unless ``dynamic``; None means 1.
         dynamic: the scale changes.
         arguments: of the dynamic scaler.
+        device: where a dynamic scale is kept.
 
     Raises:
         ValueError: for unknown names and for values out of range.
@@ -157,7 +225,7 @@ def make_loss_scaler(
             f"{', '.join(DYNAMIC_ARGUMENTS)}"
         )
     if dynamic:
-        return DynamicLossScaler(**arguments)
+        return DynamicLossScaler(**arguments, device=device)
     return StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)
 
 

@@ -236,8 +236,7 @@ TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
     }
     EXPECT_LT(std::chrono::steady_clock::now() - begin,
               std::chrono::seconds(10));
-    EXPECT_EQ(rank.reducer->stats().peak_flat_bytes,
-              4 * 64 * 8);
+    EXPECT_EQ(rank.reducer->stats().peak_flat_bytes, 4 * 64 * 8);
   });
 }
 
@@ -254,8 +253,8 @@ TEST(ShardedReducerMemory, shards_that_nobody_reads_any_more_are_let_go_of) {
       for (int i = 3; i >= 0; --i) rank.contribute(i, 0, 1);
       rank.reducer->end_step();
       EXPECT_TRUE(rank.grad(0).is_alias_of(rank.reducer->flat(3)));
-      EXPECT_TRUE(rank.grad(0).equal(
-          at::full_like(rank.grad(0), step < 2 ? 1 : 2)));
+      EXPECT_TRUE(
+          rank.grad(0).equal(at::full_like(rank.grad(0), step < 2 ? 1 : 2)));
     }
   });
 }

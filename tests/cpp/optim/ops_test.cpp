@@ -84,6 +84,33 @@ TEST(Scale, ChangesTheMemoryOfTheTensorAndItsVersion) {
   EXPECT_GT(tensor._version(), version);
 }
 
+TEST(Scale, ByOneLeavesTheBitsAlone) {
+  const std::vector<at::Tensor> tensors = {at::randn({70000}, at::kHalf)};
+  const at::Tensor before = tensors[0].clone();
+  scale_(tensors, at::ones({}, at::kDouble));
+  EXPECT_TRUE(tensors[0].equal(before));
+}
+
+TEST(Clip, GivesDivisorNormAndWhetherItIsFinite) {
+  const auto clip = [](double squares, double max_norm, double grad_scale) {
+    const auto [divisor, norm, found_inf] =
+        clip_divisor(at::full({}, squares, at::kDouble), max_norm,
+                     at::full({}, grad_scale, at::kDouble), 1e-6);
+    return std::vector<double>{divisor.item<double>(), norm.item<double>(),
+                               found_inf.item<double>()};
+  };
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(clip(0.25, 1, 1), (std::vector<double>{1, 0.5, 0}));
+  EXPECT_EQ(clip(16, 1, 4), (std::vector<double>{4 * (1 + 1e-6), 1, 0}));
+  EXPECT_EQ(clip(64, 1, 4)[1], 2);
+  EXPECT_DOUBLE_EQ(clip(64, 1, 4)[0], 8 + 4e-6);
+  EXPECT_EQ(clip(4, 0, 1), (std::vector<double>{kInf, 2, 0}));
+  EXPECT_EQ(clip(kInf, 1, 4), (std::vector<double>{kInf, kInf, 1}));
+  EXPECT_THROW(clip(1, -1, 1), c10::ValueError);
+  EXPECT_THROW(clip(1, std::numeric_limits<double>::quiet_NaN(), 1),
+               c10::ValueError);
+}
+
 TEST(Scale, RejectsTensorsWithGaps) {
   const at::Tensor tensor = at::ones({4, 3}, at::kFloat);
   const std::vector<at::Tensor> tensors = {tensor.select(1, 0)};

@@ -38,12 +38,15 @@ double sum_of_squares_of(const T* x, int64_t n) {
   // A core reads several places at once faster than one: each has a prefetcher
   // of its own.
   constexpr int kPlaces = 8;
+  constexpr int64_t kAhead = 512 / sizeof(T);
   Vec<double> sums[kPlaces] = {};
   const int64_t part = n / kPlaces / kLanes<C> * kLanes<C>;
   for (int64_t j = 0; j < part; j += kLanes<C>) {
 #pragma GCC unroll 8
     for (int place = 0; place < kPlaces; ++place) {
-      sums[place] += squares(get(x + place * part + j, All{}));
+      const T* p = x + place * part + j;
+      __builtin_prefetch(p + kAhead);
+      sums[place] += squares(get(p, All{}));
     }
   }
   const T* rest = x + kPlaces * part;

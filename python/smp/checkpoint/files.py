@@ -31,7 +31,8 @@ def save(
     Args:
         obj: anything that ``torch.save`` takes.
         f: path without the suffix of the rank.
-        partial: every calling rank writes its own file, ``f_<mp_rank>``. Otherwise the file is
+        partial: every calling rank writes its own file, ``f_<mp_rank>``, with tensor parallelism
+            ``f_<pp_rank>_<tp_rank>``. Otherwise the file is
             ``f``; partial state dicts inside of ``obj`` are then merged over the MP group first,
             which is collective, and its first rank writes.
         v3: one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
@@ -39,7 +40,7 @@ def save(
     runtime.current()
     path = Path(f)
     if partial:
-        path = path.with_name(path.name + (_v3_suffix() if v3 else f"_{comm.mp_rank()}"))
+        path = path.with_name(path.name + (_v3_suffix() if v3 else _suffix()))
     elif _has_partial(obj):
         parts = comm.allgather(obj, comm.MP_GROUP)
         if comm.mp_rank() != 0:
@@ -95,6 +96,12 @@ def load(
         ) from error
 
 
+def _suffix() -> str:
+    if comm.tp_size() > 1:
+        return f"_{comm.pp_rank()}_{comm.tp_rank()}"
+    return f"_{comm.mp_rank()}"
+
+
 def _v3_suffix() -> str:
     return f"_{comm.pp_rank()}_{comm.tp_rank()}_{comm.rdp_rank()}"
 
@@ -103,7 +110,9 @@ def _existing(path: Path, partial: bool) -> Path:
     if not partial:
         candidates = [path]
     else:
-        suffixes = (f"_{comm.mp_rank()}", f"_{comm.pp_rank()}_{comm.tp_rank()}", _v3_suffix())
+        # That of this layout first; older files may have another one.
+        others = (f"_{comm.mp_rank()}", f"_{comm.pp_rank()}_{comm.tp_rank()}", _v3_suffix())
+        suffixes = dict.fromkeys((_suffix(), *others))
         candidates = [path.with_name(path.name + suffix) for suffix in suffixes]
     for candidate in candidates:
         if candidate.is_file():

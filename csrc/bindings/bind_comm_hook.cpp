@@ -1,0 +1,87 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "csrc/common/check.h"
+#include "csrc/data_parallel/hooked_group.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+namespace {
+
+using comm::CommunicatorPtr;
+using data_parallel::HookedGroup;
+using data_parallel::PromisedWork;
+
+// A Python function that C++ threads may call and drop without the GIL. What it
+// raises becomes an error of ours, which autograd threads can pass on.
+template <typename Result, typename... Args>
+std::function<Result(Args...)> without_gil(py::function function,
+                                           const char* what) {
+  const std::shared_ptr<py::function> kept(
+      new py::function(std::move(function)), [](py::function* last) {
+        const py::gil_scoped_acquire gil;
+        delete last;
+      });
+  return [kept, what](Args... args) -> Result {
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*kept)(args...).template cast<Result>();
+    } catch (py::error_already_set& e) {
+      throw Error(
+          detail::concat(rank_prefix(), "the ", what, " raised ", e.what()));
+    }
+  };
+}
+
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t count, at::Tensor flat,
+                                  const std::vector<int64_t>& offsets,
+                                  std::vector<at::Tensor> params) {
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;  // of tensors that the bucket keeps
+  for (const at::Tensor& param : params) {
+    lengths.push_back(param.numel());
+    sizes.push_back(param.sizes());
+  }
+  if (params.empty()) {
+    lengths.push_back(flat.numel());
+    sizes.push_back(flat.sizes());
+  }
+  return c10d::GradBucket(index, count, std::move(flat),
+                          {offsets.begin(), offsets.end()}, std::move(lengths),
+                          std::move(sizes), std::move(params), std::nullopt);
+}
+
+}  // namespace
+
+void bind_comm_hook(py::module_& m) {
+  py::class_<PromisedWork, comm::Work, std::shared_ptr<PromisedWork>>(
+      m, "PromisedWork", "An operation that somebody else carries out.")
+      .def(py::init([](py::function finish) {
+             return std::make_shared<PromisedWork>(
+                 without_gil<void>(std::move(finish), "communication hook"));
+           }),
+           py::arg("finish"))
+      .def("complete", &PromisedWork::complete,
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<HookedGroup, comm::Communicator, std::shared_ptr<HookedGroup>>(
+      m, "HookedGroup",
+      "A group in which somebody else sums buckets of gradients; see "
+      "data_parallel/hooked_group.h.")
+      .def(py::init([](CommunicatorPtr group, py::function hook) {
+             return std::make_shared<HookedGroup>(
+                 std::move(group),
+                 without_gil<comm::WorkPtr, int, const at::Tensor&>(
+                     std::move(hook), "communication hook"));
+           }),
+           py::arg("group"), py::arg("hook"))
+      .def("set_buckets", &HookedGroup::set_buckets, py::arg("flats"));
+  m.def(
+      "make_grad_bucket", &make_grad_bucket, py::arg("index"), py::arg("count"),
+      py::arg("flat"), py::arg("offsets"), py::arg("params"),
+      "A torch.distributed.GradBucket; without parameters it is one gradient.");
+}
+
+}  // namespace smp::bindings

@@ -1,0 +1,8 @@
+"""Saving and loading: single files, and checkpoints of whole jobs that load on any layout."""
+
+from smp.checkpoint.files import load, save
+from smp.checkpoint.handle import SaveHandle
+from smp.checkpoint.loading import resume_from_checkpoint
+from smp.checkpoint.saving import save_checkpoint
+
+__all__ = ["SaveHandle", "load", "resume_from_checkpoint", "save", "save_checkpoint"]

@@ -1,0 +1,210 @@
+"""Writes the model of a checkpoint folder as Hugging Face's safetensors, without a job."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint import safetensors_stream
+from smp.checkpoint.archive import Deferred
+from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.reader import FolderReader
+from smp.nn.huggingface import installed
+from smp.nn.huggingface.register import FAMILIES
+
+State = dict[str, torch.Tensor]
+Translate = Callable[..., dict[str, Any]]
+
+_PREFIX = "model/"
+_HEADS = frozenset((*installed.HEADS, "decoder"))
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+# Dtypes that no weight has tell, in a dry run, whose result a tensor is.
+_MINE, _OTHERS = torch.int8, torch.uint8
+
+
+def export(
+    source: Path,
+    target: Path,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    translate: Sequence[Translate] | None = None,
+) -> list[Path]:
+    """Writes the entries ``model/...`` of a checkpoint to the folder ``target``.
+
+    Memory: one tensor, or where names are translated the tensors of one layer.
+
+    Args:
+        max_shard_bytes: tensors of a file; a single tensor may be larger.
+        dtype: of floating-point tensors; None: as they were saved.
+        translate: from names of distributed modules to those of Hugging Face; None: those of the
+            families that the manifest names.
+    Returns:
+        All files.
+    Raises:
+        FileExistsError: if the folder has safetensors files already.
+        ValueError: if there is no model, or a family is unknown.
+    """
+    if target.is_dir() and any(target.glob("*.safetensors*")):
+        raise FileExistsError(f"{target} has safetensors files already; give another folder")
+    with FolderReader(source) as reader:
+        names = [n for n in reader.manifest.entries if n.startswith(_PREFIX)]
+        if not names:
+            raise ValueError(f"{source} has no entries {_PREFIX}...: no model was saved")
+        chosen = translators_of(reader.manifest) if translate is None else translate
+        results = _Translation(reader, names, chosen).results()
+        tensors = {r.name: r.deferred(dtype) for r in results}
+        target.mkdir(parents=True, exist_ok=True)
+        return safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
+
+
+def translators_of(manifest: Manifest) -> list[Translate]:
+    """What gives tensors the names of Hugging Face.
+
+    ``values["registrations"]`` lists, for each class that was replaced by a distributed one, the
+    family and the name of the class: ``[["gpt2", "GPT2LMHeadModel"]]``.
+
+    Raises:
+        ValueError: naming a pair that no family of this release has.
+    """
+    pairs = manifest.values.get("registrations", [])
+    return [translator(family, module_cls) for family, module_cls in pairs]
+
+
+def translator(family: str, module_cls: str) -> Translate:
+    """From the names of distributed modules to those of a family, where a class was replaced."""
+    for known in FAMILIES:
+        for kind, name in known.classes.items():
+            if known.names.family == family and name == module_cls:
+                return known.translators(kind)[0]
+    raise ValueError(
+        f"no translation for {module_cls} of the family {family}; there are "
+        f"{', '.join(known.names.family for known in FAMILIES)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A tensor to write, and how to make it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    def deferred(self, dtype: torch.dtype | None) -> Deferred:
+        if dtype is None or not self.dtype.is_floating_point:
+            return Deferred(self.shape, self.dtype, self.make)
+        return Deferred(self.shape, dtype, lambda: self.make().to(dtype))
+
+
+class _Translation:
+    """Translates group by group: a group is real, and the rest of the model without memory.
+
+    Translators join and transpose within a layer only, so the tensors of one layer are a group,
+    and those outside of layers are another.
+    """
+
+    def __init__(
+        self, reader: FolderReader, names: Sequence[str], translate: Sequence[Translate]
+    ) -> None:
+        self._reader = reader
+        self._translate = translate
+        self._entries = {n.removeprefix(_PREFIX): reader.entry(n) for n in names}
+        self._made: tuple[str, State] = ("", {})
+        # Without translation every tensor is by itself.
+        self._group = _group_of_layer if translate else _itself
+
+    def results(self) -> Iterator[_Result]:
+        whole = self._run(self._meta)
+        for name in second_names(whole):
+            del whole[name]
+        for group in self._groups():
+            for name in self._results_of(group):
+                if name in whole:
+                    result = whole[name]
+                    make = self._maker(group, name)
+                    yield _Result(name, tuple(result.shape), result.dtype, make)
+        for name, extra in whole.items():
+            if not extra.is_meta:  # buffers that follow from sizes
+                yield _Result(
+                    name, tuple(extra.shape), extra.dtype, functools.partial(_itself, extra)
+                )
+
+    def _groups(self) -> list[str]:
+        return list(dict.fromkeys(self._group(name) for name in self._entries))
+
+    def _run(self, make: Callable[[str], torch.Tensor]) -> State:
+        state: dict[str, Any] = {name: make(name) for name in self._entries}
+        for translate in self._translate:
+            state = translate(state)
+        return state
+
+    def _results_of(self, group: str) -> list[str]:
+        """Names of results that are made of the tensors of a group."""
+
+        def make(name: str) -> torch.Tensor:
+            dtype = _MINE if self._group(name) == group else _OTHERS
+            return torch.empty(self._entries[name].shape, dtype=dtype, device="meta")
+
+        results = self._run(make)
+        return [name for name, t in results.items() if t.is_meta and t.dtype == _MINE]
+
+    def _maker(self, group: str, name: str) -> Callable[[], torch.Tensor]:
+        def make() -> torch.Tensor:
+            if self._made[0] != group or name not in self._made[1]:
+                self._made = ("", {})  # frees before it allocates
+                wanted = set(self._results_of(group))
+                results = self._run(
+                    lambda n: self._real(n) if self._group(n) == group else self._meta(n)
+                )
+                self._made = (group, {n: t for n, t in results.items() if n in wanted})
+            return self._made[1].pop(name)
+
+        return make
+
+    def _real(self, name: str) -> torch.Tensor:
+        return self._reader.read(_PREFIX + name)
+
+    def _meta(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+
+
+def _group_of_layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else ""
+
+
+def second_names(state: State) -> list[str]:
+    """Heads that are the very table of the embedding: files of Hugging Face leave them out."""
+    first: dict[int, str] = {}
+    for name, tensor in sorted(state.items(), key=lambda item: _is_head(item[0])):
+        first.setdefault(id(tensor), name)
+    return [name for name, tensor in state.items() if first[id(tensor)] != name]
+
+
+def _is_head(name: str) -> bool:
+    return any(module in _HEADS for module in name.split("."))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """``"5GB"``, ``"512MB"``, ``"1000"``: a number of bytes.
+
+    Raises:
+        ValueError: if it is no size.
+    """
+    match = re.fullmatch(r"(\d+)\s*(K|M|G|T|)B?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size; write 5GB or 500MB")
+    thousands: int = 1000 ** ("", "K", "M", "G", "T").index(match[2].upper())
+    return int(match[1]) * thousands

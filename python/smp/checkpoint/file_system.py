@@ -1,0 +1,77 @@
+"""Renames and writes that survive a crash. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems have no fsync of folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, write: bytes | Callable[[BinaryIO], object], unique: str) -> None:
+    """Writes ``path`` so that a crash leaves the previous file whole, or the new one.
+
+    Args:
+        write: the content, or what writes it.
+        unique: of this writer: part of the temporary name.
+    """
+    temporary = path.with_name(f".{path.name}.writing-{unique}")
+    try:
+        with open(temporary, "wb") as file:
+            if isinstance(write, bytes):
+                file.write(write)
+            else:
+                write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Lets two names change places in one step; False if the file system cannot.
+
+    Source: renameat2(2), RENAME_EXCHANGE.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def delete(path: Path) -> None:
+    """Deletes a file or folder that may be gone, or be deleted by another at the same time."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)  # says why
+    else:
+        path.unlink(missing_ok=True)

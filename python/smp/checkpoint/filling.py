@@ -1,0 +1,330 @@
+"""Puts what a partial checkpoint holds into a model and an optimizer, whatever their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C, runtime
+from smp.checkpoint.entries import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    Held,
+    ModelState,
+    Updated,
+    model_state,
+    names_of_tied,
+    own_state_keys,
+    updated_by,
+)
+from smp.checkpoint.manifest import Manifest, Part
+from smp.checkpoint.reader import FolderReader
+from smp.checkpoint.values import decode
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+
+
+@dataclass
+class Source:
+    """A manifest, asked by names that the job has now.
+
+    Attributes:
+        manifest: of the folder.
+        rename: from names of the job to stored ones.
+    """
+
+    manifest: Manifest
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Source:
+        aliases = manifest.values.get("aliases", {})
+        return cls(manifest, aliases if isinstance(aliases, dict) else {})
+
+    def stored_name(self, names: Iterable[str]) -> str | None:
+        """The name under which one of these was saved, parameters that were tied included."""
+        for name in names:
+            for stored in (name, self.aliases.get(name)):
+                if stored is not None and self.has(stored):
+                    return stored
+        return None
+
+    def has(self, name: str) -> bool:
+        entries = self.manifest.entries
+        return MODEL + name in entries or MASTER + name in entries
+
+    def shape(self, stored: str) -> tuple[int, ...]:
+        entries = self.manifest.entries
+        return (entries.get(MODEL + stored) or entries[MASTER + stored]).shape
+
+    def values_for(self, stored: str, dtype: torch.dtype) -> str:
+        """The entry that values of the model come from.
+
+        The model's own if it has this dtype; else the master, which has more digits.
+        """
+        entries = self.manifest.entries
+        own = entries.get(MODEL + stored)
+        master = MASTER + stored if MASTER + stored in entries else None
+        if own is not None and (master is None or own.dtype == _name_of(dtype)):
+            return MODEL + stored
+        assert master is not None
+        return master
+
+    def master_for(self, stored: str) -> str:
+        """The entry that a master comes from."""
+        has_master = MASTER + stored in self.manifest.entries
+        return (MASTER if has_master else MODEL) + stored
+
+    @property
+    def names(self) -> set[str]:
+        """All that was saved of the model."""
+        prefixes = (MODEL, MASTER)
+        return {
+            name.removeprefix(prefix)
+            for name in self.manifest.entries
+            for prefix in prefixes
+            if name.startswith(prefix)
+        }
+
+
+def fill_model(model: DistributedModel, folder: FolderReader, strict: bool) -> None:
+    """Reads this rank's parts of a partitioned model. Not collective.
+
+    Raises:
+        RuntimeError: names that are missing or not expected, if ``strict``; other shapes.
+    """
+    state, source = model_state(model), Source.of(folder.manifest)
+    stored = _match(model, state, source, strict)
+    with torch.no_grad():
+        for name, held in state.held.items():
+            if name in stored:
+                fill_held(held, stored[name], source, folder)
+    _set_extra_state(model, folder.manifest)
+    sharded = model._engine.sharded
+    if sharded is not None:
+        sharded.after_update()
+
+
+def _match(
+    model: DistributedModel, state: ModelState, source: Source, strict: bool
+) -> dict[str, str]:
+    """Stored names by names of the model."""
+    others = names_of_tied(state.aliases)
+    stored: dict[str, str] = {}
+    missing, wrong = [], []
+    used = set(state.aliases)
+    for name, shape in state.shapes.items():
+        found = source.stored_name([name, *others.get(name, [])])
+        if found is None:
+            missing.append(name)
+            continue
+        used.add(found)
+        stored[name] = found
+        if source.shape(found) != shape:
+            wrong.append(f"'{name}' is {list(source.shape(found))} there and {list(shape)} here")
+    unexpected = sorted(source.names - used)
+    problems = wrong
+    if strict and missing:
+        problems.append(f"the checkpoint has nothing for {_few(missing)}")
+    if strict and unexpected:
+        problems.append(f"the model has nothing for {_few(unexpected)}")
+    if problems:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the checkpoint does not fit {type(model.get_module()).__name__}: "
+            f"{'; '.join(problems)}. Build the model as it was saved (the same modules replaced by "
+            "distributed ones), or load a whole model (partial=False), whose names are translated"
+            + ("" if wrong else ", or pass strict=False to load what fits")
+        )
+    return stored
+
+
+def fill_held(held: Held, stored: str, source: Source, folder: FolderReader) -> None:
+    """Reads the values of a parameter or buffer, and of its master."""
+    values = held.values
+    read_into(folder, source.values_for(stored, values.tensor.dtype), values.part, values.tensor)
+    if held.master is not None:
+        read_into(folder, source.master_for(stored), held.master.part, held.master.tensor)
+
+
+def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> None:
+    """Reads elements into a tensor on any device, of any dtype."""
+    if target.numel() == 0:
+        return
+    direct = (
+        target.device.type == "cpu"
+        and target.is_contiguous()
+        and _name_of(target.dtype) == folder.entry(name).dtype
+    )
+    if direct:
+        folder.read(name, part, target.view(-1))
+    else:
+        target.copy_(folder.read(name, part).view(target.shape))
+
+
+def _set_extra_state(model: DistributedModel, manifest: Manifest) -> None:
+    stored = manifest.values.get("extra_state", {})
+    parts = model._engine.parts
+    assert parts is not None
+    for name, module in parts.named_modules():
+        key = f"{name}._extra_state" if name else "_extra_state"
+        if key in stored and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(decode(stored[key], runtime.current().device))
+
+
+# ---- optimizer -----------------------------------------------------------------------
+
+
+def fill_groups(
+    optimizer: DistributedOptimizer,
+    manifest: Manifest,
+    names: Mapping[int, str],
+    aliases: Mapping[str, str],
+    strict: bool,
+) -> None:
+    """Gives parameter groups the hyperparameters that their parameters had. Not collective.
+
+    Args:
+        optimizer: its groups keep their identity.
+        manifest: of the folder.
+        names: canonical, by ``id`` of the model's parameter.
+        aliases: of the model: further names, and the canonical one.
+        strict: parameters that were not saved, and groups that were cut otherwise, are errors.
+    """
+    stored = manifest.values.get("groups")
+    if stored is None:
+        return
+    canonical = {**manifest.values.get("aliases", {})}
+    group_of = {name: idx for idx, group in enumerate(stored) for name in group["names"]}
+    others = names_of_tied(aliases)
+    everything = {
+        id(u.tensor): u.name for u in updated_by(optimizer.optimizer, names, lambda _: True)
+    }
+    for idx, group in enumerate(optimizer.param_groups):
+        wanted = [everything[id(p)] for p in group["params"]]
+        found: dict[int, str] = {}
+        missing = []
+        for name in wanted:
+            known = [name, *others.get(str(name), [])]
+            known += [canonical[n] for n in known if n in canonical]
+            place = next((group_of[n] for n in known if n in group_of), None)
+            if place is None:
+                missing.append(str(name))
+            else:
+                found.setdefault(place, str(name))
+        options = [stored[place]["options"] for place in found]
+        if strict and (missing or any(option != options[0] for option in options)):
+            reason = (
+                f"has parameters that the saved optimizer had not: {_few(missing)}"
+                if missing
+                else "has parameters of several saved groups with other hyperparameters: "
+                + ", ".join(f"'{name}' of group {place}" for place, name in found.items())
+            )
+            raise RuntimeError(
+                f"{_C.rank_prefix()}parameter group {idx} {reason}; make the optimizer with the "
+                "groups that were saved, or pass strict=False or load_optimizer=False"
+            )
+        if options:
+            device = runtime.current().device
+            group.update({key: decode(value, device) for key, value in options[0].items()})
+
+
+def fill_optimizer(
+    optimizer: DistributedOptimizer, folder: FolderReader, state: ModelState
+) -> None:
+    """Reads this rank's parts of the optimizer's state. Not collective.
+
+    Args:
+        optimizer: of a partitioned model.
+        folder: with the state.
+        state: of the model.
+    """
+    manifest = folder.manifest
+    aliases = manifest.values.get("aliases", {})
+    rests: dict[str, list[str]] = {}
+    for name in manifest.entries:
+        if name.startswith(OPTIMIZER):
+            parameter, _, rest = name.removeprefix(OPTIMIZER).rpartition("/")
+            rests.setdefault(parameter, []).append(rest)
+    numbers = manifest.values.get("state", {})
+    everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
+    others = names_of_tied(state.aliases)
+    with torch.no_grad():
+        for updated in everything:
+            optimizer.state.pop(updated.tensor, None)
+            if not updated.is_local or updated.name is None:
+                continue
+            known = [updated.name, *others.get(updated.name, [])]
+            known += [aliases[name] for name in known if name in aliases]
+            stored = next((n for n in known if n in rests or n in numbers), None)
+            if stored is None or (updated.part.flat_numel == 0 and 0 not in updated.shape):
+                continue
+            entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
+            if entry:
+                optimizer.state[updated.tensor] = entry
+    _place_steps(optimizer.optimizer)
+
+
+def _state_of(
+    updated: Updated,
+    stored: str,
+    rests: list[str],
+    numbers: Mapping[str, Any],
+    folder: FolderReader,
+) -> dict[str, Any]:
+    tensor = updated.tensor
+    entry: dict[str, Any] = {
+        key: decode(value, tensor.device) for key, value in numbers.get(stored, {}).items()
+    }
+    found = own_state_keys(stored, rests, updated)
+    if updated.part != Part.whole(updated.shape):  # of others it is not known how to cut them
+        found = {
+            key: name
+            for key, name in found.items()
+            if "@" in name or folder.entry(name).shape == updated.shape
+        }
+    lost = {rest.partition("@")[0] for rest in rests} - set(found)
+    if lost:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}{_few(sorted(lost))} in the optimizer's state of '{stored}' has "
+            "another shape than the parameter, so it loads only where the parameter is cut as it "
+            "was; resume on the layout that saved it, or with load_optimizer=False"
+        )
+    for key, name in found.items():
+        info = folder.entry(name)
+        dtype = getattr(torch, info.dtype)
+        if info.shape == updated.shape:
+            value = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+            read_into(folder, name, updated.part, value)
+        else:
+            value = folder.read(name).to(tensor.device)
+        entry[key] = value
+    return entry
+
+
+def _place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Puts what was saved by an optimizer with other options where this one expects it."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            entry = optimizer.state.get(tensor, {})
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and key != "step":
+                    entry[key] = value.to(tensor.device)
+            step = entry.get("step")
+            if isinstance(step, Tensor) and (group.get("capturable") or group.get("fused")):
+                entry["step"] = step.to(tensor.device, torch.float32)
+    # What load_state_dict ends with.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} others"

@@ -1,0 +1,326 @@
+"""Generations: how a checkpoint folder gets its name, in one step or not at all. Imports no torch.
+
+Beside the checkpoints of ``path`` lie, while something is written:
+
+* ``.<name>.writing-<generation>``: what becomes ``<name>``; after an exchange what it was before;
+* ``.<name>.old-<generation>``: what ``<name>`` was, where the file system cannot exchange names;
+* ``.<name>.deleted-<generation>``: a checkpoint that is being deleted;
+* ``.generation-<generation>.lock``: locked by the process of the first rank as long as it lives.
+
+Whoever saves next deletes what belongs to generations whose lock nobody holds.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from smp.checkpoint import file_system
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.locks import OwnerLock, take_from_the_dead
+from smp.checkpoint.manifest import FILE_NAME, Manifest, ManifestError
+
+NEWEST = "newest"
+PARTIAL_SUFFIX = "_partial"
+
+_SEE_SECONDS = 5.0  # network file systems show a new folder late
+_LEFT_OVER = re.compile(r"\.(.+)\.(writing|old|deleted)-([\w-]+)\Z")
+_LOCK = re.compile(r"\.generation-([\w-]+)\.lock\Z")
+_GENERATION = re.compile(r"[\w-]+\Z")
+_PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
+
+
+class Generation:
+    """One write of the folder ``<path>/<name>``.
+
+    The first rank begins it, and the others join when it has. Each writes its own files into
+    ``folder`` and then says :meth:`part_done`; when :meth:`parts` of all are there the first rank
+    commits. Nothing here is collective.
+
+    Attributes:
+        folder: temporary, to write into.
+        target: the name that it gets.
+        generation: letters, digits, ``_`` and ``-``; unique among all jobs that save to ``path``.
+    """
+
+    def __init__(self, path: Path, name: str, generation: str, lock: OwnerLock | None) -> None:
+        self.folder = path / f".{name}.writing-{generation}"
+        self.target = path / name
+        self.generation = generation
+        self._lock = lock
+
+    @classmethod
+    def begin(cls, path: Path, name: str, generation: str) -> Generation:
+        """Makes the temporary folder, after deleting what dead generations left. First rank.
+
+        Raises:
+            ValueError: if the name is none for a folder, or the generation is in use.
+        """
+        _check_name(name)
+        if not _GENERATION.match(generation):
+            raise ValueError(f"generation {generation!r} must be of letters, digits, _ and -")
+        path.mkdir(parents=True, exist_ok=True)
+        recover(path)
+        lock = OwnerLock.take(_lock_path(path, generation))
+        if lock is None:
+            raise ValueError(
+                f"generation {generation} of {path} is being written by another process; each "
+                "save needs a number of its own"
+            )
+        lock.sign()
+        result = cls(path, name, generation, lock)
+        try:
+            result.folder.mkdir()
+        except BaseException:
+            lock.release(delete=True)
+            raise
+        return result
+
+    @classmethod
+    def join(cls, path: Path, name: str, generation: str) -> Generation:
+        """The generation that the first rank has begun. Every other rank.
+
+        Raises:
+            FileNotFoundError: if this host does not see the folder within seconds.
+        """
+        result = cls(path, name, generation, None)
+        deadline = time.monotonic() + _SEE_SECONDS
+        while not result.folder.is_dir():
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(
+                    f"host {socket.gethostname()} does not see {result.folder}, which the first "
+                    f"rank made: {path} must be a folder that all hosts share"
+                )
+            time.sleep(0.05)
+        return result
+
+    def part_done(self, rank: int, part: dict[str, Any]) -> None:
+        """Says that all files of ``rank`` are written and synchronised.
+
+        Args:
+            part: JSON; what the first rank needs for the manifest, ``Piece.to_json()``.
+        """
+        self._say(f"part_{rank}.json", part)
+
+    def part_failed(self, rank: int, reason: str) -> None:
+        """Says that ``rank`` cannot write its files; read by :meth:`failures`."""
+        self._say(f"failed_{rank}.json", {"reason": reason})
+
+    def parts(self, size: int) -> list[dict[str, Any]] | None:
+        """What ranks ``0`` to ``size - 1`` gave to :meth:`part_done`; None: not all are there."""
+        paths = [self.folder / f"part_{rank}.json" for rank in range(size)]
+        names = {p.name for p in self.folder.iterdir()}
+        if not all(p.name in names for p in paths):
+            return None
+        return [manifests.unseal(p.read_bytes(), str(p))["part"] for p in paths]
+
+    def failures(self) -> dict[int, str]:
+        """Ranks that said :meth:`part_failed`, and why."""
+        result = {}
+        for path in self.folder.glob("failed_*.json"):
+            if match := _PART.match(path.name):
+                content = manifests.unseal(path.read_bytes(), str(path))
+                result[int(match[2])] = str(content["part"]["reason"])
+        return dict(sorted(result.items()))
+
+    def commit(
+        self, manifest: Manifest | None, keep: int | None = None, name_newest: bool = True
+    ) -> None:
+        """Gives the folder its name, and makes it the newest. First rank.
+
+        Args:
+            manifest: written last; None for a folder without, such as one of Hugging Face's.
+            keep: at most so many partial checkpoints stay, this one included; the others are
+                deleted, oldest first. None: all stay.
+            name_newest: write its name into ``newest``.
+        Raises:
+            ManifestError: if a file of the manifest is missing or has another size.
+        """
+        if self._lock is None:
+            raise ValueError("only the rank that began a generation can commit it")
+        path = self.target.parent
+        for file in list(self.folder.iterdir()):
+            if _PART.match(file.name):
+                file.unlink()
+        if manifest is not None:
+            _check_files(self.folder, manifest)
+            file_system.write_file(
+                self.folder / FILE_NAME, manifest.to_text(), unique=self.generation
+            )
+        file_system.sync_folder(self.folder)
+        replaced = self._rename()
+        file_system.sync_folder(path)
+        if name_newest:
+            file_system.write_file(path / NEWEST, self.target.name.encode(), unique=self.generation)
+        if replaced is not None:
+            file_system.delete(replaced)
+        if keep is not None:
+            self._retain(keep)
+        self._lock.release(delete=True)
+        self._lock = None
+
+    def abandon(self) -> None:
+        """Deletes what was written, unless it was committed. Does nothing on ranks that joined."""
+        if self._lock is not None:
+            file_system.delete(self.folder)
+            self._lock.release(delete=True)
+            self._lock = None
+
+    def committed(self) -> bool | None:
+        """Whether the first rank has committed a manifest; None: it has not decided yet."""
+        for is_last_look in (not self.folder.is_dir(), True):
+            try:
+                if manifests.generation_of(self.target) == self.generation:
+                    return True
+            except FileNotFoundError:
+                pass
+            if is_last_look:
+                break
+        return None if self.folder.is_dir() else False
+
+    def is_over(self) -> bool:
+        """Whether the first rank is done with it, well or not; `newest` is written then."""
+        return not _lock_path(self.target.parent, self.generation).exists()
+
+    def _say(self, name: str, part: dict[str, Any]) -> None:
+        text = manifests.seal(f'{{"part":{manifests.dumps(part, name)}')
+        file_system.write_file(self.folder / name, text, unique=self.generation)
+
+    def _rename(self) -> Path | None:
+        """Returns the folder that has the place of the target until it is deleted."""
+        if not self.target.exists():
+            self.folder.rename(self.target)
+            return None
+        if file_system.exchange(self.folder, self.target):
+            return self.folder
+        aside = self.target.with_name(f".{self.target.name}.old-{self.generation}")
+        self.target.rename(aside)
+        try:
+            self.folder.rename(self.target)
+        except BaseException:
+            aside.rename(self.target)
+            raise
+        return aside
+
+    def _retain(self, keep: int) -> None:
+        others = [p for p in partial_checkpoints(self.target.parent) if p != self.target]
+        for folder in others[: max(0, len(others) - max(0, keep - 1))]:
+            # Not deleted in place: half a checkpoint would still have its manifest.
+            aside = folder.with_name(f".{folder.name}.deleted-{self.generation}")
+            folder.rename(aside)
+            file_system.delete(aside)
+
+
+def recover(path: Path) -> None:
+    """Deletes what dead generations left in ``path``; brings back what one had put aside."""
+    found: dict[str, list[tuple[Path, str, str]]] = {}
+    for entry in list(path.iterdir()):
+        if match := _LOCK.match(entry.name):
+            found.setdefault(match[1], [])
+        elif match := _LEFT_OVER.match(entry.name):
+            found.setdefault(match[3], []).append((entry, match[1], match[2]))
+    for generation, left in found.items():
+        writing = [entry for entry, _, kind in left if kind == "writing" and entry.is_dir()]
+        lock = take_from_the_dead(_lock_path(path, generation), writing)
+        if lock is None:
+            continue
+        for entry, name, kind in left:
+            target = path / name
+            if kind == "old" and not target.exists():
+                entry.rename(target)
+            else:
+                file_system.delete(entry)
+        lock.release(delete=True)
+
+
+def partial_checkpoints(path: Path) -> list[Path]:
+    """Complete folders ``<tag>_partial`` in ``path``, oldest first (by their manifests' time)."""
+    found = []
+    for folder in path.glob(f"*{PARTIAL_SUFFIX}"):
+        try:
+            time_ns = (folder / FILE_NAME).stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not folder.name.startswith("."):
+            found.append((time_ns, folder.name, folder))
+    return [folder for _, _, folder in sorted(found)]
+
+
+def find(path: Path, tag: str | None, partial: bool = True) -> Path:
+    """The checkpoint ``tag`` in ``path``, or the newest.
+
+    Args:
+        tag: with or without ``_partial``; None reads ``newest``.
+        partial: a folder ``<tag>_partial`` with a manifest; else a file or folder ``<tag>``.
+    Raises:
+        FileNotFoundError: if there is none, naming those that there are.
+    """
+    name = newest(path) if tag is None else tag
+    _check_name(name)
+    if not partial:
+        if (path / name).exists() and not (path / name / FILE_NAME).exists():
+            return path / name
+        raise _not_found(path, tag, name, "full")
+    for candidate in (name + PARTIAL_SUFFIX, name):
+        aside = sorted(path.glob(f".{_glob_escape(candidate)}.old-*"))
+        for folder in (path / candidate, *aside):
+            if (folder / FILE_NAME).is_file():
+                return folder
+    raise _not_found(path, tag, name, "partial")
+
+
+def newest(path: Path) -> str:
+    """The name that the file ``newest`` holds.
+
+    Raises:
+        FileNotFoundError: if nothing has been saved in ``path``.
+    """
+    try:
+        text = (path / NEWEST).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} has no file '{NEWEST}': no checkpoint has been saved there"
+        ) from None
+    try:
+        _check_name(text)
+    except ValueError as error:
+        raise ManifestError(f"{path / NEWEST}: {error}") from None
+    return text
+
+
+def _not_found(path: Path, tag: str | None, name: str, kind: str) -> FileNotFoundError:
+    there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    there = [n for n in there if not n.startswith(".") and n != NEWEST]
+    asked = f"'{NEWEST}' in {path} names '{name}', but" if tag is None else f"{path}:"
+    return FileNotFoundError(
+        f"{asked} there is no complete {kind} checkpoint '{name}'; there are: "
+        f"{', '.join(there) or 'none'}"
+    )
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.num_bytes:
+            came = "is missing" if size is None else f"has {size}"
+            raise ManifestError(f"{path} {came}, but {record.num_bytes} bytes were written")
+
+
+def _check_name(name: str) -> None:
+    if not re.match(r"[^./\\\0\n][^/\\\0\n]*\Z", name) or name == NEWEST:
+        raise ValueError(
+            f"{name!r} cannot be the tag of a checkpoint: give a plain name without '/' and "
+            f"leading '.', and not '{NEWEST}'"
+        )
+
+
+def _lock_path(path: Path, generation: str) -> Path:
+    return path / f".generation-{generation}.lock"
+
+
+def _glob_escape(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)

@@ -1,0 +1,70 @@
+"""A save that goes on in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class SaveHandle:
+    """What :func:`smp.save_checkpoint` returns with ``blocking=False``.
+
+    Args:
+        work: writes and commits; is given a function that takes the number of bytes so far.
+        total_bytes: that this rank writes.
+        on_waited: called once when somebody has waited for the end.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Callable[[int], None]], None],
+        total_bytes: int,
+        on_waited: Callable[[], None],
+    ) -> None:
+        self._work = work
+        self._total_bytes = total_bytes
+        self._written = 0
+        self._error: BaseException | None = None
+        self._on_waited = on_waited
+        self._has_waited = False
+        # Not in the way of the end of the process; smp.shutdown waits for it.
+        self._thread = threading.Thread(target=self._run, name="smp-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._note)
+        except BaseException as error:
+            self._error = error
+
+    def _note(self, num_bytes: int) -> None:
+        self._written = num_bytes
+
+    def done(self) -> bool:
+        """Has it ended, well or not?"""
+        return not self._thread.is_alive()
+
+    def progress(self) -> float:
+        """Share of this rank's bytes that are written, in [0, 1]; 1 does not mean committed."""
+        return min(1.0, self._written / self._total_bytes) if self._total_bytes else 1.0
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint has its name.
+
+        Raises:
+            TimeoutError: it goes on after ``timeout_s``.
+            RuntimeError: some rank could not write its part; there is no checkpoint then.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint is not complete after {timeout_s} s")
+        if not self._has_waited:
+            self._has_waited = True
+            self._on_waited()
+        if self._error is not None:
+            raise RuntimeError(f"saving in the background failed: {self._error}") from self._error
+
+    def finish(self) -> None:
+        """Waits, unless somebody has; raises as :meth:`wait`."""
+        if not self._has_waited:
+            self.wait()

@@ -1,0 +1,163 @@
+"""Files of whole models: PyTorch's and safetensors, single and sharded with an index, as Hugging
+Face names them. Tensors are mapped, so that only what is used is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.checkpoint import safetensors_stream
+
+SAFETENSORS = ".safetensors"
+INDEX = ".index.json"
+#: What Hugging Face calls weights, best first.
+NAMES = ("pytorch_model.bin", "model.safetensors")
+
+_DTYPES = {name: dtype for dtype, name in safetensors_stream.NAMES.items()}
+_PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
+
+
+def find_weights(path: Path, tag: str | None) -> Path:
+    """The file, or index, with a whole model.
+
+    Args:
+        path: folder.
+        tag: name of a file or folder in it; None: the folder is one of Hugging Face's. Where the
+            name of Hugging Face's older files is asked for, newer ones do.
+
+    Raises:
+        FileNotFoundError: names what was looked for and what is there.
+    """
+    folder, wanted = path, list(NAMES)
+    if tag is not None and (path / tag).is_dir():
+        folder = path / tag
+    elif tag is not None:
+        wanted = [tag] if tag not in NAMES else [tag, *(name for name in NAMES if name != tag)]
+    candidates = [name + end for name in wanted for end in ("", INDEX)]
+    for name in candidates:
+        if (folder / name).is_file():
+            return folder / name
+    there = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+    raise FileNotFoundError(
+        f"{_C.rank_prefix()}{folder} has none of {candidates}; there are: "
+        f"{', '.join(there) or 'no files'}"
+    )
+
+
+def open_weights(path: Path) -> dict[str, Any]:
+    """The state dict in a file, or in the files of an index; tensors are on the CPU.
+
+    Raises:
+        ValueError: the file is malformed, or holds objects that are not loaded as data.
+    """
+    if path.name.endswith(INDEX):
+        return _open_index(path)
+    if _is_safetensors(path):
+        return dict(read_safetensors(path))
+    return _open_torch(path)
+
+
+def _open_index(path: Path) -> dict[str, Any]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        if not all(isinstance(name, str) and _PLAIN_NAME.match(name) for name in files):
+            raise ValueError("weight_map names files that are not in this folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_C.rank_prefix()}{path} is no index of weights: {error}") from None
+    state: dict[str, Any] = {}
+    for name in files:
+        held = open_weights(path.with_name(name))
+        state |= {key: value for key, value in held.items() if weight_map.get(key) == name}
+    missing = sorted(set(weight_map) - set(state))
+    if missing:
+        raise ValueError(
+            f"{_C.rank_prefix()}{path} names {len(missing)} tensors, '{missing[0]}' for one, that "
+            "are not in the files that it gives for them"
+        )
+    return state
+
+
+def _open_torch(path: Path) -> dict[str, Any]:
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{_C.rank_prefix()}{path} holds objects other than tensors ({error}), and loading "
+            "these can run code; save the state_dict() of the model alone"
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ValueError(
+            f"{_C.rank_prefix()}{path} holds a {type(state).__name__}, not the state dict of a "
+            "model"
+        )
+    return dict(state)
+
+
+# ---- safetensors ---------------------------------------------------------------------
+
+
+def _is_safetensors(path: Path) -> bool:
+    if path.name.endswith(SAFETENSORS):
+        return True
+    with open(path, "rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a file, mapped.
+
+    Raises:
+        ValueError: the file is malformed.
+
+    Source: the format as documented by Hugging Face: 8 bytes with the size of the header, the
+    header in JSON, the data.
+    """
+    try:
+        with open(path, "rb") as file:
+            # Private: torch wants memory that it may write to, and nobody else sees it.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = int.from_bytes(memory[:8], "little")
+        if 8 + size > len(memory):
+            raise ValueError(f"a header of {size} bytes in a file of {len(memory)}")
+        header = json.loads(memory[8 : 8 + size])
+        header.pop("__metadata__", None)
+        return {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_C.rank_prefix()}{path} is no safetensors file: {error}") from None
+
+
+def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[info["dtype"]], [int(size) for size in info["shape"]]
+    begin, end = info["data_offsets"]
+    numel = math.prod(shape)
+    if not 0 <= begin <= end <= len(memory) - start or end - begin != numel * dtype.itemsize:
+        raise ValueError(f"bytes [{begin}, {end}) for {info['dtype']} {shape}")
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + begin).view(shape)
+
+
+def write_config(path: Path, tag: str, module: torch.nn.Module) -> None:
+    """Puts a model's configuration beside weights that Hugging Face is to find.
+
+    Nothing is written where there is one, and for models without.
+    """
+    config: Any = getattr(module, "config", None)
+    if tag in NAMES and hasattr(config, "to_json_file") and not (path / "config.json").exists():
+        config.to_json_file(path / "config.json")

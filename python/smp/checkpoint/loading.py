@@ -1,0 +1,243 @@
+"""``smp.resume_from_checkpoint``: goes on from a checkpoint, on this layout or on another one."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp import runtime
+from smp.checkpoint import folder as folders
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint import random_states
+from smp.checkpoint import user_content as user_contents
+from smp.checkpoint.entries import ModelState, canonical_names, model_state
+from smp.checkpoint.filling import fill_groups, fill_model, fill_optimizer
+from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
+from smp.checkpoint.reader import FolderReader
+from smp.checkpoint.roll_call import agree, roll_call
+from smp.checkpoint.whole_files import WholeModel, read_user_content
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+
+WHAT = "smp.resume_from_checkpoint"
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    *,
+    load_optimizer_states: bool | None = None,
+    unsafe_user_content: bool = False,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+) -> Any:
+    """Loads what :func:`smp.save_checkpoint` wrote into the model and optimizer that are wrapped.
+
+    Collective over all ranks, with equal arguments. Each rank reads the bytes that it holds, of
+    whatever layout the checkpoint is. What is not there yet is waited for: weights and the state
+    of the optimizer are read when the model is partitioned, and the latter not before there is an
+    optimizer. Random states are restored on an equal layout, and seeded anew on another one, with
+    a warning. A model that is not partitioned takes over the partition of the checkpoint if that
+    has as many pipeline ranks.
+
+    Args:
+        path: folder that was given to :func:`smp.save_checkpoint`; with ``partial=False`` also one
+            of Hugging Face's.
+        tag: of the checkpoint; None: the newest, or with ``partial=False`` the weights in ``path``.
+        partial: False: only the model, from a file of :func:`smp.save_checkpoint`, a state dict of
+            ``torch.save``, or weights of Hugging Face in one file or with an index.
+        strict: names that are missing or left over are errors.
+        load_optimizer: False: the model alone; random states stay as they are, too.
+        load_sharded_optimizer_state: False: with sharded data parallelism masters and loss scale
+            alone.
+        translate_function: of the state dict of a whole model, to the names that it has now.
+            Supported models of Hugging Face need none.
+        load_optimizer_states: older name of ``load_optimizer``.
+        unsafe_user_content: load objects of any class, which may run code of the file.
+        model, optimizer: which ones, where several are wrapped.
+
+    Returns:
+        the user content; ``{}`` where none was saved.
+
+    Raises:
+        FileNotFoundError: no such checkpoint; names those that there are.
+        RuntimeError: it does not fit the model; raised at once, or where the model is partitioned.
+        ValueError: arguments that cannot be, or differ between ranks; objects in the user content
+            that are not data.
+        PeerFailure: not all ranks have called it.
+    """
+    if load_optimizer_states is not None:
+        load_optimizer = load_optimizer_states
+    current = runtime.current()
+    error: BaseException | None = None
+    try:
+        model = _model(current, model)
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    call = {
+        "path": os.fspath(path),
+        "tag": tag,
+        "partial": partial,
+        "strict": strict,
+        "load_optimizer": load_optimizer,
+        "load_sharded_optimizer_state": load_sharded_optimizer_state,
+        "error": None if error is None else str(error),
+    }
+    snippet = f"user_content = smp.resume_from_checkpoint(path, tag={tag!r}, partial={partial})"
+    roll_call(WHAT, call, snippet)
+    assert isinstance(model, DistributedModel)
+    if not partial:
+        return _resume_whole(
+            model, Path(path), tag, strict, translate_function, unsafe_user_content
+        )
+    wants_state = load_optimizer and (
+        load_sharded_optimizer_state or current.config.sharded_data_parallel_degree == 1
+    )
+    resumption = _Resumption(strict, load_optimizer, wants_state)
+    content = None
+    try:
+        content = resumption.open(Path(path), tag, unsafe_user_content)
+    except Exception as caught:
+        error = caught
+    agree(WHAT, error)
+    resumption.begin(model, optimizer)
+    return content
+
+
+def _model(current: runtime.Runtime, given: DistributedModel | None) -> DistributedModel:
+    model = current.model if given is None else given
+    if not isinstance(model, DistributedModel):
+        raise ValueError("wrap the model in smp.DistributedModel first")
+    return model
+
+
+def _resume_whole(
+    model: DistributedModel,
+    path: Path,
+    tag: str | None,
+    strict: bool,
+    translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+    unsafe: bool,
+) -> Any:
+    error: BaseException | None = None
+    content, whole = None, WholeModel(strict, translate)
+    try:
+        whole.open(path, tag)
+        content = read_user_content(path, tag, unsafe)
+    except Exception as caught:
+        error = caught
+    agree(WHAT, error)
+    when_partitioned(model, whole.fill)
+    return content
+
+
+def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel], None]) -> None:
+    """Fills a model as soon as it has its parts, before hooks of users. Collective."""
+
+    def run(partitioned: DistributedModel) -> None:
+        error: BaseException | None = None
+        try:
+            fill(partitioned)
+        except Exception as caught:
+            error = caught
+        agree(WHAT, error)
+
+    if model.partitioned:
+        run(model)
+        return
+    handle = model.register_post_partition_hook(lambda partitioned, _: run(partitioned))
+    model._post_partition_hooks.move_to_end(handle.id, last=False)
+
+
+@dataclass
+class _Resumption:
+    """One call for a partial checkpoint, until all of it is loaded."""
+
+    strict: bool
+    wants_optimizer: bool  # hyperparameters, loss scale, random states
+    wants_state: bool  # of the optimizer
+
+    def open(self, path: Path, tag: str | None, unsafe: bool) -> Any:
+        """Reads the manifest and returns the user content. Not collective."""
+        self.folder = folders.find(path, tag)
+        self.manifest: Manifest = manifests.read(self.folder)
+        told = self.manifest.values.get("user_content", {})
+        content = user_contents.read(self.folder / USER_CONTENT_FILE, unsafe)
+        for key in told.get("added", ()):
+            del content[key]
+        return content
+
+    def begin(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> None:
+        """Loads what can be loaded now, and sees to the rest. Collective."""
+        current, has = runtime.current(), self.manifest.values["has"]
+        self._model = weakref.ref(model)
+        if self.wants_optimizer:
+            self._restore_random_states(current)
+        if has["model"]:
+            if not model.partitioned:
+                self._take_over_partition(current, model)
+            when_partitioned(model, self._fill_model)
+        if not (has["optimizer"] and self.wants_optimizer):
+            return
+        found = optimizer if optimizer is not None else model._optimizer()
+        if found is not None:
+            self._meet(found)
+        else:
+            current.on_next_optimizer(self._meet)
+
+    def _fill_model(self, model: DistributedModel) -> None:
+        with FolderReader(self.folder, self.manifest) as reader:
+            fill_model(model, reader, self.strict)
+
+    def _meet(self, optimizer: Any) -> None:
+        """There is an optimizer: hyperparameters at once, its state with the partition."""
+        model = self._model()
+        if model is None:
+            return
+        scaler = self.manifest.values.get("loss_scaler")
+        if scaler is not None and runtime.current().config.fp16:
+            optimizer.loss_scaler.load_state_dict(scaler)
+        if not self.wants_state:
+            return
+        names, aliases = canonical_names(model.get_module())
+        fill_groups(optimizer, self.manifest, names, aliases, self.strict)
+        known = weakref.ref(optimizer)
+
+        def fill(partitioned: DistributedModel) -> None:
+            last = known()
+            if last is not None:
+                self._fill_optimizer(last, model_state(partitioned))
+
+        when_partitioned(model, fill)
+
+    def _fill_optimizer(self, optimizer: DistributedOptimizer, state: ModelState) -> None:
+        with FolderReader(self.folder, self.manifest) as reader:
+            fill_optimizer(optimizer, reader, state)
+
+    def _take_over_partition(self, current: runtime.Runtime, model: DistributedModel) -> None:
+        told = self.manifest.values.get("partition")
+        is_equal = self.manifest.layout.sizes["pp"] == current.sizes["pp"] > 1
+        if told is not None and is_equal and current.config.partition_file is None:
+            model._engine.follow_partition(self.folder / PARTITION_FILE, told["chunks"])
+
+    def _restore_random_states(self, current: runtime.Runtime) -> None:
+        steps = self.manifest.values["steps"]
+        current.num_steps, current.num_begun = steps["done"], steps["begun"]
+        path = self.folder / f"rng_{current.global_rank}.pt"
+        # A folder that was written anew without a job has none.
+        if self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files:
+            random_states.restore(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            random_states.seed_anew(self.manifest.values["seed"], steps["begun"])

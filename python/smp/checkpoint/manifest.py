@@ -1,0 +1,476 @@
+"""What a checkpoint folder holds: ``manifest.json``, format 1. Imports no torch.
+
+The text is JSON, one file or entry a line, and ends with the CRC-32 of all of it before that key.
+Reading is strict: what is malformed, unknown or out of the bounds of a file is an error that
+names the file and the key. Nothing in a manifest is ever run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smp.checkpoint.json_reader import Malformed, Node
+
+FORMAT = 1
+FILE_NAME = "manifest.json"
+
+#: Bytes of one element, by the name of the dtype.
+ITEM_BYTES: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+_MAX_NUMEL = 2**60
+_TAIL = re.compile(rb',\n"crc32":"([0-9a-f]{8})"}\n\Z')
+_PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
+
+
+class ManifestError(ValueError):
+    """A manifest that is damaged, of another version, or contradicts itself."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and checksums of one file: CRC-32 (that of zip) of each ``chunk_bytes`` bytes."""
+
+    num_bytes: int
+    chunk_bytes: int
+    crc32: tuple[int, ...]
+
+
+def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
+    """The record of a file that is there; reads it once."""
+    num_bytes = 0
+    crcs = []
+    with open(path, "rb") as file:
+        while chunk := file.read(chunk_bytes):
+            num_bytes += len(chunk)
+            crcs.append(zlib.crc32(chunk))
+    return FileRecord(num_bytes, chunk_bytes, tuple(crcs))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a tensor that one rank holds.
+
+    Of the tensor, seen with sizes ``view``, the slice ``[begin, end)`` of ``dim`` (which has
+    ``extent`` indices; -1: of the flattened tensor); of that slice, flattened row-major, the
+    elements ``[flat_begin, flat_begin + flat_numel)``.
+
+    Attributes:
+        view: None for the entry's own sizes; others, of equal numel, where rows are grouped
+            (query, key and value in one matrix, each cut alike: ``(3, n, k)`` cut at dim 1).
+    """
+
+    dim: int
+    begin: int
+    end: int
+    extent: int
+    flat_begin: int
+    flat_numel: int
+    view: tuple[int, ...] | None = None
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Part:
+        return cls.flat(shape, 0, math.prod(shape))
+
+    @classmethod
+    def flat(cls, shape: Iterable[int], begin: int, numel: int) -> Part:
+        """``numel`` elements of the flattened tensor, from ``begin`` on."""
+        extent = math.prod(shape)
+        return cls(-1, 0, extent, extent, begin, numel)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raises ValueError when it is no part of a tensor of sizes ``shape``."""
+        view = shape if self.view is None else self.view
+        if math.prod(view) != math.prod(shape):
+            raise ValueError(f"seen as {list(view)}, but the tensor is {list(shape)}")
+        if not -1 <= self.dim < len(view):
+            raise ValueError(f"dim {self.dim} of a tensor of sizes {list(view)}")
+        extent = math.prod(view) if self.dim == -1 else view[self.dim]
+        if self.extent != extent or not 0 <= self.begin <= self.end <= extent:
+            raise ValueError(f"[{self.begin}, {self.end}) of {self.extent} where {extent} are")
+        size = self.end - self.begin
+        numel = size if self.dim == -1 else math.prod(view) // max(extent, 1) * size
+        if not 0 <= self.flat_begin <= self.flat_begin + self.flat_numel <= numel:
+            raise ValueError(
+                f"elements [{self.flat_begin}, {self.flat_begin + self.flat_numel}) of {numel}"
+            )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part as it lies in a file: contiguous from byte ``offset`` on."""
+
+    file: str
+    offset: int
+    part: Part
+
+
+@dataclass
+class StoredEntry:
+    """One tensor of the job and where its elements lie; ``dtype`` is torch's name of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: list[Block]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass
+class Piece:
+    """What one rank has written; the manifest is put together from those of all ranks."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    entries: dict[str, StoredEntry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "files": {name: _file_to_json(record) for name, record in self.files.items()},
+            "entries": {name: _entry_to_json(entry) for name, entry in self.entries.items()},
+            "values": self.values,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, source: str) -> Piece:
+        with _errors(source):
+            return _piece(Node(value, ""), strict_files=False)
+
+
+@dataclass
+class Layout:
+    """Of the job that saved: its configuration, and the size of each axis (pp, tp, rdp, ...)."""
+
+    config: dict[str, Any]
+    sizes: dict[str, int]
+
+
+@dataclass
+class Manifest:
+    """All of a checkpoint folder.
+
+    Attributes:
+        generation: the write that made the folder.
+        versions: of smp, torch, Python: for people and for error messages.
+        files: by name in the folder; all there are, without the manifest.
+        entries: by global name, ``model/<name>``, ``master/<name>``, ``optimizer/<name>/<key>``.
+        values: what is not a tensor and is needed on another layout; JSON.
+    """
+
+    generation: str
+    versions: dict[str, str]
+    layout: Layout
+    files: dict[str, FileRecord]
+    entries: dict[str, StoredEntry]
+    values: dict[str, Any]
+
+    @classmethod
+    def assemble(
+        cls,
+        generation: str,
+        versions: Mapping[str, str],
+        layout: Layout,
+        pieces: Iterable[Piece],
+    ) -> Manifest:
+        """The manifest of what all ranks wrote.
+
+        Of values that several pieces have under one key, dictionaries are merged and others must
+        be equal. The blocks of an entry are those of all pieces.
+
+        Raises:
+            ManifestError: if pieces contradict each other, naming the key.
+        """
+        manifest = cls(generation, dict(versions), layout, {}, {}, {})
+        for piece in pieces:
+            for name, record in piece.files.items():
+                if name in manifest.files:
+                    raise ManifestError(f"two ranks wrote the file {name}")
+                manifest.files[name] = record
+            for name, entry in piece.entries.items():
+                _add_entry(manifest.entries, name, entry)
+            _merge_values(manifest.values, piece.values, "values")
+        return manifest
+
+    def to_text(self) -> bytes:
+        """The content of ``manifest.json``."""
+        lines = [
+            f'"format":{FORMAT}',
+            _line("generation", self.generation),
+            _line("versions", self.versions),
+            _line("layout", {"config": self.layout.config, "sizes": self.layout.sizes}),
+            _table("files", ((n, _file_to_json(r)) for n, r in self.files.items())),
+            _table("entries", ((n, _entry_to_json(e)) for n, e in self.entries.items())),
+            _table("values", self.values.items()),
+        ]
+        return seal("{" + ",\n".join(lines))
+
+    @classmethod
+    def from_text(cls, text: bytes, source: str) -> Manifest:
+        """Reads :meth:`to_text`.
+
+        Raises:
+            ManifestError: naming ``source`` and the key.
+        """
+        root = Node(unseal(text, source), "")
+        with _errors(source):
+            number = root["format"].integer()
+            if number != FORMAT:
+                raise ManifestError(
+                    f"{source}: format {number}, this smp reads {FORMAT}; it was written by "
+                    f"{_versions_text(root)}: use that release or a later one"
+                )
+            root.only("format", "generation", "versions", "layout", "files", "entries", "values")
+            layout = root["layout"].only("config", "sizes")
+            piece = _piece(root, strict_files=True)
+            return cls(
+                root["generation"].text(),
+                {name: node.text() for name, node in root["versions"].items()},
+                Layout(
+                    layout["config"].mapping(),
+                    {name: node.integer(1) for name, node in layout["sizes"].items()},
+                ),
+                piece.files,
+                piece.entries,
+                piece.values,
+            )
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        FileNotFoundError: if there is none: no complete checkpoint, or one of another library.
+        ManifestError: if it is damaged or of another version.
+    """
+    path = folder / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder} has no {FILE_NAME}: it is no checkpoint of smp, or one that was never "
+            "completed"
+        ) from None
+    return Manifest.from_text(text, str(path))
+
+
+def seal(body: str) -> bytes:
+    """``body``, a JSON object without its closing brace, with its CRC-32 and the brace."""
+    text = body.encode()
+    return text + b',\n"crc32":"%08x"}\n' % zlib.crc32(text)
+
+
+def unseal(text: bytes, source: str) -> Any:
+    """The object that :func:`seal` wrote, without the checksum.
+
+    Raises:
+        ManifestError: if the text is cut off, changed, or no JSON.
+    """
+    match = _TAIL.search(text[-32:])
+    if match is None:
+        raise ManifestError(
+            f"{source}: ends without its checksum ({len(text)} bytes): it was cut off"
+        )
+    body = text[: len(text) - len(match[0])]
+    if zlib.crc32(body) != int(match[1], 16):
+        raise ManifestError(f"{source}: the checksum differs: the text was changed or damaged")
+    try:
+        return json.loads(body + b"}")
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{source}: no JSON: {error}") from None
+
+
+class _errors:
+    """Says of which file a malformed node is."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Malformed):
+            raise ManifestError(f"{self._source}: {error}") from None
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{json.dumps(key)}:{dumps(value, key)}"
+
+
+def _table(key: str, rows: Iterable[tuple[str, Any]]) -> str:
+    text = ",\n".join(f" {json.dumps(name)}:{dumps(row, f'{key}.{name}')}" for name, row in rows)
+    return f"{json.dumps(key)}:{{\n{text}}}" if text else f"{json.dumps(key)}:{{}}"
+
+
+def dumps(value: Any, key: str) -> str:
+    """Compact JSON; an error names ``key``."""
+    try:
+        return json.dumps(value, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"manifest key {key} cannot be written as JSON: {error}") from None
+
+
+def _versions_text(root: Node) -> str:
+    try:
+        return ", ".join(f"{name} {node.text()}" for name, node in root["versions"].items())
+    except Malformed:
+        return "an unknown release"
+
+
+def _file_to_json(record: FileRecord) -> dict[str, Any]:
+    return {
+        "num_bytes": record.num_bytes,
+        "chunk_bytes": record.chunk_bytes,
+        "crc32": list(record.crc32),
+    }
+
+
+def _entry_to_json(entry: StoredEntry) -> dict[str, Any]:
+    return {
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "blocks": [_block_to_json(block, entry.shape) for block in entry.blocks],
+    }
+
+
+def _block_to_json(block: Block, shape: tuple[int, ...]) -> dict[str, Any]:
+    result: dict[str, Any] = {"file": block.file, "offset": block.offset}
+    part = block.part
+    if part == Part.whole(shape):
+        return result
+    result["cut"] = [part.dim, part.begin, part.end, part.extent]
+    result["flat"] = [part.flat_begin, part.flat_numel]
+    if part.view is not None:
+        result["view"] = list(part.view)
+    return result
+
+
+def _piece(root: Node, strict_files: bool) -> Piece:
+    files = {_file_name(node): _file(node) for _, node in root["files"].items()}
+    entries = {
+        name: _entry(node, files if strict_files else None)
+        for name, node in root["entries"].items()
+    }
+    return Piece(files, entries, root["values"].mapping())
+
+
+def _file_name(node: Node) -> str:
+    name = node.key
+    if not _PLAIN_NAME.match(name) or name in (".", "..", FILE_NAME):
+        raise node.malformed("a plain file name in this folder")
+    return name
+
+
+def _file(node: Node) -> FileRecord:
+    node.only("num_bytes", "chunk_bytes", "crc32")
+    num_bytes = node["num_bytes"].integer(0)
+    chunk_bytes = node["chunk_bytes"].integer(1)
+    crcs = node["crc32"].integers(0, 2**32 - 1)
+    if len(crcs) != -(-num_bytes // chunk_bytes):
+        raise node["crc32"].malformed(
+            f"{-(-num_bytes // chunk_bytes)} checksums for {num_bytes} bytes"
+        )
+    return FileRecord(num_bytes, chunk_bytes, crcs)
+
+
+def _entry(node: Node, files: Mapping[str, FileRecord] | None) -> StoredEntry:
+    node.only("dtype", "shape", "blocks")
+    dtype = node["dtype"].text()
+    if dtype not in ITEM_BYTES:
+        raise node["dtype"].malformed(f"a dtype ({', '.join(ITEM_BYTES)})")
+    shape = node["shape"].integers(0, _MAX_NUMEL)
+    if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
+        raise node["shape"].malformed("sizes of at most 2**60 elements")
+    blocks = []
+    for item in node["blocks"].elements():
+        block = _block(item, shape)
+        num_bytes = block.part.flat_numel * ITEM_BYTES[dtype]
+        if files is not None:
+            if block.file not in files:
+                raise item["file"].malformed("a file of this manifest")
+            if block.offset + num_bytes > files[block.file].num_bytes:
+                raise item["offset"].malformed(
+                    f"{num_bytes} bytes inside of {block.file}, which has "
+                    f"{files[block.file].num_bytes}"
+                )
+        blocks.append(block)
+    return StoredEntry(dtype, shape, blocks)
+
+
+def _block(node: Node, shape: tuple[int, ...]) -> Block:
+    node.only("file", "offset", optional=("cut", "flat", "view"))
+    part = Part.whole(shape)
+    if "cut" in node:
+        dim, begin, end, extent = node["cut"].integers(-1, _MAX_NUMEL, length=4)
+        flat_begin, flat_numel = node["flat"].integers(0, _MAX_NUMEL, length=2)
+        view = node["view"].integers(0, _MAX_NUMEL) if "view" in node else None
+        part = Part(dim, begin, end, extent, flat_begin, flat_numel, view)
+        try:
+            part.check(shape)
+        except ValueError as error:
+            raise node.malformed(f"a part of a tensor of sizes {list(shape)} ({error})") from None
+    return Block(node["file"].text(), node["offset"].integer(0), part)
+
+
+def _add_entry(entries: dict[str, StoredEntry], name: str, entry: StoredEntry) -> None:
+    known = entries.get(name)
+    if known is None:
+        entries[name] = StoredEntry(entry.dtype, entry.shape, list(entry.blocks))
+        return
+    if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+        raise ManifestError(
+            f"ranks disagree about {name}: {known.dtype} {list(known.shape)} and {entry.dtype} "
+            f"{list(entry.shape)}"
+        )
+    known.blocks.extend(entry.blocks)
+
+
+def _merge_values(into: dict[str, Any], values: Mapping[str, Any], key: str) -> None:
+    for name, value in values.items():
+        place = f"{key}.{name}"
+        if name not in into:
+            into[name] = copy.deepcopy(value)
+        elif isinstance(value, dict) and isinstance(into[name], dict):
+            _merge_values(into[name], value, place)
+        elif into[name] != value:
+            raise ManifestError(f"ranks disagree about {place}: {into[name]!r} and {value!r}")
+
+
+def generation_of(folder: Path) -> str:
+    """The generation that made a complete folder, from the head of its manifest.
+
+    Raises:
+        FileNotFoundError: if there is no manifest.
+    """
+    try:
+        with open(folder / FILE_NAME, "rb") as file:
+            head = file.read(4096)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(str(error)) from None
+    match = re.search(rb'"generation":"([\w-]+)"', head)
+    return match[1].decode() if match else ""
+
+
+def blocks_of(manifest: Manifest) -> Iterator[tuple[str, StoredEntry, Block]]:
+    """Every block with the name of its entry."""
+    for name, entry in manifest.entries.items():
+        for block in entry.blocks:
+            yield name, entry, block

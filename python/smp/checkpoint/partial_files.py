@@ -1,0 +1,338 @@
+"""Which files a rank writes into a partial checkpoint, and what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C, runtime
+from smp.checkpoint.entries import (
+    Entry,
+    Held,
+    ModelState,
+    Updated,
+    is_elementwise,
+    is_number,
+    state_entry,
+    updated_by,
+)
+from smp.checkpoint.values import encode
+from smp.data_parallel import model_parameter_of
+from smp.data_parallel.shards import shard_of
+from smp.optimizer import DistributedOptimizer
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
+from smp.tensor_parallel.sharding import interval_of
+
+#: Kinds of files, in the order in which they are given to replicas.
+MODEL, OPTIMIZER, FP16_STATES = "model", "optimizer", "fp16_states"
+MODEL_SHARDS = "model_shards"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an entry lies: elements from ``offset`` on of the tensor at ``path``."""
+
+    entry: Entry
+    path: tuple[Any, ...]
+    offset: int = 0
+
+
+@dataclass
+class PlannedFile:
+    """One file: its content, and which entries lie in it."""
+
+    name: str
+    content: dict[str, Any]
+    places: list[Place] = field(default_factory=list)
+
+    def staged(self) -> PlannedFile:
+        """The same with copies of all tensors, in host memory."""
+        copies: dict[int, Tensor] = {}
+        content = _copied(self.content, copies)
+        return PlannedFile(self.name, content, self.places)
+
+
+@dataclass
+class RankState:
+    """What a rank writes: files, and values for the manifest."""
+
+    files: list[PlannedFile] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class _Writers:
+    """Which of the ranks that have the same state write it.
+
+    A file of a kind is written by one replica, each kind by another one if there are several; of
+    what tensor-parallel ranks have alike the first one's counts.
+    """
+
+    def __init__(self) -> None:
+        current = runtime.current()
+        self._num_replicas = current.sizes["rdp"] // current.sizes["shard"]
+        self._replica = current.ranks["rdp"] // current.sizes["shard"]
+        self._tp_rank = current.ranks["tp"]
+        self.is_first_of_shards = current.ranks["shard"] == 0
+
+    def writes(self, kind: str) -> bool:
+        turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]
+        return turn % self._num_replicas == self._replica
+
+    def has_first(self, tensor: Tensor) -> bool:
+        """Is this rank the first of its tensor-parallel group with these values?"""
+        return self._tp_rank == 0 or interval_of(tensor) is not None
+
+
+def file_name(kind: str) -> str:
+    """The documented name of this rank's file of a kind."""
+    current = runtime.current()
+    place = f"{current.ranks['pp']}_{current.ranks['tp']}"
+    is_sharded = current.config.sharded_data_parallel_degree > 1
+    if kind != MODEL and current.sizes["shard"] > 1:
+        shard = str(current.ranks["shard"])
+        place = shard if is_sharded and current.sizes["mp"] == 1 else f"{place}_{shard}"
+    elif is_sharded and current.sizes["mp"] == 1:
+        place = "0"
+    return f"{kind}_{place}.pt"
+
+
+def state_of_rank(
+    state: ModelState, optimizer: DistributedOptimizer | None, with_model: bool
+) -> RankState:
+    """Everything that this rank writes.
+
+    Args:
+        state: of the model.
+        optimizer: None: its state is not saved.
+        with_model: False: the model's own tensors are not saved.
+    """
+    result, writers = RankState(), _Writers()
+    is_sharded = runtime.current().config.sharded_data_parallel_degree > 1
+    covered: set[str] = set()
+    if optimizer is not None:
+        _add_optimizer(result, state, optimizer, writers, is_sharded, covered)
+    _add_masters(result, state, optimizer, writers, covered)
+    if with_model:
+        if is_sharded:
+            _add_sharded_model(result, state, writers, covered)
+        else:
+            _add_model(result, state, writers)
+        others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
+        if writers.writes(MODEL) and writers.is_first_of_shards and others:
+            result.values["extra_state"] = others
+    return result
+
+
+# ---- model ---------------------------------------------------------------------------
+
+
+def _marks(tensors: Mapping[str, Held]) -> dict[str, Any]:
+    slices = partial.slices_of((name, held.tensor) for name, held in tensors.items())
+    return {PARTIAL_MARK: True, **({SHARDS_MARK: slices} if slices else {})}
+
+
+def _add_model(result: RankState, state: ModelState, writers: _Writers) -> None:
+    """Whole parameters, or tensor-parallel slices, of one pipeline rank."""
+    if not writers.writes(MODEL) or not writers.is_first_of_shards:
+        return
+    own = {n: h for n, h in state.held.items() if h.is_owner and writers.has_first(h.tensor)}
+    content: dict[str, Any] = {name: held.values.tensor for name, held in own.items()}
+    file = PlannedFile(file_name(MODEL), content)
+    file.places = [Place(held.values, (name,)) for name, held in own.items()]
+    content |= {alias: content[n] for alias, n in state.aliases.items() if n in own}
+    content |= _marks(own)
+    result.files.append(file)
+
+
+def _add_sharded_model(
+    result: RankState, state: ModelState, writers: _Writers, covered: set[str]
+) -> None:
+    """Buffers, with placeholders for parameters; parts of these that no other file has."""
+    own = {n: h for n, h in state.held.items() if h.is_owner and writers.has_first(h.tensor)}
+    if writers.writes(MODEL) and writers.is_first_of_shards:
+        module: dict[str, Any] = {}
+        file = PlannedFile(file_name(MODEL), {"module": module})
+        for name, held in own.items():
+            if shard_of(held.tensor) is None:
+                module[name] = held.values.tensor
+                file.places.append(Place(held.values, ("module", name)))
+            else:
+                module[name] = torch.empty(0, dtype=held.values.tensor.dtype)
+        result.files.append(file)
+    rest = {
+        name: held
+        for name, held in own.items()
+        if shard_of(held.tensor) is not None
+        and held.values.name not in covered
+        and held.master is None
+    }
+    if rest and writers.writes(MODEL_SHARDS):
+        content = {"module": {name: held.values.tensor for name, held in rest.items()}}
+        places = [Place(held.values, ("module", name)) for name, held in rest.items()]
+        result.files.append(PlannedFile(file_name(MODEL_SHARDS), content, places))
+
+
+def _add_masters(
+    result: RankState,
+    state: ModelState,
+    optimizer: DistributedOptimizer | None,
+    writers: _Writers,
+    covered: set[str],
+) -> None:
+    """Masters that no other file has, and the loss scale."""
+    if not writers.writes(FP16_STATES):
+        return
+    masters = {
+        name: held.master
+        for name, held in state.held.items()
+        if held.master is not None
+        and held.master.name not in covered
+        and writers.has_first(held.tensor)
+    }
+    content: dict[str, Any] = {}
+    file = PlannedFile(file_name(FP16_STATES), content)
+    if masters:
+        content["masters"] = {name: entry.tensor for name, entry in masters.items()}
+        file.places = [Place(entry, ("masters", name)) for name, entry in masters.items()]
+    if optimizer is not None and runtime.current().config.fp16:
+        content["loss_scaler"] = optimizer.loss_scaler.state_dict()
+        result.values["loss_scaler"] = content["loss_scaler"]
+    if content:
+        result.files.append(file)
+
+
+# ---- optimizer -----------------------------------------------------------------------
+
+
+def _add_optimizer(
+    result: RankState,
+    state: ModelState,
+    optimizer: DistributedOptimizer,
+    writers: _Writers,
+    is_sharded: bool,
+    covered: set[str],
+) -> None:
+    everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
+    _check_named(everything)
+    own = [updated for updated in everything if updated.is_local]
+    first = {u.index for u in own if writers.has_first(model_parameter_of(u.tensor))}
+    if runtime.current().global_rank == 0:
+        result.values["groups"] = encode_groups(optimizer, everything)
+    content: dict[str, Any] = {}
+    file = PlannedFile(file_name(OPTIMIZER), content)
+    if is_sharded:
+        content["partition_count"] = runtime.current().sizes["shard"]
+        content["fp32_flat_groups"] = _flat_groups(optimizer, state, writers, file, covered)
+    entries: dict[int, dict[str, Any]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for updated in own:
+        if updated.index not in first or updated.tensor not in optimizer.state:
+            continue
+        entry = entries.setdefault(updated.index, {})
+        for key, value in optimizer.state[updated.tensor].items():
+            entry[key] = value
+            if is_elementwise(key, value, updated) or not is_number(value):
+                if value.numel() or not updated.tensor.numel():
+                    place = Place(state_entry(key, value, updated), ("state", updated.index, key))
+                    file.places.append(place)
+            else:
+                where = f"'{key}' of the optimizer's state of '{updated.name}'"
+                numbers.setdefault(str(updated.name), {})[key] = encode(value, where)
+    content["state"] = entries
+    indices = {id(updated.tensor): updated.index for updated in everything}
+    content["param_groups"] = [
+        {**group, "params": [indices[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    if not writers.writes(OPTIMIZER):
+        return
+    result.values["state"] = numbers
+    content |= optimizer._state().marks()
+    result.files.append(file)
+
+
+def _flat_groups(
+    optimizer: DistributedOptimizer,
+    state: ModelState,
+    writers: _Writers,
+    file: PlannedFile,
+    covered: set[str],
+) -> list[Tensor]:
+    """The masters of each group behind each other, as scripts read them."""
+    flats: list[Tensor] = []
+    groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.param_groups, strict=True)
+    for idx, (flat, group) in enumerate(groups):
+        flats.append(torch.zeros(0) if flat is None else flat.detach())
+        offset = 0
+        for tensor in group["params"] if flat is not None else ():
+            parameter = model_parameter_of(tensor)
+            shard = shard_of(parameter)
+            if shard is None:
+                continue
+            held = state.held[state.names[id(parameter)]]
+            entry = held.values if held.master is None else held.master
+            if shard.master is not None:
+                covered.add(entry.name)
+                if writers.has_first(parameter):
+                    file.places.append(Place(entry, ("fp32_flat_groups", idx), offset))
+            offset += shard.tensor.numel()
+    return flats
+
+
+def _check_named(everything: Iterable[Updated]) -> None:
+    strange = [updated for updated in everything if updated.name is None]
+    if strange:
+        raise ValueError(
+            f"{_C.rank_prefix()}the optimizer has {len(strange)} parameters, one of sizes "
+            f"{list(strange[0].shape)}, that are not in the model; save the model whose parameters "
+            "it updates"
+        )
+
+
+def sharded_names(state: ModelState, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """What scripts need besides the flat masters of all ranks to put parameters together.
+
+    ``buffer_names``: of buffers in ``model_0.pt``; ``param_shapes``: by group, names and shapes in
+    the order in which parameters follow each other in the flat masters.
+    """
+    shapes: list[dict[str, torch.Size]] = []
+    for group in optimizer.param_groups:
+        parameters = [model_parameter_of(tensor) for tensor in group["params"]]
+        shapes.append(
+            {state.names[id(p)]: torch.Size(p.shape) for p in parameters if shard_of(p) is not None}
+        )
+    buffers = [name for name, held in state.held.items() if not held.is_parameter]
+    return {"buffer_names": buffers, "param_shapes": shapes}
+
+
+def encode_groups(
+    optimizer: DistributedOptimizer, everything: Iterable[Updated]
+) -> list[dict[str, Any]]:
+    """Hyperparameters of the groups, and the names of their parameters."""
+    names = {id(updated.tensor): updated.name for updated in everything}
+    result = []
+    for idx, group in enumerate(optimizer.param_groups):
+        options = {
+            key: encode(value, f"'{key}' of parameter group {idx}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        result.append({"options": options, "names": [names[id(p)] for p in group["params"]]})
+    return result
+
+
+def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().to("cpu", copy=True)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return value

@@ -1,0 +1,279 @@
+"""One write of a partial checkpoint, as each rank sees it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp import _version, runtime
+from smp.checkpoint import archive, folder, random_states
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint import user_content as user_contents
+from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.handle import SaveHandle
+from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
+from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
+from smp.checkpoint.roll_call import agree
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+from smp.partition import plan_file
+
+WHAT = "smp.save_checkpoint"
+PARTITION_FILE = "partition.txt"
+USER_CONTENT_FILE = "user_content.pt"
+_POLL_S = 0.01
+_CHUNK_BYTES = 4 << 20
+
+
+class _OthersFailed(RuntimeError):
+    """A save ends because of another rank, which has said why."""
+
+
+class PartialSave:
+    """One generation of ``<tag>_partial``, as this rank sees it."""
+
+    def __init__(
+        self,
+        path: Path,
+        tag: str,
+        model: DistributedModel | None,
+        optimizer: DistributedOptimizer | None,
+        user_content: Any,
+        generation: str,
+        num_kept: int | None,
+    ) -> None:
+        self._current = current = runtime.current()
+        self._num_kept = num_kept
+        self._rank = current.global_rank
+        name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
+        self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
+        self._generation = self._open(path, name, generation)
+        error: BaseException | None = None
+        try:
+            self._collect(model, optimizer, user_content)
+        except Exception as caught:
+            error = caught
+        self._agreed(error)
+
+    def _open(self, path: Path, name: str, generation: str) -> folder.Generation:
+        opened: folder.Generation | None = None
+        for makes in (True, False):
+            error: BaseException | None = None
+            try:
+                if makes and self._rank == 0:
+                    opened = folder.Generation.begin(path, name, generation)
+                elif not makes and self._rank != 0:
+                    opened = folder.Generation.join(path, name, generation)
+            except Exception as caught:
+                error = caught
+            try:
+                agree(WHAT, error)
+            except Exception:
+                if opened is not None:
+                    opened.abandon()
+                raise
+        assert opened is not None
+        return opened
+
+    def _collect(
+        self,
+        model: DistributedModel | None,
+        optimizer: DistributedOptimizer | None,
+        user_content: Any,
+    ) -> None:
+        """Finds out what this rank writes."""
+        named = model
+        if named is None:
+            assert optimizer is not None
+            (named,) = optimizer._models()
+        state = model_state(named)
+        self._state = state_of_rank(state, optimizer, with_model=model is not None)
+        self._state.files.append(PlannedFile(f"rng_{self._rank}.pt", random_states.capture()))
+        if self._rank == 0:
+            self._add_of_first(state, named, model, optimizer, user_content)
+
+    def _add_of_first(
+        self,
+        state: ModelState,
+        named: DistributedModel,
+        model: DistributedModel | None,
+        optimizer: DistributedOptimizer | None,
+        user_content: Any,
+    ) -> None:
+        current, values = self._current, self._state.values
+        content, added = with_sharded_names(user_content, state, optimizer)
+        values["user_content"] = {"added": added, "is_none": user_content is None}
+        values["aliases"] = state.aliases
+        values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
+        values["steps"] = {"done": current.num_steps, "begun": current.num_begun}
+        values["seed"] = torch.initial_seed()
+        values["registrations"] = [
+            [registration.family, registration.module_cls.__name__]
+            for registration in named._engine.registrations
+            if registration.family is not None
+        ]
+        generation = self._generation.generation
+        self._content[USER_CONTENT_FILE] = lambda path: user_contents.write(
+            path, content, generation
+        )
+        decision = named._decision
+        if decision is not None and current.sizes["pp"] > 1:
+            values["partition"] = {"chunks": decision.num_chunks}
+            self._content[PARTITION_FILE] = lambda path: plan_file.write(decision, path)
+
+    # ---- writing
+
+    def run(self) -> None:
+        """Writes, and waits until the checkpoint has its name."""
+        error: BaseException | None = None
+        try:
+            self._write(lambda _: None)
+        except Exception as caught:
+            error = caught
+        self._agreed(error)
+        try:
+            if self._rank == 0:
+                self._commit()
+        except Exception as caught:
+            error = caught
+        self._agreed(error)
+
+    def _agreed(self, error: BaseException | None) -> None:
+        try:
+            agree(WHAT, error)
+        except Exception:
+            self._generation.abandon()
+            raise
+
+    def run_in_background(self) -> SaveHandle:
+        """Copies this rank's state, and writes it in a thread."""
+        self._state.files = [file.staged() for file in self._state.files]
+        return SaveHandle(self._work, _bytes_of(self._state), self._generation.abandon)
+
+    def _work(self, progress: Callable[[int], None]) -> None:
+        """Writes and commits; ranks meet in the folder only."""
+        generation = self._generation
+        try:
+            self._write(progress)
+            if self._rank == 0:
+                self._wait_for(lambda: generation.parts(self._current.world_size) is not None)
+                self._commit()
+        except _OthersFailed:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            generation.part_failed(self._rank, reason)
+            raise RuntimeError(f"global_rank {self._rank}: {reason}") from error
+        if self._rank != 0:
+            self._wait_for(generation.is_over)
+            if not generation.committed():
+                raise RuntimeError("the first rank has given up; its error says why")
+
+    def _wait_for(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._current.settings.timeout_s
+        board = self._current.board
+        while not happened():
+            if self._generation.folder.is_dir():
+                for rank, reason in self._generation.failures().items():
+                    raise _OthersFailed(f"global_rank {rank}: {reason}")
+            fault = None if board is None else board.fault_text()
+            if fault is not None:
+                raise _OthersFailed(fault)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self._generation.folder} has not got the parts of all ranks in "
+                    f"{self._current.settings.timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def _write(self, progress: Callable[[int], None]) -> None:
+        piece = Piece(values=self._state.values)
+        target, before = self._generation.folder, 0
+        for name, write in self._content.items():
+            write(target / name)
+            piece.files[name] = manifests.record_of(target / name)
+        for file in self._state.files:
+            start = before
+
+            def told(num_bytes: int, start: int = start) -> None:
+                progress(start + num_bytes)
+
+            options = archive.WriteOptions(chunk_bytes=_CHUNK_BYTES, progress=told)
+            written = archive.write(target / file.name, file.content, options)
+            before += written.record.num_bytes
+            piece.files[file.name] = written.record
+            add_blocks(piece, file, written)
+        progress(before)
+        self._generation.part_done(self._rank, piece.to_json())
+
+    def _commit(self) -> None:
+        current = self._current
+        parts = self._generation.parts(current.world_size)
+        assert parts is not None
+        manifest = Manifest.assemble(
+            self._generation.generation,
+            versions(),
+            layout_of(current),
+            [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
+        )
+        self._generation.commit(manifest, self._num_kept)
+
+
+def with_sharded_names(
+    content: Any, state: ModelState, optimizer: DistributedOptimizer | None
+) -> tuple[Any, list[str]]:
+    """The user's content with what public scripts need to merge sharded parameters.
+
+    Returns:
+        the content, and the keys that were added.
+    """
+    content = {} if content is None else content
+    if runtime.current().config.sharded_data_parallel_degree == 1 or optimizer is None:
+        return content, []
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            "user_content must be a dict with sharded data parallelism, because the names of "
+            f"buffers and parameters are added to it; it is a {type(content).__name__}"
+        )
+    extra = sharded_names(state, optimizer)
+    added = [key for key in extra if key not in content]
+    return {**content, **{key: extra[key] for key in added}}, added
+
+
+def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> None:
+    """Notes where the entries of a file lie."""
+    offsets = {place.keys: place.offset for place in written.places}
+    for place in file.places:
+        entry = place.entry
+        dtype = str(entry.tensor.dtype).removeprefix("torch.")
+        offset = offsets[place.path] + place.offset * entry.tensor.element_size()
+        stored = piece.entries.setdefault(entry.name, StoredEntry(dtype, entry.shape, []))
+        stored.blocks.append(Block(file.name, offset, entry.part))
+
+
+def layout_of(current: runtime.Runtime) -> Layout:
+    """What has to be equal for a job to go on bit by bit."""
+    sizes = {kind: size for kind, size in current.sizes.items()}
+    return Layout(current.config.to_dict(), sizes)
+
+
+def versions() -> dict[str, str]:
+    """For people."""
+    return {
+        "smp": _version.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _bytes_of(state: RankState) -> int:
+    return sum(
+        place.entry.tensor.numel() * place.entry.tensor.element_size()
+        for file in state.files
+        for place in file.places
+    )

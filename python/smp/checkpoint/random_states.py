@@ -1,0 +1,71 @@
+"""Random states of a rank: saved, restored on an equal layout, seeded anew on another one."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from typing import Any
+
+import torch
+
+from smp import _C, runtime
+
+_log = logging.getLogger("smp")
+
+
+def capture() -> dict[str, Any]:
+    """The states of PyTorch's generators, of Python's and of numpy's, as plain values."""
+    current = runtime.current()
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    if current.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(current.device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = {
+            "name": name,
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        }
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Sets what :func:`capture` found."""
+    current = runtime.current()
+    torch.set_rng_state(states["torch"].cpu())
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if "cuda" in states and current.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].cpu(), current.device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        state = states["numpy"]
+        keys = numpy.array(state["keys"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state(
+            (state["name"], keys, state["position"], state["has_gauss"], state["cached"])
+        )
+
+
+def seed_anew(seed: int, num_steps: int) -> None:
+    """New states that follow from the seed of the first rank, the steps so far and the rank."""
+    current = runtime.current()
+    mixed = _C.mix_seed(_C.mix_seed(seed & (2**64 - 1), num_steps), current.global_rank)
+    torch.manual_seed(mixed & (2**63 - 1))
+    random.seed(mixed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(mixed & (2**32 - 1))
+    if current.global_rank == 0:
+        _log.warning(
+            "smp: the checkpoint was saved on another layout, so random states are seeded anew "
+            "from the seed, the steps so far and the rank; dropout and shuffling differ from those "
+            "of an uninterrupted run"
+        )

@@ -1,0 +1,100 @@
+"""Reads parts of the entries of a checkpoint folder, whatever the layout that wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from smp import _C
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.manifest import Block, Manifest, ManifestError, Part, StoredEntry
+
+
+class FolderReader:
+    """Opens files when they are needed and checks the bytes that it reads.
+
+    One thread uses it. Memory: one chunk (4 MiB) per file that is open.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self.manifest = manifests.read(folder) if manifest is None else manifest
+        self._files: dict[str, _C.FileReader] = {}
+
+    def __enter__(self) -> FolderReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def entry(self, name: str) -> StoredEntry:
+        try:
+            return self.manifest.entries[name]
+        except KeyError:
+            raise KeyError(f"{self.folder} has no entry {name}") from None
+
+    def read(
+        self, name: str, part: Part | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Elements of an entry.
+
+        Args:
+            part: None: all.
+            into: contiguous CPU tensor of the entry's dtype with as many elements; None: a new
+                one, of the entry's shape for a whole entry and flat otherwise.
+        Raises:
+            ManifestError: if elements of the part are stored nowhere.
+            RuntimeError: naming file and offset, if bytes are damaged.
+        """
+        entry = self.entry(name)
+        wanted = Part.whole(entry.shape) if part is None else part
+        dtype = getattr(torch, entry.dtype)
+        if into is None:
+            shape = entry.shape if part is None else (wanted.flat_numel,)
+            into = torch.empty(shape, dtype=dtype)
+        if into.dtype != dtype or into.numel() != wanted.flat_numel:
+            raise ValueError(
+                f"{name}: {wanted.flat_numel} elements of {dtype} cannot be read into "
+                f"{into.numel()} of {into.dtype}"
+            )
+        for read, block in plan(name, entry, wanted):
+            self._file(block.file).read_slice(read, block.offset, into)
+        return into
+
+    def _file(self, name: str) -> _C.FileReader:
+        if name not in self._files:
+            record = self.manifest.files[name]
+            self._files[name] = _C.FileReader(
+                str(self.folder / name), record.num_bytes, record.chunk_bytes, record.crc32
+            )
+        return self._files[name]
+
+
+def plan(name: str, entry: StoredEntry, wanted: Part) -> list[tuple[_C.SliceRead, Block]]:
+    """Which bytes of which blocks make up a part of an entry.
+
+    Raises:
+        ManifestError: if elements are stored nowhere.
+    """
+    try:
+        reads = _C.plan_part_reads(
+            entry.shape, [_part(block.part) for block in entry.blocks], _part(wanted)
+        )
+    except ValueError as error:
+        raise ManifestError(f"entry {name}: {error}") from None
+    return [(read, entry.blocks[read.source_idx]) for read in reads]
+
+
+def _part(part: Part) -> _C.Part:
+    interval = _C.ShardInterval(part.dim, part.begin, part.end, part.extent)
+    return _C.Part(interval, part.flat_begin, part.flat_numel, part.view or ())

@@ -1,0 +1,110 @@
+"""Rewrites a checkpoint folder as another number of files, without a job."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+
+from smp.checkpoint import archive
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.archive import Deferred
+from smp.checkpoint.folder import Generation
+from smp.checkpoint.manifest import Block, Layout, Manifest, Part, Piece, StoredEntry
+from smp.checkpoint.reader import FolderReader
+
+# The file that entries of a kind go to; others have their kind's name.
+_FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}
+# What belongs to no rank goes along; random states of ranks of the old layout do not.
+_CARRIED = ("user_content.pt", "partition.txt")
+
+
+def reshard(source: Path, target: Path, num_parts: int = 1) -> Manifest:
+    """Writes ``target``, a folder with the entries of ``source`` in ``num_parts`` equal parts.
+
+    Of every kind of entries there is one file per part, ``model_<i>.pt``, ``optimizer_<i>.pt``,
+    ``fp16_states_<i>.pt``: a dictionary from names to elements, in the entry's own shape when
+    there is one part and flat otherwise. A job of any layout can resume from either folder; random
+    states of ranks are left out. Memory: one part of one tensor, and the buffers of the writer.
+
+    Raises:
+        FileExistsError: if ``target`` is there.
+        ValueError: if there are no parts to make.
+    """
+    if num_parts < 1:
+        raise ValueError(f"{num_parts} parts: give at least 1")
+    if target.exists():
+        raise FileExistsError(f"{target} is there already; give a new folder")
+    generation = Generation.begin(target.parent, target.name, f"reshard-{uuid.uuid4().hex[:12]}")
+    try:
+        with FolderReader(source) as reader:
+            manifest = _write(reader, generation, num_parts)
+        generation.commit(manifest, name_newest=False)
+    except BaseException:
+        generation.abandon()
+        raise
+    return manifest
+
+
+def _write(reader: FolderReader, generation: Generation, num_parts: int) -> Manifest:
+    source = reader.manifest
+    pieces = [_carry(reader, generation.folder)]
+    for kind in dict.fromkeys(name.partition("/")[0] for name in source.entries):
+        for idx in range(num_parts):
+            pieces.append(_write_part(reader, generation.folder, kind, idx, num_parts))
+    sizes = {axis: 1 for axis in source.layout.sizes}
+    pieces.append(Piece(values=source.values))
+    return Manifest.assemble(
+        generation.generation, source.versions, Layout(source.layout.config, sizes), pieces
+    )
+
+
+def _carry(reader: FolderReader, folder: Path) -> Piece:
+    piece = Piece()
+    for name in _CARRIED:
+        if name in reader.manifest.files:
+            shutil.copyfile(reader.folder / name, folder / name)
+            piece.files[name] = manifests.record_of(folder / name)
+            if piece.files[name] != reader.manifest.files[name]:
+                raise RuntimeError(f"{reader.folder / name} is damaged")
+    return piece
+
+
+def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_parts: int) -> Piece:
+    parts = {
+        name: _part_of(entry, idx, num_parts)
+        for name, entry in reader.manifest.entries.items()
+        if name.partition("/")[0] == kind
+    }
+    structure = {
+        name.partition("/")[2]: _deferred(reader, name, part, num_parts == 1)
+        for name, part in parts.items()
+    }
+    file = f"{_FILE_OF_KIND.get(kind, kind)}_{idx}.pt"
+    written = archive.write(folder / file, structure)
+    piece = Piece(files={file: written.record})
+    for (name, part), place in zip(parts.items(), written.places, strict=True):
+        entry = reader.manifest.entries[name]
+        block = Block(file, place.offset, part)
+        piece.entries[name] = StoredEntry(entry.dtype, entry.shape, [block])
+    return piece
+
+
+def _part_of(entry: StoredEntry, idx: int, num_parts: int) -> Part:
+    numel = math.prod(entry.shape)
+    step = -(-numel // num_parts)
+    begin = min(numel, idx * step)
+    return Part.flat(entry.shape, begin, min(numel, begin + step) - begin)
+
+
+def _deferred(reader: FolderReader, name: str, part: Part, is_whole: bool) -> Deferred:
+    entry = reader.manifest.entries[name]
+    shape = entry.shape if is_whole else (part.flat_numel,)
+    return Deferred(
+        shape,
+        getattr(torch, entry.dtype),
+        lambda: reader.read(name, part).view(shape),
+    )

@@ -1,0 +1,124 @@
+"""Writes safetensors files tensor by tensor; their library holds a whole file in memory.
+
+Format: 8 bytes with the length of the header, the header in JSON, the tensors.
+Source: the format description of the safetensors project, version 0.4.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from smp import _C
+from smp.checkpoint.archive import Deferred, WriteOptions
+from smp.checkpoint.manifest import FileRecord
+
+INDEX_NAME = "model.safetensors.index.json"
+
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_ALIGNMENT = 8
+
+
+def write(
+    path: Path, tensors: Mapping[str, Deferred], options: WriteOptions | None = None
+) -> FileRecord:
+    """Writes and synchronises one file; each tensor is made at its turn.
+
+    Raises:
+        ValueError: naming a tensor of a dtype that the format has not, or that comes otherwise
+            than announced.
+        RuntimeError: naming the file, if it cannot be written.
+    """
+    options = options or WriteOptions()
+    # Large elements first, so that each tensor is aligned to its elements.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    writer = _C.FileWriter(
+        str(path), options.buffer_bytes, options.num_buffers, options.chunk_bytes
+    )
+    try:
+        writer.append(_header(tensors))
+        for tensor in tensors.values():
+            for piece in tensor.pieces():
+                writer.append_tensor(piece)
+        num_bytes, crcs = writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return FileRecord(num_bytes, options.chunk_bytes, tuple(crcs))
+
+
+def write_sharded(
+    folder: Path, tensors: Mapping[str, Deferred], max_shard_bytes: int
+) -> list[Path]:
+    """Writes ``model.safetensors``, or shards and their index as Hugging Face names them.
+
+    A shard holds as many tensors, in their order, as fit; one that is larger has its own.
+
+    Returns:
+        All files.
+    """
+    shards: list[dict[str, Deferred]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and num_bytes(tensor) > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= num_bytes(tensor)
+    if len(shards) == 1:
+        write(folder / "model.safetensors", shards[0])
+        return [folder / "model.safetensors"]
+    paths = []
+    weight_map = {}
+    for idx, shard in enumerate(shards, start=1):
+        path = folder / f"model-{idx:05d}-of-{len(shards):05d}.safetensors"
+        write(path, shard)
+        paths.append(path)
+        weight_map.update(dict.fromkeys(shard, path.name))
+    total = sum(num_bytes(tensor) for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    return [*paths, folder / INDEX_NAME]
+
+
+def num_bytes(tensor: Deferred) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _header(tensors: Mapping[str, Deferred]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"safetensors has no {tensor.dtype}, which {name} is")
+        end = begin + num_bytes(tensor)
+        fields[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

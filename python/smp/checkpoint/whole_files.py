@@ -1,0 +1,128 @@
+"""Puts a whole model out of files into a partitioned one; each rank reads what it holds."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.checkpoint import huggingface
+from smp.checkpoint import user_content as user_contents
+from smp.checkpoint.entries import ModelState, model_state, names_of_tied
+from smp.checkpoint.lazy_tensor import LazyTensor
+from smp.model import DistributedModel
+from smp.tensor_parallel import sharding
+from smp.tensor_parallel.partial import PARTIAL_MARK
+
+_log = logging.getLogger("smp")
+
+
+class WholeModel:
+    """A state dict in files, until the model that takes it is partitioned.
+
+    Args:
+        strict: names that are missing or left over are errors.
+        translate: to the names of the model; None: by the translators of the model.
+    """
+
+    def __init__(
+        self, strict: bool, translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None
+    ) -> None:
+        self._strict = strict
+        self._translate = translate
+
+    def open(self, path: Path, tag: str | None) -> None:
+        """Maps the files. Not collective.
+
+        Raises:
+            FileNotFoundError, ValueError: see `huggingface`.
+        """
+        self._file = huggingface.find_weights(path, tag)
+        self._state = huggingface.open_weights(self._file)
+
+    def fill(self, model: DistributedModel) -> None:
+        """Gives a partitioned model its values. Not collective.
+
+        Raises:
+            RuntimeError: names that are missing or left over, if strict; other shapes.
+        """
+        given = self._translated(model)
+        state = model_state(model)
+        found = _match(model, state, given, self._strict)
+        parts = model._engine.parts
+        assert parts is not None
+        with torch.no_grad():
+            for name, held in state.held.items():
+                if name in found:
+                    value = sharding.slice_of(found[name], sharding.interval_of(held.tensor))
+                    made = value.make() if isinstance(value, LazyTensor) else value
+                    parts.write(held.tensor, made)
+        if model._engine.sharded is not None:
+            model._engine.sharded.after_update()
+
+    def _translated(self, model: DistributedModel) -> Mapping[str, Any]:
+        state = dict(self._state)
+        is_foreign = PARTIAL_MARK not in state
+        state.pop(PARTIAL_MARK, None)
+        if self._translate is not None:
+            return self._translate(state)
+        if not is_foreign:
+            return state
+        lazy = {
+            key: LazyTensor.leaf(key, value.shape, value.dtype, functools.partial(_same, value))
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
+        try:
+            return model._engine.translated(lazy)
+        except TypeError as error:
+            # A translator of somebody else's may do what needs the values.
+            _log.warning("smp: %s is translated in memory as a whole: %s", self._file, error)
+            return model._engine.translated(state)
+
+
+def read_user_content(path: Path, tag: str | None, unsafe: bool) -> Any:
+    """What was saved with a whole model; ``{}`` if nothing was."""
+    file = path / f"user_content_{tag}"
+    return user_contents.read(file, unsafe) if tag is not None and file.is_file() else {}
+
+
+def _match(
+    model: DistributedModel, state: ModelState, given: Mapping[str, Any], strict: bool
+) -> dict[str, Tensor]:
+    """Tensors by canonical name."""
+    others = names_of_tied(state.aliases)
+    found: dict[str, Tensor] = {}
+    missing, wrong = [], []
+    for name, shape in state.shapes.items():
+        key = next((n for n in (name, *others.get(name, ())) if n in given), None)
+        if key is None:
+            missing.append(name)
+        elif tuple(given[key].shape) != shape:
+            wrong.append(f"'{name}' is {list(given[key].shape)} there and {list(shape)} here")
+        else:
+            found[name] = given[key]
+    unexpected = sorted(key for key in given if key not in state.shapes.keys() | state.aliases)
+    problems = list(wrong)
+    if strict and missing:
+        problems.append(f"missing keys: {missing}")
+    if strict and unexpected:
+        problems.append(f"unexpected keys: {unexpected}")
+    if problems:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the file does not fit {type(model.get_module()).__name__}: "
+            f"{'; '.join(problems)}. Pass translate_function= for names of another model"
+            + ("" if wrong else ", or strict=False to load what fits")
+        )
+    return found
+
+
+def _same(value: Tensor) -> Tensor:
+    return value

@@ -1,0 +1,223 @@
+"""A whole model in one file, written by the first rank, to which it comes tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import comm, runtime
+from smp.checkpoint import archive, file_system, huggingface, safetensors_stream
+from smp.checkpoint import user_content as user_contents
+from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.lazy_tensor import LazyTensor
+from smp.checkpoint.roll_call import agree
+from smp.model import DistributedModel
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.sharding import interval_of
+
+WHAT = "smp.save_checkpoint"
+
+
+def save_whole(
+    path: Path,
+    tag: str,
+    model: DistributedModel,
+    user_content: Any,
+    translate: bool,
+    generation: str,
+) -> None:
+    """Writes ``path/<tag>`` and ``path/user_content_<tag>``. Collective over all ranks.
+
+    Args:
+        path: made if missing.
+        tag: a name that ends in ``.safetensors`` gets that format, all others PyTorch's. With a
+            name that Hugging Face gives to weights the model's configuration is written, too.
+        model: partitioned.
+        user_content: of the first rank.
+        translate: use the translators of the model.
+        generation: unique.
+    """
+    current = runtime.current()
+    gatherer = Gatherer(model)
+    error: BaseException | None = None
+    content: dict[str, Tensor] = {}
+    try:
+        content = gatherer.lazy_state()
+        if translate:
+            content = translated(model, content)
+        if tag.endswith(huggingface.SAFETENSORS):
+            content = _as_safetensors(content)
+    except Exception as caught:
+        error = caught
+    agree(WHAT, error)
+    gatherer.plan(content.values())
+    if current.global_rank == 0:
+        try:
+            _write(path, tag, model, content, user_content, gatherer, generation)
+        except Exception as caught:
+            error = caught
+            gatherer.drain()
+    else:
+        gatherer.drain()
+    agree(WHAT, error)
+
+
+def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A state dict with the names that the model had before modules of it were replaced."""
+    result: dict[str, Any] = dict(state)
+    for registration in model._engine.registrations:
+        if registration.translators is not None:
+            result = registration.translators[0](result)
+    return result
+
+
+def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first name of each tensor, as in files of transformers, in the order of the file."""
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(content.items()))}
+    firsts = reversed(unique.values())
+    return dict(sorted(firsts, key=lambda item: -item[1].dtype.itemsize))
+
+
+def _write(
+    path: Path,
+    tag: str,
+    model: DistributedModel,
+    content: Mapping[str, Tensor],
+    user_content: Any,
+    gatherer: Gatherer,
+    generation: str,
+) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    temporary = path / f".{tag}.writing-{generation}"
+    try:
+        # One object for tensors that are one, so that they stay so in the file.
+        deferred: dict[int, archive.Deferred] = {}
+        for tensor in content.values():
+            make = gatherer.maker(tensor)
+            deferred[id(tensor)] = archive.Deferred(tuple(tensor.shape), tensor.dtype, make)
+        structure = {key: deferred[id(tensor)] for key, tensor in content.items()}
+        if tag.endswith(huggingface.SAFETENSORS):
+            safetensors_stream.write(temporary, structure)
+        else:
+            archive.write(temporary, structure)
+        os.replace(temporary, path / tag)
+    finally:
+        temporary.unlink(missing_ok=True)
+    huggingface.write_config(path, tag, model.get_module())
+    content = {} if user_content is None else user_content
+    user_contents.write(path / f"user_content_{tag}", content, generation)
+    file_system.sync_folder(path)
+
+
+class Gatherer:
+    """Brings the tensors of a partitioned model to the first rank, one at a time, in one order.
+
+    Every rank makes one, gives it the same :meth:`plan`, and either takes all tensors or drains it.
+    A tensor stays on the first rank until the last one that is made of it is written.
+    """
+
+    def __init__(self, model: DistributedModel) -> None:
+        current = runtime.current()
+        self._current = current
+        self._engine = model._engine
+        self._state: ModelState = model_state(model)
+        self._is_with_first = 0 in current.groups["mp"]
+        self._places: dict[tuple[int, int], int] = {}  # (pp, tp) of this replica: global rank
+        if self._is_with_first:
+            own = (current.ranks["pp"], current.ranks["tp"])
+            places = comm.allgather(own, comm.MP_GROUP)
+            self._places = dict(zip(places, current.groups["mp"], strict=True))
+        self._order: list[str] = []
+        self._uses: dict[str, int] = {}
+        self._here: dict[str, Tensor] = {}
+
+    def lazy_state(self) -> dict[str, Tensor]:
+        """The state dict; what it holds is made of tensors that are gathered."""
+        leaves = {
+            name: LazyTensor.leaf(name, shape, self._dtype(name), self._getter(name))
+            for name, shape in self._state.shapes.items()
+        }
+        return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """On the rank that has the tensor; sharded parameters of others are not cast here."""
+        tensor, half = self._state.tensors[name], self._engine.half_dtype
+        is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return half if is_cast and half is not None else tensor.dtype
+
+    def _getter(self, name: str) -> Callable[[], Tensor]:
+        return lambda: self._here[name]
+
+    def plan(self, tensors: Any) -> None:
+        """Says in which order tensors are made."""
+        unique = {id(tensor): tensor for tensor in tensors}
+        for tensor in unique.values():
+            for name in sorted(tensor.leaves) if isinstance(tensor, LazyTensor) else ():
+                if name not in self._uses:
+                    self._order.append(name)
+                self._uses[name] = self._uses.get(name, 0) + 1
+
+    def maker(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What yields a tensor in its turn, on the first rank."""
+        if not isinstance(tensor, LazyTensor):
+            return lambda: tensor
+        names = sorted(tensor.leaves)
+
+        def make() -> Tensor:
+            for name in names:
+                if name not in self._here:
+                    assert self._order[0] == name, f"{name} is made before {self._order[0]}"
+                    self._here[self._order.pop(0)] = self._gathered(name)
+            result = tensor.make()
+            for name in names:
+                self._uses[name] -= 1
+                if self._uses[name] == 0:
+                    del self._here[name]
+            return result
+
+        return make
+
+    def drain(self) -> None:
+        """Takes part in all that is left."""
+        while self._order:
+            self._gathered(self._order.pop(0))
+
+    def _gathered(self, name: str) -> Tensor:
+        """The whole tensor on the first rank; nothing of use elsewhere."""
+        tensor, owner = self._state.tensors[name], self._state.owners[name]
+        current = self._current
+        interval = interval_of(tensor)
+        is_source = current.ranks["pp"] == owner and (
+            interval is not None or current.ranks["tp"] == 0
+        )
+        value = tensor.detach()
+        sharded = self._engine.sharded
+        if sharded is not None and tensor in sharded and is_source:
+            if current.ranks["rdp"] >= current.sizes["shard"]:
+                return value  # another copy
+            assert isinstance(tensor, nn.Parameter)
+            value = sharded.gathered(tensor)
+        if not self._is_with_first:
+            return value
+        if current.global_rank != 0:
+            if is_source:
+                slices = partial.slices_of([(name, tensor)])
+                sent = (value.detach().cpu(), slices.get(name))
+                comm.send(sent, 0, comm.RankType.WORLD_RANK)
+            return value
+        num_sources = 1 if interval is None else current.sizes["tp"]
+        pieces: list[tuple[Tensor, Any]] = []
+        for tp_rank in range(num_sources):
+            source = self._places[owner, tp_rank]
+            if source == 0:
+                pieces.append((value, partial.slices_of([(name, tensor)]).get(name)))
+            else:
+                pieces.append(comm.recv_from(source, comm.RankType.WORLD_RANK))
+        if interval is None:
+            return pieces[0][0]
+        return partial.join_tensors([(piece.to(value.device), cut) for piece, cut in pieces])

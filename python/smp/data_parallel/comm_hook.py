@@ -1,0 +1,128 @@
+"""Sums of gradients that a hook of the user's makes, with the signature that torch's DDP has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp import _C, runtime
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """What takes the place of the all-reduce of a bucket.
+
+    Attributes:
+        state: handed to each call.
+        function: ``function(state, bucket) -> Future[Tensor]``.
+    """
+
+    state: object
+    function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+
+
+class _Launcher:
+    """Runs a hook for the buckets of one reducer, in the thread that completes them."""
+
+    def __init__(self, hook: CommHook) -> None:
+        self._hook = hook
+        #: parameters and their offsets, by bucket
+        self.buckets: list[tuple[list[nn.Parameter], list[int]]] = []
+
+    def __call__(self, bucket_idx: int, flat: Tensor) -> _C.Work:
+        future: Any = self._hook.function(self._hook.state, self._bucket(bucket_idx, flat))
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"a communication hook returns a torch.futures.Future of the summed bucket, got a "
+                f"{type(future).__name__}"
+            )
+        work = _C.PromisedWork(lambda: _take(future, flat))
+        future.add_done_callback(lambda _: work.complete())
+        return work
+
+    def _bucket(self, bucket_idx: int, flat: Tensor) -> dist.GradBucket:
+        count = len(self.buckets)
+        if bucket_idx < 0:  # beyond the others, and never the last
+            return _C.make_grad_bucket(count, count + 2, flat, [0], [])
+        params, offsets = self.buckets[bucket_idx]
+        return _C.make_grad_bucket(bucket_idx, count, flat, offsets, params)
+
+
+def _take(future: Any, flat: Tensor) -> None:
+    result = future.wait()
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, Tensor) or result.numel() != flat.numel():
+        raise TypeError(
+            f"the future of a communication hook has a tensor of {flat.numel()} elements, got "
+            + (f"{result.numel()}" if isinstance(result, Tensor) else type(result).__name__)
+        )
+    if result.data_ptr() != flat.data_ptr():
+        flat.copy_(result.view(flat.shape))
+
+
+def hooked(
+    communicator: _C.Communicator, hook: CommHook
+) -> tuple[_C.Communicator, Callable[[_C.Reducer, Sequence[nn.Parameter], int], None]]:
+    """A group whose sums of buckets are the hook's.
+
+    Args:
+        communicator: of the ranks that reduce.
+        hook: the user's.
+
+    Returns:
+        the group for a reducer, and what is to be called with that reducer, its parameters and its
+        bucket size.
+    """
+    launcher = _Launcher(hook)
+    group = _C.HookedGroup(communicator, launcher)
+
+    def connect(
+        reducer: _C.Reducer, parameters: Sequence[nn.Parameter], bucket_cap_bytes: int
+    ) -> None:
+        plan = _C.plan_shards(reducer.records, bucket_cap_bytes, 1, _C.ShardLayout.EQUAL_CUT)
+        assert len(plan) == reducer.num_buckets
+        launcher.buckets = [
+            (
+                [parameters[held.record_idx] for held in bucket.holdings[0]],
+                [held.offset for held in bucket.holdings[0]],
+            )
+            for bucket in plan
+        ]
+        group.set_buckets([reducer.flat(idx) for idx in range(reducer.num_buckets)])
+
+    return group, connect
+
+
+def refuse_comm_hook(overlaps: bool) -> None:
+    """Raises where gradients are not summed by buckets that all replicas have whole.
+
+    Args:
+        overlaps: buckets are reduced while backward goes on.
+
+    Raises:
+        ValueError: naming the configuration key.
+    """
+    current = runtime.current()
+    config = current.config
+    reasons = {
+        f"ddp={config.ddp}": not config.ddp,
+        "overlapping_allreduce=False": not overlaps,
+        f"sharded_data_parallel_degree={config.sharded_data_parallel_degree}": (
+            config.sharded_data_parallel_degree > 1
+        ),
+        "shard_optimizer_state=True": current.sizes["shard"] > 1,
+        f"tensor_parallel_degree={config.tensor_parallel_degree}": current.sizes["tp"] > 1,
+    }
+    for key, is_so in reasons.items():
+        if is_so:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp config: {key}: register_comm_hook replaces the all-reduce "
+                "of whole gradients over all data-parallel ranks while backward goes on, which "
+                "there is none of; leave the hook out or change the key"
+            )

@@ -1,0 +1,201 @@
+"""The machine: cores, memory, limits, shared memory, temporary files. Without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from smp_cli.cores import cpu_quota
+from smp_cli.doctor.report import Section, gib
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MIN_FILES = 4096
+_MIN_PROCESSES = 4096
+_MIN_SHM = 1 << 30
+_MIN_FREE = 5 << 30
+_MIN_MEMORY = 4 << 30
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"}
+_WRITE_BYTES = 64 << 20
+
+
+def system() -> Section:
+    """Platform, cores and memory."""
+    section = Section("system")
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    total, available, limit = _memory()
+    section.values = {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cores": f"{cores} of {os.cpu_count()} usable",
+        "cpu quota": None if quota is None else f"{quota:g} cores",
+        "memory": f"{gib(available)} of {gib(total)} available",
+        "memory limit": None if limit is None else gib(limit),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+    if quota is not None and quota < cores:
+        section.problems.append(
+            f"the control group allows {quota:g} cores' worth of time, but {cores} are visible: "
+            f"each process starts {cores} threads; set OMP_NUM_THREADS to cores divided by ranks"
+        )
+    if min(available, limit or available) < _MIN_MEMORY:
+        section.problems.append(
+            f"only {gib(min(available, limit or available))} of memory can be used; ranks with "
+            "real models will be killed by the system"
+        )
+    return section
+
+
+def _memory() -> tuple[int, int, int | None]:
+    """Total, available, and the limit of the control group; bytes."""
+    sizes = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        sizes[name] = int(value.split()[0]) << 10
+    total = sizes["MemTotal"]
+    for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):
+            continue
+        return total, sizes["MemAvailable"], limit if limit < total else None
+    return total, sizes["MemAvailable"], None
+
+
+def limits() -> Section:
+    """ulimit -n, -u, -l, -c."""
+    section = Section("limits")
+    names = {
+        "open files (-n)": resource.RLIMIT_NOFILE,
+        "processes (-u)": resource.RLIMIT_NPROC,
+        "locked memory (-l)": resource.RLIMIT_MEMLOCK,
+        "core files (-c)": resource.RLIMIT_CORE,
+    }
+    soft = {name: resource.getrlimit(number)[0] for name, number in names.items()}
+    for name, number in names.items():
+        section.values[name] = "/".join(_limit(value) for value in resource.getrlimit(number))
+    files, processes, locked, _ = (_as_number(value) for value in soft.values())
+    if files < _MIN_FILES:
+        section.problems.append(
+            f"a process may open {files} files; many ranks and loaders need more: ulimit -n 65536"
+        )
+    if processes < _MIN_PROCESSES:
+        section.problems.append(
+            f"this user may have {processes} processes and threads; ranks start dozens each: "
+            "ulimit -u 65536"
+        )
+    if locked < 1 << 26 and Path("/dev/infiniband").exists():
+        section.problems.append(
+            f"only {gib(locked)} may be locked, and RDMA needs its buffers locked: "
+            "ulimit -l unlimited"
+        )
+    return section
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _as_number(value: int) -> float:
+    return float("inf") if value == resource.RLIM_INFINITY else value
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
+    """Size of /dev/shm, and whether memory can be shared by descriptor (memfd)."""
+    section = Section("shared memory")
+    try:
+        usage = shutil.disk_usage(folder)
+        section.values[str(folder)] = f"{gib(usage.free)} of {gib(usage.total)} free"
+        if usage.free < _MIN_SHM:
+            section.problems.append(
+                f"{folder} has {gib(usage.free)} free; loaders with workers and NCCL use it and "
+                "fail with a bus error: start the container with --shm-size=8g or --ipc=host"
+            )
+    except OSError as error:
+        section.values[str(folder)] = None
+        section.problems.append(f"{folder}: {error.strerror}; loaders with workers need it")
+    try:
+        descriptor = os.memfd_create("smp-doctor", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, 1 << 20)
+        os.close(descriptor)
+        section.values["memfd"] = True
+    except OSError as error:
+        section.values["memfd"] = False
+        section.problems.append(
+            f"memory cannot be shared by descriptor (memfd_create: {error.strerror}), so ranks of "
+            "one host exchange messages over TCP, which is slower; a sandbox may forbid it"
+        )
+    scope = _read(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    section.values["ptrace scope"] = scope
+    return section
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def temporary_files() -> Section:
+    """The file system of TMPDIR: kind, space, speed."""
+    section = Section("files")
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError as error:
+        section.problems.append(
+            f"no folder for temporary files can be written to: {error}; set TMPDIR"
+        )
+        return section
+    usage = shutil.disk_usage(folder)
+    kind = file_system(folder)
+    section.values = {
+        "TMPDIR": str(folder),
+        "file system": kind,
+        "space": f"{gib(usage.free)} of {gib(usage.total)} free",
+    }
+    try:
+        section.values["writes with fsync"] = f"{_write_speed(folder) / 1e6:.0f} MB/s"
+    except OSError as error:
+        section.problems.append(
+            f"{folder} cannot be written: {error.strerror}; set TMPDIR elsewhere"
+        )
+    if usage.free < _MIN_FREE:
+        section.problems.append(f"{folder} has only {gib(usage.free)} free; set TMPDIR elsewhere")
+    if kind in _NETWORK:
+        section.problems.append(
+            f"{folder} is on a network file system ({kind}): slow, and meeting files of ranks may "
+            "appear late; set TMPDIR to a local disk"
+        )
+    return section
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """Kind of the file system of a folder, as ``mount`` names it."""
+    resolved = folder.resolve()
+    best, kind = -1, None
+    for line in (_read(mounts) or "").splitlines():
+        _, point, found = line.split()[:3]
+        path = Path(point.replace("\\040", " "))
+        if (path == resolved or path in resolved.parents) and len(path.parts) >= best:
+            best, kind = len(path.parts), found
+    return kind
+
+
+def _write_speed(folder: Path) -> float:
+    """Bytes per second of one sequential write that reaches the disk."""
+    data = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        started_s = time.perf_counter()
+        for _ in range(_WRITE_BYTES >> 20):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return _WRITE_BYTES / (time.perf_counter() - started_s)

@@ -1,0 +1,78 @@
+"""One of two ranks that measure the way between them: ``python -m smp_cli.doctor.link <kind>``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import smp
+from smp import _C, runtime
+
+_SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
+_SMALL_REPEATS, _LARGE_REPEATS = 200, 8
+_LIMIT_S = 40.0
+
+
+def messages() -> dict[str, object]:
+    """Round trip of a small message and bandwidth of a large one, through the mailbox."""
+    smp.init({"pipeline_parallel_degree": 2})
+    current = runtime.current()
+    assert current.mailbox is not None and current.board is not None
+    probe = _C.LinkProbe(current.mailbox, current.board)
+    smp.barrier()
+    result: dict[str, object] = {}
+    if smp.rank() == 0:
+        small = probe.measure(1, _SMALL_BYTES, _SMALL_REPEATS, _LIMIT_S)
+        large = probe.measure(1, _LARGE_BYTES, _LARGE_REPEATS, _LIMIT_S)
+        result = {
+            "shared": current.mailbox.stats()["shared_memory_messages_sent"] > 0,
+            "round trip us": statistics.median(both for _, both in small) * 1e6,
+            # Each byte goes there and back.
+            "bytes per s": 2 * _LARGE_BYTES / min(both for _, both in large),
+        }
+    smp.barrier()
+    del probe
+    return result
+
+
+def nccl() -> dict[str, object]:
+    """The same for all-reduce between two GPUs."""
+    smp.init({"ddp": True})
+    group = smp.get_dp_process_group()
+
+    def measure(num_bytes: int, repeats: int) -> float:
+        data = torch.ones(num_bytes // 4, device=runtime.current().device)
+        samples = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            dist.all_reduce(data, group=group)
+            torch.cuda.synchronize()
+            samples.append(time.perf_counter() - started_s)
+        return statistics.median(samples)
+
+    measure(_SMALL_BYTES, 5)  # connects
+    small, large = measure(_SMALL_BYTES, _SMALL_REPEATS), measure(_LARGE_BYTES, _LARGE_REPEATS)
+    return {
+        "operation": "all_reduce",
+        "round trip us": small * 1e6,
+        "bytes per s": _LARGE_BYTES / large,
+    }
+
+
+def main() -> None:
+    """Measures; rank 0 prints the result."""
+    result = {"messages": messages, "nccl": nccl}[sys.argv[1]]()
+    first = smp.rank() == 0
+    smp.shutdown()
+    if first:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Finds the subcommand and runs it; modules of other subcommands are not imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    `module` has ``add_parser(subparsers)``: it adds a parser of this name, whose default
+    ``execute`` takes the parsed arguments and returns the exit status. It is imported when the
+    subcommand is asked for, so it may need torch.
+    """
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("run", "start a script in several processes of this machine", "smp_cli.run"),
+    Command(
+        "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
+    ),
+    Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
+)
+
+
+def build_parser(
+    wanted: str | None, commands: Sequence[Command] = COMMANDS
+) -> argparse.ArgumentParser:
+    """The parser in which the subcommand `wanted` is complete and the others have a name."""
+    parser = argparse.ArgumentParser(prog="smp", description="Model-parallel training for PyTorch.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in commands:
+        if command.name == wanted:
+            importlib.import_module(command.module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(command.name, help=command.help)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
+    """Runs the command.
+
+    Args:
+        argv: without the name of the program; that of the process by default.
+        commands: the subcommands that there are.
+
+    Returns:
+        the exit status.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    arguments = build_parser(wanted, commands).parse_args(argv)
+    status: int = arguments.execute(arguments)
+    return status

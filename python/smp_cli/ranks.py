@@ -1,0 +1,132 @@
+"""The processes of one attempt and what they print."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+from smp_cli.output import LineRelay, Output
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Ranks:
+    """Processes, each in a session of its own, so that what they start can be ended with them."""
+
+    def __init__(self, output: Output, is_first: bool) -> None:
+        """
+        Args:
+            output: where theirs goes.
+            is_first: log files begin anew; otherwise they are continued.
+        """
+        self._output = output
+        self._mode = "wb" if is_first else "ab"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._relays: dict[int, LineRelay] = {}
+        self._logs: list[IO[Any]] = []
+        self._selector = selectors.DefaultSelector()
+        self._pidfds: dict[int, int] = {}
+        self.ended: list[tuple[int, int]] = []
+        """Rank and status of those that have ended, in this order."""
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return sorted(self._pidfds.values())
+
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        """Starts the next rank."""
+        rank, raw = len(self._processes), not self._output.prefix
+        piped = None if raw and self._output.folder is None else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=piped,
+            stderr=piped,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        self._processes.append(process)
+        pidfd = os.pidfd_open(process.pid)
+        self._pidfds[pidfd] = rank
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        if piped is not None:
+            self._relay(process, rank, b"" if raw else f"[{rank}] ".encode())
+
+    def _relay(self, process: subprocess.Popen[bytes], rank: int, prefix: bytes) -> None:
+        log = None
+        if self._output.folder is not None:
+            self._output.folder.mkdir(parents=True, exist_ok=True)
+            log = open(self._output.folder / f"rank{rank}.log", self._mode)  # noqa: SIM115
+            self._logs.append(log)
+        for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert stream is not None
+            relay = LineRelay(os.dup(stream.fileno()), prefix, to.buffer, log)
+            stream.close()
+            self._relays[relay.fd] = relay
+            self._selector.register(relay.fd, selectors.EVENT_READ)
+
+    def wait(self, timeout_s: float) -> None:
+        """Passes output on and notes ends; returns after the first news or the timeout."""
+        for key, _ in self._selector.select(timeout_s):
+            assert isinstance(key.fd, int)
+            if key.fd in self._pidfds:
+                self._note_end(key.fd)
+            elif not self._relays[key.fd].pump():
+                self._end_relay(key.fd)
+
+    def _note_end(self, pidfd: int) -> None:
+        rank = self._pidfds.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self.ended.append((rank, self._processes[rank].wait()))
+
+    def _end_relay(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        self._relays.pop(fd).close()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the ranks that run; SIGKILL also to what they have started."""
+        for rank in self.running:
+            process = self._processes[rank]
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the ranks, and whatever they left in their sessions."""
+        for process in self._processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        while self._pidfds:
+            self.wait(1.0)
+
+    def close(self) -> None:
+        """Passes on the last output and frees everything."""
+        for fd in list(self._relays):
+            self._end_relay(fd)
+        for log in self._logs:
+            log.close()
+        self._selector.close()
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """For the child: the kernel ends it when the launcher is killed."""
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it was killed before the call
+
+    return prepare

@@ -1,0 +1,106 @@
+"""The variables by which SageMaker tells a job its configuration and folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_DEGREE_NAMES = ("pipeline_parallel_degree", "partitions")
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """The configuration that the user gave on the command line.
+
+    Args:
+        text: path of a JSON file, or ``key=value,key=value``.
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.endswith(".json") or "=" not in text:
+        return _with_both_names(_read_file(text))
+    values = {}
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not key or not equals:
+            raise ValueError(f"smp config: {pair!r} is not key=value; separate pairs by commas")
+        values[key] = _value(value)
+    return _with_both_names(values)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"smp config: cannot read {path!r}: {error.strerror}; pass the path of a JSON file or "
+            "key=value,..."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"smp config: {path} is not valid JSON: {error}; correct it") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"smp config: {path} holds a {type(values).__name__}; write an object")
+    return values
+
+
+def _value(text: str) -> Any:
+    """``"True"``, ``"4"``, ``"5e8"`` become what they say, other words stay text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _with_both_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hugging Face looks for ``partitions``, newer scripts for ``pipeline_parallel_degree``."""
+    given = {name: values[name] for name in _DEGREE_NAMES if name in values}
+    if len({str(value) for value in given.values()}) > 1:
+        raise ValueError(
+            f"smp config: partitions={given['partitions']}: pipeline_parallel_degree="
+            f"{given['pipeline_parallel_degree']} means the same and differs; give one of them"
+        )
+    degree = next(iter(given.values()), 1)
+    return {**values, **dict.fromkeys(_DEGREE_NAMES, degree)}
+
+
+def variables(config: Mapping[str, Any], env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """What a job on SageMaker would find in its environment.
+
+    Args:
+        config: of `read_config`.
+        env: environment of the launcher; paths that are set there stay as they are.
+        folder: below it lie the default folders.
+    """
+    defaults = {
+        "SM_CURRENT_HOST": "localhost",
+        "SM_HOSTS": '["localhost"]',
+        "SM_NUM_GPUS": str(count_gpus(env)),
+        "SM_MODULE_DIR": os.getcwd(),
+        "SM_MODEL_DIR": str(folder / "model"),
+        "SM_OUTPUT_DATA_DIR": str(folder / "output"),
+        "SM_CHANNEL_TRAIN": str(folder / "train"),
+        "SM_CHANNEL_TEST": str(folder / "test"),
+        "SAGEMAKER_JOB_NAME": "local",
+    }
+    return {
+        **{name: value for name, value in defaults.items() if name not in env},
+        "SM_HP_MP_PARAMETERS": json.dumps(dict(config), sort_keys=True),
+        "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_mpi_enabled": True}),
+    }
+
+
+def count_gpus(env: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """GPUs that processes with this environment see, as far as the driver's files tell."""
+    try:
+        there = len(list(driver.iterdir()))
+    except OSError:
+        there = 0
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return there
+    return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))

@@ -1,0 +1,215 @@
+"""Starts the ranks of a job, passes signals on, ends all when one fails, starts them again.
+
+The failure file is the idea of torchrun's error file: a rank that ends because of another one says
+so, hence the status of the culprit is reported, whoever is seen to end first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from smp_cli.output import Output, say
+from smp_cli.ranks import Ranks
+
+EXIT_RESUME = 75
+"""Status of a rank that saved its state and wants to be started again (EX_TEMPFAIL of sysexits.h).
+`smp.preemption` has the same number."""
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks."""
+
+    index: int
+    folder: Path
+    """Temporary; the ranks meet there."""
+    port: int
+    """A free TCP port."""
+
+    def failure_file(self, rank: int) -> Path:
+        """Where a rank writes why it failed."""
+        return self.folder / f"failure{rank}.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run."""
+
+    command: list[str]
+    num_ranks: int
+    environment: Callable[[int, Attempt], dict[str, str]]
+    """Of a rank, by its number."""
+    output: Output
+    max_restarts: int = 0
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that ended the job."""
+
+    rank: int
+    status: int
+    """As of `subprocess`: negative for signals."""
+
+    @property
+    def exit_status(self) -> int:
+        """As shells give it."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def words(self) -> str:
+        """How it ended."""
+        if self.status >= 0:
+            return f"exited with status {self.status}"
+        return f"was killed by {signal.Signals(-self.status).name}"
+
+
+def run_job(job: Job) -> int:
+    """Runs a job to its end.
+
+    Returns:
+        0, or the exit status of the rank that failed first.
+    """
+    with _Signals() as signals:
+        num_failures = index = 0
+        while True:
+            failure = _run_attempt(job, index, signals)
+            if failure is None:
+                return 0
+            wants_resume = failure.status == EXIT_RESUME
+            if wants_resume:
+                say("the ranks saved their state and want to be resumed (status 75)")
+            else:
+                say(f"rank {failure.rank} {failure.words}")
+                num_failures += 1
+            if signals.is_ending or num_failures > job.max_restarts or not job.max_restarts:
+                return failure.exit_status
+            index += 1
+            say(f"starting all ranks again ({num_failures} of {job.max_restarts} failures)")
+
+
+def _run_attempt(job: Job, index: int, signals: _Signals) -> Failure | None:
+    folder = Path(tempfile.mkdtemp(prefix="smp-run-"))
+    attempt = Attempt(index, folder, _free_port())
+    ranks = Ranks(job.output, is_first=index == 0)
+    try:
+        for rank in range(job.num_ranks):
+            ranks.start(job.command, job.environment(rank, attempt))
+        _watch(job, ranks, signals)
+        return _find_failure(attempt, ranks.ended)
+    finally:
+        ranks.kill()
+        ranks.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(job: Job, ranks: Ranks, signals: _Signals) -> None:
+    """Returns when all ranks have ended."""
+    steps = [signal.SIGTERM, signal.SIGKILL]  # for those that do not end by themselves
+    deadline = float("inf")
+    while ranks.running:
+        ranks.wait(_POLL_S)
+        for number in signals.take():
+            ranks.send(number)
+            if signals.num_interrupts > 1:
+                ranks.send(signal.SIGKILL)
+        has_failed = any(status not in (0, EXIT_RESUME) for _, status in ranks.ended)
+        if has_failed and deadline == float("inf"):
+            deadline = time.monotonic() + job.grace_s
+        if time.monotonic() > deadline and steps:
+            say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
+            ranks.send(steps.pop(0))
+            deadline = time.monotonic() + job.grace_s
+
+
+def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | None:
+    """The culprit: whom the others name, or who ended first.
+
+    Args:
+        attempt: with the files of ranks that failed.
+        ended: rank and status, in the order in which they ended.
+    """
+    failed = {rank: status for rank, status in ended if status != 0}
+    if not failed:
+        return None
+    told = {rank: _read_failure(attempt.failure_file(rank)) for rank in failed}
+    named = [one.culprit for rank, one in told.items() if one and one.blames_another(rank)]
+    raised = [
+        rank for rank, one in told.items() if one and one.culprit == rank and not one.is_victim
+    ]
+    silent = [rank for rank, one in told.items() if not one and failed[rank] != EXIT_RESUME]
+    for rank in (*named, *raised, *silent, *failed):
+        if rank in failed:
+            return Failure(rank, failed[rank])
+    raise AssertionError("some rank failed")
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank wrote when it failed."""
+
+    culprit: int | None
+    is_victim: bool
+    """It failed because of another one, which it may not know by a fault (one that just left)."""
+
+    def blames_another(self, rank: int) -> bool:
+        return self.is_victim and self.culprit is not None and self.culprit != rank
+
+
+def _read_failure(path: Path) -> _Told | None:
+    try:
+        told = json.loads(path.read_text())
+        return _Told(told["culprit"], told["error"] == "PeerFailure")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class _Signals:
+    """Notes signals while it is open."""
+
+    def __init__(self) -> None:
+        self._noted: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, object] = {}
+        self.is_ending = False
+        """Somebody wants the job to end; it is not started again."""
+        self.num_interrupts = 0
+
+    def __enter__(self) -> _Signals:
+        for number in _FORWARDED:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append(signal.Signals(number))
+        self.is_ending |= number in _ENDING
+        self.num_interrupts += number == signal.SIGINT
+
+    def take(self) -> list[signal.Signals]:
+        """The signals since the last call."""
+        taken, self._noted = self._noted, []
+        return taken

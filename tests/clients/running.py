@@ -1,0 +1,64 @@
+"""Starts a client's script on several processes, and reads what its ranks leave."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.dist.pool import Pool
+from tests.dist.processes import run_ranks
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass
+class Client:
+    """A script with folders of its own, as a training job has them."""
+
+    pool: Pool
+    folder: Path
+    script: str
+
+    def run(
+        self,
+        world_size: int,
+        argv: dict[str, Any] | None = None,
+        parameters: dict[str, Any] | None = None,
+        timeout: float = 90.0,
+    ) -> list[dict[str, Any]]:
+        """What each rank reports, after all have ended well.
+
+        Args:
+            world_size: number of processes.
+            argv: arguments by name.
+            parameters: of model parallelism, as the launcher of the service hands them over.
+            timeout: in seconds.
+        """
+        env = {"SM_NUM_GPUS": "0", "OMP_NUM_THREADS": "1"}
+        names = {"SM_OUTPUT_DATA_DIR": "output", "SM_MODEL_DIR": "model"}
+        names |= {"SM_CHANNEL_TRAIN": "train", "SM_CHANNEL_TEST": "test"}
+        for variable, name in names.items():
+            path = self.folder / name
+            path.mkdir(exist_ok=True)
+            env[variable] = str(path)
+        if parameters is not None:
+            env["SM_HP_MP_PARAMETERS"] = json.dumps(parameters)
+        words = [word for key, value in (argv or {}).items() for word in (f"--{key}", str(value))]
+        for old in (self.folder / "train").glob("result_*.json"):
+            old.unlink()
+        ended = run_ranks(self.pool, SCRIPTS / self.script, world_size, words, timeout, env)
+        failed = [rank for rank in ended if rank.returncode != 0]
+        failed.sort(key=lambda rank: rank.time)
+        assert not failed, "\n".join(
+            f"rank {rank.rank} ended with {rank.returncode}:\n{rank.output[-1500:]}"
+            for rank in failed[:1]
+        )
+        self.outputs = [rank.output for rank in ended]
+        results = sorted((self.folder / "train").glob("result_*.json"))
+        assert len(results) == world_size
+        return [
+            json.loads((self.folder / "train" / f"result_{rank}.json").read_text())
+            for rank in range(world_size)
+        ]
