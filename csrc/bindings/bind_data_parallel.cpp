@@ -59,11 +59,12 @@ std::shared_ptr<Reducer> make_reducer(
     std::optional<Sharding> sharding, FaultsPtr faults,
     std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
     bool average_over_microbatches, int passes_per_reduction,
-    double timeout_s) {
+    bool expects_one_per_microbatch, double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
   options.average_over_microbatches = average_over_microbatches;
+  options.expects_one_per_microbatch = expects_one_per_microbatch;
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
   options.patience =
@@ -174,7 +175,9 @@ void bind_reducer(py::module_& m) {
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
            py::arg("overlap") = true,
            py::arg("average_over_microbatches") = true,
-           py::arg("passes_per_reduction") = 1, py::arg("timeout_s") = 1800.0,
+           py::arg("passes_per_reduction") = 1,
+           py::arg("expects_one_per_microbatch") = true,
+           py::arg("timeout_s") = 1800.0,
            "Collective over `dp`, which may be None.")
       .def("begin_step", &Reducer::begin_step, release_gil(),
            py::arg("num_microbatches"), py::arg("may_overlap") = true)

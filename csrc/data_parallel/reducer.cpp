@@ -207,9 +207,11 @@ void Reducer::open(int num_microbatches, Phase phase) {
   order_.begin(num_microbatches, is_known ? learned->second.per_microbatch
                                           : std::vector<int>(params_.size()));
   expected_ = is_known ? &learned->second.most : nullptr;
-  if (!is_known && is_sharded()) {
-    // Else all buckets would be whole at the end of the first step. A wrong
-    // guess is as one that was learnt.
+  // Else all buckets would be whole at the end of the first step. A wrong
+  // guess is as one that was learnt.
+  learns_from_first_ = !is_known && is_sharded();
+  if (learns_from_first_ && options_.expects_one_per_microbatch) {
+    learns_from_first_ = false;
     guess_.assign(params_.size(), every_microbatch() ? 1 : num_microbatches);
     expected_ = &guess_;
   }

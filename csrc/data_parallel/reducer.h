@@ -134,6 +134,8 @@ class Reducer {
 
   // Rounds.
   void begin_round();
+  void count_missing();
+  void expect_as_first();
   bool may_launch_early() const;
   void launch_complete_buckets();
   void launch_header();
@@ -190,7 +192,8 @@ class Reducer {
     std::vector<int> per_microbatch;  // 0: not the same in all of them
   };
   std::map<int, Learned> learned_;  // by number of microbatches
-  std::vector<int> guess_;  // one per microbatch, where nothing is known
+  std::vector<int> guess_;  // where nothing is known
+  bool learns_from_first_ = false;  // the guess is made after microbatch 0
   const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete
 

@@ -51,6 +51,7 @@ void Reducer::abandon() {
 }
 
 void Reducer::close(Lock& lock) {
+  expect_as_first();
   order_.finish_all();
   launch_round(lock);
   if (any_active_) {

@@ -19,6 +19,10 @@ struct ReducerOptions {
   /// the others `.grad` holds the sum so far of this rank alone (sharded: of
   /// its shard group). Setting `.grad` to None in between forgets that sum.
   int passes_per_reduction = 1;
+  /// A microbatch gives one gradient to each parameter that it uses, as far as
+  /// can be told before the first step. Not so in a pipeline, where each remote
+  /// call of a module gives one.
+  bool expects_one_per_microbatch = true;
   std::optional<Sharding> sharding;  ///< none: every rank keeps all
   comm::Patience patience;
 };

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/data_parallel/reducer.h"
@@ -31,10 +32,30 @@ void Reducer::begin_round() {
   num_added_.assign(params_.size(), 0);
   num_missing_.assign(buckets_.size(), 0);
   for (const auto& bucket : buckets_) bucket->begin_round();
+  count_missing();
+}
+
+void Reducer::count_missing() {
   if (expected_ == nullptr) return;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if ((*expected_)[i] > 0) ++num_missing_[plan_.places[i].bucket_idx];
+    if (num_added_[i] < (*expected_)[i]) {
+      ++num_missing_[plan_.places[i].bucket_idx];
+    }
   }
+}
+
+// So far only gradients of the first microbatch were added, because those of
+// later ones wait until it is finished: when this happens is a matter of
+// timing, what is expected from here on is not.
+void Reducer::expect_as_first() {
+  if (!std::exchange(learns_from_first_, false)) return;
+  guess_ = num_added_;
+  if (!every_microbatch()) {
+    for (int& count : guess_) count *= num_microbatches_;
+  }
+  expected_ = &guess_;
+  count_missing();
+  launch_complete_buckets();
 }
 
 void Reducer::finish_microbatch(int mb) {
@@ -42,6 +63,7 @@ void Reducer::finish_microbatch(int mb) {
   Lock lock(mutex_);
   SMP_CHECK(phase_ == Phase::kOpen, "microbatch ", mb,
             " was finished, but no step is open");
+  if (mb == 0) expect_as_first();
   order_.finish(mb);
   if (!every_microbatch()) return;
   phase_ = Phase::kEnding;  // nothing comes while this thread waits

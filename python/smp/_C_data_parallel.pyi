@@ -198,6 +198,7 @@ class Reducer:
         overlap: bool = True,
         average_over_microbatches: bool = True,
         passes_per_reduction: int = 1,
+        expects_one_per_microbatch: bool = True,
         timeout_s: float = 1800.0,
     ) -> None: ...
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None: ...

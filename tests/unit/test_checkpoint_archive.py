@@ -173,7 +173,8 @@ def test_deferred_tensors_are_made_one_after_the_other(tmp_path: Path) -> None:
     seen: list[int] = []
     archive.write(tmp_path / "a.pt", structure, WriteOptions(4096, 2, 1000, seen.append))
     assert order == [0, 1, 2, 3, 4]
-    assert len(seen) == 5 and seen == sorted(seen) and seen[-1] > 4 * 4000
+    # Two buffers of 4096 bytes may still be on their way.
+    assert len(seen) == 5 and seen == sorted(seen) and seen[-1] > 5 * 4000 - 2 * 4096
     assert [float(t[0]) for t in _load(tmp_path / "a.pt", mmap=True)] == [0, 1, 2, 3, 4]
 
 

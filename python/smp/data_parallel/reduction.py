@@ -193,6 +193,7 @@ def make_reducers(
             overlap=overlap,
             average_over_microbatches=average and connect is None,
             passes_per_reduction=passes_per_reduction,
+            expects_one_per_microbatch=current.sizes["pp"] == 1,
             timeout_s=current.settings.timeout_s,
         )
         if connect is not None:

@@ -273,6 +273,45 @@ TEST(ShardedReducerUse, a_parameter_used_on_one_rank_counts_on_all) {
   });
 }
 
+// As in a pipeline, where each remote call of a module gives one. The gradients
+// of the second microbatch come before the first one is over.
+TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
+  Gradients gradients;
+  on_grid({2, 1, 1}, [&](int rank, const ShardGroups& groups) {
+    Rank plain(kFourBuckets, groups.plain, small_buckets(),
+               c10::ScalarType::Double);
+    Reducer::Options options = sharded_options(groups);
+    options.expects_one_per_microbatch = false;
+    ShardedRank sharded(kFourBuckets, groups, options);
+    for (Reducer* reducer : {plain.reducer.get(), sharded.reducer.get()}) {
+      reducer->begin_step(2);
+    }
+    for (int call = 0; call < 6; ++call) {
+      for (int i = 3; i >= 0; --i) {
+        const at::Tensor grad = gradients.of(call, 0, rank, 0).flatten();
+        const at::Tensor whole = grad.repeat({60})
+                                     .narrow(0, 0, 60)
+                                     .mul(1.0 / (3 + i + call));
+        plain.contribute(i, call % 2, whole);
+        sharded.contribute(i, call % 2, whole);
+      }
+    }
+    for (int mb = 0; mb < 2; ++mb) {
+      plain.reducer->finish_microbatch(mb);
+      sharded.reducer->finish_microbatch(mb);
+      // All of the second one is there already.
+      EXPECT_EQ(sharded.reducer->stats().num_early_buckets, 4);
+    }
+    plain.reducer->end_step();
+    sharded.reducer->end_step();
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_TRUE(
+          sharded.grad(i).equal(sharded.part(i, plain.params[i].grad())));
+    }
+    EXPECT_EQ(sharded.reducer->stats().num_late_parameters, 0);
+  });
+}
+
 TEST(ShardedReducerUse, late_gradients_are_summed_in_a_second_round) {
   for (const bool every_microbatch : {false, true}) {
     on_grid({2, 2, 1}, [&](int group_rank, const ShardGroups& groups) {
