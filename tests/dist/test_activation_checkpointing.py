@@ -46,9 +46,12 @@ def check_offload(cells: list[Cell], results: list[list[Record]]) -> None:
                 assert stats["slots_in_use"] == 0 < stats["peak_slots_in_use"], (cell, stats)
                 assert stats["slots"] == stats["peak_slots_in_use"] < stats["offloaded"]
         stayed = [records[index].offload.get("stayed", 0) for records in results]
-        # With the simple schedule the first microbatch is the first to go back.
-        needs_some_at_once = cell.offload and cell.schedule != "simple"
-        assert any(stayed) == needs_some_at_once, f"{cell}: {stayed} were needed at once"
+        # With the simple schedule the first microbatch is the first to go back. With others the
+        # last stage needs some at once, unless ranks were late in the step that the plan is of.
+        if not cell.offload or cell.schedule == "simple":
+            assert not any(stayed), f"{cell}: {stayed} were needed at once"
+        elif cell.pp == 1:
+            assert any(stayed), f"{cell}: none was needed at once"
 
 
 def variants(cell: Cell, strategies: tuple[str, ...] = STRATEGIES) -> list[Cell]:
