@@ -100,6 +100,21 @@ def run_ranks(
     return wait_for_ranks(pool, start_ranks(pool, script, world_size, argv, timeout, env))
 
 
+def metered(folder: Path) -> list[str]:
+    """What a command begins with to have the allocations of its processes counted.
+
+    Args:
+        folder: for what is built for that.
+    """
+    sys.path.insert(0, str(REPO / "benchmarks"))
+    try:
+        from allocation_meter import preloaded
+    finally:
+        sys.path.pop(0)
+    settings = preloaded({"PATH": os.environ["PATH"]}, folder)
+    return ["env", *(f"{name}={value}" for name, value in settings.items())]
+
+
 def torchrun(num_processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone"] + [
         f"--nproc-per-node={num_processes}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.processes import REPO, launch, torchrun
+from tests.dist.processes import REPO, launch, metered, torchrun
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "activation_memory.py"
 TOLERANCE = 0.1
@@ -30,14 +28,8 @@ def cases_of(num_ranks: int) -> list[tuple[str, int, int | None]]:
 def test_peak_of_each_rank_is_the_simulated_number_of_activations(
     num_ranks: int, tmp_path: Path
 ) -> None:
-    sys.path.insert(0, str(REPO / "benchmarks"))
-    try:
-        from allocation_meter import preloaded
-    finally:
-        sys.path.pop(0)
-    library = preloaded({"PATH": os.environ["PATH"]}, tmp_path)["LD_PRELOAD"]
     cases = cases_of(num_ranks)
-    command = ["env", f"LD_PRELOAD={library}", *torchrun(num_ranks)]
+    command = [*metered(tmp_path), *torchrun(num_ranks)]
     done = launch([*command, str(SCRIPT), json.dumps(cases), str(tmp_path)], timeout=300)
     assert done.returncode == 0, done.stdout
     by_rank: list[list[dict[str, Any]]] = [

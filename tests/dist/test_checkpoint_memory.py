@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
-from tests.dist.processes import REPO, launch, torchrun
+from tests.dist.processes import REPO, launch, metered, torchrun
 from tests.dist.scripts.checkpoint_memory import BLOCKS, HIDDEN, MICROBATCHES, TOKENS
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "checkpoint_memory.py"
 
 
 def test_peaks_fall_to_what_is_kept(tmp_path: Path) -> None:
-    sys.path.insert(0, str(REPO / "benchmarks"))
-    try:
-        from allocation_meter import preloaded
-    finally:
-        sys.path.pop(0)
-    library = preloaded({"PATH": os.environ["PATH"]}, tmp_path)["LD_PRELOAD"]
     strategies = ["", "each", "contiguous", "budget:0.025"]
-    command = ["env", f"LD_PRELOAD={library}", *torchrun(2)]
+    command = [*metered(tmp_path), *torchrun(2)]
     done = launch([*command, str(SCRIPT), json.dumps(strategies), str(tmp_path)], timeout=200)
     assert done.returncode == 0, done.stdout
     hidden = TOKENS * HIDDEN * 4  # bytes of one hidden state

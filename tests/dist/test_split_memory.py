@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.dist.processes import REPO, launch, torchrun
+from tests.dist.processes import REPO, launch, metered, torchrun
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "split_memory.py"
 CASES = [("memory", False), ("memory", True), ("speed", False), ("speed", True)]
@@ -35,13 +33,7 @@ def parameter_bytes(shape: dict[str, int], tp: int) -> float:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bytes_of_a_rank_are_those_of_the_formula(tp: int, tmp_path: Path) -> None:
-    sys.path.insert(0, str(REPO / "benchmarks"))
-    try:
-        from allocation_meter import preloaded
-    finally:
-        sys.path.pop(0)
-    library = preloaded({"PATH": os.environ["PATH"]}, tmp_path)["LD_PRELOAD"]
-    command = ["env", f"LD_PRELOAD={library}", *torchrun(tp), str(SCRIPT)]
+    command = [*metered(tmp_path), *torchrun(tp), str(SCRIPT)]
     done = launch([*command, json.dumps(CASES), str(tmp_path)], timeout=240)
     assert done.returncode == 0, done.stdout
     wrong = []
