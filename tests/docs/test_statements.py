@@ -1,0 +1,197 @@
+"""What documents say about the sources: links, variables, keys, texts of errors."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from smp.config import _ALIASES, Config
+from tests.docs.pages import REPO, blocks_of
+
+TEXTS = [
+    *(REPO / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((REPO / "docs").rglob("*.md")),
+    *sorted((REPO / "examples").rglob("*.md")),
+    *sorted((REPO / "benchmarks").rglob("*.md")),
+]
+#: What users may set, and what one rank tells another process; C++ macros and test settings are
+#: none of these.
+_VARIABLE = re.compile(r'"(SMP_[A-Z][A-Z0-9_]*[A-Z0-9])"')
+_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def links_of(page: Path) -> list[str]:
+    """Relative links, with their anchors."""
+    text = _FENCE.sub("", page.read_text())
+    return [link for link in _LINK.findall(text) if "://" not in link]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Names of the headings, as GitHub and GitLab make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in words}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in links_of(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors_of(target)
+        ):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(REPO)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# One & two\n")
+    page = tmp_path / "a.md"
+    page.write_text("[x](b.md) [x](b.md#one--two) [x](c.md) [x](b.md#three) [x](https://c.md)\n")
+    assert broken_links(page) == ["c.md", "b.md#three"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = {link.partition("#")[0] for link in links_of(REPO / "docs" / "README.md")}
+    pages = {page.name for page in (REPO / "docs").glob("*.md")} - {"README.md"}
+    assert pages - index == set()
+
+
+# ---- variables of the environment ----------------------------------------------------
+
+
+@cache
+def variables_of_sources() -> frozenset[str]:
+    """Names that the library and its command read from the environment or set there."""
+    found: set[str] = set()
+    for folder, suffixes in (("python", {".py"}), ("csrc", {".cpp", ".h", ".cu"})):
+        for path in (REPO / folder).rglob("*"):
+            if path.suffix in suffixes:
+                found.update(_VARIABLE.findall(path.read_text()))
+    return frozenset(found)
+
+
+def test_variables_of_the_sources_are_documented() -> None:
+    assert len(variables_of_sources()) > 15
+    documented = set(re.findall(r"`(SMP_[A-Z0-9_]+)", (REPO / "docs" / "running.md").read_text()))
+    assert variables_of_sources() - documented == set()
+
+
+def test_documented_variables_exist() -> None:
+    """Those of builds and tests are in files of builds and tests."""
+    build = ["CMakeLists.txt", "Makefile", "setup.py", *(REPO / "cmake").rglob("*.cmake")]
+    tests = [p for p in (REPO / "tests").rglob("*.py") if "docs" not in p.parts]
+    headers = (REPO / "csrc" / "common").glob("*.h")
+    known = set(variables_of_sources())
+    for path in (*(REPO / name for name in build), *tests, *headers):
+        known.update(re.findall(r"SMP_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
+    # Of other libraries, which docs/migration.md says are ignored.
+    ignored = {"SMP_NCCL_THROTTLE_LIMIT", "SMP_DISABLE_D2D", "SMP_D2D_GPU_BUFFER_SIZE_BYTES"}
+    for page in TEXTS:
+        named = set(re.findall(r"\bSMP_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
+        assert named - known - ignored == set(), page.name
+
+
+# ---- keys of the configuration -------------------------------------------------------
+
+
+def documented_keys() -> dict[str, str]:
+    """Key to default, of the tables in docs/running.md."""
+    text = (REPO / "docs" / "running.md").read_text()
+    section = text.split("\n## Configuration\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)`(?: \(alias `(\w+)`\))? \|.*\| ?(.*?) ?\|$", section, re.M)
+    for name, alias, _ in rows:
+        assert alias == "" or _ALIASES[alias] == name
+    assert len({row[0] for row in rows}) == len(rows)
+    return {name: default.strip("`") for name, _, default in rows}
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(Config)}
+    documented = documented_keys()
+    assert documented.keys() == fields.keys()
+    fixed = {name: str(default) for name, default in fields.items() if default is not None}
+    assert {name: documented[name] for name in fixed} == fixed
+
+
+# ---- texts of errors -----------------------------------------------------------------
+
+
+@cache
+def texts_of_sources() -> str:
+    """All literal texts of the library; what is inserted into them is ``...``."""
+    texts = []
+    for path in sorted((REPO / "python").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "..." for p in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    for path in sorted((REPO / "csrc").rglob("*.cpp")):
+        source = re.sub(r'"\s*\n\s*"', "", path.read_text())
+        literals = re.findall(r'"((?:[^"\\\n]|\\.)*)"', source)
+        texts.append("\n".join(literal.replace("\\n", "\n") for literal in literals))
+    return "\n".join(texts)
+
+
+def quoted(page: Path) -> list[str]:
+    """Messages that headings and the first column of tables quote."""
+    lines = _FENCE.sub("", page.read_text()).splitlines()
+    heads = [line for line in lines if line.startswith(("### ", "| `"))]
+    first = [line.split(" | ")[0] for line in heads]
+    return [text for line in first for text in re.findall(r"`([^`]+)`", line)]
+
+
+def missing_messages(texts: list[str]) -> list[str]:
+    """Those of which a piece between ``...`` is nowhere in the sources."""
+    sources = texts_of_sources()
+    return [
+        text
+        for text in texts
+        if not all(piece.strip() in sources for piece in text.split("...") if piece.strip())
+    ]
+
+
+def test_quoted_messages_are_those_of_the_sources() -> None:
+    texts = quoted(REPO / "docs" / "troubleshooting.md")
+    assert len(texts) > 30
+    assert missing_messages(texts) == []
+
+
+def test_messages_that_do_not_exist_are_found() -> None:
+    assert missing_messages(["the model is ... outside of a step function"]) == []
+    assert missing_messages(["the model is ... inside of a step function"]) != []
+
+
+# ---- the reader of pages -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("```\nx\n```\n", "language ''"),
+        ("```ruby\nx\n```\n", "language 'ruby'"),
+        ("```python\nx\n```\n", "needs one of the marks"),
+        ("<!-- walk: 2 -->\n```python\nx\n```\n", "unknown mark 'walk'"),
+        ("<!-- not run -->\n```sh\nx\n```\n", "give the reason"),
+        ("```sh\nx\n", "has no end"),
+    ],
+)
+def test_blocks_that_say_nothing_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        blocks_of(page)
