@@ -34,12 +34,13 @@ class Counting(nn.Module):
 
 
 class Odd(nn.Module):
-    """Buffers, frozen parameters, also one without elements, one without a dim, one that is never
-    used, and two names of one."""
+    """Buffers, frozen parameters, ones without elements, one without a dim, one that is never used,
+    and two names of one."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("numbers", torch.arange(4))
         self.frozen = nn.Linear(6, 6)
@@ -47,6 +48,7 @@ class Odd(nn.Module):
         self.counting = Counting()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(3, 0))
         self.unused = nn.Linear(3, 5)
         self.left = nn.Linear(6, 6, bias=False)
         self.right = nn.Linear(6, 6, bias=False)
@@ -56,7 +58,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
         self.numbers += 2
-        x = self.counting(self.frozen(self.first(x)))
+        x = self.counting(self.frozen(self.norm(self.first(x)))) + self.none.sum()
         return self.right(self.left(x).tanh()) * self.scale
 
 
@@ -120,7 +122,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
     "novograd": _novograd,
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "adafactor": lambda model: torch.optim.Adafactor(
+        [p for p in model.parameters() if p.numel()], lr=1e-2
+    ),
 }
 
 

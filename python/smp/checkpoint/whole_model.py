@@ -139,16 +139,12 @@ class Gatherer:
     def lazy_state(self) -> dict[str, Tensor]:
         """The state dict; what it holds is made of tensors that are gathered."""
         leaves = {
-            name: LazyTensor.leaf(name, shape, self._dtype(name), self._getter(name))
+            name: LazyTensor.leaf(
+                name, shape, self._state.tensors[name].dtype, self._getter(name)
+            )
             for name, shape in self._state.shapes.items()
         }
         return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """On the rank that has the tensor; sharded parameters of others are not cast here."""
-        tensor, half = self._state.tensors[name], self._engine.half_dtype
-        is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return half if is_cast and half is not None else tensor.dtype
 
     def _getter(self, name: str) -> Callable[[], Tensor]:
         return lambda: self._here[name]
