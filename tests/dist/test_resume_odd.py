@@ -15,6 +15,9 @@ from tests.dist.pool import Pool
 from tests.dist.resume_training import State, state_of
 
 
+EXTRA = "counting._extra_state"
+
+
 class Counting(nn.Module):
     """Says something of itself that is no tensor."""
 
@@ -135,6 +138,7 @@ def save_odd(rank: int, way: Way, folder: str) -> tuple[State, int]:
     train(0)
     train(1)
     smp.save_checkpoint(folder, "odd", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder, "odd.bin", partial=False, model=model)
     return state_of(model, optimizer), model.get_module().counting.calls
 
 
@@ -146,8 +150,23 @@ def resume_odd(rank: int, way: Way, folder: str) -> tuple[State, int]:
     smp.resume_from_checkpoint(folder, "odd")
     state = state_of(model, optimizer)
     calls = model.get_module().counting.calls
+    _check_extra_state(model, way, folder)
     train(2)
     return state, calls
+
+
+def _check_extra_state(model: Any, way: Way, folder: str) -> None:
+    """State dicts say what modules say of themselves, as those of a plain model do."""
+    import smp
+
+    whole = model.state_dict()
+    assert list(whole) == list(Odd(way.tied).state_dict())
+    calls = whole[EXTRA]["calls"]
+    assert calls > 0
+    model.load_state_dict({**whole, EXTRA: {"calls": calls + 100}})
+    assert model.state_dict()[EXTRA] == {"calls": calls + 100}
+    smp.resume_from_checkpoint(folder, "odd.bin", partial=False)
+    assert model.state_dict()[EXTRA] == {"calls": calls}
 
 
 PAIRS = tuple(
