@@ -57,7 +57,9 @@ class Block:
 
     @property
     def where(self) -> str:
-        return f"{self.page.relative_to(REPO) if REPO in self.page.parents else self.page}:{self.line}"
+        return (
+            f"{self.page.relative_to(REPO) if REPO in self.page.parents else self.page}:{self.line}"
+        )
 
 
 def blocks_of(page: Path) -> list[Block]:
