@@ -2,18 +2,19 @@
 
 ``<!-- run: 2; with: gptj -->`` stands on the line above a block (invisible when it is rendered):
 
-* ``run: N``: a Python script for N processes, a diff of such scripts, or commands to execute;
+* ``run: N``: a Python script for N processes, or a diff of such scripts;
   ``run: N, M``: first with N processes, then with M;
 * ``continues``: goes on where the block before ended, in the same script;
 * ``file: NAME``: is also saved under this name, where later commands of the page find it;
-* ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and
+* ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have
   ``after(names)``, which looks at what the block did;
 * ``ends: STATUS``: the script ends with this status;
 * ``prints``: the lines of this text are in what the block before printed; ``...`` stands for
   anything;
 * ``not run: REASON``: nobody can run it in a test.
 
-Commands without a mark are parsed by their programs. Text has none.
+Commands are parsed by their programs, and ``smp ckpt`` is executed where its folder is there. Their
+marks, and those of text, may be missing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from smp.config import Config
 from tests.dist.pool import Pool
-from tests.dist.processes import launch, run_ranks
+from tests.dist.processes import run_ranks
 from tests.docs import commands
 from tests.docs.pages import PAGES, Block, blocks_of
 
@@ -90,8 +89,10 @@ class Page:
         suffix = ""
         if setup is not None:
             prefix += f"; from tests.docs.setup.{setup} import *"
-            suffix = f"\nfrom tests.docs.setup import {setup} as _setup; _setup.after(globals())\n"
-            assert (SETUP / f"{setup}.py").is_file(), f"{block.where}: no setup {setup}"
+            file = SETUP / f"{setup}.py"
+            assert file.is_file(), f"{block.where}: {file} does not exist"
+            if "def after(" in file.read_text():
+                suffix = f"\nfrom tests.docs.setup import {setup}; {setup}.after(globals())\n"
         script = self._folder / f".{block.page.stem}_{block.line}.py"
         # The first line of a script is that of a fence, or above it.
         body = source.removeprefix("\n") if source.startswith("\n") else source
@@ -106,19 +107,10 @@ class Page:
         return "".join(rank.output for rank in ended)
 
     def _check_commands(self, block: Block) -> None:
-        executes = "run" in block.marks
         for words in commands.lines_of(block.source):
             commands.check(words, self._folder, runs="not run" not in block.marks)
             if words[:2] == ["smp", "ckpt"] and (self._folder / words[3]).exists():
                 self._output = commands.execute(words)
-                _COUNTS["commands run"] += 1
-            elif executes:
-                assert words[0] == "smp", f"{block.where}: only smp is executed"
-                done = launch(
-                    ["env", "-C", str(self._folder), sys.executable, "-m", "smp_cli", *words[1:]]
-                )
-                assert done.returncode == 0, f"{block.where}:\n{done.stdout}"
-                self._output = done.stdout
                 _COUNTS["commands run"] += 1
             elif "not run" not in block.marks:
                 _COUNTS["commands parsed"] += 1

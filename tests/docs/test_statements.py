@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import _ALIASES, Config
+from tests.docs import commands
 from tests.docs.pages import REPO, blocks_of
 
 TEXTS = [
@@ -204,3 +205,32 @@ def test_blocks_that_say_nothing_are_refused(tmp_path: Path, text: str, complain
     page.write_text(text)
     with pytest.raises(ValueError, match=complaint):
         blocks_of(page)
+
+
+# ---- the reader of commands ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("smp run -n 2 --fast train.py", "--fast"),
+        ("smp run -n 2 nowhere.py", "nowhere.py does not exist"),
+        ("smp ckpt look checkpoints", "invalid choice"),
+        ("torchrun --nproc-per-core 2 train.py", "nproc-per-core"),
+        ("python examples/gptj/finetune.py --dq 2", "no option --dq"),
+        ("SMP_HANG_S=3 make tests", "no target tests"),
+        ("mpirun -np 2 python train.py", "say 'not run"),
+    ],
+)
+def test_wrong_commands_are_found(tmp_path: Path, command: str, complaint: str) -> None:
+    (words,) = commands.lines_of(f"# comment\n{command}\n")
+    with pytest.raises(AssertionError, match=complaint):
+        commands.check(words, tmp_path, runs=True)
+
+
+def test_right_commands_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('add("--epochs")\n')
+    text = "smp run -n 2 mine.py --epochs 3\ntorchrun --nproc-per-node 2 train.py\nmake quick\n"
+    for words in commands.lines_of(text):
+        commands.check(words, tmp_path, runs=True)
+    commands.check(["srun", "python", "train.py"], tmp_path, runs=False)
