@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None:
             assert isinstance(item, pytest.Function)
             function = item.nodeid.split("[")[0]
-            products[function][tuple(sorted(item.callspec.indices.items()))] = item
+            # One per decorator. `indices`, which is public, numbers whole tests since pytest 9.
+            products[function][tuple(item.callspec._idlist)] = item
             times[function] = marker.kwargs["times"]
     left_out: set[pytest.Item] = set()
     for function, by_row in products.items():

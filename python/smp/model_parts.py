@@ -15,6 +15,27 @@ from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
 
+_EXTRA_STATE = "_extra_state"
+
+
+def is_extra_state(key: str) -> bool:
+    """Is this key of a state dict what a module says of itself (``get_extra_state``)?"""
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+def set_extra_states(root: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives modules what they have said of themselves, as ``nn.Module.load_state_dict`` does.
+
+    Args:
+        root: the user's model.
+        state: of the whole model; other keys are passed over.
+    """
+    for name, module in root.named_modules(remove_duplicate=False):
+        key = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
+        if key in state and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(state[key])
+
+
 def alias_forwards(root: nn.Module) -> None:
     """Gives the classes of a model's modules ``_orig_forward``, another name of their ``forward``.
 
@@ -143,7 +164,7 @@ class ModelParts:
                     partitions[dot + name] = self._parameter_partition[parameter]
             for name in module._buffers:
                 partitions[dot + name] = self._partition_of[module]
-            partitions[dot + "_extra_state"] = self._partition_of[module]
+            partitions[dot + _EXTRA_STATE] = self._partition_of[module]
         return partitions
 
     def state(self, keep: bool = True) -> dict[str, Any]:
@@ -216,6 +237,11 @@ class ModelParts:
             RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
         """
         own = self.root.state_dict(keep_vars=True)
+        tensors = {
+            key: value
+            for key, value in own.items()
+            if isinstance(value, Tensor) and not is_extra_state(key)
+        }
         missing = [key for key in own if key not in state]
         marks = (PARTIAL_MARK, SHARDS_MARK)
         unexpected = [key for key in state if key not in own and key not in marks]
@@ -224,9 +250,9 @@ class ModelParts:
             problems.append(f"missing keys: {missing}")
         if strict and unexpected:
             problems.append(f"unexpected keys: {unexpected}")
-        for key, value in own.items():
+        for key, value in tensors.items():
             given = state.get(key)
-            if not isinstance(value, Tensor) or not isinstance(given, Tensor):
+            if not isinstance(given, Tensor):
                 continue
             shape = list(value.shape) if sliced else sharding.whole_shape(value)
             if list(given.shape) != shape:
@@ -239,13 +265,14 @@ class ModelParts:
             )
         partitions = self.key_partitions()
         with torch.no_grad():
-            for key, value in own.items():
-                if key not in state or not isinstance(value, Tensor):
+            for key, value in tensors.items():
+                if key not in state:
                     continue
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
                     self.write(value, sharding.slice_of(state[key], interval))
+        set_extra_states(self.root, state)
         if self.sharded is not None:
             self.sharded.after_update()
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -289,5 +316,6 @@ def make_whole(
                 if buffer is not None:
                     module._buffers[name] = buffer.to(cpu)
         for key, value in root.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_extra_state(key):
                 value.copy_(state[key])
+    set_extra_states(root, state)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from smp.checkpoint import exporting, huggingface, manifest, resharding
 from smp.sharded_data_parallel_checkpoint import (
     get_full_state_dict_from_sharded_data_parallel_checkpoint,
 )
@@ -57,9 +58,9 @@ def save_whole(rank: int, job: Job, folder: str, names: tuple[str, ...]) -> Any:
 
 def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """As the Hugging Face model has them."""
-    from smp.nn import huggingface
+    from smp.nn import huggingface as families
 
-    translate = getattr(huggingface, CASE).translate_state_dict_to_hf_gpt2
+    translate = getattr(families, CASE).translate_state_dict_to_hf_gpt2
     translated: dict[str, Tensor] = translate(state)
     return translated
 
@@ -254,7 +255,6 @@ def save_plain(rank: int, job: Job, folder: str) -> Any:
 
 
 def test_folders_that_were_written_anew_load(pool: Pool, tmp_path: Path) -> None:
-    from smp.checkpoint import exporting, resharding
     from tests.dist.test_resume import check_equal
 
     [expected, *_] = pool.run(4, save_plain, Job(1, 2, 2, "state", "bf16"), str(tmp_path))
@@ -262,14 +262,28 @@ def test_folders_that_were_written_anew_load(pool: Pool, tmp_path: Path) -> None
     for job in (Job(2, 1, 1, "none", "bf16"), Job(1, 1, 2, "sdp2", "bf16")):
         for [state] in pool.run(2, look, job, str(tmp_path), ("again",)):
             check_equal(str(job), expected, state)
-    exporting.export(tmp_path / "p_partial", tmp_path / "out")
-    from smp.checkpoint import huggingface
+    check_exported(tmp_path, expected.model)
 
-    state = huggingface.open_weights(tmp_path / "out" / "model.safetensors")
-    names = plain_names(expected.model)
+
+def test_export_takes_masters_where_nothing_else_was_saved(pool: Pool, tmp_path: Path) -> None:
+    [expected, *_] = pool.run(2, save_plain, Job(1, 1, 2, "sdp2", "bf16"), str(tmp_path))
+    entries = manifest.read(tmp_path / "p_partial").entries
+    assert any(name.startswith("master/") for name in entries)
+    assert not any(name.startswith("model/") and name.endswith("weight") for name in entries)
+    check_exported(tmp_path, expected.model)
+
+
+def check_exported(folder: Path, model: dict[str, Tensor]) -> None:
+    """What ``smp ckpt export`` makes of a checkpoint is the model, for transformers."""
+    from transformers import AutoConfig
+
+    exporting.export(folder / "p_partial", folder / "out")
+    state = huggingface.open_weights(folder / "out" / "model.safetensors")
+    names = plain_names(model)
     assert set(state) == set(names) - {"lm_head.weight"}
     for name, tensor in state.items():
-        assert torch.equal(tensor, names[name]), name
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, names[name]), name
+    assert AutoConfig.from_pretrained(folder / "out").model_type == CASE
 
 
 # ---- in the background -----------------------------------------------------------------

@@ -15,6 +15,9 @@ from tests.dist.pool import Pool
 from tests.dist.resume_training import State, state_of
 
 
+EXTRA = "counting._extra_state"
+
+
 class Counting(nn.Module):
     """Says something of itself that is no tensor."""
 
@@ -34,12 +37,13 @@ class Counting(nn.Module):
 
 
 class Odd(nn.Module):
-    """Buffers, frozen parameters, also one without elements, one without a dim, one that is never
-    used, and two names of one."""
+    """Buffers, frozen parameters, ones without elements, one without a dim, one that is never used,
+    and two names of one."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("numbers", torch.arange(4))
         self.frozen = nn.Linear(6, 6)
@@ -47,6 +51,7 @@ class Odd(nn.Module):
         self.counting = Counting()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(3, 0))
         self.unused = nn.Linear(3, 5)
         self.left = nn.Linear(6, 6, bias=False)
         self.right = nn.Linear(6, 6, bias=False)
@@ -56,7 +61,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
         self.numbers += 2
-        x = self.counting(self.frozen(self.first(x)))
+        x = self.counting(self.frozen(self.norm(self.first(x)))) + self.none.sum()
         return self.right(self.left(x).tanh()) * self.scale
 
 
@@ -120,7 +125,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
     "novograd": _novograd,
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "adafactor": lambda model: torch.optim.Adafactor(
+        [p for p in model.parameters() if p.numel()], lr=1e-2
+    ),
 }
 
 
@@ -131,6 +138,7 @@ def save_odd(rank: int, way: Way, folder: str) -> tuple[State, int]:
     train(0)
     train(1)
     smp.save_checkpoint(folder, "odd", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder, "odd.bin", partial=False, model=model)
     return state_of(model, optimizer), model.get_module().counting.calls
 
 
@@ -142,8 +150,23 @@ def resume_odd(rank: int, way: Way, folder: str) -> tuple[State, int]:
     smp.resume_from_checkpoint(folder, "odd")
     state = state_of(model, optimizer)
     calls = model.get_module().counting.calls
+    _check_extra_state(model, way, folder)
     train(2)
     return state, calls
+
+
+def _check_extra_state(model: Any, way: Way, folder: str) -> None:
+    """State dicts say what modules say of themselves, as those of a plain model do."""
+    import smp
+
+    whole = model.state_dict()
+    assert list(whole) == list(Odd(way.tied).state_dict())
+    calls = whole[EXTRA]["calls"]
+    assert calls > 0
+    model.load_state_dict({**whole, EXTRA: {"calls": calls + 100}})
+    assert model.state_dict()[EXTRA] == {"calls": calls + 100}
+    smp.resume_from_checkpoint(folder, "odd.bin", partial=False)
+    assert model.state_dict()[EXTRA] == {"calls": calls}
 
 
 PAIRS = tuple(

@@ -70,6 +70,7 @@ def preload() -> None:
 
     transformers.logging.set_verbosity_error()
     importlib.import_module("smp")
+    importlib.import_module("torch._dynamo")  # takes 2 s, when the first optimizer is made
     # The collector would walk through all modules when a child exits (seconds),
     # and copy every shared page by doing so.
     gc.collect()

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp.checkpoint import archive, huggingface, safetensors_stream, user_content
+from smp.checkpoint import (
+    archive,
+    huggingface,
+    safetensors_stream,
+    user_content,
+    whole_model,
+)
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.checkpoint.values import decode, encode
 
@@ -187,3 +193,10 @@ def test_user_content_is_refused_by_class(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"x": 1}))
     with pytest.raises((ValueError, RuntimeError)):
         user_content.read(path, unsafe=False)
+
+
+def test_the_table_of_an_embedding_is_kept_and_not_the_head() -> None:
+    table, bias = torch.zeros(3, 2), torch.zeros(3)
+    content = {"lm_head.weight": table, "lm_head.bias": bias, "wte.weight": table}
+    kept = whole_model._as_safetensors(content)
+    assert kept.keys() == {"lm_head.bias", "wte.weight"} and kept["wte.weight"] is table

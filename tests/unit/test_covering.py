@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
@@ -55,3 +56,16 @@ def test_the_grid_has_all_cells_and_refuses_shards_that_nobody_shares() -> None:
 def test_cells_read_well_and_come_back(cell: Cell) -> None:
     assert Cell(*row_of(cell)) == cell
     assert str(cell) in ("pp1-tp1-dp1-none-fp32-none-keep", "pp2-tp2-dp2-sdp2-bf16-group_2-offload")
+
+
+@pytest.mark.covering(times=1)
+@pytest.mark.parametrize("second", range(3))
+@pytest.mark.parametrize("first", range(4))
+def test_a_product_that_is_sampled(first: int, second: int) -> None:
+    assert (first, second) in itertools.product(range(4), range(3))
+
+
+def test_marked_products_are_sampled(request: pytest.FixtureRequest) -> None:
+    ran = [i for i in request.session.items if i.name.startswith("test_a_product_that_is_sampled[")]
+    takes_all = os.environ.get("SMP_GRID") == "all" or "::" in "".join(request.config.args)
+    assert len(ran) == (12 if takes_all else 4)

@@ -20,6 +20,7 @@ from smp.checkpoint.manifest import Part
 from smp.data_parallel import Holding, holding_of, holding_with_master, model_parameter_of
 from smp.data_parallel.shards import shard_of
 from smp.model import DistributedModel
+from smp.model_parts import is_extra_state
 from smp.precision.masters import parameters_of
 from smp.tensor_parallel.sharding import interval_of, whole_shape
 
@@ -121,7 +122,7 @@ def model_state(model: DistributedModel) -> ModelState:
     pp_rank = runtime.current().ranks["pp"]
     for key, value in parts.root.state_dict(keep_vars=True).items():
         owns = partitions.get(key, 0) == pp_rank
-        if not isinstance(value, Tensor) or key.rpartition(".")[2] == "_extra_state":
+        if not isinstance(value, Tensor) or is_extra_state(key):
             if owns:
                 state.others[key] = value
             continue

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint import safetensors_stream
+from smp.checkpoint import huggingface, safetensors_stream
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
@@ -21,7 +22,7 @@ from smp.nn.huggingface.register import FAMILIES
 State = dict[str, torch.Tensor]
 Translate = Callable[..., dict[str, Any]]
 
-_PREFIX = "model/"
+_MODEL, _MASTER = "model/", "master/"
 _HEADS = frozenset((*installed.HEADS, "decoder"))
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 # Dtypes that no weight has tell, in a dry run, whose result a tensor is.
@@ -35,7 +36,11 @@ def export(
     dtype: torch.dtype | None = None,
     translate: Sequence[Translate] | None = None,
 ) -> list[Path]:
-    """Writes the entries ``model/...`` of a checkpoint to the folder ``target``.
+    """Writes the model of a checkpoint to the folder ``target``, and its configuration if there is
+    one.
+
+    Weights of which only masters were saved, as with sharded data parallelism, are rounded as the
+    model was, unless ``dtype`` asks for more.
 
     Memory: one tensor, or where names are translated the tensors of one layer.
 
@@ -53,14 +58,43 @@ def export(
     if target.is_dir() and any(target.glob("*.safetensors*")):
         raise FileExistsError(f"{target} has safetensors files already; give another folder")
     with FolderReader(source) as reader:
-        names = [n for n in reader.manifest.entries if n.startswith(_PREFIX)]
-        if not names:
-            raise ValueError(f"{source} has no entries {_PREFIX}...: no model was saved")
+        weights = _weights_of(reader.manifest, rounds=dtype is None)
+        if not weights:
+            raise ValueError(f"{source} has no entries {_MODEL}...: no model was saved")
         chosen = translators_of(reader.manifest) if translate is None else translate
-        results = _Translation(reader, names, chosen).results()
+        results = _Translation(reader, weights, chosen).results()
         tensors = {r.name: r.deferred(dtype) for r in results}
         target.mkdir(parents=True, exist_ok=True)
-        return safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
+        files = safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
+        if huggingface.CONFIG in reader.manifest.files:
+            files.append(target / huggingface.CONFIG)
+            shutil.copyfile(source / huggingface.CONFIG, files[-1])
+        return files
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The entry that has a tensor of the model, and what it becomes."""
+
+    entry: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
+    """The tensors of the model by name; masters where nothing else was saved."""
+    config = manifest.layout.config
+    half = torch.float16 if config.get("fp16") else torch.bfloat16 if config.get("bf16") else None
+    weights: dict[str, _Weight] = {}
+    for prefix in (_MODEL, _MASTER):
+        for entry, stored in manifest.entries.items():
+            name = entry.removeprefix(prefix)
+            if name == entry or name in weights:
+                continue
+            is_rounded = rounds and prefix == _MASTER and half is not None
+            dtype = half if is_rounded else getattr(torch, stored.dtype)
+            weights[name] = _Weight(entry, stored.shape, dtype)
+    return weights
 
 
 def translators_of(manifest: Manifest) -> list[Translate]:
@@ -111,11 +145,11 @@ class _Translation:
     """
 
     def __init__(
-        self, reader: FolderReader, names: Sequence[str], translate: Sequence[Translate]
+        self, reader: FolderReader, weights: Mapping[str, _Weight], translate: Sequence[Translate]
     ) -> None:
         self._reader = reader
         self._translate = translate
-        self._entries = {n.removeprefix(_PREFIX): reader.entry(n) for n in names}
+        self._weights = weights
         self._made: tuple[str, State] = ("", {})
         # Without translation every tensor is by itself.
         self._group = _group_of_layer if translate else _itself
@@ -137,10 +171,10 @@ class _Translation:
                 )
 
     def _groups(self) -> list[str]:
-        return list(dict.fromkeys(self._group(name) for name in self._entries))
+        return list(dict.fromkeys(self._group(name) for name in self._weights))
 
     def _run(self, make: Callable[[str], torch.Tensor]) -> State:
-        state: dict[str, Any] = {name: make(name) for name in self._entries}
+        state: dict[str, Any] = {name: make(name) for name in self._weights}
         for translate in self._translate:
             state = translate(state)
         return state
@@ -150,7 +184,7 @@ class _Translation:
 
         def make(name: str) -> torch.Tensor:
             dtype = _MINE if self._group(name) == group else _OTHERS
-            return torch.empty(self._entries[name].shape, dtype=dtype, device="meta")
+            return torch.empty(self._weights[name].shape, dtype=dtype, device="meta")
 
         results = self._run(make)
         return [name for name, t in results.items() if t.is_meta and t.dtype == _MINE]
@@ -169,11 +203,12 @@ class _Translation:
         return make
 
     def _real(self, name: str) -> torch.Tensor:
-        return self._reader.read(_PREFIX + name)
+        weight = self._weights[name]
+        return self._reader.read(weight.entry).to(weight.dtype)
 
     def _meta(self, name: str) -> torch.Tensor:
-        entry = self._entries[name]
-        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        weight = self._weights[name]
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def _group_of_layer(name: str) -> str:
@@ -181,7 +216,7 @@ def _group_of_layer(name: str) -> str:
     return match[1] if match else ""
 
 
-def second_names(state: State) -> list[str]:
+def second_names(state: Mapping[str, torch.Tensor]) -> list[str]:
     """Heads that are the very table of the embedding: files of Hugging Face leave them out."""
     first: dict[int, str] = {}
     for name, tensor in sorted(state.items(), key=lambda item: _is_head(item[0])):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp import _C, runtime
 from smp.checkpoint.entries import (
@@ -26,6 +26,7 @@ from smp.checkpoint.manifest import Manifest, Part
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 from smp.model import DistributedModel
+from smp.model_parts import set_extra_states
 from smp.optimizer import DistributedOptimizer
 
 
@@ -167,13 +168,9 @@ def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> No
 
 
 def _set_extra_state(model: DistributedModel, manifest: Manifest) -> None:
-    stored = manifest.values.get("extra_state", {})
-    parts = model._engine.parts
-    assert parts is not None
-    for name, module in parts.named_modules():
-        key = f"{name}._extra_state" if name else "_extra_state"
-        if key in stored and type(module).set_extra_state is not nn.Module.set_extra_state:
-            module.set_extra_state(decode(stored[key], runtime.current().device))
+    stored, device = manifest.values.get("extra_state", {}), runtime.current().device
+    decoded = {key: decode(value, device) for key, value in stored.items()}
+    set_extra_states(model.get_module(), decoded)
 
 
 # ---- optimizer -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from smp.checkpoint import safetensors_stream
 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
+CONFIG = "config.json"
 #: What Hugging Face calls weights, best first.
 NAMES = ("pytorch_model.bin", "model.safetensors")
 
@@ -158,6 +159,12 @@ def write_config(path: Path, tag: str, module: torch.nn.Module) -> None:
 
     Nothing is written where there is one, and for models without.
     """
+    text = config_of(module) if tag in NAMES and not (path / CONFIG).exists() else None
+    if text is not None:
+        (path / CONFIG).write_text(text)
+
+
+def config_of(module: torch.nn.Module) -> str | None:
+    """The configuration of a model of transformers, in JSON; None for other models."""
     config: Any = getattr(module, "config", None)
-    if tag in NAMES and hasattr(config, "to_json_file") and not (path / "config.json").exists():
-        config.to_json_file(path / "config.json")
+    return config.to_json_string() if hasattr(config, "to_json_string") else None

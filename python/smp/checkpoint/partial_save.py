@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smp import _version, runtime
-from smp.checkpoint import archive, folder, random_states
+from smp.checkpoint import archive, file_system, folder, huggingface, random_states
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
@@ -121,6 +121,11 @@ class PartialSave:
         self._content[USER_CONTENT_FILE] = lambda path: user_contents.write(
             path, content, generation
         )
+        config = huggingface.config_of(named.get_module())
+        if config is not None:
+            self._content[huggingface.CONFIG] = lambda path: file_system.write_file(
+                path, config.encode(), generation
+            )
         decision = named._decision
         if decision is not None and current.sizes["pp"] > 1:
             values["partition"] = {"chunks": decision.num_chunks}

@@ -19,7 +19,7 @@ from smp.checkpoint.reader import FolderReader
 # The file that entries of a kind go to; others have their kind's name.
 _FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}
 # What belongs to no rank goes along; random states of ranks of the old layout do not.
-_CARRIED = ("user_content.pt", "partition.txt")
+_CARRIED = ("user_content.pt", "partition.txt", "config.json")
 
 
 def reshard(source: Path, target: Path, num_parts: int = 1) -> Manifest:

@@ -17,6 +17,7 @@ from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state, names_of_tied
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
+from smp.model_parts import is_extra_state, set_extra_states
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK
 
@@ -63,6 +64,7 @@ class WholeModel:
                     value = sharding.slice_of(found[name], sharding.interval_of(held.tensor))
                     made = value.make() if isinstance(value, LazyTensor) else value
                     parts.write(held.tensor, made)
+        set_extra_states(model.get_module(), given)
         if model._engine.sharded is not None:
             model._engine.sharded.after_update()
 
@@ -109,7 +111,8 @@ def _match(
             wrong.append(f"'{name}' is {list(given[key].shape)} there and {list(shape)} here")
         else:
             found[name] = given[key]
-    unexpected = sorted(key for key in given if key not in state.shapes.keys() | state.aliases)
+    known = state.shapes.keys() | state.aliases
+    unexpected = sorted(key for key in given if key not in known and not is_extra_state(key))
     problems = list(wrong)
     if strict and missing:
         problems.append(f"missing keys: {missing}")

@@ -14,6 +14,7 @@ from smp import comm, runtime
 from smp.checkpoint import archive, file_system, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.exporting import second_names
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.checkpoint.roll_call import agree
 from smp.model import DistributedModel
@@ -55,10 +56,11 @@ def save_whole(
     except Exception as caught:
         error = caught
     agree(WHAT, error)
+    extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
     gatherer.plan(content.values())
     if current.global_rank == 0:
         try:
-            _write(path, tag, model, content, user_content, gatherer, generation)
+            _write(path, tag, model, content, extra, user_content, gatherer, generation)
         except Exception as caught:
             error = caught
             gatherer.drain()
@@ -77,10 +79,10 @@ def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str
 
 
 def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first name of each tensor, as in files of transformers, in the order of the file."""
-    unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(content.items()))}
-    firsts = reversed(unique.values())
-    return dict(sorted(firsts, key=lambda item: -item[1].dtype.itemsize))
+    """One name of each tensor, the one in files of transformers, in the order of the file."""
+    left_out = set(second_names(content))
+    kept = [(name, tensor) for name, tensor in content.items() if name not in left_out]
+    return dict(sorted(kept, key=lambda item: -item[1].dtype.itemsize))
 
 
 def _write(
@@ -88,6 +90,7 @@ def _write(
     tag: str,
     model: DistributedModel,
     content: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
     user_content: Any,
     gatherer: Gatherer,
     generation: str,
@@ -104,7 +107,7 @@ def _write(
         if tag.endswith(huggingface.SAFETENSORS):
             safetensors_stream.write(temporary, structure)
         else:
-            archive.write(temporary, structure)
+            archive.write(temporary, {**structure, **extra})
         os.replace(temporary, path / tag)
     finally:
         temporary.unlink(missing_ok=True)
@@ -139,16 +142,21 @@ class Gatherer:
     def lazy_state(self) -> dict[str, Tensor]:
         """The state dict; what it holds is made of tensors that are gathered."""
         leaves = {
-            name: LazyTensor.leaf(name, shape, self._dtype(name), self._getter(name))
+            name: LazyTensor.leaf(
+                name, shape, self._state.tensors[name].dtype, self._getter(name)
+            )
             for name, shape in self._state.shapes.items()
         }
         return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
 
-    def _dtype(self, name: str) -> torch.dtype:
-        """On the rank that has the tensor; sharded parameters of others are not cast here."""
-        tensor, half = self._state.tensors[name], self._engine.half_dtype
-        is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return half if is_cast and half is not None else tensor.dtype
+    def extra_state(self) -> dict[str, Any]:
+        """What modules say of themselves besides, with its keys. Collective over the replica."""
+        if not self._is_with_first:
+            return {}
+        merged: dict[str, Any] = {}
+        for part in comm.allgather(self._state.others, comm.MP_GROUP):
+            merged = {**part, **merged}
+        return merged
 
     def _getter(self, name: str) -> Callable[[], Tensor]:
         return lambda: self._here[name]

@@ -40,7 +40,7 @@ def make_holdings(
         return None
     check_castable(root, half)
     holdings = {
-        parameter: _cast_with_master(name, parameter, half)
+        parameter: cast_with_master(name, parameter, half)
         for name, parameter in local
         if parameter.requires_grad and parameter.is_floating_point()
     }
@@ -81,7 +81,8 @@ def cast_rest(root: nn.Module, half: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(half)
 
 
-def _cast_with_master(name: str, parameter: nn.Parameter, half: torch.dtype) -> Holding:
+def cast_with_master(name: str, parameter: nn.Parameter, half: torch.dtype) -> Holding:
+    """Casts a parameter that is whole on this rank; what it had becomes its master."""
     master = make_master(parameter)
     memory.cast(parameter, half)
     holding = Holding(

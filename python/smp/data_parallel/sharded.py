@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smp import _C, runtime
 from smp.data_parallel import gathering
 from smp.data_parallel.holdings import Holding, attach
-from smp.data_parallel.masters import check_castable
+from smp.data_parallel.masters import cast_rest, cast_with_master, check_castable
 from smp.data_parallel.reduction import broadcast_from_first
 from smp.data_parallel.shards import Cutter, Shard, forget
 from smp.data_parallel.units import UnitPlan, plan_units
@@ -50,6 +50,8 @@ class ShardedParameters:
             check_castable(root, half)
         ranks = list(current.groups["shard"])
         position = ranks.index(current.global_rank)
+        # Nothing of what has no elements can be cut.
+        self._empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
         self._cutter = Cutter(local, position, len(ranks), half, current.device)
         self._shards = self._cutter.shards
@@ -79,8 +81,19 @@ class ShardedParameters:
     def open(self) -> None:
         """From here on modules find their parameters whole. Collective over the shard group."""
         self._cutter.check_all_cut()
+        self._cast_rest()
         self.store = self._make_store()
         self._undo = gathering.install(self.store, self.plan, self._root)
+
+    def _cast_rest(self) -> None:
+        """Gives 16 bits to what has no shard: empty parameters, those of other ranks, buffers."""
+        half = runtime.current().config.half_dtype
+        if half is None:
+            return
+        for name, parameter in self._empty:
+            if parameter.requires_grad and parameter.is_floating_point():
+                self.holdings[parameter] = cast_with_master(name, parameter, half)
+        cast_rest(self._root, half)
 
     def _make_store(self) -> _C.ParameterStore:
         current = runtime.current()

@@ -1,0 +1,112 @@
+"""Commands in documents: parsed by the programs that they start, executed where that is cheap."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_cli.main import build_parser
+from smp_cli.main import main as smp_main
+from torch.distributed.run import get_args_parser
+
+from tests.docs.pages import REPO
+
+#: What stands for files of the reader.
+PLACEHOLDERS = {"train.py", "package.train", "config.json"}
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_TARGETS = set(re.findall(r"^([a-z_]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+
+
+def lines_of(source: str) -> list[list[str]]:
+    """The words of each command; comments, and variables in front, are left out."""
+    result = []
+    for line in source.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and _VARIABLE.match(words[0]):
+            words.pop(0)
+        if words:
+            result.append(words)
+    return result
+
+
+def check(words: list[str], folder: Path, *, runs: bool) -> None:
+    """Raises if a program, file or option of a command does not exist.
+
+    Args:
+        words: of one command.
+        folder: of the page, with files that its blocks have made.
+        runs: false where a mark says that the program is not there.
+    """
+    program, *arguments = words
+    if program == "smp":
+        parsed = _parse(build_parser(arguments[0]), arguments)
+        if parsed.command == "run":
+            _check_script([parsed.script, *parsed.args], folder)
+            if parsed.config is not None and "=" not in parsed.config:
+                _check_file(parsed.config, folder)
+    elif program == "torchrun":
+        parsed = _parse(get_args_parser(), arguments)
+        _check_script([parsed.training_script, *parsed.training_script_args], folder)
+    elif program == "python":
+        if arguments[:2] == ["-m", "smp"]:
+            check(["smp", *arguments[2:]], folder, runs=runs)
+        else:
+            _check_script(arguments, folder)
+    elif program == "make":
+        for target in arguments:
+            assert "=" in target or target in _TARGETS, f"make has no target {target}"
+    else:
+        assert not runs, f"{program} is no program that this test knows: say 'not run: REASON'"
+        scripts = [word for word in words if word.endswith((".py", ".sbatch"))]
+        for script in scripts:
+            _check_file(script, folder)
+
+
+def execute(words: list[str]) -> str:
+    """What ``smp ckpt`` prints here, in this process.
+
+    Raises:
+        AssertionError: another command; it fails.
+    """
+    assert words[:2] == ["smp", "ckpt"], words
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        status = smp_main(words[1:])
+    assert status == 0, f"{shlex.join(words)} ends with {status}:\n{output.getvalue()}"
+    return output.getvalue()
+
+
+def _parse(parser: object, arguments: list[str]):  # type: ignore[no-untyped-def]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return parser.parse_args(arguments)  # type: ignore[attr-defined]
+    except SystemExit:
+        raise AssertionError(f"{shlex.join(arguments)}: {errors.getvalue()}") from None
+
+
+def _check_script(words: list[str], folder: Path) -> None:
+    """A script exists, and has the options that it is given."""
+    script, *arguments = words
+    path = _check_file(script, folder)
+    if path is None:
+        return
+    source = path.read_text()
+    for word in _options(arguments):
+        assert f'"{word}"' in source, f"{script} has no option {word}"
+
+
+def _options(words: list[str]) -> Iterator[str]:
+    yield from (word.partition("=")[0] for word in words if word.startswith("--"))
+
+
+def _check_file(name: str, folder: Path) -> Path | None:
+    for base in (folder, REPO):
+        if (base / name).is_file():
+            return base / name
+    assert name in PLACEHOLDERS, f"{name} does not exist"
+    return None

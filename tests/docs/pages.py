@@ -1,0 +1,119 @@
+"""Fenced blocks of the documents, and what the comment in front of each says about them.
+
+``<!-- run: 2; with: gptj -->`` stands on the line above a block (invisible when it is rendered):
+
+* ``run: N``: a Python script for N processes, or a diff of such scripts;
+  ``run: N, M``: first with N processes, then with M;
+* ``continues``: goes on where the block before ended, in the same script;
+* ``file: NAME``: is also saved under this name, where later commands of the page find it;
+* ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have
+  ``after(names)``, which looks at what the block did;
+* ``ends: STATUS``: the script ends with this status;
+* ``prints``: the lines of this text are in what the block before printed; ``...`` stands for
+  anything;
+* ``not run: REASON``: nobody can run it in a test.
+
+Commands are parsed by their programs, and ``smp ckpt`` is executed where its folder is there. Their
+marks, and those of text, may be missing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+
+_MARK = re.compile(r"<!--\s*(.*?)\s*-->\s*\Z")
+_KEYS = {"run", "continues", "file", "with", "ends", "prints", "not run"}
+#: Languages, and the marks of which a block has to have one.
+LANGUAGES: dict[str, frozenset[str]] = {
+    "python": frozenset({"run", "continues", "not run"}),
+    "diff": frozenset({"run", "not run"}),
+    "sh": frozenset(),
+    "text": frozenset(),
+    "json": frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Attributes:
+        page: its file.
+        line: of the fence, from 1.
+        language: behind the fence.
+        source: what is in it.
+        marks: by key; keys without a value have "".
+    """
+
+    page: Path
+    line: int
+    language: str
+    source: str
+    marks: dict[str, str]
+
+    @property
+    def where(self) -> str:
+        return (
+            f"{self.page.relative_to(REPO) if REPO in self.page.parents else self.page}:{self.line}"
+        )
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All blocks of a page.
+
+    Raises:
+        ValueError: for one that does not say how it is checked; names it.
+    """
+    found: list[Block] = []
+    lines = page.read_text().splitlines()
+    begin = None
+    for number, line in enumerate(lines, start=1):
+        if not line.lstrip().startswith("```"):
+            continue
+        if begin is None:
+            begin = number
+            continue
+        above = lines[begin - 2] if begin > 1 else ""
+        block = Block(
+            page,
+            begin,
+            lines[begin - 1].strip().removeprefix("```"),
+            "\n".join(lines[begin : number - 1]) + "\n",
+            _marks_of(above, f"{page.name}:{begin - 1}"),
+        )
+        _check(block)
+        found.append(block)
+        begin = None
+    if begin is not None:
+        raise ValueError(f"{page.name}:{begin}: this block has no end")
+    return found
+
+
+def _marks_of(line: str, where: str) -> dict[str, str]:
+    match = _MARK.match(line.strip())
+    if match is None:
+        return {}
+    marks: dict[str, str] = {}
+    for part in match.group(1).split(";"):
+        key, _, value = (word.strip() for word in part.partition(":"))
+        if key not in _KEYS:
+            raise ValueError(f"{where}: unknown mark {key!r}; there are {sorted(_KEYS)}")
+        marks[key] = value
+    return marks
+
+
+def _check(block: Block) -> None:
+    if block.language not in LANGUAGES:
+        raise ValueError(
+            f"{block.where}: language {block.language!r}; write one of {sorted(LANGUAGES)}"
+        )
+    needed = LANGUAGES[block.language]
+    if needed and not needed & block.marks.keys():
+        raise ValueError(f"{block.where}: needs one of the marks {sorted(needed)}")
+    if "not run" in block.marks and not block.marks["not run"]:
+        raise ValueError(f"{block.where}: give the reason, 'not run: REASON'")

@@ -1,0 +1,152 @@
+"""Every block of the documents does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from smp.config import Config
+from tests.dist.pool import Pool
+from tests.dist.processes import run_ranks
+from tests.docs import commands
+from tests.docs.pages import PAGES, Block, blocks_of
+
+SETUP = Path(__file__).parent / "setup"
+#: How often each was done, for the summary.
+_COUNTS: Counter[str] = Counter()
+
+
+class Page:
+    """Runs the blocks of one page, one after the other, in one folder."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self._script: list[Block] = []
+        self._output = ""
+
+    def run(self, block: Block, *, ends_script: bool) -> None:
+        """Runs or checks a block.
+
+        Args:
+            ends_script: no further block continues this one.
+        """
+        kind = block.language
+        if "file" in block.marks:
+            (self._folder / block.marks["file"]).write_text(block.source)
+        if "not run" in block.marks:
+            if kind == "sh":
+                self._check_commands(block)
+            _COUNTS[f"not run ({block.marks['not run']})"] += 1
+        elif kind == "python":
+            self._script = [*self._script, block] if "continues" in block.marks else [block]
+            if ends_script:
+                self._run_script()
+            _COUNTS["Python blocks run"] += 1
+        elif kind == "diff":
+            self._run_diff(block)
+            _COUNTS["Python blocks run"] += 1
+        elif kind == "sh":
+            self._check_commands(block)
+        elif kind == "json":
+            Config.from_dict(json.loads(block.source))
+            _COUNTS["configurations read"] += 1
+        elif "prints" in block.marks:
+            _find_lines(block, self._output)
+            _COUNTS["outputs compared"] += 1
+        else:
+            _COUNTS["plain texts"] += 1
+
+    def _run_script(self) -> None:
+        """The blocks of a script, in lines of the numbers that they have on the page."""
+        first = self._script[0]
+        lines: list[str] = []
+        for block in self._script:
+            lines += [""] * (block.line - len(lines)) + block.source.splitlines()
+        sizes = map(int, first.marks["run"].split(","))
+        self._output = "".join(self._start(first, "\n".join(lines), size) for size in sizes)
+
+    def _run_diff(self, block: Block) -> None:
+        """Both scripts that a diff is about: the old one in one process; the losses are equal."""
+        before = "".join(_side(block.source, "-"))
+        after = "".join(_side(block.source, "+"))
+        results = [
+            self._start(block, text, size)
+            for text, size in ((before, 1), (after, int(block.marks["run"])))
+        ]
+        losses = [re.findall(r"loss (\S+)", text) for text in results]
+        assert len(losses[0]) == 1 and len(losses[1]) == int(block.marks["run"])
+        for loss in losses[1]:
+            assert float(loss) == pytest.approx(float(losses[0][0]), rel=1e-5)
+        self._output = results[1]
+
+    def _start(self, block: Block, source: str, size: int) -> str:
+        setup = block.marks.get("with")
+        prefix = f"import os; os.chdir({str(self._folder)!r})"
+        suffix = ""
+        if setup is not None:
+            prefix += f"; from tests.docs.setup.{setup} import *"
+            file = SETUP / f"{setup}.py"
+            assert file.is_file(), f"{block.where}: {file} does not exist"
+            if "def after(" in file.read_text():
+                suffix = f"\nfrom tests.docs.setup import {setup}; {setup}.after(globals())\n"
+        script = self._folder / f".{block.page.stem}_{block.line}.py"
+        # The first line of a script is that of a fence, or above it.
+        body = source.removeprefix("\n") if source.startswith("\n") else source
+        script.write_text(f"{prefix}\n{body}{suffix}")
+        ended = run_ranks(self._pool, script, size, env={"OMP_NUM_THREADS": "1"})
+        status = int(block.marks.get("ends", 0))
+        failed = sorted((r for r in ended if r.returncode != status), key=lambda rank: rank.time)
+        assert not failed, (
+            f"{block.where}: rank {failed[0].rank} of {size} ended with {failed[0].returncode}:\n"
+            f"{failed[0].output[-3000:]}"
+        )
+        return "".join(rank.output for rank in ended)
+
+    def _check_commands(self, block: Block) -> None:
+        for words in commands.lines_of(block.source):
+            commands.check(words, self._folder, runs="not run" not in block.marks)
+            if words[:2] == ["smp", "ckpt"] and (self._folder / words[3]).exists():
+                self._output = commands.execute(words)
+                _COUNTS["commands run"] += 1
+            elif "not run" not in block.marks:
+                _COUNTS["commands parsed"] += 1
+
+
+def _side(source: str, sign: str) -> list[str]:
+    """The lines of a diff that one side has."""
+    lines = source.splitlines(keepends=True)
+    return [line[1:] or "\n" for line in lines if line[0] in (" ", sign, "\n")]
+
+
+def _find_lines(block: Block, output: str) -> None:
+    for line in block.source.splitlines():
+        words = re.split(r"\s+", line.strip())
+        pattern = r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in words)
+        assert re.search(pattern, output), f"{block.where}: {line!r} is not in\n{output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_do_what_they_say(
+    pool: Pool, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = Page(pool, tmp_path)
+    blocks = blocks_of(page)
+    scripts = [block for block in blocks if block.language == "python"]
+    for block in blocks:
+        later = scripts[scripts.index(block) + 1 :] if block in scripts else []
+        runner.run(block, ends_script=not (later and "continues" in later[0].marks))
+
+
+def test_most_blocks_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs last, and tells what the others did."""
+    if _COUNTS["Python blocks run"] == 0:
+        pytest.skip("the blocks ran in another process")
+    with capsys.disabled():
+        print("\nblocks of the documents: " + ", ".join(f"{n} {k}" for k, n in _COUNTS.items()))
+    not_run = sum(n for key, n in _COUNTS.items() if key.startswith("not run"))
+    assert _COUNTS["Python blocks run"] > 2 * not_run
