@@ -168,6 +168,7 @@ class DistributedModel(ModelViews):
             return output
         args, kwargs = self._prepared((args, kwargs))
         output = self._outgoing(self.get_module()(*args, **kwargs))
+        self._engine.watch_backward(output)
         link.publish_output((self._engine.idx, output, share.weight))
         return output
 
@@ -214,7 +215,8 @@ class DistributedModel(ModelViews):
                 if isinstance(root, RemoteTensor):
                     root.wait()
         server.begin_backward()
-        run_backward(tuple(resolve(root) for root in roots), grad_tensors)
+        with self._runtime.scaling_loss():
+            run_backward(tuple(resolve(root) for root in roots), grad_tensors)
         server.end_backward()
 
     def _check_in_step(self, what: str) -> None:

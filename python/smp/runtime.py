@@ -115,7 +115,7 @@ class Runtime(WrappedObjects):
         comms: tensor communicators of the groups; its members are None for groups of one.
         pipeline: what the partitioned models of several pipeline ranks have in common.
         server: module server of these models.
-        scales_loss: the backward under way began at a loss with its scale.
+        num_scaled_backwards: that are under way and began at a loss with its scale.
         timeline: records what this rank does while somebody wants to see it.
         num_steps: finished calls of step functions; num_begun: those that began.
         has_trained: one of these computed gradients.
@@ -146,7 +146,7 @@ class Runtime(WrappedObjects):
         self.groups = own_groups(self.grid, rank, self.shard_size)
         self.ranks = {kind: ranks.index(rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
-        self.scales_loss = False
+        self.num_scaled_backwards = 0
         self.pipeline: object | None = None
         self.server: _C.Server | None = None
         self.timeline = _C.Timeline()
@@ -317,11 +317,11 @@ class Runtime(WrappedObjects):
     @contextmanager
     def scaling_loss(self) -> Iterator[None]:
         """The block runs a backward that began with the loss scale, where it has to."""
-        outside, self.scales_loss = self.scales_loss, True
+        self.num_scaled_backwards += 1  # of several microbatches at once in a pipeline
         try:
             yield
         finally:
-            self.scales_loss = outside
+            self.num_scaled_backwards -= 1
 
     @contextmanager
     def exclusive_step(self, name: str) -> Iterator[None]:

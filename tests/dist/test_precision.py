@@ -22,7 +22,7 @@ from tests.dist.half_training import (
     same,
     train,
 )
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, RankFailure
 from tests.reference.tolerances import largest
 
 # Where every sum has the same terms in the same order as in one process.
@@ -316,3 +316,26 @@ def test_the_default_scale_comes_down_before_training_begins(pool: Pool) -> None
         losses = seen["losses"]
         assert losses[:num_skipped] == [losses[0]] * num_skipped
         assert losses[-1] < 0.7 * losses[0]
+
+
+def backward_at_the_loss_itself(rank: int) -> None:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "fp16": True, "ddp": True})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(sgd, static_loss_scale=64.0)
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    train_step(torch.ones(4, 4))
+    optimizer.step()
+
+
+def test_a_backward_without_the_loss_scale_is_refused_in_pipelines(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match=r"call model.backward\(loss\)"):
+        pool.run(2, backward_at_the_loss_itself)
