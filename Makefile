@@ -57,7 +57,7 @@ endif
 .PHONY: test
 test: build transformers  ## run every test: C++, lint rules, one process, several processes
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure
-	$(RUN) $(PY) -m pytest tests $(PYTEST_ARGS)
+	$(RUN) scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 
 .PHONY: quick
 quick: build  ## C++ and one-process tests only

@@ -48,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "covering(times): of a product of parameters, run a sample that shows each value of each "
         "parameter that many times; SMP_GRID=all runs all",
     )
+    config.addinivalue_line(
+        "markers",
+        "alone: measures times or what is left on the machine; not beside other tests",
+    )
 
 
 def pytest_report_header() -> str:

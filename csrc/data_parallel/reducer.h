@@ -192,7 +192,7 @@ class Reducer {
     std::vector<int> per_microbatch;  // 0: not the same in all of them
   };
   std::map<int, Learned> learned_;  // by number of microbatches
-  std::vector<int> guess_;  // where nothing is known
+  std::vector<int> guess_;          // where nothing is known
   bool learns_from_first_ = false;  // the guess is made after microbatch 0
   const std::vector<int>* expected_ = nullptr;  // `most` of this step, if any
   std::vector<int> num_missing_;  // per bucket: parameters not yet complete

@@ -6,7 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.dist.processes import REPO, launch
+
+pytestmark = pytest.mark.alone
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "delayed_gptj.py"
 MOST_BYTES = 10**9

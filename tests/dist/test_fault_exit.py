@@ -24,6 +24,8 @@ from tests.dist.processes import (
     wait_for_ranks,
 )
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "fault.py"
 LIMIT_S = 10.0
 _TIMES: dict[str, float] = {}

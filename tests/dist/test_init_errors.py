@@ -13,6 +13,8 @@ import smp
 from smp import runtime
 from tests.dist.pool import Pool
 
+pytestmark = pytest.mark.alone
+
 
 def error_of_init(rank: int, config: Any) -> str:
     """The text of the ValueError of init; its duration must be short."""

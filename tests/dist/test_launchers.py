@@ -16,6 +16,8 @@ from tests.dist.pool import Pool
 from tests.dist.processes import REPO, launch, mpirun, run_ranks, torchrun
 from tests.reference.single_process import train_reference
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_gpt2.py"
 
 

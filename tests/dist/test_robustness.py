@@ -31,6 +31,8 @@ from tests.dist.processes import (
     wait_for_ranks,
 )
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "robust.py"
 EXIT_RESUME = 75
 ALL = os.environ.get("SMP_GRID") == "all"

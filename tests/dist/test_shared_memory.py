@@ -18,6 +18,8 @@ from smp.metrics import difference, server_stats
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "transport.py"
 ROWS, WIDTH = 512, 256
 ACTIVATION_BYTES = ROWS * WIDTH * 4

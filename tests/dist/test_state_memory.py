@@ -10,6 +10,8 @@ import pytest
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "state_memory.py"
 RANKS = 4
 SHARDED = {

@@ -22,6 +22,8 @@ from smp.tracing import is_tracing
 from tests.reference.data import make_batch
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

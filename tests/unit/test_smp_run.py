@@ -17,6 +17,8 @@ from smp_cli.supervisor import EXIT_RESUME, Attempt
 
 from tests.conftest import REPO
 
+pytestmark = pytest.mark.alone
+
 PYTHON = str(REPO / "python")
 
 

@@ -289,9 +289,8 @@ TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
     for (int call = 0; call < 6; ++call) {
       for (int i = 3; i >= 0; --i) {
         const at::Tensor grad = gradients.of(call, 0, rank, 0).flatten();
-        const at::Tensor whole = grad.repeat({60})
-                                     .narrow(0, 0, 60)
-                                     .mul(1.0 / (3 + i + call));
+        const at::Tensor whole =
+            grad.repeat({60}).narrow(0, 0, 60).mul(1.0 / (3 + i + call));
         plain.contribute(i, call % 2, whole);
         sharded.contribute(i, call % 2, whole);
       }
