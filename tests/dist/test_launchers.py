@@ -14,9 +14,10 @@ import torch
 
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, launch, mpirun, run_ranks, torchrun
+from tests.dist.scripts.train_small import CASE
 from tests.reference.single_process import train_reference
 
-SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_gpt2.py"
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_small.py"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def result_of(text: str, returncode: int) -> dict[str, Any]:
 
 def check(result: dict[str, Any], size: int) -> None:
     assert result["size"] == size
-    reference = train_reference("gpt2", torch.float64, 1, 4)
+    reference = train_reference(CASE, torch.float64, 1, 4)
     expected = [loss for step in reference.losses for loss in step[0]]
     assert torch.allclose(
         torch.tensor(result["losses"]), torch.tensor(expected), rtol=1e-10, atol=0
