@@ -81,9 +81,9 @@ from smp.memory import delay_param_initialization  # noqa: E402
 from smp.memory import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
+from smp.nonfinite import detect_nonfinite  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
-from smp.nonfinite import detect_nonfinite  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
 from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
 from smp.preemption import requested as preemption_requested  # noqa: E402

@@ -139,9 +139,7 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: "-".join(map(str, config.values())))
-def test_the_first_module_in_time_is_named_by_all_ranks(
-    pool: Pool, config: dict[str, Any]
-) -> None:
+def test_the_first_module_in_time_is_named_by_all_ranks(pool: Pool, config: dict[str, Any]) -> None:
     pp = config.get("pipeline_parallel_degree", 1)
     for seen in pool.run(2, look, config):
         assert seen.keys() == EXPECTED.keys()
