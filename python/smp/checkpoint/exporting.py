@@ -94,8 +94,9 @@ def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
             name = entry.removeprefix(prefix)
             if name == entry or name in weights:
                 continue
-            is_rounded = rounds and prefix == _MASTER and half is not None
-            dtype = half if is_rounded else getattr(torch, stored.dtype)
+            dtype = getattr(torch, stored.dtype)
+            if rounds and prefix == _MASTER and half is not None:
+                dtype = half
             weights[name] = _Weight(entry, stored.shape, dtype)
     return weights
 
