@@ -16,6 +16,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import (
     REPO,
     Ended,
+    Started,
     launch,
     mpirun,
     run_ranks,
@@ -116,6 +117,18 @@ def test_exception_in_a_module_is_named_by_all_others(
 WAITING = [("exit", "between"), ("exit", "forward"), ("none", "fewer"), ("barrier", "between")]
 
 
+SLOW = [(place, victim) for place in ("forward", "backward", "between") for victim in (0, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_jobs(pool: Pool) -> dict[tuple[str, int], Started]:
+    """Ranks that sleep for 8 s; they do so while other tests of this file run."""
+    return {
+        (place, victim): start_ranks(pool, SCRIPT, 2, ["sleep", place, str(victim)], timeout=300)
+        for place, victim in SLOW
+    }
+
+
 WaitingRuns = dict[tuple[str, str, int], list[Ended]]
 
 
@@ -172,24 +185,11 @@ def test_rank_in_a_barrier_while_others_step_is_a_deadlock(
     assert worst <= LIMIT_S, f"the deadlock was found after {worst:.1f} s"
 
 
-SLOW = [(place, victim) for place in ("forward", "backward", "between") for victim in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def slow_runs(pool: Pool) -> dict[tuple[str, int], list[Ended]]:
-    """Runs with a rank that sleeps for 8 s; all at once, they mostly sleep."""
-    started = {
-        (place, victim): start_ranks(pool, SCRIPT, 2, ["sleep", place, str(victim)])
-        for place, victim in SLOW
-    }
-    return {key: wait_for_ranks(pool, job) for key, job in started.items()}
-
-
 @pytest.mark.parametrize(("place", "victim"), SLOW)
 def test_slow_rank_is_not_reported(
-    slow_runs: dict[tuple[str, int], list[Ended]], place: str, victim: int
+    pool: Pool, slow_jobs: dict[tuple[str, int], Started], place: str, victim: int
 ) -> None:
-    results = slow_runs[place, victim]
+    results = wait_for_ranks(pool, slow_jobs[place, victim])
     assert max(r.time for r in results) - fault_time(results[victim].output) > 8
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.output}"
