@@ -134,6 +134,9 @@ void bind_checkpoints(py::module_& m) {
   m.def(
       "current_step", [] { return current_task().step; },
       "The step that this thread works on; -1 outside of steps.");
+  m.def(
+      "current_microbatch", [] { return current_task().mb; },
+      "The microbatch that this thread works on; -1 outside of steps.");
   m.def("is_recomputing", &memory::is_recomputing,
         "Whether this thread runs a checkpointed function for its backward.");
 }

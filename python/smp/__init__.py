@@ -81,6 +81,7 @@ from smp.memory import delay_param_initialization  # noqa: E402
 from smp.memory import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.microbatch import StepOutput  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
+from smp.nonfinite import detect_nonfinite  # noqa: E402
 from smp.optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition_report import explain_partition, save_partition  # noqa: E402
@@ -126,6 +127,7 @@ __all__ = [
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "detect_nonfinite",
     "explain_partition",
     "get_dp_group",
     "get_dp_process_group",

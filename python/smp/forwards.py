@@ -22,6 +22,8 @@ _CHAIN = "_smp_forwards"
 class Around(enum.IntEnum):
     """Who may stand around a forward, from the inside to the outside."""
 
+    CHECKS = -1
+    """Looks for NaN and infinities in what goes in and what comes out."""
     PARAMETERS = 0
     """Fetches sharded parameters before, lets go of them after."""
     CHECKPOINT = 1

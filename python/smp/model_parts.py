@@ -14,7 +14,6 @@ from smp.precision import load_value, reload_masters
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 
-
 _EXTRA_STATE = "_extra_state"
 
 

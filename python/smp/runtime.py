@@ -121,6 +121,7 @@ class Runtime(WrappedObjects):
         has_trained: one of these computed gradients.
         has_gradients: one did after the last update of an optimizer.
         stops: finds the boundary between steps at which all ranks stop.
+        detection: of NaN and infinities, while somebody wants it.
     """
 
     def __init__(
@@ -133,8 +134,7 @@ class Runtime(WrappedObjects):
         super().__init__()
         assert plan.config is not None
         self.config = plan.config
-        self.given = plan.given
-        self.notes = plan.notes
+        self.given, self.notes = plan.given, plan.notes
         self.launch = launch
         self.settings = settings
         self.device = device
@@ -153,15 +153,15 @@ class Runtime(WrappedObjects):
         self.num_steps = self.num_begun = 0
         self.has_trained = self.has_gradients = False
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
+        self.detection: object | None = None
         self._activation_store: _C.ActivationStore | None = None
         self.pid = os.getpid()
         self.links: Links | None = None
         self.comms = Groups()
         self._torch_groups: TorchGroups | None = None
         self._store: dist.Store | None = None
-        self._loopback = True
         self._running_step: str | None = None
-        self._closed = False
+        self._loopback, self._closed = True, False
         self._on_step: list[Callable[[float], None]] = []
         self._on_shutdown: list[Callable[[], None]] = []
         _C.set_rank_prefix(f"[global_rank {rank} | {self.grid.describe(rank)}] ")

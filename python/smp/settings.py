@@ -37,6 +37,8 @@ class Settings:
     """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
     fault: InjectedFault | None = None
     """`SMP_FAULT`: see `fault_injection`."""
+    detect_nonfinite: str = "0"
+    """`SMP_DETECT_NONFINITE`: 1 or raise: see `nonfinite`."""
     host_pool: bool = True
     """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
@@ -57,6 +59,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         fault=read_fault(env),
+        detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
         host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
     )
 

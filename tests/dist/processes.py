@@ -49,8 +49,13 @@ def start_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    launched: bool = True,
 ) -> Started:
-    """Starts a script in `world_size` processes of its own, as a launcher would."""
+    """Starts a script in `world_size` processes of its own, as a launcher would.
+
+    Args:
+        launched: False: without any word of ranks.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
     for rank in range(world_size):
@@ -60,7 +65,8 @@ def start_ranks(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
-        } | (env or {})
+        }
+        settings = (settings if launched else {}) | (env or {})
         output = str(folder / f"rank{rank}.log")
         pids += pool.zygote().start("script", str(script), list(argv), settings, output)
     return Started(pids, folder, time.monotonic() + timeout)
@@ -95,9 +101,11 @@ def run_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    launched: bool = True,
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
-    return wait_for_ranks(pool, start_ranks(pool, script, world_size, argv, timeout, env))
+    started = start_ranks(pool, script, world_size, argv, timeout, env, launched)
+    return wait_for_ranks(pool, started)
 
 
 def metered(folder: Path) -> list[str]:

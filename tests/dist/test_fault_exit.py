@@ -16,11 +16,11 @@ from tests.dist.pool import Pool
 from tests.dist.processes import (
     REPO,
     Ended,
+    Started,
     launch,
     mpirun,
     run_ranks,
     start_ranks,
-    torchrun,
     wait_for_ranks,
 )
 
@@ -85,6 +85,7 @@ WORLDS = [(2, 1, victim) for victim in range(2)] + [(2, 2, victim) for victim in
 in_each_world = pytest.mark.parametrize(("pp", "dp", "victim"), WORLDS)
 
 
+@pytest.mark.covering(times=1)
 @in_each_world
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
 def test_killed_rank_is_named_by_all_others(
@@ -95,6 +96,7 @@ def test_killed_rank_is_named_by_all_others(
     check_survivors(results, victim, pp, f"kill -9 of rank {victim} of {pp * dp} in {place}")
 
 
+@pytest.mark.covering(times=1)
 @in_each_world
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_exception_in_a_module_is_named_by_all_others(
@@ -114,17 +116,48 @@ def test_exception_in_a_module_is_named_by_all_others(
     check_survivors(results, victim, pp, name, *words)
 
 
+WAITING = [("exit", "between"), ("exit", "forward"), ("none", "fewer"), ("barrier", "between")]
+
+
+SLOW = [(place, victim) for place in ("forward", "backward", "between") for victim in (0, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_jobs(pool: Pool) -> dict[tuple[str, int], Started]:
+    """Ranks that sleep for 8 s; they do so while other tests of this file run."""
+    return {
+        (place, victim): start_ranks(pool, SCRIPT, 2, ["sleep", place, str(victim)], timeout=300)
+        for place, victim in SLOW
+    }
+
+
+WaitingRuns = dict[tuple[str, str, int], list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def waiting_runs(pool: Pool) -> WaitingRuns:
+    """Runs that take their time to notice a fault; all at once, they mostly wait."""
+    started = {
+        (action, place, victim): start_ranks(pool, SCRIPT, 2, [action, place, str(victim)])
+        for action, place in WAITING
+        for victim in (0, 1)
+    }
+    return {key: wait_for_ranks(pool, job) for key, job in started.items()}
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", ["between", "forward"])
-def test_exiting_rank_is_named_by_all_others(pool: Pool, place: str, victim: int) -> None:
-    results = run(pool, "exit", place, victim)
+def test_exiting_rank_is_named_by_all_others(
+    waiting_runs: WaitingRuns, place: str, victim: int
+) -> None:
+    results = waiting_runs["exit", place, victim]
     assert results[victim].returncode != 0
     check_survivors(results, victim, 2, f"sys.exit(3) of rank {victim} in {place}")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_rank_with_fewer_steps_is_named(pool: Pool, victim: int) -> None:
-    results = run(pool, "none", "fewer", victim)
+def test_rank_with_fewer_steps_is_named(waiting_runs: WaitingRuns, victim: int) -> None:
+    results = waiting_runs["none", "fewer", victim]
     check_survivors(results, victim, 2, f"rank {victim} makes fewer steps")
 
 
@@ -140,8 +173,10 @@ def test_mismatching_config_ends_all_ranks(pool: Pool, victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_rank_in_a_barrier_while_others_step_is_a_deadlock(pool: Pool, victim: int) -> None:
-    results = run(pool, "barrier", "between", victim)
+def test_rank_in_a_barrier_while_others_step_is_a_deadlock(
+    waiting_runs: WaitingRuns, victim: int
+) -> None:
+    results = waiting_runs["barrier", "between", victim]
     begin = fault_time(results[victim].output)
     for result in results:
         assert not result.hung, f"rank {result.rank} hangs:\n{result.output}"
@@ -152,24 +187,11 @@ def test_rank_in_a_barrier_while_others_step_is_a_deadlock(pool: Pool, victim: i
     assert worst <= LIMIT_S, f"the deadlock was found after {worst:.1f} s"
 
 
-SLOW = [(place, victim) for place in ("forward", "backward", "between") for victim in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def slow_runs(pool: Pool) -> dict[tuple[str, int], list[Ended]]:
-    """Runs with a rank that sleeps for 8 s; all at once, they mostly sleep."""
-    started = {
-        (place, victim): start_ranks(pool, SCRIPT, 2, ["sleep", place, str(victim)])
-        for place, victim in SLOW
-    }
-    return {key: wait_for_ranks(pool, job) for key, job in started.items()}
-
-
 @pytest.mark.parametrize(("place", "victim"), SLOW)
 def test_slow_rank_is_not_reported(
-    slow_runs: dict[tuple[str, int], list[Ended]], place: str, victim: int
+    pool: Pool, slow_jobs: dict[tuple[str, int], Started], place: str, victim: int
 ) -> None:
-    results = slow_runs[place, victim]
+    results = wait_for_ranks(pool, slow_jobs[place, victim])
     assert max(r.time for r in results) - fault_time(results[victim].output) > 8
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.output}"
@@ -178,17 +200,7 @@ def test_slow_rank_is_not_reported(
         assert not re.search("(?i)fault|died|deadlock|error", text), result.output
 
 
-@pytest.mark.parametrize("action", ["kill", "raise"])
-def test_torchrun_shows_the_culprit(action: str) -> None:
-    begin = time.monotonic()
-    result = launch([*torchrun(2), str(SCRIPT), action, "forward", "1"])
-    assert result.returncode != 0, result.stdout
-    assert coordinates(1, 2) in result.stdout, result.stdout
-    seconds = time.monotonic() - fault_time(result.stdout)
-    _TIMES[f"torchrun: {action} in forward"] = seconds
-    assert seconds <= LIMIT_S, f"{seconds:.1f} of {time.monotonic() - begin:.1f} s"
-
-
+# test_robustness.py kills a rank under torchrun.
 def test_mpirun_shows_the_culprit() -> None:
     command = mpirun(2)
     if command is None:

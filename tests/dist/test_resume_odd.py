@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tests.dist.pool import Pool
 from tests.dist.resume_training import State, state_of
 
-
 EXTRA = "counting._extra_state"
 
 

@@ -288,7 +288,7 @@ def test_hanging_rank_is_named_with_its_microbatch_and_stack(pool: Pool, tmp_pat
 
 
 def test_torchrun_restarts_all_ranks_and_they_start_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SMP_FAULT", "rank=1,step=2,kind=kill")
     command = torchrun(2)
@@ -297,40 +297,44 @@ def test_torchrun_restarts_all_ranks_and_they_start_cleanly(
     assert done.stdout.count("SMP_FAULT strikes: kill") == 1
     assert "global_rank 1 (pp 1 tp 0 rdp 0)" in done.stdout, "the survivor names the culprit"
     assert done.stdout.count("BEGIN 0") == 4, "two ranks, twice"
-    assert done.stdout.count("RESULT") == 2
+    monkeypatch.delenv("SMP_FAULT")
+    trained = Trained()
+    trained.add(done.stdout)
+    trained.check(undisturbed(pool, tmp_path, 2, "--steps", "4"), 1, 4)
 
 
-def test_smp_run_starts_preempted_ranks_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_smp_run_starts_preempted_ranks_again_unless_it_is_preempted(
+    pool: Pool, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SMP_FAULT", "rank=0,step=3,kind=term")
-    command = [sys.executable, "-m", "smp_cli", "run", "-n", "2", "--max-restarts", "1"]
-    done = launch([*command, str(SCRIPT), str(tmp_path), "--steps", "8"])
-    assert done.returncode == 0, done.stdout
-    assert "want to be resumed" in done.stdout
-    saved = re.findall(r"SAVED (\d+)", done.stdout)
-    assert len(saved) == 2 and done.stdout.count(f"BEGIN {saved[0]}") == 2, done.stdout
-    assert done.stdout.count("RESULT") == 2
-
-
-def test_sigterm_to_smp_run_ends_it_with_the_status_that_means_resume(
-    tmp_path: Path,
-) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{REPO / 'python'}:{REPO}", "OMP_NUM_THREADS": "1"}
+    """SIGTERM to a rank makes it start all again; to `smp run`, end with the status of resuming."""
+    command = [sys.executable, "-m", "smp_cli", "run", "-n", "2", "--max-restarts", "3"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "smp_cli", "run", "-n", "2", "--max-restarts", "3", str(SCRIPT)]
-        + [str(tmp_path), "--steps", "100000"],
-        env=env,
+        [*command, str(SCRIPT), str(tmp_path / "job"), "--steps", "9999", "--step-s", "0.01"],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{REPO / 'python'}:{REPO}",
+            "OMP_NUM_THREADS": "1",
+            "SMP_FAULT": "rank=0,step=3,kind=term",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
     output = ""
-    while "STEP 3" not in output:
-        output += process.stdout.readline()
+    while not re.search(r"(?s)resumed.*STEP 8 ", output):
+        line = process.stdout.readline()
+        assert line, output
+        output += line
     process.send_signal(signal.SIGTERM)
     output += process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_RESUME, output
-    assert len(set(re.findall(r"SAVED (\d+)", output))) == 1
-    assert output.count("BEGIN") == 2, "not started again"
+    assert output.count("want to be resumed (status 75)") == 2, output
+    begun = [int(step) for step in re.findall(r"BEGIN (\d+)", output)]
+    assert begun[:2] == [0, 0] and begun[2] == begun[3] > 3 and len(begun) == 4, output
+    last = step_saved(tmp_path / "job") + 2
+    trained = Trained()
+    trained.add(output)
+    for result in run_ranks(pool, SCRIPT, 2, [str(tmp_path / "job"), "--steps", str(last)]):
+        trained.add(result.output, alone=result.rank == 0)
+    trained.check(undisturbed(pool, tmp_path, 2, "--steps", str(last)), 1, last)

@@ -62,6 +62,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "metrics",
             "microbatch",
             "nn",
+            "nonfinite",
             "partition",
             "pipeline",
             "preemption",

@@ -23,8 +23,11 @@ def test_values_are_read() -> None:
         "SMP_SHM": "0",
         "SMP_SHM_RING_MB": "2",
         "SMP_HOST_POOL": "0",
+        "SMP_DETECT_NONFINITE": "raise",
     }
-    expected = settings.Settings(2.5, "cpu", True, "mpi", False, 2, host_pool=False)
+    expected = settings.Settings(
+        2.5, "cpu", True, "mpi", False, 2, host_pool=False, detect_nonfinite="raise"
+    )
     assert settings.read_settings(env) == expected
 
 
@@ -42,6 +45,7 @@ def test_values_are_read() -> None:
         ("SMP_SHM_RING_MB", "1.5"),
         ("SMP_SHM_RING_MB", "9999"),
         ("SMP_HOST_POOL", "off"),
+        ("SMP_DETECT_NONFINITE", "yes"),
     ],
 )
 def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint import huggingface, safetensors_stream
+from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
@@ -67,6 +68,8 @@ def export(
         target.mkdir(parents=True, exist_ok=True)
         files = safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
         if huggingface.CONFIG in reader.manifest.files:
+            record = reader.manifest.files[huggingface.CONFIG]
+            manifests.check_file(source / huggingface.CONFIG, record)
             files.append(target / huggingface.CONFIG)
             shutil.copyfile(source / huggingface.CONFIG, files[-1])
         return files
@@ -91,8 +94,9 @@ def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
             name = entry.removeprefix(prefix)
             if name == entry or name in weights:
                 continue
-            is_rounded = rounds and prefix == _MASTER and half is not None
-            dtype = half if is_rounded else getattr(torch, stored.dtype)
+            dtype = getattr(torch, stored.dtype)
+            if rounds and prefix == _MASTER and half is not None:
+                dtype = half
             weights[name] = _Weight(entry, stored.shape, dtype)
     return weights
 

@@ -173,11 +173,26 @@ class _Resumption:
         """Reads the manifest and returns the user content. Not collective."""
         self.folder = folders.find(path, tag)
         self.manifest: Manifest = manifests.read(self.folder)
+        self._check_files(runtime.current())
         told = self.manifest.values.get("user_content", {})
         content = user_contents.read(self.folder / USER_CONTENT_FILE, unsafe)
         for key in told.get("added", ()):
             del content[key]
         return content
+
+    def _check_files(self, current: runtime.Runtime) -> None:
+        """Looks at the files that are read as a whole; tensors are checked when they are read."""
+        for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file(current)):
+            if name in self.manifest.files:
+                manifests.check_file(self.folder / name, self.manifest.files[name])
+
+    def _random_file(self, current: runtime.Runtime) -> str | None:
+        """This rank's random states; None on another layout.
+
+        A folder that was written anew without a job has none, either.
+        """
+        is_equal = self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files
+        return f"rng_{current.global_rank}.pt" if is_equal and self.wants_optimizer else None
 
     def begin(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> None:
         """Loads what can be loaded now, and sees to the rest. Collective."""
@@ -235,9 +250,9 @@ class _Resumption:
     def _restore_random_states(self, current: runtime.Runtime) -> None:
         steps = self.manifest.values["steps"]
         current.num_steps, current.num_begun = steps["done"], steps["begun"]
-        path = self.folder / f"rng_{current.global_rank}.pt"
-        # A folder that was written anew without a job has none.
-        if self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files:
+        name = self._random_file(current)
+        if name is not None:
+            path = self.folder / name
             random_states.restore(torch.load(path, map_location="cpu", weights_only=True))
         else:
             random_states.seed_anew(self.manifest.values["seed"], steps["begun"])

@@ -63,6 +63,19 @@ def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
     return FileRecord(num_bytes, chunk_bytes, tuple(crcs))
 
 
+def check_file(path: Path, record: FileRecord) -> None:
+    """Reads a file that is used as a whole, and compares.
+
+    Raises:
+        ManifestError: it is not as it was written; names it.
+    """
+    if record_of(path, record.chunk_bytes) != record:
+        raise ManifestError(
+            f"{path} is damaged: its bytes are not those that were written; resume from another "
+            "checkpoint (`smp ckpt verify` reads all files)"
+        )
+
+
 @dataclass(frozen=True)
 class Part:
     """Elements of a tensor that one rank holds.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from smp import comm, runtime
@@ -142,9 +141,7 @@ class Gatherer:
     def lazy_state(self) -> dict[str, Tensor]:
         """The state dict; what it holds is made of tensors that are gathered."""
         leaves = {
-            name: LazyTensor.leaf(
-                name, shape, self._state.tensors[name].dtype, self._getter(name)
-            )
+            name: LazyTensor.leaf(name, shape, self._state.tensors[name].dtype, self._getter(name))
             for name, shape in self._state.shapes.items()
         }
         return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
