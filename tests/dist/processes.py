@@ -49,18 +49,21 @@ def start_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    launcher: str = "torchrun",
 ) -> Started:
-    """Starts a script in `world_size` processes of its own, as a launcher would."""
+    """Starts a script in `world_size` processes of its own, as `launcher` would.
+
+    With "smp run" ranks have names of their own, in which Accelerate does not see a job of its own.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
     for rank in range(world_size):
-        settings = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
-        } | (env or {})
+        if launcher == "smp run":
+            settings = {"SMP_RANK": str(rank), "SMP_WORLD_SIZE": str(world_size)}
+        else:
+            settings = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            settings |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        settings |= {"SMP_RENDEZVOUS": f"file://{folder}/rendezvous", **(env or {})}
         output = str(folder / f"rank{rank}.log")
         pids += pool.zygote().start("script", str(script), list(argv), settings, output)
     return Started(pids, folder, time.monotonic() + timeout)
@@ -95,9 +98,11 @@ def run_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    launcher: str = "torchrun",
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
-    return wait_for_ranks(pool, start_ranks(pool, script, world_size, argv, timeout, env))
+    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher)
+    return wait_for_ranks(pool, started)
 
 
 def torchrun(num_processes: int) -> list[str]:

@@ -70,6 +70,8 @@ def preload() -> None:
 
     transformers.logging.set_verbosity_error()
     importlib.import_module("smp")
+    for name in filter(None, os.environ.get("SMP_TEST_PRELOAD", "").split(",")):
+        importlib.import_module(name)
     # The collector would walk through all modules when a child exits (seconds),
     # and copy every shared page by doing so.
     gc.collect()

@@ -41,6 +41,14 @@ class OnCpu(TrainingArguments):
         return torch.device("cpu")
 
 
+class WrapsFirst(Trainer):
+    """For tensor parallelism: this release makes the optimizer before it keeps the wrapped model."""
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        self.model_wrapped = super()._wrap_model(model, training, dataloader)
+        return self.model_wrapped
+
+
 def model_of(kind: str) -> nn.Module:
     if kind == "gpt2":
         config = GPT2Config(
@@ -94,10 +102,10 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=6)
     parser.add_argument("--resume", default="")
     parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--only_evaluate", type=int, default=0)
+    parser.add_argument("--evaluate_first", type=int, default=0)
     args = parser.parse_args()
     output = Path(os.environ["SM_OUTPUT_DATA_DIR"])
-    is_parallel = "SM_FRAMEWORK_PARAMS" in os.environ
+    is_parallel = bool(os.environ.get("SM_FRAMEWORK_PARAMS"))
     training = (OnCpu if is_parallel else TrainingArguments)(
         no_cuda=not is_parallel,
         output_dir=str(output),
@@ -135,19 +143,16 @@ def main() -> None:
             model = model_of(args.kind)
     else:
         model = model_of(args.kind)
-    if args.resume or args.split:  # what is loaded has to be what counts
-        start = output / "start.pt"
-        if not args.resume and (not is_parallel or smp.rank() == 0):
-            torch.save(model.state_dict(), start)
-    trainer = Trainer(
+    trainer = (WrapsFirst if args.split else Trainer)(
         model=model,
         args=training,
         train_dataset=samples_of(args.kind, 64, seed=1),
         eval_dataset=samples_of(args.kind, args.num_eval, seed=2),
         compute_metrics=accuracy,
     )
-    if not args.only_evaluate:
-        trainer.train(resume_from_checkpoint=args.resume or None)
+    if args.evaluate_first:  # before there is an optimizer
+        trainer.evaluate()
+    trainer.train(resume_from_checkpoint=args.resume or None)
     final = trainer.evaluate()
     history = trainer.state.log_history
     values = {
