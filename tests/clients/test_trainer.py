@@ -1,0 +1,123 @@
+"""`SMPTrainer` with transformers 5 against the plain Trainer in one process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.pool import Pool
+
+LOGGED = 1.01e-4  # losses are logged with four digits
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of ``train``.
+
+    Attributes:
+        config: of smp; empty: the plain Trainer.
+    """
+
+    folder: str
+    config: dict[str, Any] = field(default_factory=dict)
+    kind: str = "gpt2"
+    batch: int = 4
+    accumulate: int = 2
+    max_steps: int = 4
+    num_eval: int = 11
+    resume: str = ""
+    is_split: bool = False
+    drops_labels: bool = False
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    import smp
+
+    if job.config:
+        smp.init(job.config)
+    else:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from smp.integrations.trainer import SMPTrainer
+    from tests.clients.scripts.trainer_models import accuracy, model_of, samples_of
+
+    training = TrainingArguments(
+        output_dir=job.folder, use_cpu=True, per_device_train_batch_size=job.batch,
+        per_device_eval_batch_size=job.batch, gradient_accumulation_steps=job.accumulate,
+        max_steps=job.max_steps, learning_rate=2e-2, adam_epsilon=1e-3, weight_decay=0.01,
+        warmup_steps=1, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2,
+        save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+        greater_is_better=True, seed=7, data_seed=7, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    set_seed(3)
+    with smp.tensor_parallelism(job.is_split):
+        model = model_of(job.kind)
+    samples, evaluated = samples_of(job.kind, 64, seed=1), samples_of(job.kind, job.num_eval, 2)
+    if job.drops_labels:  # microbatches and batches count different numbers of tokens
+        for index, sample in enumerate([*samples, *evaluated]):
+            sample["labels"][: 1 + index % 7] = -100
+    trainer: Any = (SMPTrainer if job.config else Trainer)(
+        model=model, args=training, train_dataset=samples, eval_dataset=evaluated,
+        compute_metrics=accuracy,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=job.resume or None)
+    final = trainer.evaluate()
+    history = trainer.state.log_history
+    names = ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_accuracy", "eval_checksum")
+    result: dict[str, Any] = {n: [e[n] for e in history if n in e] for n in names}
+    result["final"] = final["eval_loss"]
+    result["best"] = os.path.basename(trainer.state.best_model_checkpoint)
+    result["num_split"] = result["num_local"] = 0
+    if job.config:
+        wrapped = trainer.model_wrapped
+        result["num_local"] = sum(1 for _ in wrapped.local_parameters())
+        result["num_split"] = sum(map(wrapped.is_distributed_parameter, wrapped.parameters()))
+        result["num_skipped"] = sum(a == b for a, b in zip(result["learning_rate"], result["learning_rate"][1:], strict=False))
+    saved = {}
+    if rank == 0:
+        checkpoint = Path(job.folder, f"checkpoint-{job.max_steps}")
+        again, info = type(model).from_pretrained(checkpoint, output_loading_info=True)
+        result["not_loaded"] = [names for names in info.values() if names]
+        saved = {name: float(value.double().sum()) for name, value in again.state_dict().items()}
+    result["saved"] = saved
+    del trainer
+    return result
+
+
+def check_same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    assert expected["loss"][0] - expected["loss"][-1] > 0.1, "nothing was learnt"
+    for result in results:
+        assert result["loss"] == pytest.approx(expected["loss"], abs=LOGGED)
+        assert result["learning_rate"] == expected["learning_rate"]
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert result["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-4)
+        assert result["eval_accuracy"] == pytest.approx(expected["eval_accuracy"])
+        assert result["eval_checksum"] == pytest.approx(expected["eval_checksum"], rel=1e-5)
+        assert result["best"] == expected["best"]
+    assert results[0]["not_loaded"] == []
+    assert results[0]["saved"] == pytest.approx(expected["saved"], rel=1e-3, abs=1e-4)
+
+
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
+
+
+def test_trainer_counts_tokens_and_resumes_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, drops_labels=True))
+    assert expected["final"] == max(expected["eval_loss"]), "the best one was loaded"
+    folder = str(tmp_path / "four")
+    sharded = PIPELINE | {"shard_optimizer_state": True}
+    job = Job(folder, sharded, drops_labels=True)
+    results = pool.run(4, train, job)
+    check_same(results, expected)
+    assert all(0 < r["num_local"] < results[0]["num_local"] + results[-1]["num_local"] for r in results)
+    checkpoint = f"{folder}/checkpoint-2"
+    for world_size, config, batch in ((4, sharded, 4), (2, {"microbatches": 4, "ddp": True}, 4)):
+        job = Job(folder, config, batch=batch, drops_labels=True, resume=checkpoint)
+        check_same(pool.run(world_size, train, job), expected)
