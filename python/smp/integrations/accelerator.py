@@ -8,7 +8,7 @@ norm of the whole model. Methods of ``Accelerator`` are overridden; nothing of i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 
 _TAG = "accelerate"
+#: a loss scale that behaves as that of ``torch.amp.GradScaler``
+DYNAMIC_LOSS_ARGS = {"init_scale": 2.0**16, "scale_window": 2000}
 
 
 class SMPAccelerator(Accelerator):
@@ -272,13 +274,17 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
                 self.scheduler.step(*args, **kwargs)
 
 
-def distributed_optimizer(optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
-    """Wraps; in fp16 with a loss scale that behaves as that of ``torch.amp.GradScaler``."""
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer, dynamic_loss_args: Mapping[str, Any] = DYNAMIC_LOSS_ARGS
+) -> DistributedOptimizer:
+    """Wraps; in fp16 with a dynamic loss scale."""
     if not runtime.current().config.fp16:
         return DistributedOptimizer(optimizer)
-    arguments = {"init_scale": 2.0**16, "scale_window": 2000}
     return DistributedOptimizer(
-        optimizer, static_loss_scale=None, dynamic_loss_scale=True, dynamic_loss_args=arguments
+        optimizer,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args=dynamic_loss_args,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,12 @@ from transformers.trainer import SCHEDULER_NAME
 
 from smp import _C, checkpoint, comm, microbatch, runtime
 from smp.integrations import adapters
-from smp.integrations.accelerator import SMPAccelerator, distributed_optimizer, whole_state_dict
+from smp.integrations.accelerator import (
+    DYNAMIC_LOSS_ARGS,
+    SMPAccelerator,
+    distributed_optimizer,
+    whole_state_dict,
+)
 from smp.microbatch import StepOutput
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
@@ -45,6 +50,9 @@ class SMPTrainer(Trainer):
         ValueError: a model that is wrapped already; arguments that ask for 16 bits where the
             configuration of smp does not.
     """
+
+    #: of fp16 training, as of `DistributedOptimizer`; those of ``torch.amp.GradScaler``
+    dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = runtime.current().config
@@ -107,7 +115,7 @@ class SMPTrainer(Trainer):
         if not isinstance(self.optimizer, DistributedOptimizer):
             super().create_optimizer(self._wrap_model(self.model))
             if not isinstance(self.optimizer, DistributedOptimizer):
-                self.optimizer = distributed_optimizer(self.optimizer)
+                self.optimizer = distributed_optimizer(self.optimizer, self.dynamic_loss_args)
         optimizer: DistributedOptimizer = self.optimizer
         return optimizer
 
@@ -118,12 +126,11 @@ class SMPTrainer(Trainer):
     ) -> Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        is_sum = (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        ) or self.compute_loss_func is not None
-        divisor = 1 if is_sum else self.current_gradient_accumulation_steps
-        count = self._num_microbatches(inputs) if is_sum else None
-        loss = _train(self, model, inputs, num_items_in_batch, count, divisor)
+        divisor = 1 if self._divides_itself(num_items_in_batch) else (
+            self.current_gradient_accumulation_steps
+        )
+        size = _batch_size(inputs)
+        loss = _train(self, model, inputs, num_items_in_batch, size, divisor)
         mean: Tensor = loss.reduce_mean()
         return mean.detach().to(self.args.device)
 
@@ -145,13 +152,10 @@ class SMPTrainer(Trainer):
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         items = self._get_num_items_in_batch([inputs], self.args.device) if has_loss else None
-        is_sum = (
-            self.model_accepts_loss_kwargs and items is not None
-        ) or self.compute_loss_func is not None
-        count = self._num_microbatches(inputs) if is_sum else None
         ignored = None if prediction_loss_only else tuple(ignore_keys)
+        size = _batch_size(inputs)
         with torch.no_grad():
-            loss, outputs = _predict(self, model, inputs, items, count, has_loss, ignored)
+            loss, outputs = _predict(self, model, inputs, items, size, has_loss, ignored)
         mean = loss.reduce_mean().detach() if has_loss else None
         if prediction_loss_only:
             return mean, None, None
@@ -161,9 +165,12 @@ class SMPTrainer(Trainer):
             labels = labels[0]
         return mean, logits[0] if len(logits) == 1 else logits, labels
 
-    def _num_microbatches(self, inputs: dict[str, Any]) -> int:
-        wanted = runtime.current().config.microbatches
-        return microbatch.num_microbatches({"inputs": inputs}, {}, wanted)
+    def _divides_itself(self, num_items: Any) -> bool:
+        """Is a loss divided by the tokens of all accumulated batches, as ``Trainer`` sees it?"""
+        if getattr(self, "loss_is_scaled_for_ga", None) is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counts = self.model_accepts_loss_kwargs and num_items is not None
+        return counts or self.compute_loss_func is not None
 
     # ---- checkpoints
 
@@ -189,34 +196,41 @@ class SMPTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        self._load_weights(resume_from_checkpoint, load_optimizer=True)
+        if not _has_own(resume_from_checkpoint) or adapters.is_adapted(self.model):
+            self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_weights(self.state.best_model_checkpoint, load_optimizer=False)
+        self._load_weights(self.state.best_model_checkpoint)
 
-    def _load_weights(self, folder: str, load_optimizer: bool) -> None:
-        """The model, and the optimizer as soon as there is one."""
+    def _load_weights(self, folder: str) -> None:
+        """The model alone."""
         wrapped = self._wrap_model(self.model)
-        has_own = Path(folder, f"{_TAG}_partial").is_dir()
         if adapters.is_adapted(self.model):
             adapters.load(wrapped, self.model, folder)
-            if load_optimizer and has_own:
-                checkpoint.resume_from_checkpoint(folder, _TAG, strict=False)
-        elif has_own:
-            checkpoint.resume_from_checkpoint(folder, _TAG, load_optimizer=load_optimizer)
+        elif _has_own(folder):
+            checkpoint.resume_from_checkpoint(folder, _TAG, load_optimizer=False)
         else:
             checkpoint.resume_from_checkpoint(folder, partial=False, load_optimizer=False)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        """The schedule is there already: what is loaded into groups is what counts."""
+        if folder is None:
             return
-        whole = Path(checkpoint, _OPTIMIZER)
-        if whole.is_file() and not Path(checkpoint, f"{_TAG}_partial").is_dir():
+        whole = Path(folder, _OPTIMIZER)
+        if _has_own(folder):
+            is_adapted = adapters.is_adapted(self.model)
+            checkpoint.resume_from_checkpoint(folder, _TAG, strict=not is_adapted)
+        elif whole.is_file():
             state = torch.load(whole, map_location="cpu", mmap=True, weights_only=True)
             self.optimizer.load_state_dict(state)
-        scheduler = Path(checkpoint, SCHEDULER_NAME)
+        scheduler = Path(folder, SCHEDULER_NAME)
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+def _has_own(folder: str) -> bool:
+    """Does the folder have a checkpoint of smp beside the model?"""
+    return Path(folder, f"{_TAG}_partial").is_dir()
 
 
 @step(non_split_inputs=["num_items"])
@@ -225,18 +239,14 @@ def _train(
     model: DistributedModel,
     inputs: dict[str, Any],
     num_items: Any,
-    count: int | None,
+    size: int,
     divisor: int,
 ) -> Tensor:
-    """Forward and backward of one microbatch.
-
-    Args:
-        count: number of microbatches if the loss is a share of a sum over the whole batch, else
-            None; smp takes the mean over microbatches.
-    """
+    """Forward and backward of one microbatch out of a batch of ``size`` samples."""
+    items = _share(num_items, inputs, size)
     with trainer.compute_loss_context_manager():
-        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-    loss = loss * _share(count) / divisor
+        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+    loss = loss / divisor
     model.backward(loss)
     return loss
 
@@ -247,7 +257,7 @@ def _predict(
     model: DistributedModel,
     inputs: dict[str, Any],
     num_items: Any,
-    count: int | None,
+    size: int,
     has_loss: bool,
     ignored: tuple[str, ...] | None,
 ) -> tuple[Tensor | None, Any]:
@@ -255,10 +265,10 @@ def _predict(
     loss = None
     with trainer.compute_loss_context_manager():
         if has_loss:
+            items = _share(num_items, inputs, size)
             loss, outputs = trainer.compute_loss(
-                model, inputs, return_outputs=True, num_items_in_batch=num_items
+                model, inputs, return_outputs=True, num_items_in_batch=items
             )
-            loss = loss * _share(count)
         else:
             outputs = model(**inputs)
     if ignored is None:
@@ -269,8 +279,17 @@ def _predict(
     return loss, tuple(outputs[1:] if has_loss else outputs)
 
 
-def _share(count: int | None) -> float:
-    return 1.0 if count is None else count / microbatch.current_share().weight
+def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
+    """What a microbatch divides by, so that the mean over microbatches is divided by all tokens.
+
+    Models that take the number and do without it have means, and theirs stay means.
+    """
+    return None if num_items is None else num_items * (_batch_size(inputs) / size)
+
+
+def _batch_size(inputs: dict[str, Any]) -> int:
+    sizes = microbatch.batch_sizes({"inputs": inputs}, {})
+    return sizes[0][1] if sizes else 1
 
 
 def _concat(outputs: Any) -> Any:

@@ -94,6 +94,7 @@ class ModelAdapter:
         self._signature, self._config = signature, config
         self._shape: torch.Size | None = None
         self._keep: int | Tensor = 0
+        self._scale: Tensor | None = None
         self._returns_dict = True
 
     def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
@@ -102,6 +103,7 @@ class ModelAdapter:
         self._keep = given.take_keep()
         given.take("use_cache")
         ids, mask, token_types, positions, labels = (given.take(name) for name in _TAKEN)
+        self._scale = _mean_to_share(labels, given.take("num_items_in_batch"))
         cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
         given.refuse_rest()
         if ids is None:
@@ -134,6 +136,8 @@ class ModelAdapter:
             return self._result(last_hidden_state=output.view(*self._shape, output.shape[-1]))
         if not isinstance(output, LMHeadOutput):
             return self._result(logits=keep_logits(output, self._keep))
+        if self._scale is not None:
+            output.loss = output.loss * self._scale
         if not self._returns_dict:
             return output.loss, keep_logits(output.logits, self._keep)
         return lazy_output(self._family.output_class(self._kind), output, self._keep)
@@ -145,6 +149,16 @@ class ModelAdapter:
 
     def _has_cross_attention(self) -> bool:
         return bool(getattr(self._config, "add_cross_attention", False))
+
+
+def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
+    """Makes a mean over these tokens their share of a sum over ``num_items``, as ``Trainer`` asks.
+
+    The number is that of all batches whose gradients are accumulated.
+    """
+    if labels is None or num_items is None:
+        return None
+    return (labels[..., 1:] != -100).sum() / num_items
 
 
 class StackAdapter:
