@@ -54,12 +54,19 @@ class _Given:
         kept = [self._values.pop(name, 0) for name in _KEEP]
         return next((k for k in kept if isinstance(k, Tensor) or k), 0)
 
-    def take_empty_caches(self) -> None:
-        """Takes caches out in which nothing is."""
+    def take_fresh_caches(self, length: int) -> None:
+        """Takes caches out in which nothing is, or what plain layers have put there in this call.
+
+        Args:
+            length: of the sequence; a cache of earlier calls has more.
+        """
         for name in _CACHES:
             cache = self._values.get(name)
-            length = getattr(cache, "get_seq_length", None)
-            if length is not None and int(length()) == 0:
+            length_of = getattr(cache, "get_seq_length", None)
+            if length_of is None:
+                continue
+            num_layers = len(getattr(cache, "layers", [None]))
+            if max((int(length_of(i)) for i in range(num_layers)), default=0) <= length:
                 del self._values[name]
 
     def refuse_rest(self) -> None:
@@ -185,7 +192,7 @@ class StackAdapter:
         self._returns_dict = given.take("return_dict", True)
         mask, positions = given.take("attention_mask"), given.take("position_ids")
         cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
-        given.take_empty_caches()
+        given.take_fresh_caches(hidden.shape[1] if self._kind == "layer" else 0)
         for name in ("use_cache", "position_embeddings", "cache_position"):
             given.take(name)
         if "output_attentions" not in self._signature.parameters:
