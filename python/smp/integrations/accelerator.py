@@ -8,13 +8,15 @@ norm of the whole model. Methods of ``Accelerator`` are overridden; nothing of i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -36,8 +38,8 @@ class SMPAccelerator(Accelerator):
     into a function decorated with `smp.step`. 16-bit training is `fp16` or `bf16` of smp.
 
     Args:
-        kwargs: of ``Accelerator``. ``gradient_accumulation_steps`` is the number of step calls
-            between two reductions of gradients, too.
+        kwargs: of ``Accelerator``. With ``gradient_accumulation_steps`` gradients are reduced in
+            each step call, because Accelerate also updates after fewer of them.
 
     Raises:
         ValueError: ``mixed_precision`` that smp is not configured for, and engines of other
@@ -56,6 +58,8 @@ class SMPAccelerator(Accelerator):
         for engine in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
             if kwargs.get(engine) is not None:
                 raise ValueError(f"{_C.rank_prefix()}{engine} cannot be used together with smp")
+        if kwargs.get("dataloader_config") is None:
+            kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
         super().__init__(mixed_precision="no", **kwargs)
 
     # ---- who is who
@@ -111,18 +115,28 @@ class SMPAccelerator(Accelerator):
     ) -> DistributedModel:
         """Wraps; placement is decided by smp."""
         if not isinstance(model, DistributedModel):
-            passes = self.gradient_accumulation_steps
-            model = DistributedModel(model, backward_passes_per_step=passes)
+            model = DistributedModel(model)
         if model not in self._models:
             self._models.append(model)
         return model
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Cuts over the replicas; all ranks shuffle alike. Collective over all ranks."""
+        options = self.dataloader_config
+        given = options.data_seed
+        if given is None:
+            options.data_seed = comm.allgather(torch.initial_seed(), comm.WORLD)[0]
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            options.data_seed = given
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> DistributedOptimizer:
-        """Wraps; in fp16 with a dynamic loss scale."""
+        """Wraps; in fp16 with a dynamic loss scale. Between updates ``step`` does nothing."""
         if not isinstance(optimizer, DistributedOptimizer):
-            optimizer = distributed_optimizer(optimizer)
+            optimizer = distributed_optimizer(optimizer, kind=_Optimizer)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
@@ -261,6 +275,17 @@ class SMPAccelerator(Accelerator):
         self.step = content["step"]
 
 
+class _Optimizer(DistributedOptimizer):
+    """Waits for the last of accumulated batches, as ``AcceleratedOptimizer`` does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        return super().step(closure) if GradientState().sync_gradients else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if GradientState().sync_gradients:
+            super().zero_grad(set_to_none)
+
+
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not self.step_with_optimizer or self.split_batches:
@@ -275,12 +300,14 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 def distributed_optimizer(
-    optimizer: torch.optim.Optimizer, dynamic_loss_args: Mapping[str, Any] = DYNAMIC_LOSS_ARGS
+    optimizer: torch.optim.Optimizer,
+    dynamic_loss_args: Mapping[str, Any] = DYNAMIC_LOSS_ARGS,
+    kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
     """Wraps; in fp16 with a dynamic loss scale."""
     if not runtime.current().config.fp16:
-        return DistributedOptimizer(optimizer)
-    return DistributedOptimizer(
+        return kind(optimizer)
+    return kind(
         optimizer,
         static_loss_scale=None,
         dynamic_loss_scale=True,
