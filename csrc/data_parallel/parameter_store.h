@@ -39,8 +39,8 @@ class ParameterStore {
     int64_t max_live_elements = int64_t{1} << 60;
     /// Smaller parameters stay whole until the next update.
     int64_t persistence_threshold = 0;
-    /// How many units are gathered ahead. One is what arrives while one is used;
-    /// more are memory at the very peak of a step.
+    /// How many units are gathered ahead. One is what arrives while one is
+    /// used; more are memory at the very peak of a step.
     int num_ahead = 1;
     comm::Patience patience;
   };

@@ -12,7 +12,8 @@
 namespace smp::memory {
 
 HostAllocator& HostAllocator::instance() {
-  static auto* const allocator = new HostAllocator();  // tensors may live longer
+  static auto* const allocator =
+      new HostAllocator();  // tensors may live longer
   return *allocator;
 }
 

@@ -24,6 +24,12 @@ SPREAD = PIPELINE | {"placement_strategy": "spread", "pipeline": "interleaved", 
 
 
 @pytest.fixture(scope="module")
+def expected_gpt2(trainer_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An ordinary training in one process."""
+    return train(trainer_pool, tmp_path_factory.mktemp("one"), 1, None)
+
+
+@pytest.fixture(scope="module")
 def trainer_pool() -> Iterator[Pool]:
     """Processes in which transformers has been imported with the service's variables set."""
     skip_without_older()
@@ -54,16 +60,13 @@ def train(
         assert result["final"]["eval_loss"] == results[0]["final"]["eval_loss"]
         if parameters and parameters["partitions"] > 1:
             assert 0 < result["num_local"] < sum(r["num_local"] for r in results)
+    assert results[0]["not_loaded"] == []
     return results[0]
 
 
-def check_same(result: dict[str, Any], expected: dict[str, Any], first: int = 0) -> None:
-    """The same curve of losses, evaluations and learning rates.
-
-    Args:
-        first: update from which on the losses of `result` are.
-    """
-    assert expected["losses"][0] - expected["losses"][-1] > 0.2, "nothing was learnt"
+def check_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same curve of losses, evaluations and learning rates."""
+    assert abs(expected["losses"][0] - expected["losses"][-1]) > 0.1, "nothing was learnt"
     assert result["losses"] == pytest.approx(expected["losses"], abs=LOGGED)
     assert result["rates"] == expected["rates"]
     assert result["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-4)
@@ -73,17 +76,17 @@ def check_same(result: dict[str, Any], expected: dict[str, Any], first: int = 0)
 
 
 def test_trainer_accumulates_saves_and_resumes_elsewhere(
-    trainer_pool: Pool, tmp_path: Path
+    trainer_pool: Pool, tmp_path: Path, expected_gpt2: dict[str, Any]
 ) -> None:
-    expected = train(trainer_pool, tmp_path / "one", 1, None)
+    expected = expected_gpt2
     # The best one was loaded at the end, and is not the last one.
     assert expected["final"]["eval_loss"] == expected["evaluated"][0]
     sharded = PIPELINE | {"shard_optimizer_state": True}
     result = train(trainer_pool, tmp_path / "four", 4, sharded, batch=2)
     check_same(result, expected)
-    saved = "checkpoint-4/optimizer.pt_{}_0_{}"
+    saved = "checkpoint-2/optimizer.pt_{}_0_{}"
     assert {saved.format(pp, rdp) for pp in (0, 1) for rdp in (0, 1)} <= set(result["files"])
-    checkpoint = tmp_path / "four" / "output" / "checkpoint-4"
+    checkpoint = tmp_path / "four" / "output" / "checkpoint-2"
     for world_size, parameters, batch in ((4, sharded, 2), (1, {"partitions": 1, "ddp": True}, 4)):
         again = train(
             trainer_pool, tmp_path / "four", world_size, parameters,
@@ -107,16 +110,17 @@ def test_trainer_trains_in_fp16(trainer_pool: Pool, tmp_path: Path) -> None:
     assert result["fp16"] and not expected["fp16"]
     assert result["losses"] == pytest.approx(expected["losses"], abs=4e-3)
     assert result["losses"] != expected["losses"], "fp16 shows"
-    checkpoint = tmp_path / "two" / "output" / "checkpoint-4"
+    checkpoint = tmp_path / "two" / "output" / "checkpoint-2"
     again = train(trainer_pool, tmp_path / "two", 2, half, kind="bert", resume=checkpoint)
     assert again["losses"] == result["losses"] and again["evaluated"] == result["evaluated"]
 
 
-def test_trainer_splits_tensors(trainer_pool: Pool, tmp_path: Path) -> None:
-    expected = train(trainer_pool, tmp_path / "one", 1, None)
+def test_trainer_splits_tensors(
+    trainer_pool: Pool, tmp_path: Path, expected_gpt2: dict[str, Any]
+) -> None:
     split = {"partitions": 1, "tensor_parallel_degree": 2, "microbatches": 2, "ddp": True}
     result = train(
         trainer_pool, tmp_path / "two", 2, split | {"_match_weights": True}, batch=2, split=1
     )
-    check_same(result, expected)
+    check_same(result, expected_gpt2)
     assert result["num_split"] > 0

@@ -24,9 +24,7 @@ def test_values_are_read() -> None:
         "SMP_SHM_RING_MB": "2",
         "SMP_HOST_POOL": "0",
     }
-    expected = settings.Settings(
-        2.5, "cpu", True, "mpi", False, 2, host_pool=False
-    )
+    expected = settings.Settings(2.5, "cpu", True, "mpi", False, 2, host_pool=False)
     assert settings.read_settings(env) == expected
 
 

@@ -241,7 +241,9 @@ class SMPAccelerator(Accelerator):
 
         Collective over all ranks; the others get an empty dictionary.
         """
-        return whole_state_dict(model) if isinstance(model, DistributedModel) else model.state_dict()
+        return (
+            whole_state_dict(model) if isinstance(model, DistributedModel) else model.state_dict()
+        )
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any
@@ -291,7 +293,9 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         if not self.step_with_optimizer or self.split_batches:
             super().step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients or any(o.step_was_skipped for o in self.optimizers):
+        if not self.gradient_state.sync_gradients or any(
+            o.step_was_skipped for o in self.optimizers
+        ):
             return
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(len(_group().ranks)):

@@ -8,7 +8,6 @@ batches stay what they are.
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -126,8 +125,10 @@ class SMPTrainer(Trainer):
     ) -> Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        divisor = 1 if self._divides_itself(num_items_in_batch) else (
-            self.current_gradient_accumulation_steps
+        divisor = (
+            1
+            if self._divides_itself(num_items_in_batch)
+            else (self.current_gradient_accumulation_steps)
         )
         size = _batch_size(inputs)
         loss = _train(self, model, inputs, num_items_in_batch, size, divisor)

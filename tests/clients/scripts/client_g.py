@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--num_eval", type=int, default=8)
-    parser.add_argument("--max_steps", type=int, default=6)
+    parser.add_argument("--max_steps", type=int, default=4)
     parser.add_argument("--resume", default="")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--evaluate_first", type=int, default=0)
@@ -118,6 +118,11 @@ def main() -> None:
         values["num_local"] = sum(1 for _ in wrapped.local_parameters())
         values["num_split"] = sum(map(wrapped.is_distributed_parameter, wrapped.parameters()))
     rank = smp.rank() if is_parallel else 0
+    if rank == 0:  # what was saved is what plain transformers loads
+        _, info = type(model).from_pretrained(
+            trainer.state.best_model_checkpoint, output_loading_info=True
+        )
+        values["not_loaded"] = [names for names in info.values() if names]
     Path(os.environ["SM_CHANNEL_TRAIN"], f"result_{rank}.json").write_text(
         json.dumps(values, default=float)
     )
