@@ -35,7 +35,7 @@ _OPTIMIZER = "optimizer.pt"  # of a Trainer in one process
 
 
 class SMPTrainer(Trainer):
-    """``Trainer`` whose model is a `DistributedModel`. Call `smp.init` before ``TrainingArguments``.
+    """``Trainer`` whose model is a `DistributedModel`; `smp.init` is called before its arguments.
 
     Batch sizes of the arguments are those of a replica. 16-bit training follows the configuration
     of smp. Checkpoints hold the model in Hugging Face's format, beside it a checkpoint of smp

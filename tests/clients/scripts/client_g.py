@@ -30,7 +30,7 @@ class OnCpu(TrainingArguments):
 
 
 class WrapsFirst(Trainer):
-    """For tensor parallelism: this release makes the optimizer before it keeps the wrapped model."""
+    """For tensor parallelism: 4.30 makes the optimizer before it keeps the wrapped model."""
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         self.model_wrapped = super()._wrap_model(model, training, dataloader)
