@@ -50,6 +50,10 @@ class SMPTrainer(Trainer):
             configuration of smp does not.
     """
 
+    accelerator: Any
+    model_wrapped: Any
+    optimizer: Any
+
     #: of fp16 training, as of `DistributedOptimizer`; those of ``torch.amp.GradScaler``
     dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
@@ -234,7 +238,7 @@ def _has_own(folder: str) -> bool:
     return Path(folder, f"{_TAG}_partial").is_dir()
 
 
-@step(non_split_inputs=["num_items"])
+@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
 def _train(
     trainer: SMPTrainer,
     model: DistributedModel,
@@ -252,7 +256,7 @@ def _train(
     return loss
 
 
-@step(non_split_inputs=["num_items"])
+@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
 def _predict(
     trainer: SMPTrainer,
     model: DistributedModel,

@@ -165,7 +165,8 @@ def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
     """
     if labels is None or num_items is None:
         return None
-    return (labels[..., 1:] != -100).sum() / num_items
+    share: Tensor = (labels[..., 1:] != -100).sum() / num_items
+    return share
 
 
 class StackAdapter:
