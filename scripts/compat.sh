@@ -5,7 +5,8 @@
 #          the development build stays as it is
 #        scripts/compat.sh transformers <version> [--setup]
 #          puts that transformers and what it needs into a folder of its own,
-#          beside .venv, and, without --setup, runs the model families with it
+#          beside .venv, and, without --setup, runs the model families
+#          and the Trainer with it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,6 +32,8 @@ test_transformers() {
   [[ ${2:-} != --setup ]] || return 0
   PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
     "$python" -m pytest tests/dist/test_families.py -k "${version//./_}"
+  PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
+    "$python" -m pytest tests/clients/test_trainer_older.py
 }
 
 if [[ ${1:-} == transformers ]]; then

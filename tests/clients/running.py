@@ -20,6 +20,7 @@ class Client:
     pool: Pool
     folder: Path
     script: str
+    launcher: str = "torchrun"
 
     def run(
         self,
@@ -27,6 +28,7 @@ class Client:
         argv: dict[str, Any] | None = None,
         parameters: dict[str, Any] | None = None,
         timeout: float = 90.0,
+        more_env: dict[str, str] | None = None,
     ) -> list[dict[str, Any]]:
         """What each rank reports, after all have ended well.
 
@@ -35,8 +37,9 @@ class Client:
             argv: arguments by name.
             parameters: of model parallelism, as the launcher of the service hands them over.
             timeout: in seconds.
+            more_env: further environment variables.
         """
-        env = {"SM_NUM_GPUS": "0", "OMP_NUM_THREADS": "1"}
+        env = {"SM_NUM_GPUS": "0", "OMP_NUM_THREADS": "1", **(more_env or {})}
         names = {"SM_OUTPUT_DATA_DIR": "output", "SM_MODEL_DIR": "model"}
         names |= {"SM_CHANNEL_TRAIN": "train", "SM_CHANNEL_TEST": "test"}
         for variable, name in names.items():
@@ -48,7 +51,8 @@ class Client:
         words = [word for key, value in (argv or {}).items() for word in (f"--{key}", str(value))]
         for old in (self.folder / "train").glob("result_*.json"):
             old.unlink()
-        ended = run_ranks(self.pool, SCRIPTS / self.script, world_size, words, timeout, env)
+        script = SCRIPTS / self.script
+        ended = run_ranks(self.pool, script, world_size, words, timeout, env, self.launcher)
         failed = [rank for rank in ended if rank.returncode != 0]
         failed.sort(key=lambda rank: rank.time)
         assert not failed, "\n".join(

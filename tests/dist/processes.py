@@ -49,24 +49,25 @@ def start_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
-    launched: bool = True,
+    launcher: str | None = "torchrun",
 ) -> Started:
-    """Starts a script in `world_size` processes of its own, as a launcher would.
+    """Starts a script in `world_size` processes of its own, as `launcher` would.
 
-    Args:
-        launched: False: without any word of ranks.
+    With "smp run" ranks have names of their own, in which Accelerate does not see a job of its own;
+    with None there is no word of ranks.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
     for rank in range(world_size):
-        settings = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
-        }
-        settings = (settings if launched else {}) | (env or {})
+        settings = {}
+        if launcher == "smp run":
+            settings = {"SMP_RANK": str(rank), "SMP_WORLD_SIZE": str(world_size)}
+        elif launcher is not None:
+            settings = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            settings |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        if launcher is not None:
+            settings["SMP_RENDEZVOUS"] = f"file://{folder}/rendezvous"
+        settings |= env or {}
         output = str(folder / f"rank{rank}.log")
         pids += pool.zygote().start("script", str(script), list(argv), settings, output)
     return Started(pids, folder, time.monotonic() + timeout)
@@ -101,10 +102,10 @@ def run_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
-    launched: bool = True,
+    launcher: str = "torchrun",
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
-    started = start_ranks(pool, script, world_size, argv, timeout, env, launched)
+    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher)
     return wait_for_ranks(pool, started)
 
 

@@ -49,7 +49,7 @@ def check(result: dict[str, Any], size: int) -> None:
 
 
 def test_plain_process_gives_the_reference_losses(pool: Pool) -> None:
-    [done] = run_ranks(pool, SCRIPT, 1, env={"SM_HP_MP_PARAMETERS": "{}"}, launched=False)
+    [done] = run_ranks(pool, SCRIPT, 1, env={"SM_HP_MP_PARAMETERS": "{}"}, launcher=None)
     check(result_of(done.output, done.returncode), 1)
 
 

@@ -217,11 +217,13 @@ def test_training_resumes_bitwise_from_partial_and_full_files(
             assert again == [losses for losses, _ in results], f"partial={partial} early={early}"
 
 
-def test_full_files_move_between_layouts(pool: Pool, tmp_path: Path) -> None:
+def test_files_move_between_layouts(pool: Pool, tmp_path: Path) -> None:
     run = Run("gpt2", 2, 1)
+    # Of a job with more ranks, which the next one does not overwrite.
+    (tmp_path / "partial.pt_2").write_bytes(b"left behind")
     losses = pool.run(2, save_and_go_on, run, str(tmp_path))[0][0]
-    for pp in (1, 4):
-        again = pool.run(pp, resume, Run("gpt2", pp, 1), str(tmp_path), False, True)
+    for pp, partial in ((1, True), (4, True), (4, False)):
+        again = pool.run(pp, resume, Run("gpt2", pp, 1), str(tmp_path), partial, True)
         for other in again:
             assert max(abs(a - b) for a, b in zip(other, losses, strict=True)) < 1e-6
 

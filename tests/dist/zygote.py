@@ -71,6 +71,8 @@ def preload() -> None:
     transformers.logging.set_verbosity_error()
     importlib.import_module("smp")
     importlib.import_module("torch._dynamo")  # takes 2 s, when the first optimizer is made
+    for name in filter(None, os.environ.get("SMP_TEST_PRELOAD", "").split(",")):
+        importlib.import_module(name)
     # The collector would walk through all modules when a child exits (seconds),
     # and copy every shared page by doing so.
     gc.collect()

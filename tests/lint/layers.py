@@ -78,6 +78,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
     frozenset({"amp", "optimizer", "step"}),
     frozenset({"checkpoint"}),
+    frozenset({"integrations"}),
     frozenset({"__main__"}),
 )
 

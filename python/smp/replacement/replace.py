@@ -15,6 +15,7 @@ from smp import _C, memory, runtime
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.partition import contexts
+from smp.replacement.adapters import adapter_in
 from smp.replacement.marks import Mark, is_candidate, mark_of
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.registry import (
@@ -88,6 +89,12 @@ class _Replacement:
         assert registration is not None and mark is not None
         if self._shares_weights(module):
             return Declined("it shares parameters with modules outside of it")
+        adapter = adapter_in(module)
+        if adapter is not None:
+            return Declined(
+                f"it has adapters of PEFT inside, {adapter} for one, which its distributed form "
+                "would not have; parts of it without adapters may be distributed"
+            )
         made = _construct(module, registration, mark)
         if isinstance(made, Declined):
             return made

@@ -54,12 +54,19 @@ class _Given:
         kept = [self._values.pop(name, 0) for name in _KEEP]
         return next((k for k in kept if isinstance(k, Tensor) or k), 0)
 
-    def take_empty_caches(self) -> None:
-        """Takes caches out in which nothing is."""
+    def take_fresh_caches(self, length: int) -> None:
+        """Takes caches out in which nothing is, or what plain layers have put there in this call.
+
+        Args:
+            length: of the sequence; a cache of earlier calls has more.
+        """
         for name in _CACHES:
             cache = self._values.get(name)
-            length = getattr(cache, "get_seq_length", None)
-            if length is not None and int(length()) == 0:
+            length_of = getattr(cache, "get_seq_length", None)
+            if length_of is None:
+                continue
+            num_layers = len(getattr(cache, "layers", [None]))
+            if max((int(length_of(i)) for i in range(num_layers)), default=0) <= length:
                 del self._values[name]
 
     def refuse_rest(self) -> None:
@@ -94,6 +101,7 @@ class ModelAdapter:
         self._signature, self._config = signature, config
         self._shape: torch.Size | None = None
         self._keep: int | Tensor = 0
+        self._scale: Tensor | None = None
         self._returns_dict = True
 
     def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
@@ -102,6 +110,7 @@ class ModelAdapter:
         self._keep = given.take_keep()
         given.take("use_cache")
         ids, mask, token_types, positions, labels = (given.take(name) for name in _TAKEN)
+        self._scale = _mean_to_share(labels, given.take("num_items_in_batch"))
         cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
         given.refuse_rest()
         if ids is None:
@@ -134,6 +143,8 @@ class ModelAdapter:
             return self._result(last_hidden_state=output.view(*self._shape, output.shape[-1]))
         if not isinstance(output, LMHeadOutput):
             return self._result(logits=keep_logits(output, self._keep))
+        if self._scale is not None:
+            output.loss = output.loss * self._scale
         if not self._returns_dict:
             return output.loss, keep_logits(output.logits, self._keep)
         return lazy_output(self._family.output_class(self._kind), output, self._keep)
@@ -145,6 +156,17 @@ class ModelAdapter:
 
     def _has_cross_attention(self) -> bool:
         return bool(getattr(self._config, "add_cross_attention", False))
+
+
+def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
+    """Makes a mean over these tokens their share of a sum over ``num_items``, as ``Trainer`` asks.
+
+    The number is that of all batches whose gradients are accumulated.
+    """
+    if labels is None or num_items is None:
+        return None
+    share: Tensor = (labels[..., 1:] != -100).sum() / num_items
+    return share
 
 
 class StackAdapter:
@@ -171,7 +193,7 @@ class StackAdapter:
         self._returns_dict = given.take("return_dict", True)
         mask, positions = given.take("attention_mask"), given.take("position_ids")
         cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
-        given.take_empty_caches()
+        given.take_fresh_caches(hidden.shape[1] if self._kind == "layer" else 0)
         for name in ("use_cache", "position_embeddings", "cache_position"):
             given.take(name)
         if "output_attentions" not in self._signature.parameters:

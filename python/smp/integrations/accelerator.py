@@ -1,0 +1,361 @@
+"""An ``accelerate.Accelerator`` that knows the replicas of smp.
+
+Accelerate takes every process for a replica of its own. Here processes that hold one replica
+together get the same batches, their results are gathered once, and gradients are clipped by the
+norm of the whole model. Methods of ``Accelerator`` are overridden; nothing of it is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from smp import _C, checkpoint, comm, grad_norm, runtime
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+
+_TAG = "accelerate"
+#: a loss scale that behaves as that of ``torch.amp.GradScaler``
+DYNAMIC_LOSS_ARGS = {"init_scale": 2.0**16, "scale_window": 2000}
+
+
+class SMPAccelerator(Accelerator):
+    """``accelerate.Accelerator`` over `smp`: call `smp.init` first.
+
+    ``prepare`` wraps models into `DistributedModel` and optimizers into `DistributedOptimizer`, and
+    cuts data loaders over the replicas. With pipeline parallelism forward and ``backward`` belong
+    into a function decorated with `smp.step`. 16-bit training is `fp16` or `bf16` of smp.
+
+    Args:
+        kwargs: of ``Accelerator``. With ``gradient_accumulation_steps`` gradients are reduced in
+            each step call, because Accelerate also updates after fewer of them.
+
+    Raises:
+        ValueError: ``mixed_precision`` that smp is not configured for, and engines of other
+            libraries.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        config = runtime.current().config
+        wanted = kwargs.pop("mixed_precision", None)
+        configured = "fp16" if config.fp16 else "bf16" if config.bf16 else "no"
+        if wanted not in (None, "no", configured):
+            raise ValueError(
+                f"{_C.rank_prefix()}mixed_precision={wanted!r}, but smp trains in "
+                f"{configured!r}; set {wanted}: True in the configuration of smp.init"
+            )
+        for engine in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+            if kwargs.get(engine) is not None:
+                raise ValueError(f"{_C.rank_prefix()}{engine} cannot be used together with smp")
+        if kwargs.get("dataloader_config") is None:
+            kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
+        super().__init__(mixed_precision="no", **kwargs)
+
+    # ---- who is who
+
+    @property
+    def num_processes(self) -> int:
+        """Number of different batches at a time."""
+        return len(_group().ranks)
+
+    @property
+    def process_index(self) -> int:
+        """Which of these this process works on."""
+        return _group().own
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its host."""
+        return comm.local_rank()
+
+    @property
+    def is_main_process(self) -> bool:
+        """The one process of the job that prints and writes."""
+        return comm.rank() == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The one process of this host."""
+        return comm.local_rank() == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """The last process of the job."""
+        return comm.rank() == comm.size() - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are put."""
+        return runtime.current().device
+
+    def wait_for_everyone(self) -> None:
+        """Waits for all processes of the job."""
+        comm.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once per host."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    # ---- preparing
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> DistributedModel:
+        """Wraps; placement is decided by smp."""
+        if not isinstance(model, DistributedModel):
+            model = DistributedModel(model)
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Cuts over the replicas; all ranks shuffle alike. Collective over all ranks."""
+        options = self.dataloader_config
+        given = options.data_seed
+        if given is None:
+            options.data_seed = comm.allgather(torch.initial_seed(), comm.WORLD)[0]
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            options.data_seed = given
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> DistributedOptimizer:
+        """Wraps; in fp16 with a dynamic loss scale. Between updates ``step`` does nothing."""
+        if not isinstance(optimizer, DistributedOptimizer):
+            optimizer = distributed_optimizer(optimizer, kind=_Optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Steps once for each batch that an update has taken, as Accelerate has it."""
+        if isinstance(scheduler, _Scheduler):
+            return scheduler
+        prepared = _Scheduler(
+            scheduler,
+            self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    # ---- training
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``model.backward`` of the prepared model, divided by the accumulation steps."""
+        if kwargs:
+            raise ValueError(f"{_C.rank_prefix()}backward takes the loss alone, not {list(kwargs)}")
+        if len(self._models) != 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}{len(self._models)} models are prepared; call backward of the "
+                "one that is meant"
+            )
+        self._models[0].backward(loss / self.gradient_accumulation_steps)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """By the norm over the whole model; between the step function and the update."""
+        if len(self._optimizers) == 1 and norm_type == 2.0:
+            norm: Tensor = self._optimizers[0].clip_grad_norm(max_norm)
+            return norm
+        return grad_norm.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # ---- gathering
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all replicas along dimension 0; collective over all ranks."""
+        return pytree.tree_map_only(Tensor, _gather, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without what was added to fill the last batch.
+
+        Args:
+            input_data: tensors of any nesting, or any objects in a list.
+            use_gather_object: take tensors for objects, too.
+        """
+        leaves = pytree.tree_leaves(input_data)
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            parts = comm.allgather(input_data, _group().kind)
+            gathered: Any = [item for part in parts for item in part]
+        else:
+            gathered = self.gather(input_data)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return gathered
+        if isinstance(gathered, list) and not all(isinstance(x, Tensor) for x in gathered):
+            return gathered[: state.remainder]
+        return pytree.tree_map_only(Tensor, lambda t: t[: state.remainder], gathered)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Fills up ``dim`` to the largest size that a replica has."""
+
+        def pad(one: Tensor) -> Tensor:
+            if one.dim() <= dim or self.num_processes == 1:
+                return one
+            missing = max(comm.allgather(one.shape[dim], _group().kind)) - one.shape[dim]
+            widths = [0] * (2 * (one.dim() - dim))
+            widths[-2 if pad_first else -1] = missing
+            return functional.pad(one, widths, value=pad_index) if missing else one
+
+        return pytree.tree_map_only(Tensor, pad, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over the replicas, times ``scale``."""
+
+        def reduce_one(one: Tensor) -> Tensor:
+            if reduction == "none":
+                return one
+            stacked = torch.stack([p.to(one.device) for p in comm.allgather(one, _group().kind)])
+            return (stacked.sum(0) if reduction == "sum" else stacked.mean(0)) * scale
+
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction {reduction!r} is not 'sum', 'mean' or 'none'")
+        return pytree.tree_map_only(Tensor, reduce_one, tensor)
+
+    # ---- state
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's module."""
+        return model.get_module() if isinstance(model, DistributedModel) else model
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole model, in Hugging Face's names where they can be; on rank 0 alone.
+
+        Collective over all ranks; the others get an empty dictionary.
+        """
+        return (
+            whole_state_dict(model) if isinstance(model, DistributedModel) else model.state_dict()
+        )
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> str | os.PathLike[str]:
+        """`smp.save_checkpoint` with schedulers and what was registered for it; collective."""
+        if output_dir is None or kwargs or len(self._models) > 1 or len(self._optimizers) > 1:
+            raise ValueError(
+                f"{_C.rank_prefix()}save_state takes a folder alone, and at most one model and "
+                "optimizer; use smp.save_checkpoint for anything else"
+            )
+        content = {
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "custom_objects": [custom.state_dict() for custom in self._custom_objects],
+            "step": self.step,
+        }
+        checkpoint.save_checkpoint(
+            output_dir, _TAG, model=_only(self._models), optimizer=_only(self._optimizers),
+            user_content=content,
+        )  # fmt: skip
+        return output_dir
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        """Loads what `save_state` wrote, on any layout; collective."""
+        if input_dir is None or kwargs:
+            raise ValueError(f"{_C.rank_prefix()}load_state takes the folder of save_state alone")
+        content = checkpoint.resume_from_checkpoint(input_dir, _TAG)
+        for scheduler, state in zip(self._schedulers, content["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for custom, state in zip(self._custom_objects, content["custom_objects"], strict=True):
+            custom.load_state_dict(state)
+        self.step = content["step"]
+
+
+class _Optimizer(DistributedOptimizer):
+    """Waits for the last of accumulated batches, as ``AcceleratedOptimizer`` does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        return super().step(closure) if GradientState().sync_gradients else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if GradientState().sync_gradients:
+            super().zero_grad(set_to_none)
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer or self.split_batches:
+            super().step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients or any(
+            o.step_was_skipped for o in self.optimizers
+        ):
+            return
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(len(_group().ranks)):
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **kwargs)
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer,
+    dynamic_loss_args: Mapping[str, Any] = DYNAMIC_LOSS_ARGS,
+    kind: type[DistributedOptimizer] = DistributedOptimizer,
+) -> DistributedOptimizer:
+    """Wraps; in fp16 with a dynamic loss scale."""
+    if not runtime.current().config.fp16:
+        return kind(optimizer)
+    return kind(
+        optimizer,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args=dynamic_loss_args,
+    )
+
+
+def whole_state_dict(model: DistributedModel) -> dict[str, Any]:
+    """The whole model in Hugging Face's names, on rank 0; collective over all ranks."""
+    state: dict[str, Any] = model.state_dict(gather_to_rank0=True)
+    if comm.rank() == 0:
+        for to_hugging_face, _ in runtime.state.module_manager.translate_functions:
+            state = to_hugging_face(state)
+    return state
+
+
+class _Group:
+    """Ranks that work on different batches."""
+
+    def __init__(self) -> None:
+        shares_batches = runtime.current().config.prescaled_batch
+        self.kind = comm.RDP_GROUP if shares_batches else comm.DP_GROUP
+        self.ranks = comm.get_rdp_group() if shares_batches else comm.get_dp_group()
+        self.own = comm.rdp_rank() if shares_batches else comm.dp_rank()
+
+    def process_group(self) -> dist.ProcessGroup:
+        if self.kind == comm.RDP_GROUP:
+            return comm.get_rdp_process_group()
+        return comm.get_dp_process_group()
+
+
+def _group() -> _Group:
+    return _Group()
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    own = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
+    group = _group()
+    if len(group.ranks) == 1:
+        return own
+    parts = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(parts, own, group=group.process_group())
+    return torch.cat(parts)
+
+
+def _only(prepared: list[Any]) -> Any:
+    return prepared[0] if prepared else None

@@ -1,0 +1,304 @@
+"""``transformers.Trainer`` (5.x) over smp, without the variables of SageMaker.
+
+Overrides methods of ``Trainer``, replaces nothing of it. The loss is that of ``compute_loss``, run
+per microbatch, so losses of one's own, label smoothing and the count of tokens over accumulated
+batches stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from smp import _C, checkpoint, comm, microbatch, runtime
+from smp.integrations import adapters
+from smp.integrations.accelerator import (
+    DYNAMIC_LOSS_ARGS,
+    SMPAccelerator,
+    distributed_optimizer,
+    whole_state_dict,
+)
+from smp.microbatch import StepOutput
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+from smp.step import step
+
+_TAG = "smp"
+_OPTIMIZER = "optimizer.pt"  # of a Trainer in one process
+
+
+class SMPTrainer(Trainer):
+    """``Trainer`` whose model is a `DistributedModel`; `smp.init` is called before its arguments.
+
+    Batch sizes of the arguments are those of a replica. 16-bit training follows the configuration
+    of smp. Checkpoints hold the model in Hugging Face's format, beside it a checkpoint of smp
+    (``smp_partial``) from which training goes on with any layout.
+
+    Args:
+        args, kwargs: of ``Trainer``. The model is the plain one; modules marked with
+            `smp.tensor_parallelism` are replaced when it is wrapped.
+
+    Raises:
+        ValueError: a model that is wrapped already; arguments that ask for 16 bits where the
+            configuration of smp does not.
+    """
+
+    accelerator: Any
+    model_wrapped: Any
+    optimizer: Any
+
+    #: of fp16 training, as of `DistributedOptimizer`; those of ``torch.amp.GradScaler``
+    dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = runtime.current().config
+        super().__init__(*args, **kwargs)
+        if isinstance(self.model, DistributedModel):
+            raise ValueError(
+                f"{_C.rank_prefix()}SMPTrainer wraps the model itself; give it the plain one"
+            )
+        for key in ("fp16", "bf16"):
+            if getattr(self.args, key) and not getattr(config, key):
+                raise ValueError(
+                    f"smp config: {key}=False: the TrainingArguments ask for {key}; set {key}: "
+                    "True in the configuration of smp.init"
+                )
+        self._batches_per_epoch: int | None = None
+
+    # ---- what is prepared
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return arguments | {"mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plain = self.accelerator
+        self.accelerator = SMPAccelerator(dataloader_config=plain.dataloader_config)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        try:
+            self._batches_per_epoch = len(loader)
+        except TypeError:  # an iterable without a length
+            self._batches_per_epoch = None
+        return loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        replicas: int = self.accelerator.num_processes
+        return int(self._train_batch_size * args.gradient_accumulation_steps * replicas)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Each rank gets its part when the model is partitioned."""
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> DistributedModel:
+        if not isinstance(self.model_wrapped, DistributedModel):
+            # Whether the last update of an epoch takes fewer batches is not known to the reducer.
+            passes = self.args.gradient_accumulation_steps
+            is_even = self._batches_per_epoch is not None and self._batches_per_epoch % passes == 0
+            self.model_wrapped = DistributedModel(
+                self.model, backward_passes_per_step=passes if is_even else 1
+            )
+        wrapped: DistributedModel = self.model_wrapped
+        return wrapped
+
+    def create_optimizer(self, model: nn.Module | None = None) -> DistributedOptimizer:
+        if not isinstance(self.optimizer, DistributedOptimizer):
+            super().create_optimizer(self._wrap_model(self.model))
+            if not isinstance(self.optimizer, DistributedOptimizer):
+                self.optimizer = distributed_optimizer(self.optimizer, self.dynamic_loss_args)
+        optimizer: DistributedOptimizer = self.optimizer
+        return optimizer
+
+    # ---- steps
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        divisor = (
+            1
+            if self._divides_itself(num_items_in_batch)
+            else (self.current_gradient_accumulation_steps)
+        )
+        size = _batch_size(inputs)
+        loss = _train(self, model, inputs, num_items_in_batch, size, divisor)
+        mean: Tensor = loss.reduce_mean()
+        return mean.detach().to(self.args.device)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        names = self.label_names
+        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+        returns_loss = inputs.get("return_loss")
+        if returns_loss is None:
+            returns_loss = self.can_return_loss
+        has_loss = has_labels or (not names and bool(returns_loss))
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        items = self._get_num_items_in_batch([inputs], self.args.device) if has_loss else None
+        ignored = None if prediction_loss_only else tuple(ignore_keys)
+        size = _batch_size(inputs)
+        with torch.no_grad():
+            loss, outputs = _predict(self, model, inputs, items, size, has_loss, ignored)
+        mean = loss.reduce_mean().detach() if has_loss else None
+        if prediction_loss_only:
+            return mean, None, None
+        logits = _concat(outputs)
+        labels = tuple(inputs.get(name) for name in names) if has_loss else None
+        if labels is not None and len(labels) == 1:
+            labels = labels[0]
+        return mean, logits[0] if len(logits) == 1 else logits, labels
+
+    def _divides_itself(self, num_items: Any) -> bool:
+        """Is a loss divided by the tokens of all accumulated batches, as ``Trainer`` sees it?"""
+        if getattr(self, "loss_is_scaled_for_ga", None) is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counts = self.model_accepts_loss_kwargs and num_items is not None
+        return counts or self.compute_loss_func is not None
+
+    # ---- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the whole model as ``save_pretrained`` does. Collective over all ranks."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        state = whole_state_dict(self._wrap_model(self.model))
+        if self.args.should_save:
+            self._save(folder, state_dict=state)
+        comm.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        is_adapted = adapters.is_adapted(self.model)  # what is frozen is not saved again
+        checkpoint.save_checkpoint(
+            output_dir, _TAG, optimizer=self.optimizer,
+            model=None if is_adapted else self.model_wrapped,
+        )  # fmt: skip
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not _has_own(resume_from_checkpoint) or adapters.is_adapted(self.model):
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
+        """The model alone."""
+        wrapped = self._wrap_model(self.model)
+        if adapters.is_adapted(self.model):
+            adapters.load(wrapped, self.model, folder)
+        elif _has_own(folder):
+            checkpoint.resume_from_checkpoint(folder, _TAG, load_optimizer=False)
+        else:
+            checkpoint.resume_from_checkpoint(folder, partial=False, load_optimizer=False)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        """The schedule is there already: what is loaded into groups is what counts."""
+        if folder is None:
+            return
+        whole = Path(folder, _OPTIMIZER)
+        if _has_own(folder):
+            is_adapted = adapters.is_adapted(self.model)
+            checkpoint.resume_from_checkpoint(folder, _TAG, strict=not is_adapted)
+        elif whole.is_file():
+            state = torch.load(whole, map_location="cpu", mmap=True, weights_only=True)
+            self.optimizer.load_state_dict(state)
+        scheduler = Path(folder, SCHEDULER_NAME)
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+def _has_own(folder: str) -> bool:
+    """Does the folder have a checkpoint of smp beside the model?"""
+    return Path(folder, f"{_TAG}_partial").is_dir()
+
+
+@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
+def _train(
+    trainer: SMPTrainer,
+    model: DistributedModel,
+    inputs: dict[str, Any],
+    num_items: Any,
+    size: int,
+    divisor: int,
+) -> Tensor:
+    """Forward and backward of one microbatch out of a batch of ``size`` samples."""
+    items = _share(num_items, inputs, size)
+    with trainer.compute_loss_context_manager():
+        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+    loss = loss / divisor
+    model.backward(loss)
+    return loss
+
+
+@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
+def _predict(
+    trainer: SMPTrainer,
+    model: DistributedModel,
+    inputs: dict[str, Any],
+    num_items: Any,
+    size: int,
+    has_loss: bool,
+    ignored: tuple[str, ...] | None,
+) -> tuple[Tensor | None, Any]:
+    """Loss and the outputs that metrics see (none if ``ignored`` is None) of one microbatch."""
+    loss = None
+    with trainer.compute_loss_context_manager():
+        if has_loss:
+            items = _share(num_items, inputs, size)
+            loss, outputs = trainer.compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=items
+            )
+        else:
+            outputs = model(**inputs)
+    if ignored is None:
+        return loss, None
+    if isinstance(outputs, dict):
+        left_out = {*ignored, "loss"} if has_loss else set(ignored)
+        return loss, tuple(value for key, value in outputs.items() if key not in left_out)
+    return loss, tuple(outputs[1:] if has_loss else outputs)
+
+
+def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
+    """What a microbatch divides by, so that the mean over microbatches is divided by all tokens.
+
+    Models that take the number and do without it have means, and theirs stay means.
+    """
+    return None if num_items is None else num_items * (_batch_size(inputs) / size)
+
+
+def _batch_size(inputs: dict[str, Any]) -> int:
+    sizes = microbatch.batch_sizes({"inputs": inputs}, {})
+    return sizes[0][1] if sizes else 1
+
+
+def _concat(outputs: Any) -> Any:
+    """Of all microbatches."""
+    return pytree.tree_map_only(
+        StepOutput, lambda o: o.concat(), outputs, is_leaf=lambda o: isinstance(o, StepOutput)
+    )
