@@ -59,7 +59,7 @@ def start_ranks(
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
     for rank in range(world_size):
-        settings = {}
+        settings: dict[str, str] = {}
         if launcher == "smp run":
             settings = {"SMP_RANK": str(rank), "SMP_WORLD_SIZE": str(world_size)}
         elif launcher is not None:
@@ -102,7 +102,7 @@ def run_ranks(
     argv: Sequence[str] = (),
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
-    launcher: str = "torchrun",
+    launcher: str | None = "torchrun",
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
     started = start_ranks(pool, script, world_size, argv, timeout, env, launcher)

@@ -16,13 +16,9 @@ from tests.dist.processes import REPO, launch, mpirun, run_ranks
 from tests.dist.scripts.train_small import CASE
 from tests.reference.single_process import train_reference
 
-<<<<<<< HEAD
 pytestmark = pytest.mark.alone
 
-SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_gpt2.py"
-=======
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_small.py"
->>>>>>> tmp_p
 
 
 @pytest.fixture(autouse=True)
