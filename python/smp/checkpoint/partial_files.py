@@ -240,7 +240,8 @@ def _add_optimizer(
                 if value.numel() or not updated.tensor.numel():
                     place = Place(state_entry(key, value, updated), ("state", updated.index, key))
                     file.places.append(place)
-            else:
+            elif updated.tensor.numel() or 0 in updated.shape:
+                # Who has no elements may have begun to count later.
                 where = f"'{key}' of the optimizer's state of '{updated.name}'"
                 numbers.setdefault(str(updated.name), {})[key] = encode(value, where)
     content["state"] = entries
