@@ -65,15 +65,22 @@ class Trained:
         self.losses: dict[int, set[str]] = {}
         self.digests: dict[int, str] = {}
 
-    def add(self, output: str, alone: bool = True) -> None:
-        """Args:
-        output: of one rank, or of all.
-        alone: no step has run before.
-        """
+    def add(self, output: str) -> None:
+        """What one rank has printed, or all of a pipeline, since it started."""
         own = re.findall(r"STEP (\d+) (\S+)", output)
-        assert not alone or not {int(step) for step, _ in own} & self.losses.keys()
+        assert not {int(step) for step, _ in own} & self.losses.keys(), "a step ran twice"
         for step, loss in own:
             self.losses.setdefault(int(step), set()).add(loss)
+        self._add_digests(output)
+
+    def add_ranks(self, results: list[Ended]) -> None:
+        """What all ranks have printed; replicas have losses of their own."""
+        assert not any(r.returncode for r in results), words(results)
+        self.add(results[0].output)
+        for result in results[1:]:
+            self._add_digests(result.output)
+
+    def _add_digests(self, output: str) -> None:
         for result in re.findall(r"RESULT (\{.*\})", output):
             told = json.loads(result)
             self.digests[told["rank"]] = told["digest"]
@@ -88,11 +95,8 @@ class Trained:
 
 def undisturbed(pool: Pool, folder: Path, num_ranks: int, *argv: str) -> Trained:
     results = run_ranks(pool, SCRIPT, num_ranks, [str(folder / "undisturbed"), *argv])
-    assert not any(r.returncode for r in results), words(results)
     trained = Trained()
-    trained.add(results[0].output)
-    for result in results[1:]:
-        trained.add(result.output, alone=False)
+    trained.add_ranks(results)
     return trained
 
 
@@ -150,11 +154,7 @@ def test_a_job_that_is_preempted_again_and_again_ends_as_if_it_were_not(
         trained.add(results[0].output)
         assert step_saved(folder) == max(trained.losses), text
     hold.touch()
-    results = run_ranks(pool, SCRIPT, num_ranks, argv)
-    assert not any(r.returncode for r in results), words(results)
-    trained.add(results[0].output)
-    for result in results[1:]:
-        trained.add(result.output, alone=False)
+    trained.add_ranks(run_ranks(pool, SCRIPT, num_ranks, argv))
     trained.check(expected, 1, num_steps)
 
 
@@ -226,10 +226,12 @@ def test_nothing_is_saved_after_the_death_of_a_peer(
 def test_kills_while_a_job_saves_leave_what_loads(pool: Pool, tmp_path: Path) -> None:
     """At 5 random moments all ranks or one are killed; the job ends as if they were not."""
     draw = random.Random(SEED)
-    folder, common = tmp_path / "job", ["--rows", "20000", "--save-each"]
+    folder, common = tmp_path / "job", ["--rows", "20000", "--config", json.dumps(SHARDED)]
     last, num_in_save = 0, 0
     for victims in ([0, 1], [0], [1], [0, 1], [draw.randrange(2)]):
-        started = start_ranks(pool, SCRIPT, 2, [str(folder), *common, "--steps", "9999"])
+        started = start_ranks(
+            pool, SCRIPT, 2, [str(folder), *common, "--save-each", "--steps", "9999"]
+        )
         first = last + draw.randint(2, 3)
         begin = wait_for(pool, started, rf"STEP {first} ")
         assert f"BEGIN {last}" in begin or last == 0, f"{last}: {begin}"
@@ -250,14 +252,16 @@ def test_kills_while_a_job_saves_leave_what_loads(pool: Pool, tmp_path: Path) ->
             assert not list(inspection.problems(checkpoint)), text
         assert folders.find(folder, None) in checkpoints, text
         last = manifests.read(folders.find(folder, None)).values["steps"]["done"]
-        num_in_save += f"SAVED {max(steps_of(results[0]))}" not in results[0].output
+        num_in_save += f"SAVED {max(steps_of(results[0]))}\n" not in results[0].output
     assert num_in_save > 0, "every death was between two saves"
     trained, num_steps = Trained(), last + 3
-    for result in run_ranks(pool, SCRIPT, 2, [str(folder), *common, "--steps", str(num_steps)]):
-        assert result.returncode == 0 and f"BEGIN {last}" in result.output, result.output
-        trained.add(result.output, alone=False)
+    results = run_ranks(
+        pool, SCRIPT, 2, [str(folder), *common, "--save-each", "--steps", str(num_steps)]
+    )
+    trained.add_ranks(results)
+    assert all(f"BEGIN {last}\n" in result.output for result in results)
     assert not list(folder.glob(".*")), "the next saves have left nothing temporary"
-    expected = undisturbed(pool, tmp_path, 2, "--rows", "20000", "--steps", str(num_steps))
+    expected = undisturbed(pool, tmp_path, 2, *common, "--steps", str(num_steps))
     trained.check(expected, last + 1, num_steps)
 
 
@@ -335,6 +339,5 @@ def test_smp_run_starts_preempted_ranks_again_unless_it_is_preempted(
     last = step_saved(tmp_path / "job") + 2
     trained = Trained()
     trained.add(output)
-    for result in run_ranks(pool, SCRIPT, 2, [str(tmp_path / "job"), "--steps", str(last)]):
-        trained.add(result.output, alone=result.rank == 0)
+    trained.add_ranks(run_ranks(pool, SCRIPT, 2, [str(tmp_path / "job"), "--steps", str(last)]))
     trained.check(undisturbed(pool, tmp_path, 2, "--steps", str(last)), 1, last)

@@ -258,7 +258,7 @@ def fill_optimizer(
             known = [updated.name, *others.get(updated.name, [])]
             known += [aliases[name] for name in known if name in aliases]
             stored = next((n for n in known if n in rests or n in numbers), None)
-            if stored is None or (updated.part.flat_numel == 0 and 0 not in updated.shape):
+            if stored is None:
                 continue
             entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
             if entry:
@@ -285,6 +285,9 @@ def _state_of(
             if "@" in name or folder.entry(name).shape == updated.shape
         }
     lost = {rest.partition("@")[0] for rest in rests} - set(found)
+    is_elsewhere = updated.part.flat_numel == 0 and 0 not in updated.shape
+    if is_elsewhere and (lost or not updated.shape):
+        return {}  # nothing here depends on it, and its shape is not known
     if lost:
         raise RuntimeError(
             f"{_C.rank_prefix()}{_few(sorted(lost))} in the optimizer's state of '{stored}' has "

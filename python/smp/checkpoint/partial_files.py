@@ -241,7 +241,7 @@ def _add_optimizer(
                     place = Place(state_entry(key, value, updated), ("state", updated.index, key))
                     file.places.append(place)
             elif updated.tensor.numel() or 0 in updated.shape:
-                # Who holds nothing of a parameter counts its steps anew after loading.
+                # Who has no elements may have begun to count later.
                 where = f"'{key}' of the optimizer's state of '{updated.name}'"
                 numbers.setdefault(str(updated.name), {})[key] = encode(value, where)
     content["state"] = entries

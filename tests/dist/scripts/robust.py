@@ -44,7 +44,7 @@ class Job:
         torch.manual_seed(5)
         layers: list[nn.Module] = []
         for index in range(2):
-            with smp.partition(index):
+            with smp.partition(index * smp.pp_size() // 2):
                 layers.append(
                     nn.Sequential(
                         nn.Linear(WIDTH, args.rows),
