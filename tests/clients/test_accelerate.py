@@ -114,3 +114,25 @@ def test_a_loop_of_accelerate_runs_over_a_pipeline(pool: Pool, tmp_path: Path) -
     assert again[0]["losses"][0] != results[0]["losses"][0], "begins with what was saved"
     assert all(result["rates"][0] == results[0]["rates"][1] for result in again)
     assert results[0]["state"] == expected["state"] and results[1]["state"] == []
+
+
+def make_without_torchrun(rank: int) -> str:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    from accelerate.state import AcceleratorState
+
+    from smp.integrations.accelerator import SMPAccelerator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(RuntimeError) as caught:
+        SMPAccelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return str(caught.value)
+
+
+def test_processes_that_accelerate_does_not_see_are_an_error(pool: Pool) -> None:
+    for rank, message in enumerate(pool.run(2, make_without_torchrun)):
+        assert f"rank 0 of 1, but it is rank {rank} of 2" in message and "--torch-env" in message

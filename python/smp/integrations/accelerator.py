@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import GradientState
+from accelerate.state import GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,7 +44,11 @@ class SMPAccelerator(Accelerator):
     Raises:
         ValueError: ``mixed_precision`` that smp is not configured for, and engines of other
             libraries.
+        RuntimeError: Accelerate does not see the processes of the job.
     """
+
+    #: False where somebody else says who is the main process
+    _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
         config = runtime.current().config
@@ -61,6 +65,8 @@ class SMPAccelerator(Accelerator):
         if kwargs.get("dataloader_config") is None:
             kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
         super().__init__(mixed_precision="no", **kwargs)
+        if self._checks_launch:
+            check_launch(PartialState())
 
     # ---- who is who
 
@@ -301,6 +307,18 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         for _ in range(len(_group().ranks)):
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
+
+
+def check_launch(state: PartialState) -> None:
+    """Raises unless Accelerate counts the processes of the job as smp does."""
+    seen, wanted = (state.process_index, state.num_processes), (comm.rank(), comm.size())
+    if seen != wanted:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}Accelerate takes this process for rank {seen[0]} of {seen[1]}, but "
+            f"it is rank {wanted[0]} of {wanted[1]}, so every process would log and save; "
+            "Accelerate reads the variables of torchrun: start the job with torchrun or `smp run "
+            "--torch-env`, or set RANK, WORLD_SIZE and LOCAL_RANK for each process"
+        )
 
 
 def distributed_optimizer(

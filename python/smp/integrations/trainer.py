@@ -22,6 +22,7 @@ from smp.integrations import adapters
 from smp.integrations.accelerator import (
     DYNAMIC_LOSS_ARGS,
     SMPAccelerator,
+    check_launch,
     distributed_optimizer,
     whole_state_dict,
 )
@@ -32,6 +33,10 @@ from smp.step import step
 
 _TAG = "smp"
 _OPTIMIZER = "optimizer.pt"  # of a Trainer in one process
+
+
+class _Accelerator(SMPAccelerator):
+    _checks_launch = False
 
 
 class SMPTrainer(Trainer):
@@ -46,6 +51,7 @@ class SMPTrainer(Trainer):
             `smp.tensor_parallelism` are replaced when it is wrapped.
 
     Raises:
+        RuntimeError: Accelerate does not see the processes of the job.
         ValueError: a model that is wrapped already; arguments that ask for 16 bits where the
             configuration of smp does not.
     """
@@ -81,7 +87,9 @@ class SMPTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         plain = self.accelerator
-        self.accelerator = SMPAccelerator(dataloader_config=plain.dataloader_config)
+        if self.args.distributed_state is not None:  # else transformers asks smp
+            check_launch(self.args.distributed_state)
+        self.accelerator = _Accelerator(dataloader_config=plain.dataloader_config)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
