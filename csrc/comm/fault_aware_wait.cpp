@@ -39,10 +39,13 @@ void FaultAwareWait::check(std::unique_lock<std::mutex>& lock) {
     lock.lock();
     next_interrupt_check_ = Clock::now() + kSlice;
   }
-  board_.raise_if_faulted();
+  const Clock::time_point now = Clock::now();
+  if (!faulted_since_ && board_.fault()) faulted_since_ = now;
+  if (faulted_since_ && now - *faulted_since_ >= kFaultGrace) {
+    board_.raise_if_faulted();
+  }
   std::vector<int> missing;
   if (spec_.missing) missing = spec_.missing();
-  const Clock::time_point now = Clock::now();
   check_left(lock, missing, now);
   if (now >= deadline_) {
     const double timeout_s = static_cast<double>(spec_.timeout.count()) / 1e3;
@@ -93,6 +96,7 @@ FaultAwareWait::Clock::time_point FaultAwareWait::next_look() const {
   Clock::time_point next =
       std::min({deadline_, next_interrupt_check_, Clock::now() + kSlice});
   if (left_since_) next = std::min(next, *left_since_ + kLeftGrace);
+  if (faulted_since_) next = std::min(next, *faulted_since_ + kFaultGrace);
   return next;
 }
 

@@ -33,6 +33,9 @@ class FaultAwareWait {
   /// A rank that leaves may be faster on the liveness channel than its last
   /// messages on theirs, so its absence counts only after this while.
   static constexpr std::chrono::milliseconds kLeftGrace{2000};
+  /// So may be the news of a failure. What the rank had sent before, such as
+  /// the reason why all are to raise, comes within this while.
+  static constexpr std::chrono::milliseconds kFaultGrace{100};
   /// Longest time between two looks at signals, faults and the clock.
   static constexpr std::chrono::milliseconds kSlice{200};
 
@@ -66,6 +69,7 @@ class FaultAwareWait {
   const Clock::time_point deadline_;
   Clock::time_point next_interrupt_check_;
   std::optional<Clock::time_point> left_since_;
+  std::optional<Clock::time_point> faulted_since_;
   BlockedScope blocked_;
 };
 

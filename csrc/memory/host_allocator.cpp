@@ -92,15 +92,19 @@ void* HostAllocator::take(int64_t size) {
 
 void HostAllocator::give(void* block) {
   int64_t size = 0;
+  bool is_kept = false;
   {
     const std::lock_guard lock(mutex_);
     const auto found = sizes_.find(block);
     if (found != sizes_.end()) {
       size = found->second;
       sizes_.erase(found);
-      shelves_[size].blocks.push_back(block);
       stats_.live_bytes -= size;
-      stats_.cached_bytes += size;
+      is_kept = is_installed_;  // else nobody would use it again
+      if (is_kept) {
+        shelves_[size].blocks.push_back(block);
+        stats_.cached_bytes += size;
+      }
     }
   }
   if (size == 0) {
@@ -108,6 +112,7 @@ void HostAllocator::give(void* block) {
     return;
   }
   c10::reportMemoryUsageToProfiler(block, -size, 0, 0, at::Device(at::kCPU));
+  if (!is_kept) unmap({{block, size}});
 }
 
 void HostAllocator::take_oldest(Shelf& shelf, int64_t size, Blocks& into) {

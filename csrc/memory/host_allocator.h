@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -76,7 +77,7 @@ class HostAllocator final : public c10::Allocator {
   static void unmap(const Blocks& blocks);
 
   c10::Allocator* const below_;
-  bool is_installed_ = false;
+  std::atomic<bool> is_installed_ = false;
   mutable std::mutex mutex_;                  // guards all that follows
   std::unordered_map<void*, int64_t> sizes_;  // of blocks in use
   std::map<int64_t, Shelf> shelves_;          // by size

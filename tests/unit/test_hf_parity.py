@@ -448,7 +448,6 @@ REFUSED = {
     "output_hidden_states": True,
     "head_mask": torch.ones(LAYERS, 4),
     "cache_position": torch.arange(SEQUENCE),
-    "num_items_in_batch": torch.tensor(3),
     "shift_labels": torch.ones(BATCH, SEQUENCE),
     "encoder_hidden_states": torch.ones(BATCH, 3, HIDDEN),
 }
@@ -470,6 +469,18 @@ def test_arguments_that_would_have_no_effect_are_refused(name: str, argument: st
     for nothing in (None, *([False] if argument.startswith("output_") else [])):
         assert list(new(**batch, **{argument: nothing})) == ["loss", "logits"]
     assert list(new(**batch, use_cache=True)) == ["loss", "logits"]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_losses_are_divided_by_the_number_of_items(name: str) -> None:
+    family = hf.family(name)
+    plain, new = family.build(), replaced(family.build())
+    batch = make_batch(name)
+    for num_items in (3, torch.tensor(100)):
+        expected = plain(**batch, num_items_in_batch=num_items).loss
+        assert relative_difference(expected, plain(**batch).loss) > 0.1
+        loss = new(**batch, num_items_in_batch=num_items).loss
+        assert relative_difference(loss, expected) <= 1e-4
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -129,12 +129,15 @@ TEST_F(HostAllocation, objects_that_stay_do_not_hold_what_was_before_them) {
 }
 
 TEST_F(HostAllocation, tensors_outlive_the_installation) {
-  const at::Tensor tensor = filled(6, 2);
+  at::Tensor tensor = filled(6, 2);
   allocator_.uninstall();
   EXPECT_NE(c10::GetCPUAllocator(), &allocator_);
   EXPECT_EQ(tensor[0].item<int>(), 2);
   filled(9);
   EXPECT_EQ(num_mapped(), 1);
+  tensor.reset();
+  EXPECT_EQ(live(), 0);
+  EXPECT_EQ(cached(), 0) << "nobody would use it again";
 }
 
 TEST_F(HostAllocation, threads_share_it) {
