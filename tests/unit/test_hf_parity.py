@@ -476,6 +476,11 @@ def test_losses_are_divided_by_the_number_of_items(name: str) -> None:
     family = hf.family(name)
     plain, new = family.build(), replaced(family.build())
     batch = make_batch(name)
+    parameters = inspect.signature(type(plain).forward).parameters
+    if "num_items_in_batch" not in parameters and "kwargs" not in parameters:  # older releases
+        with pytest.raises(TypeError, match="num_items_in_batch"):
+            new(**batch, num_items_in_batch=3)
+        return
     for num_items in (3, torch.tensor(100)):
         expected = plain(**batch, num_items_in_batch=num_items).loss
         assert relative_difference(expected, plain(**batch).loss) > 0.1
