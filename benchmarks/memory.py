@@ -55,14 +55,16 @@ def peak_bytes(contender: Contender, meter: AllocationMeter) -> int:
 def over_ranks(timing: Timing) -> list[float]:
     """CPU seconds of all ranks together, by repeat."""
     seconds = torch.tensor(timing.cpu_samples_s, dtype=torch.float64)
-    distributed.all_reduce(seconds)
+    if smp.size() > 1:
+        distributed.all_reduce(seconds)
     return [float(value) for value in seconds]
 
 
 def most_over_ranks(value: int) -> int:
     """Of all ranks the largest."""
     tensor = torch.tensor(value)
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+    if smp.size() > 1:
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
     return int(tensor)
 
 
@@ -73,7 +75,8 @@ def main() -> None:
     meter = AllocationMeter()
     contenders, kept = make_all(worker, meter)
     runs = {name: contender.run for name, contender in contenders.items()}
-    timings = measure(runs, worker.repeats, worker.warmup, distributed.barrier)
+    meet = distributed.barrier if smp.size() > 1 else lambda: None
+    timings = measure(runs, worker.repeats, worker.warmup, meet)
     emit(worker, contenders, timings, kept, meter)
     smp.shutdown()
 

@@ -20,6 +20,7 @@ from smp.checkpoint.entries import (
     state_entry,
     updated_by,
 )
+from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
 from smp.data_parallel import model_parameter_of
 from smp.data_parallel.shards import shard_of
@@ -50,11 +51,9 @@ class PlannedFile:
     content: dict[str, Any]
     places: list[Place] = field(default_factory=list)
 
-    def staged(self) -> PlannedFile:
+    def staged(self, staging: Staging) -> PlannedFile:
         """The same with copies of all tensors, in host memory."""
-        copies: dict[int, Tensor] = {}
-        content = _copied(self.content, copies)
-        return PlannedFile(self.name, content, self.places)
+        return PlannedFile(self.name, staging.copy(self.content, {}), self.places)
 
 
 @dataclass
@@ -325,15 +324,3 @@ def encode_groups(
         }
         result.append({"options": options, "names": [names[id(p)] for p in group["params"]]})
     return result
-
-
-def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().to("cpu", copy=True)
-        return copies[id(value)]
-    if isinstance(value, dict):
-        return {key: _copied(item, copies) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item, copies) for item in value)
-    return value

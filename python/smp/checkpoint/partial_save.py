@@ -19,6 +19,7 @@ from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
 from smp.checkpoint.roll_call import agree
+from smp.checkpoint.staging import Staging
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 from smp.partition import plan_file
@@ -155,9 +156,11 @@ class PartialSave:
             self._generation.abandon()
             raise
 
-    def run_in_background(self) -> SaveHandle:
+    def run_in_background(self, staging: Staging) -> SaveHandle:
         """Copies this rank's state, and writes it in a thread."""
-        self._state.files = [file.staged() for file in self._state.files]
+        staging.begin()
+        self._state.files = [file.staged(staging) for file in self._state.files]
+        staging.end()
         return SaveHandle(self._work, _bytes_of(self._state), self._generation.abandon)
 
     def _work(self, progress: Callable[[int], None]) -> None:

@@ -13,6 +13,7 @@ from smp import runtime
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.partial_save import WHAT, PartialSave
 from smp.checkpoint.roll_call import roll_call
+from smp.checkpoint.staging import Staging
 from smp.checkpoint.whole_model import save_whole
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
@@ -20,6 +21,7 @@ from smp.optimizer import DistributedOptimizer
 #: The last save in the background, by runtime; None once somebody has waited for it.
 _running: weakref.WeakKeyDictionary[runtime.Runtime, SaveHandle | None]
 _running = weakref.WeakKeyDictionary()
+_staging: weakref.WeakKeyDictionary[runtime.Runtime, Staging] = weakref.WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -52,7 +54,8 @@ def save_checkpoint(
         translate_if_full: give a whole model the names of Hugging Face where it has translators.
         num_kept_partial_checkpoints: delete the oldest partial ones beyond this number.
         blocking: False: take a copy of this rank's state in host memory and write it in the
-            background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it.
+            background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it. The
+            memory of the copy is kept for the next one, until `smp.shutdown`.
 
     Returns:
         None, or what tells about a save in the background.
@@ -89,10 +92,11 @@ def save_checkpoint(
     if blocking:
         save.run()
         return None
-    handle = save.run_in_background()
-    if current not in _running:
+    if current not in _staging:
+        _staging[current] = Staging()
         # Whoever shuts down waits, and hears of an error, too.
-        current.on_shutdown(lambda: _finish(current))
+        current.on_shutdown(lambda: _end(current))
+    handle = save.run_in_background(_staging[current])
     _running[current] = handle
     return handle
 
@@ -139,6 +143,13 @@ def _wait_for_running(current: runtime.Runtime) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def _end(current: runtime.Runtime) -> None:
+    try:
+        _finish(current)
+    finally:
+        _staging.pop(current, None)
 
 
 def _finish(current: runtime.Runtime) -> None:
