@@ -50,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "alone: measures times or what is left on the machine; not beside other tests",
+        "alone: measures times or what is left on the machine, or needs all of its file in one "
+        "process; not beside other tests",
     )
 
 

@@ -15,6 +15,8 @@ from tests.dist.processes import run_ranks
 from tests.docs import commands
 from tests.docs.pages import PAGES, Block, blocks_of
 
+pytestmark = pytest.mark.alone  # the last test looks at what the others did
+
 SETUP = Path(__file__).parent / "setup"
 #: How often each was done, for the summary.
 _COUNTS: Counter[str] = Counter()

@@ -25,6 +25,8 @@ from smp.checkpoint.manifest import (
     seal,
 )
 
+pytestmark = pytest.mark.alone  # the last test looks at what the others did
+
 _SHAPE = (8, 6)
 
 
