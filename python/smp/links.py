@@ -104,6 +104,15 @@ class Links:
         self.mailbox = _C.Mailbox(self._world, self.board, shared)
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
+    def wait_for_all(self, what: str) -> None:
+        """Until all ranks have made their connections. Collective.
+
+        A rank is connected before its peers have noticed; were it to leave at once, as a script
+        does that fails in its first line, they would report a broken socket instead of its error.
+        """
+        assert self.exchange is not None
+        self.exchange.barrier(list(range(self._world_size)), what)
+
     @property
     def is_healthy(self) -> bool:
         """No rank has failed as far as is known."""

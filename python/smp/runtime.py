@@ -217,6 +217,7 @@ class Runtime(WrappedObjects):
         )
         if self.config.ddp:
             self._torch_groups = self._make_torch_groups(store)
+        self.links.wait_for_all("smp.init")
 
     def _make_torch_groups(self, store: dist.Store) -> TorchGroups:
         return TorchGroups(
@@ -374,8 +375,7 @@ class Runtime(WrappedObjects):
     def merge_config(self, plan: Plan) -> None:
         """Takes over the configuration of a later `init` with the same topology. Collective."""
         assert plan.config is not None
-        self.config = plan.config
-        self.given = plan.given
+        self.config, self.given = plan.config, plan.given
         if self.config.ddp and self._torch_groups is None and self._store is not None:
             self._torch_groups = self._make_torch_groups(self._store)
 

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-each", action="store_true", help="saves after each step")
     parser.add_argument("--hold", type=Path, help="waits for this file 5 steps before the end")
     return parser.parse_args()
+
+
+def say(line: str) -> None:
+    """Prints a line in one piece: under torchrun all ranks write to one pipe."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 class Job:
@@ -105,7 +112,7 @@ class Job:
         self.schedule.step()
         time.sleep(self.args.step_s * (1 + smp.rank()))  # ranks run apart
         self.step += 1
-        print(f"STEP {self.step} {loss.item().hex()}", flush=True)
+        say(f"STEP {self.step} {loss.item().hex()}")
 
     def hold(self) -> None:
         while self.args.hold and not self.args.hold.exists():
@@ -126,10 +133,10 @@ class Job:
         """Every other time in the background. Names come again: folders are replaced, too."""
         if self.handle is not None:
             self.handle.wait()
-            print(f"SAVED {self.step - 1}", flush=True)
+            say(f"SAVED {self.step - 1}")
         self.save(f"s{self.step % 3}", blocking=self.step % 2 == 0)
         if self.handle is None:
-            print(f"SAVED {self.step}", flush=True)
+            say(f"SAVED {self.step}")
 
     def digest(self) -> str:
         """Of all that goes on being used: parameters, masters, moments and the loss scale."""
@@ -149,10 +156,10 @@ def main() -> None:
     job = Job(args)
     if not (args.ask or args.save_each or os.environ.get("SMP_PREEMPTION_PATH")):
         smp.preemption.save_to(args.folder, user_content=job.content, keep=2)
-    print(f"BEGIN {job.step}", flush=True)
+    say(f"BEGIN {job.step}")
     job.run()
     result = {"step": job.step, "rank": smp.rank(), "digest": job.digest()}
-    print("RESULT " + json.dumps(result), flush=True)
+    say("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":
