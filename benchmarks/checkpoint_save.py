@@ -2,8 +2,10 @@
 
 Each rank writes its part of the state, which takes 12 bytes per parameter over all ranks: sharded
 parameters and the moments of AdamW. ``plain`` writes as many bytes with ``write`` and one
-``fsync``, all ranks at once. The stall of a save in the background is the time until the call
-returns on all ranks, as a share of the time until the checkpoint is complete.
+``fsync``, all ranks at once. The stall of a save in the background is the time for which training
+waits on the rank where that is longest: until the call returns, and in the training step that comes
+next, before the update, while the optimizer's state is still being copied. It is a share of the
+time that a save takes while nothing else runs.
 """
 
 from __future__ import annotations
@@ -86,6 +88,10 @@ def main() -> None:
         handles[-1].wait()
         distributed.barrier()
 
+    def save_behind(tag: str) -> None:
+        save(tag, False)
+        finish()
+
     if smp.rank() == 0:
         shutil.rmtree(FOLDER, ignore_errors=True)
         FOLDER.mkdir(parents=True)
@@ -94,23 +100,33 @@ def main() -> None:
     step_s = most(min(timed(train)[0] for _ in range(3)))
     num_bytes = 12 * num_layers * WIDTH**2 // size
     seconds: dict[str, list[float]] = {"plain": [], "blocking": [], "background": []}
+    calls: list[float] = []
     stalls: list[float] = []
-    _, first_mb = timed(lambda: save("first", False))  # its memory is used again by later ones
+    steps: list[float] = []  # while a save goes on
+    _, first_mb = timed(lambda: save_behind("first"))  # its memory is used again by later ones
     extra = {"blocking": 0.0, "background": most(first_mb)}
-    finish()
     for repeat in range(worker.repeats):
         seconds["plain"].append(most(timed(lambda: write_plain(num_bytes))[0]))
         taken, grown = timed(functools.partial(save, f"blocking{repeat}", True))
         seconds["blocking"].append(most(taken))
         extra["blocking"] = max(extra["blocking"], most(grown))
-        begin = time.monotonic()
-        stall, grown = timed(functools.partial(save, f"background{repeat}", False))
-        finish()
-        taken = most(time.monotonic() - begin)
+        taken, grown = timed(functools.partial(save_behind, f"background{repeat}"))
+        taken = most(taken)
         seconds["background"].append(taken)
-        stalls.append(most(stall) / taken)
         extra["background"] = max(extra["background"], most(grown))
+        distributed.barrier()
+        save(f"trained{repeat}", False)
+        called_s = handles[-1].stall_s()
+        steps.append(most(timed(train)[0]))
+        finish()
+        calls.append(most(called_s) / taken)
+        stalls.append(most(handles[-1].stall_s()) / taken)
     plain = statistics.median(seconds["plain"])
+    of_training = {
+        "call": statistics.median(calls),
+        "stall": statistics.median(stalls),
+        "step_during_save_s": statistics.median(steps),
+    }
     for name in ("blocking", "background"):
         median = statistics.median(seconds[name])
         worker.emit(
@@ -122,7 +138,7 @@ def main() -> None:
                 "extra_mb": extra[name],
                 "rank_state_mb": num_bytes / 2**20,
                 "step_s": step_s,
-                **({"stall": statistics.median(stalls)} if name == "background" else {}),
+                **(of_training if name == "background" else {}),
             },
         )
     smp.barrier()

@@ -74,6 +74,9 @@ void bind_files(py::module_& m) {
         return checkpoint::crc32(bytes_of(data), crc);
       },
       py::arg("data"), py::arg("crc") = 0, "As zlib.crc32.");
+  m.def("copy_tensor", &checkpoint::copy_tensor, py::arg("into"),
+        py::arg("source"), NoGil(),
+        "Copies a tensor into one on the CPU with the same layout.");
   py::class_<FileWriter>(m, "FileWriter",
                          "Writes a file through buffers and a thread.")
       .def(py::init([](std::string path, int64_t buffer_bytes, int num_buffers,

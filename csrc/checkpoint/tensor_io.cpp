@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 
+#include "csrc/checkpoint/streamed_copy.h"
 #include "csrc/common/check.h"
 
 namespace smp::checkpoint {
@@ -72,6 +73,25 @@ void read_slice(FileReader& reader, const SliceRead& read, int64_t block_offset,
     reader.read(block_offset + from * item,
                 bytes.subspan(static_cast<size_t>(to * item), length));
   }
+}
+
+void copy_tensor(const at::Tensor& into, const at::Tensor& from) {
+  SMP_CHECK_VALUE(into.device().is_cpu() && into.dtype() == from.dtype() &&
+                      into.sizes() == from.sizes(),
+                  "expected a CPU tensor of ", from.dtype(), " and sizes ",
+                  from.sizes(), " to copy into, got ", into.dtype(), ", ",
+                  into.sizes(), " on ", into.device().str());
+  const bool are_alike =
+      from.device().is_cpu() && from.is_non_overlapping_and_dense() &&
+      into.strides() == from.strides() && into.is_conj() == from.is_conj() &&
+      into.is_neg() == from.is_neg();
+  if (!are_alike) {
+    into.copy_(from);
+    return;
+  }
+  copy_streamed(
+      {static_cast<std::byte*>(into.data_ptr()), into.nbytes()},
+      {static_cast<const std::byte*>(from.data_ptr()), from.nbytes()});
 }
 
 }  // namespace smp::checkpoint

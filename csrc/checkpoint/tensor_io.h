@@ -27,4 +27,9 @@ void read_tensor(FileReader& reader, int64_t offset, const at::Tensor& into);
 void read_slice(FileReader& reader, const SliceRead& read, int64_t block_offset,
                 const at::Tensor& into);
 
+/// Copies `from`, on any device, into a CPU tensor of its sizes and dtype, past
+/// the caches where both lie alike in memory (`copy_streamed`).
+/// @throws ValueError for other sizes, another dtype or another device
+void copy_tensor(const at::Tensor& into, const at::Tensor& from);
+
 }  // namespace smp::checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +291,12 @@ def check_exported(folder: Path, model: dict[str, Tensor]) -> None:
 
 
 def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
-    """Trains on while the writer waits, and saves again."""
+    """Trains on while the writer waits, and saves again.
+
+    Copies of the optimizer's state begin late, so that the update has to wait for them.
+    """
     import smp
-    from smp.checkpoint import archive
+    from smp.checkpoint import archive, staging
 
     model, optimizer, train = make(job, seed=1)
     for step in range(BEFORE):
@@ -303,13 +307,25 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
         held.wait(60)
         return write(*args)
 
+    make_copies, later_bytes = staging.LaterCopies.make, staging._LATER_BYTES
+    num_later: list[int] = []
+
+    def make_late(copies: staging.LaterCopies) -> None:
+        num_later.append(len(copies._pairs))
+        time.sleep(0.5)
+        make_copies(copies)
+
     archive.write = late  # type: ignore[assignment]
+    staging.LaterCopies.make = make_late  # type: ignore[method-assign]
+    staging._LATER_BYTES = 0
     try:
         at = state_of(model, optimizer)
         handle = smp.save_checkpoint(folder, "b", model=model, optimizer=optimizer, blocking=False)
         facts = [handle.done(), handle.progress()]
+        called_s = handle.stall_s()
         train(BEFORE)
-        facts.append((Path(folder) / "newest").exists())
+        has_waited = handle.stall_s() > called_s
+        facts += [(Path(folder) / "newest").exists(), num_later[0] > 0, has_waited]
         held.set()
         handle.wait()
         facts += [handle.done(), handle.progress(), (Path(folder) / "newest").read_text()]
@@ -319,6 +335,8 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
         facts.append((Path(folder) / "newest").read_text())
     finally:
         archive.write = write
+        staging.LaterCopies.make = make_copies  # type: ignore[method-assign]
+        staging._LATER_BYTES = later_bytes
     return at, later, facts
 
 
@@ -339,8 +357,9 @@ def test_saves_in_the_background_hold_the_state_of_their_call(pool: Pool, tmp_pa
 
     job = Job(1, 2, 2, "state", "bf16")
     results = pool.run(4, save_behind, job, str(tmp_path), timeout=120)
-    for _, _, (done, progress, has_newest, *after) in results:
+    for _, _, (done, progress, has_newest, were_late, has_waited, *after) in results:
         assert (done, progress, has_newest) == (False, 0.0, False)
+        assert were_late and has_waited, "the update has to wait for the copies of its state"
         assert after == [True, 1.0, "b_partial", "c_partial"]
     [[first, second], *_] = pool.run(
         2, look, Job(2, 1, 1, "none", "bf16"), str(tmp_path), ("b", "c")

@@ -107,13 +107,15 @@ def test_ranks_meet_through_the_folder(tmp_path: Path) -> None:
         second.commit(_manifest(second))
     assert second.committed() is None
     first.commit(_manifest(first))
-    assert second.committed() is True
+    assert second.committed() is True and second.failures() == {}, "its folder has another name"
     assert _visible(tmp_path / "a_partial") == ["manifest.json"]
 
     third = Generation.begin(tmp_path, "a_partial", "2")
     other = Generation.join(tmp_path, "a_partial", "2")
     other.abandon()
     assert third.folder.is_dir() and other.committed() is None
+    (third.folder / "failed_0.json").symlink_to("deleted while another rank looks")
+    assert other.failures() == {}
     third.abandon()
     third.abandon()
     assert other.committed() is False and _hidden(tmp_path) == []

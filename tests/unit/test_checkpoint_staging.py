@@ -2,9 +2,84 @@
 
 from __future__ import annotations
 
-import torch
+import threading
 
-from smp.checkpoint.staging import Staging
+import pytest
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.checkpoint.staging import LaterCopies, Staging
+
+
+def staged(value: Tensor) -> tuple[Tensor, LaterCopies]:
+    staging = Staging()
+    staging.begin()
+    place = staging.copy([value], {}, later=True)[0]
+    return place, staging.end()
+
+
+def test_large_tensors_are_copied_later_and_who_changes_them_waits() -> None:
+    source = torch.arange(100_000.0)
+    place, copies = staged(source)
+    place.zero_()
+    waiting, has_waited = threading.Event(), threading.Event()
+
+    def update() -> None:
+        waiting.set()
+        copies.wait()
+        source.add_(1)
+        has_waited.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    waiting.wait()
+    assert not has_waited.wait(0.05) and not place.any()
+    copies.make()
+    assert has_waited.wait(10) and copies.waited_s >= 0.04
+    thread.join()
+    assert torch.equal(place, torch.arange(100_000.0))
+    copies.wait()  # at once
+
+
+def test_a_tensor_that_changes_before_its_copy_is_an_error_and_nobody_hangs() -> None:
+    source = torch.zeros(100_000)
+    _, copies = staged(source)
+    source.add_(1)
+    with pytest.raises(RuntimeError, match="changed while it was copied"):
+        copies.make()
+    copies.wait()
+
+
+@pytest.mark.parametrize("numel", (1, 16384))
+def test_small_tensors_and_those_of_inference_are_copied_at_once(numel: int) -> None:
+    with torch.inference_mode():
+        source = torch.ones(numel)
+    if numel == 1:
+        source = torch.ones(numel)
+    place, copies = staged(source)
+    assert torch.equal(place, source) and not copies._pairs
+    copies.make()
+
+
+@pytest.mark.parametrize("numel", (5, 600_000))
+def test_copies_of_every_layout(numel: int) -> None:
+    flat = torch.randn(2 * numel, dtype=torch.complex64)
+    for source in (
+        flat,
+        flat[::2],
+        flat.view(2, -1).t(),
+        flat.conj(),
+        flat.view(2, -1)[1:].expand(3, -1),
+        flat.imag,
+    ):
+        into = torch.empty_like(source)
+        _C.copy_tensor(into, source)
+        assert torch.equal(into, source)
+    with pytest.raises(ValueError, match="sizes"):
+        _C.copy_tensor(torch.empty(3), torch.empty(4))
+    with pytest.raises(ValueError, match="double"):
+        _C.copy_tensor(torch.empty(4), torch.empty(4, dtype=torch.float64))
 
 
 def test_memory_is_used_again_by_equal_tensors() -> None:

@@ -12,6 +12,7 @@ Whoever saves next deletes what belongs to generations whose lock nobody holds.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -118,12 +119,20 @@ class Generation:
         return [manifests.unseal(p.read_bytes(), str(p))["part"] for p in paths]
 
     def failures(self) -> dict[int, str]:
-        """Ranks that said :meth:`part_failed`, and why."""
+        """Ranks that said :meth:`part_failed`, and why; none when the first rank is done with it.
+
+        That may be at any moment: it renames the folder, or deletes it.
+        """
         result = {}
-        for path in self.folder.glob("failed_*.json"):
-            if match := _PART.match(path.name):
-                content = manifests.unseal(path.read_bytes(), str(path))
-                result[int(match[2])] = str(content["part"]["reason"])
+        try:
+            for name in os.listdir(self.folder):
+                match = _PART.match(name)
+                if match and match[1] == "failed":
+                    path = self.folder / name
+                    content = manifests.unseal(path.read_bytes(), str(path))
+                    result[int(match[2])] = str(content["part"]["reason"])
+        except FileNotFoundError:
+            return {}
         return dict(sorted(result.items()))
 
     def commit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -13,6 +14,8 @@ class SaveHandle:
         work: writes and commits; is given a function that takes the number of bytes so far.
         total_bytes: that this rank writes.
         on_waited: called once when somebody has waited for the end.
+        begin_s: when the call that saves began, as `time.monotonic` tells.
+        held_up_s: seconds for which training has waited after that call.
     """
 
     def __init__(
@@ -20,6 +23,8 @@ class SaveHandle:
         work: Callable[[Callable[[int], None]], None],
         total_bytes: int,
         on_waited: Callable[[], None],
+        begin_s: float,
+        held_up_s: Callable[[], float],
     ) -> None:
         self._work = work
         self._total_bytes = total_bytes
@@ -27,9 +32,11 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._on_waited = on_waited
         self._has_waited = False
+        self._held_up_s = held_up_s
         # Not in the way of the end of the process; smp.shutdown waits for it.
         self._thread = threading.Thread(target=self._run, name="smp-save", daemon=True)
         self._thread.start()
+        self._call_s = time.monotonic() - begin_s
 
     def _run(self) -> None:
         try:
@@ -47,6 +54,11 @@ class SaveHandle:
     def progress(self) -> float:
         """Share of this rank's bytes that are written, in [0, 1]; 1 does not mean committed."""
         return min(1.0, self._written / self._total_bytes) if self._total_bytes else 1.0
+
+    def stall_s(self) -> float:
+        """Seconds for which training has waited for this save so far, on this rank: in the call,
+        and before an update of the optimizer whose state was still being copied."""
+        return self._call_s + self._held_up_s()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint has its name.

@@ -45,15 +45,31 @@ class Place:
 
 @dataclass
 class PlannedFile:
-    """One file: its content, and which entries lie in it."""
+    """One file: its content, and which entries lie in it.
+
+    Attributes:
+        updated: keys of what nothing but an update of the optimizer changes.
+    """
 
     name: str
     content: dict[str, Any]
     places: list[Place] = field(default_factory=list)
+    updated: frozenset[str] = frozenset()
 
     def staged(self, staging: Staging) -> PlannedFile:
-        """The same with copies of all tensors, in host memory."""
-        return PlannedFile(self.name, staging.copy(self.content, {}), self.places)
+        """The same with copies of all tensors, in host memory.
+
+        What is `updated` gets its place; its copies are made later.
+        """
+        copies: dict[int, Tensor] = {}
+        # What is in both kinds of content is copied now.
+        in_order = sorted(self.content, key=lambda key: key in self.updated)
+        made = {
+            key: staging.copy(self.content[key], copies, later=key in self.updated)
+            for key in in_order
+        }
+        content = {key: made[key] for key in self.content}
+        return PlannedFile(self.name, content, self.places, self.updated)
 
 
 @dataclass
@@ -223,7 +239,7 @@ def _add_optimizer(
     if runtime.current().global_rank == 0:
         result.values["groups"] = encode_groups(optimizer, everything)
     content: dict[str, Any] = {}
-    file = PlannedFile(file_name(OPTIMIZER), content)
+    file = PlannedFile(file_name(OPTIMIZER), content, updated=frozenset({"state"}))
     if is_sharded:
         content["partition_count"] = runtime.current().sizes["shard"]
         content["fp32_flat_groups"] = _flat_groups(optimizer, state, writers, file, covered)

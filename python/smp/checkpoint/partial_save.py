@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from smp import _version, runtime
 from smp.checkpoint import archive, file_system, folder, huggingface, random_states
@@ -19,7 +20,7 @@ from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
 from smp.checkpoint.roll_call import agree
-from smp.checkpoint.staging import Staging
+from smp.checkpoint.staging import LaterCopies, Staging
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 from smp.partition import plan_file
@@ -36,7 +37,15 @@ class _OthersFailed(RuntimeError):
 
 
 class PartialSave:
-    """One generation of ``<tag>_partial``, as this rank sees it."""
+    """One generation of ``<tag>_partial``, as this rank sees it. Collective to make.
+
+    Args:
+        path, tag, model, optimizer, user_content: see :func:`smp.save_checkpoint`.
+        generation: of :class:`folder.Generation`.
+        num_kept: partial checkpoints that stay; None: all.
+        staging: where this rank's state is copied to, for :meth:`run_in_background`; None: for
+            :meth:`run`.
+    """
 
     def __init__(
         self,
@@ -47,9 +56,11 @@ class PartialSave:
         user_content: Any,
         generation: str,
         num_kept: int | None,
+        staging: Staging | None,
     ) -> None:
         self._current = current = runtime.current()
         self._num_kept = num_kept
+        self._optimizer = None if optimizer is None else optimizer.optimizer
         self._rank = current.global_rank
         name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
@@ -57,6 +68,8 @@ class PartialSave:
         error: BaseException | None = None
         try:
             self._collect(model, optimizer, user_content)
+            # Before the ranks agree, so that no rank's writer is in the way of another's copies.
+            self._copies = None if staging is None else self._stage(staging)
         except Exception as caught:
             error = caught
         self._agreed(error)
@@ -156,17 +169,46 @@ class PartialSave:
             self._generation.abandon()
             raise
 
-    def run_in_background(self, staging: Staging) -> SaveHandle:
-        """Copies this rank's state, and writes it in a thread."""
+    def _stage(self, staging: Staging) -> LaterCopies:
+        """Copies this rank's state, less what the optimizer keeps, most of it all."""
         staging.begin()
         self._state.files = [file.staged(staging) for file in self._state.files]
-        staging.end()
-        return SaveHandle(self._work, _bytes_of(self._state), self._generation.abandon)
+        return staging.end()
 
-    def _work(self, progress: Callable[[int], None]) -> None:
-        """Writes and commits; ranks meet in the folder only."""
+    def run_in_background(self, begin_s: float) -> SaveHandle:
+        """Copies the rest and writes, in a thread; an update that comes earlier than the copies
+        end waits.
+
+        Args:
+            begin_s: when the user's call began, as `time.monotonic` tells.
+        """
+        copies = self._copies
+        assert copies is not None
+        hook: RemovableHandle | None = None
+        if self._optimizer is not None:
+            # Of the wrapped optimizer, which might be stepped by itself.
+            hook = self._optimizer.register_step_pre_hook(lambda *_: copies.wait())
+
+        def work(progress: Callable[[int], None]) -> None:
+            self._work(copies, progress)
+
+        def over() -> None:
+            if hook is not None:
+                hook.remove()
+            self._generation.abandon()
+
+        try:
+            total_bytes = _bytes_of(self._state)
+            return SaveHandle(work, total_bytes, over, begin_s, lambda: copies.waited_s)
+        except BaseException:  # no thread, which would copy
+            over()
+            raise
+
+    def _work(self, copies: LaterCopies, progress: Callable[[int], None]) -> None:
+        """Copies, writes and commits; ranks meet in the folder only."""
         generation = self._generation
         try:
+            copies.make()
             self._write(progress)
             if self._rank == 0:
                 self._wait_for(lambda: generation.parts(self._current.world_size) is not None)
@@ -186,9 +228,8 @@ class PartialSave:
         deadline = time.monotonic() + self._current.settings.timeout_s
         board = self._current.board
         while not happened():
-            if self._generation.folder.is_dir():
-                for rank, reason in self._generation.failures().items():
-                    raise _OthersFailed(f"global_rank {rank}: {reason}")
+            for rank, reason in self._generation.failures().items():
+                raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
             if fault is not None:
                 raise _OthersFailed(fault)

@@ -55,6 +55,8 @@ def save_checkpoint(
         num_kept_partial_checkpoints: delete the oldest partial ones beyond this number.
         blocking: False: take a copy of this rank's state in host memory and write it in the
             background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it. The
+            optimizer's state is copied in the background, too, and an update by the optimizer waits
+            until that is done; who changes this state otherwise has to wait for the save. The
             memory of the copy is kept for the next one, until `smp.shutdown`.
 
     Returns:
@@ -65,6 +67,7 @@ def save_checkpoint(
         RuntimeError: on all ranks, if one could not write.
         PeerFailure: not all ranks have called it.
     """
+    begin_s = time.monotonic()
     current = runtime.current()
     error = _wait_for_running(current)
     call = {
@@ -86,17 +89,18 @@ def save_checkpoint(
         assert model is not None
         save_whole(Path(path), tag, model, user_content, translate_if_full, generation)
         return None
-    save = PartialSave(
-        Path(path), tag, model, optimizer, user_content, generation, num_kept_partial_checkpoints
-    )
-    if blocking:
-        save.run()
-        return None
-    if current not in _staging:
+    if not blocking and current not in _staging:
         _staging[current] = Staging()
         # Whoever shuts down waits, and hears of an error, too.
         current.on_shutdown(lambda: _end(current))
-    handle = save.run_in_background(_staging[current])
+    save = PartialSave(
+        Path(path), tag, model, optimizer, user_content, generation, num_kept_partial_checkpoints,
+        None if blocking else _staging[current],
+    )  # fmt: skip
+    if blocking:
+        save.run()
+        return None
+    handle = save.run_in_background(begin_s)
     _running[current] = handle
     return handle
 

@@ -2,11 +2,76 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from smp import _C
+
+#: Smaller tensors are copied at once: what takes time is the number of bytes.
+_LATER_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class _Pair:
+    source: Tensor
+    place: Tensor
+    version: int  # of the source at the time of the call
+
+
+class LaterCopies:
+    """Copies that a thread makes while training goes on.
+
+    Args:
+        pairs: of tensors that do not change until somebody has waited.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair]) -> None:
+        self._pairs = list(pairs)
+        self._are_over = threading.Event()
+        devices = {pair.source.device for pair in pairs if pair.source.is_cuda}
+        # What was asked of the caller's streams comes before the copies.
+        self._marks = {d: torch.cuda.current_stream(d).record_event() for d in devices}
+        #: seconds for which somebody has waited
+        self.waited_s = 0.0
+
+    def make(self) -> None:
+        """Makes them, in the thread that saves.
+
+        Raises:
+            RuntimeError: a source has changed in the meantime.
+        """
+        try:
+            streams = {device: torch.cuda.Stream(device) for device in self._marks}
+            for device, stream in streams.items():
+                stream.wait_event(self._marks[device])
+            for pair in self._pairs:
+                device = pair.source.device
+                with torch.cuda.stream(streams[device]) if device in streams else nullcontext():
+                    _C.copy_tensor(pair.place, pair.source)
+                if pair.source._version != pair.version:
+                    raise RuntimeError(
+                        "the optimizer's state was changed while it was copied, and not by a step "
+                        "of the optimizer; change it after handle.wait(), or save with "
+                        "blocking=True"
+                    )
+        finally:
+            self._pairs = []
+            self._are_over.set()
+
+    def wait(self) -> None:
+        """Until the sources may change."""
+        if not self._are_over.is_set():
+            begin = time.monotonic()
+            self._are_over.wait()
+            self.waited_s += time.monotonic() - begin
 
 
 class Staging:
@@ -19,37 +84,50 @@ class Staging:
     def __init__(self) -> None:
         self._all: dict[tuple[Any, ...], list[Tensor]] = {}
         self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._later: list[_Pair] = []
 
     def begin(self) -> None:
         """The save before this one has ended; what it did not need is let go of."""
         self._free, self._all = self._all, defaultdict(list)
+        self._later = []
 
-    def end(self) -> None:
-        """All is copied; nothing more than that is kept."""
+    def end(self) -> LaterCopies:
+        """All has a place, and nothing more than that is kept.
+
+        Returns:
+            the copies that are not made yet.
+        """
         self._free = {}
+        pairs, self._later = self._later, []
+        return LaterCopies(pairs)
 
-    def copy(self, value: Any, copies: dict[int, Tensor]) -> Any:
+    def copy(self, value: Any, copies: dict[int, Tensor], *, later: bool = False) -> Any:
         """The same structure with copies of its tensors; one tensor has one copy.
 
         Args:
             value: dictionaries, lists, tuples, tensors on any device, anything else.
             copies: by the ids of tensors; is filled.
+            later: give large tensors their places, and leave the copies to `LaterCopies`.
         """
         if isinstance(value, Tensor):
             if id(value) not in copies:
-                copies[id(value)] = self._copy(value.detach())
+                copies[id(value)] = self._copy(value.detach(), later)
             return copies[id(value)]
         if isinstance(value, dict):
-            return {key: self.copy(item, copies) for key, item in value.items()}
+            return {key: self.copy(item, copies, later=later) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self.copy(item, copies) for item in value)
+            return type(value)(self.copy(item, copies, later=later) for item in value)
         return value
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, later: bool) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
         key = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         free = self._free.get(key)
         place = free.pop() if free else torch.empty_like(tensor, device="cpu")
         self._all[key].append(place)
-        return place.copy_(tensor)
+        if later and tensor.nbytes >= _LATER_BYTES and not tensor.is_inference():
+            self._later.append(_Pair(tensor, place, tensor._version))
+        else:
+            _C.copy_tensor(place, tensor)
+        return place
