@@ -18,6 +18,7 @@ from smp import _C, data_parallel, memory, microbatch, nonfinite, runtime
 from smp.backward_roots import is_one, run_backward, weighted
 from smp.data_parallel import master_of, model_parameter_of
 from smp.engine import Engine
+from smp.foreign_wrappers import reason_to_refuse
 from smp.join import uneven_batches
 from smp.model_parts import ModelParts, ModuleWrapper, alias_forwards
 from smp.model_views import ModelViews
@@ -552,10 +553,8 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
         where = f"'{name}'" if name else "the model itself"
         if isinstance(child, DistributedModel):
             raise ValueError(f"{where} is a DistributedModel already")
-        if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ValueError(
-                f"{where} is a {type(child).__name__}; smp reduces gradients itself: unwrap it"
-            )
+        if (reason := reason_to_refuse(child)) is not None:
+            raise ValueError(f"{where} {reason}")
         if isinstance(child, torch.jit.ScriptModule):
             raise ValueError(f"{where} is a ScriptModule, which smp cannot partition")
     _check_shared(module, current)

@@ -1,0 +1,33 @@
+"""Wrappers of modules that smp does not go with."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+_REDUCES = "smp reduces gradients itself: unwrap it"
+_SHARDS = "smp shards by itself (configuration key sharded_data_parallel_degree): unwrap it"
+_COMPILES = "which smp can neither partition nor follow: wrap the module as it was before"
+
+#: Module, class and why not. Whoever has made one has imported its module.
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", _REDUCES),
+    ("torch.nn.parallel", "DataParallel", _REDUCES),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", _SHARDS),
+    ("torch.distributed.fsdp", "FSDPModule", _SHARDS),
+)
+
+
+def reason_to_refuse(module: nn.Module) -> str | None:
+    """Why smp cannot train a model with this module, if there is a reason."""
+    for source, name, reason in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(source), name, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            return f"is a {name}; {reason}"
+    # Of torch.compile(module), and of module.compile().
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    is_wrapped = compiled is not None and isinstance(module, compiled)
+    if is_wrapped or getattr(module, "_compiled_call_impl", None) is not None:
+        return f"was compiled by torch.compile, {_COMPILES}"
+    return None
