@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +292,7 @@ def check_exported(folder: Path, model: dict[str, Tensor]) -> None:
 def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
     """Trains on while the writer waits, and saves again.
 
-    Copies of the optimizer's state begin late, so that the update has to wait for them.
+    Copies of the optimizer's state begin when the update waits for them.
     """
     import smp
     from smp.checkpoint import archive, staging
@@ -307,24 +306,30 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
         held.wait(60)
         return write(*args)
 
-    make_copies, later_bytes = staging.LaterCopies.make, staging._LATER_BYTES
+    make_copies, wait_for_copies = staging.LaterCopies.make, staging.LaterCopies.wait
+    later_bytes, asked = staging._LATER_BYTES, threading.Event()
     num_later: list[int] = []
 
     def make_late(copies: staging.LaterCopies) -> None:
         num_later.append(len(copies._pairs))
-        time.sleep(0.5)
+        asked.wait(60)
         make_copies(copies)
+
+    def wait(copies: staging.LaterCopies) -> None:
+        asked.set()
+        wait_for_copies(copies)
 
     archive.write = late  # type: ignore[assignment]
     staging.LaterCopies.make = make_late  # type: ignore[method-assign]
+    staging.LaterCopies.wait = wait  # type: ignore[method-assign]
     staging._LATER_BYTES = 0
     try:
         at = state_of(model, optimizer)
         handle = smp.save_checkpoint(folder, "b", model=model, optimizer=optimizer, blocking=False)
         facts = [handle.done(), handle.progress()]
-        called_s = handle.stall_s()
+        has_waited = [asked.is_set()]
         train(BEFORE)
-        has_waited = handle.stall_s() > called_s
+        has_waited.append(asked.is_set())
         facts += [(Path(folder) / "newest").exists(), num_later[0] > 0, has_waited]
         held.set()
         handle.wait()
@@ -336,6 +341,7 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
     finally:
         archive.write = write
         staging.LaterCopies.make = make_copies  # type: ignore[method-assign]
+        staging.LaterCopies.wait = wait_for_copies  # type: ignore[method-assign]
         staging._LATER_BYTES = later_bytes
     return at, later, facts
 
@@ -352,17 +358,23 @@ def look(rank: int, job: Job, folder: str, tags: tuple[str, ...]) -> list[Any]:
     return states
 
 
-def test_saves_in_the_background_hold_the_state_of_their_call(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "job", (Job(1, 2, 2, "state", "bf16"), Job(2, 1, 2, "sdp2", "fp32")), ids=str
+)
+def test_saves_in_the_background_hold_the_state_of_their_call(
+    pool: Pool, tmp_path: Path, job: Job
+) -> None:
     from tests.dist.test_resume import check_equal
 
-    job = Job(1, 2, 2, "state", "bf16")
     results = pool.run(4, save_behind, job, str(tmp_path), timeout=120)
     for _, _, (done, progress, has_newest, were_late, has_waited, *after) in results:
         assert (done, progress, has_newest) == (False, 0.0, False)
-        assert were_late and has_waited, "the update has to wait for the copies of its state"
+        assert were_late and has_waited == [False, True], (
+            "the update has to wait for the copies of its state"
+        )
         assert after == [True, 1.0, "b_partial", "c_partial"]
     [[first, second], *_] = pool.run(
-        2, look, Job(2, 1, 1, "none", "bf16"), str(tmp_path), ("b", "c")
+        2, look, Job(2, 1, 1, "none", job.precision), str(tmp_path), ("b", "c")
     )
     check_equal("b", results[0][0], first)
     check_equal("c", results[0][1], second)

@@ -23,23 +23,23 @@ def test_large_tensors_are_copied_later_and_who_changes_them_waits() -> None:
     source = torch.arange(100_000.0)
     place, copies = staged(source)
     place.zero_()
-    waiting, has_waited = threading.Event(), threading.Event()
+    thread = threading.Thread(target=copies.make)
 
-    def update() -> None:
-        waiting.set()
-        copies.wait()
-        source.add_(1)
-        has_waited.set()
+    class BeginsWhenAsked(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert not place.any()
+            thread.start()
+            return super().wait(timeout)
 
-    thread = threading.Thread(target=update)
-    thread.start()
-    waiting.wait()
-    assert not has_waited.wait(0.05) and not place.any()
-    copies.make()
-    assert has_waited.wait(10) and copies.waited_s >= 0.04
-    thread.join()
+    copies._are_over = BeginsWhenAsked()
+    copies.wait()
+    source.add_(1)
     assert torch.equal(place, torch.arange(100_000.0))
+    waited_s = copies.waited_s
+    assert waited_s > 0
     copies.wait()  # at once
+    assert copies.waited_s == waited_s
+    thread.join()
 
 
 def test_a_tensor_that_changes_before_its_copy_is_an_error_and_nobody_hangs() -> None:
