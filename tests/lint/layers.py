@@ -42,6 +42,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "autocast",
             "config_sources",
             "creation",
+            "foreign_wrappers",
             "forwards",
             "launch",
             "optimizers",
