@@ -261,7 +261,11 @@ TEST(Cancelled, requests_whose_tensors_never_come_are_dropped) {
         self.call_one(1, handle);
         return;
       }
-      while (self.server->num_queued() == 0) std::this_thread::yield();
+      // The thread that delivers queues it, then asks for its tensor.
+      while (self.server->num_queued() == 0 || self.server->num_stored() == 0) {
+        std::this_thread::yield();
+      }
+      EXPECT_EQ(self.server->num_queued(), 1);
       EXPECT_EQ(self.server->num_stored(), 1);
       ranks.tell(0, {.kind = comm::Fault::Kind::kDied, .global_rank = 1});
       ranks.tell(1, {.kind = comm::Fault::Kind::kDied, .global_rank = 0});
