@@ -309,20 +309,37 @@ TEST_P(MailboxOver, MessageOfAnySizeArrivesUnchanged) {
   });
 }
 
+// The receiving thread of rank 2 is held until the ring from 0 is full of a long
+// message and one of 1 is there too, so that the order is decided by turns and
+// not by who is faster.
 TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
   if (!is_shared()) GTEST_SKIP() << "the in-process world sends at once";
-  run(3, [](int self, Rank& rank) {
+  std::promise<void> is_held;
+  std::promise<void> let_go;
+  run(3, [&](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     if (self == 0) {
+      ASSERT_EQ(is_held.get_future().wait_for(seconds(20)),
+                std::future_status::ready);
       Message message = numbered(0);
-      message.tensors.push_back({at::zeros({8 << 20}), false, {}});
+      message.tensors.push_back({at::zeros({1 << 20}), false, {}});
       rank.mailbox.post(2, std::move(message));
       rank.mailbox.post(1, numbered(1));
     } else if (self == 1) {
       inbox.wait_for(1);
+      rank.mailbox.post(2, numbered(0, Channel::kProbe));
+      inbox.wait_for(2);
       rank.mailbox.post(2, numbered(2));
+      let_go.set_value();
     } else {
+      rank.mailbox.set_handler(Channel::kProbe, [&](Message&&) {
+        is_held.set_value();
+        EXPECT_EQ(let_go.get_future().wait_for(seconds(20)),
+                  std::future_status::ready);
+      });
+      rank.mailbox.post(1, numbered(0));
       EXPECT_EQ(inbox.wait_for(2)[0].fields[0], 2);
+      rank.mailbox.set_handler(Channel::kProbe, {});
     }
     // Nobody closes its mailbox while others still send.
     for (int dst = 0; dst < 3; ++dst) {
