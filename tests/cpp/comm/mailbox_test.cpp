@@ -309,9 +309,9 @@ TEST_P(MailboxOver, MessageOfAnySizeArrivesUnchanged) {
   });
 }
 
-// The receiving thread of rank 2 is held until the ring from 0 is full of a long
-// message and one of 1 is there too, so that the order is decided by turns and
-// not by who is faster.
+// The receiving thread of rank 2 is held until the ring from 0 is full of a
+// long message and one of 1 is there too, so that the order is decided by turns
+// and not by who is faster.
 TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
   if (!is_shared()) GTEST_SKIP() << "the in-process world sends at once";
   std::promise<void> is_held;
