@@ -110,7 +110,9 @@ void bind_tensor_parallel(py::module_& m) {
            py::arg("vocab_size"), py::arg("ignore_index") = -100,
            py::arg("label_smoothing") = 0.0, NoGil())
       .def("own_seed", &tp::own_seed, NoGil())
-      .def("common_seed", &tp::common_seed, NoGil(), "Collective.");
+      .def("common_seed", &tp::common_seed, NoGil(), "Collective.")
+      .def("seed_of_first", &tp::seed_of_first, py::arg("seed"), NoGil(),
+           "Collective.");
   m.def(
       "share_collectives",
       [](comm::CommunicatorPtr inner, std::string machine, bool enabled,

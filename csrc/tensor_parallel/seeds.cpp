@@ -32,4 +32,8 @@ int64_t common_seed(Group& group) {
   return group.broadcast_from_first(not_negative(draw()), "common_seed");
 }
 
+int64_t seed_of_first(Group& group, uint64_t seed) {
+  return group.broadcast_from_first(not_negative(seed), "seed_of_first");
+}
+
 }  // namespace smp::tensor_parallel

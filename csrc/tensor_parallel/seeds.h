@@ -17,4 +17,8 @@ int64_t own_seed(const Group& group);
 /// The same on each rank of the group: for what all have. Collective.
 int64_t common_seed(Group& group);
 
+/// That of group rank 0, given the seed of this rank; draws nothing.
+/// Collective.
+int64_t seed_of_first(Group& group, uint64_t seed);
+
 }  // namespace smp::tensor_parallel

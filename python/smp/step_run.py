@@ -33,6 +33,7 @@ class StepRun:
         self._engines = list(engines)
         self._name = name
         self._trains = trains
+        self._seed = 0
 
     def begin(self, num_microbatches: int, weights: Sequence[float] | None) -> int:
         """Opens the step on all ranks of the replica, and over the replicas.
@@ -48,6 +49,8 @@ class StepRun:
             ValueError: the models cannot take part in one step.
         """
         hub = self._hub
+        # Before other ranks of the pipeline can ask for split layers, which communicate too.
+        self._seed = self._agreed_seed()
         if hub is not None:
             num_microbatches = hub.begin_step(self._name, num_microbatches)
         self._check_weights(weights)
@@ -99,7 +102,7 @@ class StepRun:
         return [engine for engine in self._engines if not maxima[2 + engine.idx]]
 
     def run(self, num_microbatches: int, body: Callable[[int], None]) -> None:
-        """Runs the bodies; random numbers depend on (seed, replica, step, microbatch) alone.
+        """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.
 
         Args:
             num_microbatches: how many there are.
@@ -107,18 +110,29 @@ class StepRun:
         """
         current = self._current
         outside = _C.RandomState.capture(str(current.device))
-        seed = torch.initial_seed() & (2**64 - 1)
-        for part in (current.ranks["dp"], current.num_begun):
-            seed = _C.mix_seed(seed, part)
         if any(engine.sharded is not None for engine in self._engines):
             body = self._reading(body)
         try:
             if self._hub is not None:
-                self._hub.server.run_step(num_microbatches, seed, body)
+                self._hub.server.run_step(num_microbatches, self._seed, body)
             else:
-                self._run_alone(num_microbatches, seed, body)
+                self._run_alone(num_microbatches, body)
         finally:
             outside.restore()
+
+    def _agreed_seed(self) -> int:
+        """That of the step. Collective over ranks that read one batch.
+
+        They compute the same outside of split layers, hence draw the same; yet scripts give each
+        a seed of its own, as they do while weights are created.
+        """
+        current = self._current
+        seed, kind = torch.initial_seed() & (2**64 - 1), "dp"
+        if current.config.prescaled_batch and current.sizes["tp"] > 1:
+            seed, kind = current.comms.tp_group.seed_of_first(seed), "rdp"
+        for part in (current.ranks[kind], current.num_begun + 1):
+            seed = _C.mix_seed(seed, part)
+        return seed
 
     def _reading(self, body: Callable[[int], None]) -> Callable[[int], None]:
         """The body, which may read sharded parameters."""
@@ -131,13 +145,13 @@ class StepRun:
 
         return run
 
-    def _run_alone(self, num_microbatches: int, seed: int, body: Callable[[int], None]) -> None:
+    def _run_alone(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         current = self._current
         device, timeline = str(current.device), current.timeline
         timeline.begin_step(current.num_begun - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
-                _C.seed_generators(_C.mix_seed(seed, mb), device)
+                _C.seed_generators(_C.mix_seed(self._seed, mb), device)
                 for engine in self._engines:
                     engine.begin_microbatch(mb)
                 timeline.begin_run(False, mb)

@@ -182,5 +182,12 @@ TEST(Seeds, OwnDifferAndCommonAgree) {
   EXPECT_EQ(common.size(), 1u);
 }
 
+TEST(Seeds, ThatOfTheFirstRankIsGivenToAll) {
+  comm::run_ranks(3, [&](int rank, const comm::CommunicatorPtr& comm) {
+    const GroupPtr group = make_group(comm);
+    EXPECT_EQ(seed_of_first(*group, 70 + rank), 70);
+  });
+}
+
 }  // namespace
 }  // namespace smp::tensor_parallel
