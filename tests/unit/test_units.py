@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.data_parallel.gathering import tensors_in
 from smp.data_parallel.units import UnitPlan, find_blocks, plan_units
 
 
@@ -117,16 +116,3 @@ def test_parametrizations_are_no_list_of_blocks() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     model = nn.Sequential(normed, nn.Linear(4, 4), nn.Linear(4, 4))
     assert [name for _, name in find_blocks(model)] == ["0", "1", "2"]
-
-
-def test_tensors_are_found_in_nested_results() -> None:
-    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-
-    class Own:
-        def __init__(self) -> None:
-            self.inner = [a, {"x": b}]
-
-    assert tensors_in(a) == [a]
-    assert [id(t) for t in tensors_in((a, [b, {"k": c}], "text", 3))] == [id(a), id(b), id(c)]
-    assert [id(t) for t in tensors_in(Own())] == [id(a), id(b)]
-    assert tensors_in(None) == []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from smp import _C
 from smp.data_parallel.units import UnitPlan
 from smp.data_parallel.watched import watch_parameters
 from smp.forwards import Around, Forward, wrap_forward
+from smp.memory import tensors_in
 
 
 def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[Callable[[], None]]:
@@ -56,27 +56,3 @@ def _around(store: _C.ParameterStore, units: list[int]) -> Callable[[Forward], F
         return run
 
     return wrapper
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in the result of a module: in containers, and in the fields of dataclasses."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    if not found and hasattr(value, "__dict__"):
-        _collect(vars(value), found)  # an object that nobody knows
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif isinstance(value, Sequence | set | frozenset):
-        if not isinstance(value, str | bytes):
-            for item in value:
-                _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)

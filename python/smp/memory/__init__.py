@@ -2,10 +2,11 @@
 kept of a forward until its backward."""
 
 from smp.memory.delay import delay_param_initialization, on_meta
+from smp.memory.flat import is_cache, tensors_in
 from smp.memory.initialise import initialise_again, initialise_delayed
 from smp.memory.materialize import cast, fill, make_placeholder, make_real
 from smp.memory.originals import keep_original
-from smp.memory.recompute import is_cache, is_recomputing, recompute
+from smp.memory.recompute import is_recomputing, recompute
 from smp.memory.requests import Request, asking, fulfil, take_request
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "on_meta",
     "recompute",
     "take_request",
+    "tensors_in",
 ]

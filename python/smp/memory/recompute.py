@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
 from smp import _C, autocast, runtime
+from smp.memory.flat import Flat, contents_of, is_cache, is_changed
 from smp.tracing import is_tracing
 
 
@@ -28,14 +28,6 @@ def is_recomputing() -> bool:
     Of one microbatch and context: what runs meanwhile in other contexts of this rank is not meant.
     """
     return _C.is_recomputing()
-
-
-def is_cache(value: Any) -> bool:
-    """Is it an attention cache of transformers? By name: importing transformers is not allowed."""
-    return any(
-        cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
-        for cls in type(value).__mro__
-    )
 
 
 def recompute(
@@ -57,18 +49,21 @@ def recompute(
     Args:
         function: of ``args`` and ``kwargs``. Tensors that need gradients reach it as arguments, or
             are parameters of its modules.
-        args, kwargs: anything; tensors may be in containers that pytree knows (lists, tuples,
-            dictionaries, registered classes). Attention caches of transformers are left out, since
-            the second run would fill them once more.
+        args, kwargs: anything; tensors may be in containers, registered classes, dataclasses and
+            attributes of other objects, not in closures. An object with a tensor that needs a
+            gradient reaches the function as another one of its class. Attention caches of
+            transformers are left out, since the second run would fill them once more.
         preserve_rng_state: repeat the random numbers of the CPU and of the device.
         modules: what the function runs, to find parameters that need gradients.
 
     Returns:
-        what ``function`` returned; tensors in it hang on one node of autograd.
+        what ``function`` returned; tensors in it hang on one node of autograd. Objects with
+        floating-point tensors are others of their class.
 
     Raises:
-        ValueError: the function changes an argument in place; in backward: it returned other
-            tensors than before, or gradients are wanted for some tensors only.
+        ValueError: the function changes an argument in place, or takes or returns tensors in an
+            object that cannot be made anew; in backward: it returned other tensors than before, or
+            gradients are wanted for some tensors only.
 
     Source: arXiv:1604.06174.
     """
@@ -79,42 +74,6 @@ def recompute(
         traced = functools.partial(function, **kwargs)
         return torch.utils.checkpoint.checkpoint(traced, *args, use_reentrant=False)
     return _Call(function, args, kwargs, modules).run(preserve_rng_state)
-
-
-class _Flat:
-    """A nested value as tensors, each once, and the rest.
-
-    Args:
-        value: anything.
-    """
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(value)
-        self.tensors: list[Tensor] = []
-        self._places: list[int | None] = []  # of each leaf among the tensors
-        self._others: list[Any] = []
-        known: dict[int, int] = {}
-        for leaf in leaves:
-            place = None
-            if isinstance(leaf, Tensor):
-                place = known.setdefault(id(leaf), len(self.tensors))
-                if place == len(self.tensors):
-                    self.tensors.append(leaf)
-            self._places.append(place)
-            self._others.append(leaf if place is None else None)
-
-    def take(self) -> list[Tensor]:
-        """The tensors; they are not kept here any more."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
-
-    def filled(self, tensors: Sequence[Any]) -> Any:
-        """The value with other tensors."""
-        leaves = [
-            other if place is None else tensors[place]
-            for place, other in zip(self._places, self._others, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
 
 
 class _Call:
@@ -129,8 +88,8 @@ class _Call:
     ) -> None:
         self._function = function
         self._modules = modules
-        self._arguments = _Flat((tuple(args), dict(kwargs)))
-        self._result: _Flat | None = None  # of the first run, its tensors taken out
+        self._arguments = Flat((tuple(args), dict(kwargs)), counts=_needs_grad)
+        self._result: Flat | None = None  # of the first run, its tensors taken out
         self._context = contextvars.copy_context()
         self._current = runtime.current() if runtime.is_initialized() else None
 
@@ -161,10 +120,13 @@ class _Call:
     def _compute(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         if self._result is not None:
             return self._context.copy().run(self._again, tensors)
-        args, kwargs = self._arguments.filled(tensors)
+        made: dict[int, Any] = {}
+        args, kwargs = self._arguments.filled(tensors, made)
         args, kwargs = _without_caches(args, kwargs)
+        before = [contents_of(value) for value in made.values()]
         with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
-            result = _Flat(self._function(*args, **kwargs))
+            result = Flat(self._function(*args, **kwargs), counts=_may_have_grad)
+        _check_unchanged(made.values(), before)
         self._result = result
         return result.take()
 
@@ -172,7 +134,27 @@ class _Call:
         args, kwargs = self._arguments.filled(tensors)
         args, kwargs = _without_caches(args, kwargs)
         with autocast.restore(self._autocast, self._device), _statistics_kept(self._modules):
-            return _Flat(self._function(*args, **kwargs)).take()
+            return Flat(self._function(*args, **kwargs), counts=_may_have_grad).take()
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _may_have_grad(tensor: Tensor) -> bool:
+    # The first run has no graph to tell.
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[Any]]]) -> None:
+    """The caller has another object, which would not change."""
+    for value, was in zip(objects, before, strict=True):
+        if is_changed(was, contents_of(value)):
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module has changed an argument of class "
+                f"{type(value).__name__}, in which there are tensors that need gradients; return "
+                "what the module computes instead of storing it there"
+            )
 
 
 def _local(tensor: Tensor) -> Tensor:

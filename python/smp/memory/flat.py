@@ -1,0 +1,264 @@
+"""Nested values as tensors and the rest, whatever classes they are made of.
+
+pytree knows containers and registered classes. Objects of other classes, dataclasses for one, are
+taken apart by what they contain and made anew, so that a tensor in them counts as any other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp import _C
+
+#: Values without tensors in them, and what has a state but is never a value.
+_CLOSED = (
+    bytes,
+    float,
+    int,
+    str,
+    type,
+    type(None),
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodType,
+    types.ModuleType,
+    nn.Module,
+    torch.optim.Optimizer,
+)
+
+
+_COLLECTIONS = (list, tuple, set, frozenset, deque, ValuesView, ItemsView)
+
+
+def is_cache(value: Any) -> bool:
+    """Is it an attention cache of transformers? By name: importing transformers is not allowed."""
+    return any(
+        cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
+        for cls in type(value).__mro__
+    )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in containers, registered classes, dataclasses and the attributes of objects."""
+    return list(_tensors(value, set()))
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen and (parts := _parts_of(leaf)) is not None:
+            seen.add(id(leaf))
+            yield from _tensors([parts.items, parts.slots, parts.attributes], seen)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What an object contains.
+
+    Attributes:
+        items: a dictionary, if it is a kind of one, or else a list; empty if it has none.
+        slots: by the descriptors that set them.
+        attributes: by name.
+    """
+
+    items: list[Any] | dict[Any, Any]
+    slots: dict[Any, Any]
+    attributes: dict[str, Any]
+
+
+def _parts_of(value: Any) -> _Parts | None:
+    """None if there is nothing in it, or nothing that is looked at."""
+    if isinstance(value, _CLOSED) or is_cache(value):
+        return None
+    items: list[Any] | dict[Any, Any] = []
+    if isinstance(value, dict):
+        items = dict(dict.items(value))
+    elif isinstance(value, _COLLECTIONS):
+        items = list(value)
+    slots = {}
+    for cls in type(value).__mro__:
+        if "__slots__" in cls.__dict__ or cls is defaultdict:
+            for slot in cls.__dict__.values():
+                if isinstance(slot, types.MemberDescriptorType):
+                    try:
+                        slots[slot] = slot.__get__(value)
+                    except AttributeError:
+                        continue  # not set
+    attributes = getattr(value, "__dict__", {})
+    if not (items or slots or attributes):
+        return None
+    return _Parts(items, slots, dict(attributes))
+
+
+@dataclass
+class _Place:
+    """Where a tensor was."""
+
+    index: int
+
+
+@dataclass
+class _Object:
+    """How an object is made that was taken apart."""
+
+    cls: type
+    parts: _Tree | None = None
+
+    def new(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        """The object with other tensors.
+
+        Args:
+            tensors: by the index of their place.
+            made: objects that are there already, by ``id`` of what made them.
+        """
+        if id(self) in made:
+            return made[id(self)]
+        assert self.parts is not None
+        if issubclass(self.cls, tuple):
+            parts = self.parts.filled(tensors, made)
+            value: Any = tuple.__new__(self.cls, parts[0])
+            made[id(self)] = value
+        else:
+            # Before its parts, in which it may be once more.
+            value = made[id(self)] = _empty(self.cls)
+            parts = self.parts.filled(tensors, made)
+            if isinstance(value, list):
+                list.extend(value, parts[0])
+            for key, item in parts[0].items() if isinstance(value, dict) else ():
+                _dict_class(self.cls).__setitem__(value, key, item)
+        for slot, item in parts[1].items():
+            slot.__set__(value, item)  # also of a frozen class
+        if parts[2]:
+            value.__dict__.update(parts[2])
+        return value
+
+
+@dataclass
+class _Tree:
+    """A value of pytree; its leaves are places, objects, or values that stay."""
+
+    spec: Any
+    leaves: list[Any] = field(default_factory=list)
+
+    def filled(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Place):
+                leaf = tensors[leaf.index]
+            elif isinstance(leaf, _Object):
+                leaf = leaf.new(tensors, made)
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _dict_class(cls: type) -> Any:
+    return OrderedDict if issubclass(cls, OrderedDict) else dict
+
+
+def _empty(cls: type) -> Any:
+    if issubclass(cls, set | frozenset):
+        raise ValueError(
+            f"{_C.rank_prefix()}a checkpointed module takes or returns a {cls.__name__} of "
+            "tensors, which has no order, so those of its second run cannot be told apart; use a "
+            "list or a dict"
+        )
+    base: Any = object
+    if issubclass(cls, dict | list):
+        base = list if issubclass(cls, list) else _dict_class(cls)
+    elif issubclass(cls, tuple):
+        base = tuple
+    try:
+        return base.__new__(cls)
+    except TypeError as error:
+        raise ValueError(
+            f"{_C.rank_prefix()}a checkpointed module takes or returns tensors in a "
+            f"{cls.__module__}.{cls.__qualname__}, which cannot be made anew ({error}); use a "
+            "dataclass, a list or a dict"
+        ) from error
+
+
+class Flat:
+    """A nested value as tensors, each once, and the rest.
+
+    Args:
+        value: anything. Objects that pytree does not know stay the ones they are, unless there is
+            a tensor in them that counts; then :meth:`filled` has others of their class.
+        counts: which tensors count; all of them without it.
+
+    Raises:
+        ValueError: there are tensors in an object that cannot be made anew.
+    """
+
+    def __init__(self, value: Any, counts: Callable[[Tensor], bool] | None = None) -> None:
+        self.tensors: list[Tensor] = []
+        self._counts = counts
+        self._places: dict[int, _Place] = {}  # by id of tensors
+        self._objects: dict[int, _Object] = {}  # by id
+        self._root = self._tree(value)
+        # An id says nothing when its owner is gone.
+        self._places.clear()
+        self._objects.clear()
+
+    def take(self) -> list[Tensor]:
+        """The tensors; they are not kept here any more."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def filled(self, tensors: Sequence[Any], made: dict[int, Any] | None = None) -> Any:
+        """The value with other tensors.
+
+        Args:
+            tensors: in the order of those that were taken.
+            made: gets the objects that were made anew, if given.
+        """
+        return self._root.filled(tensors, {} if made is None else made)
+
+    def _tree(self, value: Any) -> _Tree:
+        leaves, spec = pytree.tree_flatten(value)
+        return _Tree(spec, [self._node(leaf) for leaf in leaves])
+
+    def _node(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            place = self._places.get(id(leaf))
+            if place is None:
+                place = self._places[id(leaf)] = _Place(len(self.tensors))
+                self.tensors.append(leaf)
+            return place
+        if id(leaf) in self._objects:
+            return self._objects[id(leaf)]
+        parts = _parts_of(leaf)
+        if parts is None or not self._has_some(leaf):
+            return leaf
+        cls = type(leaf)
+        _empty(cls)  # refuses in time what cannot be made
+        node = self._objects[id(leaf)] = _Object(cls)
+        node.parts = self._tree([parts.items, parts.slots, parts.attributes])
+        return node
+
+    def _has_some(self, leaf: Any) -> bool:
+        found = _tensors(leaf, set())
+        return any(self._counts is None or self._counts(tensor) for tensor in found)
+
+
+def contents_of(value: Any) -> tuple[Any, list[Any]]:
+    """What is in an object that was made anew, to be compared by :func:`is_changed`."""
+    parts = _parts_of(value)
+    assert parts is not None
+    leaves, spec = pytree.tree_flatten([parts.items, parts.slots, parts.attributes])
+    return spec, leaves
+
+
+def is_changed(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
+    """Does an object contain something else? Leaves are compared by identity."""
+    if before[0] != after[0]:
+        return True
+    return any(was is not now for was, now in zip(before[1], after[1], strict=True))
