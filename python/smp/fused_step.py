@@ -52,7 +52,6 @@ class FusedUpdates:
         found_inf: Tensor | None = None,
         *,
         has_local: bool = True,
-        given_scale: Tensor | None = None,
         given_found_inf: Tensor | None = None,
     ) -> Any:
         """One update. The host waits for nothing.
@@ -65,23 +64,22 @@ class FusedUpdates:
             found_inf: one number; where it is not 0, nothing changes. Of an optimizer that
                 `skips`, or None.
             has_local: there is something to update on this rank.
-            given_scale: a further divisor, or None.
-            given_found_inf: where not 0, nothing changes; or None.
+            given_found_inf: of somebody else; where not 0, nothing changes; or None.
 
         Returns:
             what the optimizer returns.
         """
         target: Any = self._optimizer
+        grad_scale = None
         if isinstance(divisor, Tensor) or divisor != 1.0:
             own = divisor if isinstance(divisor, Tensor) else device_numbers.number(divisor)
-            own = own.float()  # torch's fused optimizers want that
-            given_scale = own if given_scale is None else given_scale * own
+            grad_scale = own.float()  # torch's fused optimizers want that
         if found_inf is not None:
             found_inf = found_inf.float()
             if given_found_inf is not None:
                 found_inf = torch.maximum(found_inf, given_found_inf)
             given_found_inf = found_inf
-        target.grad_scale, target.found_inf = given_scale, given_found_inf
+        target.grad_scale, target.found_inf = grad_scale, given_found_inf
         is_ours = isinstance(self._optimizer, FusedOptimizer)
         if is_ours:
             target.sum_norms = self._sum_norms if _are_spread() else None

@@ -177,6 +177,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         overflow = self._skipped = self._gradients.overflow
         result = None
         if skips(self.optimizer) or not overflow:
+            self._take_given_scale()
             self._clip_shards()
             result = self._update()
         self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
@@ -222,15 +223,24 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 self._gradients.divisor,
                 found_inf,
                 has_local=has_local,
-                # torch's GradScaler leaves these here.
-                given_scale=vars(self).get("grad_scale"),
-                given_found_inf=vars(self).get("found_inf"),
+                given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
             )
         elif has_local:
             self._gradients.unscale()
             result = self.optimizer.step()
         self._spread(writes_copies(self.optimizer))
         return result
+
+    def _take_given_scale(self) -> None:
+        """Counts the scale that torch's GradScaler has left in the gradients as one of ours.
+
+        It leaves its scale and ``found_inf`` here, for optimizers that divide by themselves. Who
+        reads the gradients before them has to know it, and it must not count twice.
+        """
+        given = vars(self).get("grad_scale")
+        if given is not None and divides(self.optimizer):
+            self._gradients.scaled_by(given)
+            self.grad_scale = None  # the scaler deletes the attribute
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         if self.loss_scaler.is_dynamic:

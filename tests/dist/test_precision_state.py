@@ -283,3 +283,50 @@ def test_a_grad_scaler_skips_on_all_ranks(pool: Pool, pp: int, fused: bool) -> N
     for seen in pool.run(2, autocast, pp, {"fused": fused}):
         assert [scale for scale, _ in seen] == [256.0, 512.0, 256.0, 256.0, 512.0]
         assert [moved for _, moved in seen] == [True, True, False, True, True]
+
+
+def clipped_with_scaler(
+    rank: int, kind: str, optimizer_args: dict[str, Any], is_scaled: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and weights of training with sharded parameters, whose gradients are clipped."""
+    import smp
+    from tests.reference.data import make_batch
+    from tests.reference.models import build
+
+    config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.05, "ddp": True}
+    smp.init({**config, "sdp_param_persistence_threshold": 0})
+    model = smp.DistributedModel(build("chain", torch.float32))
+    classes = {"SGD": torch.optim.SGD, "FusedAdam": smp.optimizers.FusedAdam}
+    inner = classes[kind](model.parameters(), lr=1.0 if kind == "SGD" else 1e-2, **optimizer_args)
+    optimizer = smp.DistributedOptimizer(inner)
+    scaler = smp.amp.GradScaler(init_scale=2.0**16, enabled=is_scaled)
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        model.backward(scaler.scale(loss).squeeze())
+        return loss
+
+    norms = []
+    for step in range(2):
+        train_step(make_batch("chain", torch.float32, smp.dp_rank(), step))
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer._global_grad_norm is not None
+        norms.append(float(optimizer._global_grad_norm))
+        optimizer.zero_grad()
+    return norms, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "kind, args",
+    [("SGD", {"fused": True}), ("SGD", {"fused": False}), ("FusedAdam", {"eps": 1e-4})],
+)
+def test_a_grad_scaler_leaves_clipping_of_shards_as_it_is(
+    pool: Pool, kind: str, args: dict[str, Any]
+) -> None:
+    (norms, plain), _ = pool.run(2, clipped_with_scaler, kind, args, False)
+    for seen, values in pool.run(2, clipped_with_scaler, kind, args, True):
+        assert min(norms) > 0.05 and seen == pytest.approx(norms, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)

@@ -82,6 +82,11 @@ class ScaledGradients:
             scale(self._grads(), 1.0 / self.divisor)
             self.divisor = 1.0
 
+    def scaled_by(self, factor: Tensor) -> None:
+        """Somebody else has made the gradients too large by a further factor, one number."""
+        divisor = self.divisor_tensor
+        self.divisor = divisor * moved(factor, divisor.device).reshape(())
+
     def clip(self, divisor: Tensor) -> None:
         """Divides by something else from now on, unless the update is going to be skipped.
 
