@@ -302,6 +302,33 @@ def test_budgets_are_read() -> None:
         checkpoint_sequential(nn.Sequential(), torch.ones(1), strategy="budget:1")
 
 
+@pytest.mark.parametrize("strategy", ["each", "group_1", "budget:1"])
+def test_a_sequence_with_a_forward_of_its_own(strategy: str) -> None:
+    class Masked(nn.Sequential):
+        def forward(self, hidden: Tensor, mask: Tensor, *, scale: float = 1.0) -> Any:
+            for layer in self:
+                hidden = layer(hidden) * mask * scale
+            return hidden, mask
+
+    net, x, mask = Masked(Net(), Net()), torch.randn(4, 8), torch.ones(8)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x, mask, scale=2.0)[0]  # type: ignore[no-any-return]
+
+    caller = Caller()
+    plain = gradients(caller, x)
+    smp.set_activation_checkpointing(net, strategy=strategy)
+    for layer in net:
+        layer.log.clear()
+    assert_same(gradients(caller, x), plain)
+    assert [layer.log for layer in net] == [[False, True]] * 2
+
+
 def test_what_cannot_be_checkpointed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"for nn.Sequential, and the module is a Linear"):
         smp.set_activation_checkpointing(nn.Linear(1, 1), strategy="contiguous")

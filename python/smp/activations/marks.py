@@ -107,11 +107,10 @@ def _around(module: nn.Module, preserve_rng_state: bool, inner: Forward) -> Forw
 def _around_sequence(module: nn.Module, made: _Mark, inner: Forward) -> Forward:
     strategy = made.strategy
     assert strategy is not None
-    runs_alone = strategy.kind == "budget" or strategy.group_size == 1
+    if strategy.kind == "budget" or strategy.group_size == 1:
+        return inner  # its layers see to it, whatever its forward is
 
     def forward(input: Any) -> Any:
-        if runs_alone:  # its layers see to it
-            return inner(input)
         return checkpoint_sequence(module, input, strategy, made.preserve_rng_state)
 
     return forward
