@@ -12,7 +12,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 OLDER = "4.30.2"
 FOLDER = REPO / f".venv-transformers-{OLDER}"
-FILES = tuple(f"test_hf_{what}.py" for what in ("translators", "hooks", "registration", "parity"))
+SUBJECTS = ("translators", "hooks", "registration", "parity", "arguments")
+FILES = tuple(f"test_hf_{what}.py" for what in SUBJECTS)
 
 
 @pytest.mark.parametrize("file", FILES)

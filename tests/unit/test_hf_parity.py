@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import smp
 from smp.microbatch import join
-from smp.nn.huggingface import adapters
 from smp.replacement import replace_marked
 from tests.reference import hugging_face as hf
-from tests.reference.hugging_face import FAMILIES, HIDDEN, LAYERS, VOCABULARY
+from tests.reference.hf_parity import (
+    BATCH,
+    DECODERS,
+    NAMES,
+    SEQUENCE,
+    TOLERANCES,
+    compare,
+    difference_of_logits,
+    gradients,
+    make_batch,
+    pair,
+    replaced,
+)
+from tests.reference.hugging_face import HIDDEN, LAYERS, VOCABULARY
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.tolerances import assert_close, relative_difference
-
-NAMES = list(FAMILIES)
-DECODERS = [name for name in NAMES if not FAMILIES[name].is_encoder]
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-BATCH, SEQUENCE = 4, 7
 
 
 @pytest.fixture(autouse=True)
@@ -33,82 +39,6 @@ def initialised() -> Iterator[None]:
     smp.init({})
     yield
     smp.shutdown()
-
-
-def make_batch(name: str, *, left: bool = False) -> dict[str, Tensor]:
-    """Padded samples; some labels are left out, and those of padding."""
-    generator = torch.Generator().manual_seed(11)
-    ids = torch.randint(2, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-    lengths = torch.tensor([[7], [3], [5], [4]])
-    mask = (torch.arange(SEQUENCE) < lengths).long()
-    mask = mask.flip(1) if left else mask
-    ids = ids * mask + (1 - mask) * (1 if name == "roberta" else 0)
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 2] = labels[2, 1] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def replaced(model: nn.Module, *names: str) -> nn.Module:
-    """The model with its outermost layers that can be replaced; or those of some classes only."""
-    if not names:
-        smp.set_tensor_parallelism(model)
-    for module in list(model.modules()):
-        if type(module).__name__ in names:
-            smp.set_tensor_parallelism(module)
-    new, used = replace_marked(model)
-    assert used, "nothing was replaced"
-    assert any(isinstance(part, smp.nn.DistributedModule) for part in new.modules())
-    return new
-
-
-def pair(
-    name: str, dtype: torch.dtype, kind: str = "head", only: tuple[str, ...] = (), **changes: Any
-) -> tuple[nn.Module, nn.Module]:
-    """A plain model and one with the same weights and split layers."""
-    family = hf.family(name)
-    with lifted_casts(dtype == torch.float64):
-        plain = family.build(kind, **changes).to(dtype)
-        # Around layers of ours there may be theirs.
-        made = family.build(kind, **changes).to(dtype)
-    return plain, replaced(made, *only)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def difference_of_logits(got: Any, expected: Any, batch: Mapping[str, Any]) -> float:
-    """At padding, which may have nothing to attend to, logits are nobody's business."""
-    a, b = got["logits"], expected["logits"]
-    if a.dim() == 3:
-        counted = batch["attention_mask"].bool()
-        a, b = a[counted], b[counted]
-    return relative_difference(a.to(b.dtype), b)
-
-
-def compare(
-    name: str,
-    models: tuple[nn.Module, nn.Module],
-    arguments: Mapping[str, Any],
-    dtype: torch.dtype,
-) -> None:
-    """Loss, logits and all gradients."""
-    plain, ours = models
-    limit = TOLERANCES[dtype]
-    with lifted_casts(dtype == torch.float64):
-        expected, got = plain(**arguments), ours(**arguments)
-    assert isinstance(got, type(expected)) and isinstance(got, dict)
-    assert set(got.keys()) == {key for key in expected if key != "past_key_values"}
-    assert relative_difference(got["loss"].to(dtype), expected["loss"].to(dtype)) <= limit
-    assert difference_of_logits(got, expected, arguments) <= limit
-    expected["loss"].backward()
-    got["loss"].backward()
-    whole = FAMILIES[name].to_hf(gradients(ours))
-    wanted = {key: grad for key, grad in gradients(plain).items()}
-    assert_close({key: whole[key] for key in wanted}, wanted, dtype, name, limit)
 
 
 # ---- whole models ------------------------------------------------------------------------
@@ -437,140 +367,3 @@ def test_logits_to_keep(name: str) -> None:
     lazy = new(**batch, labels=labels, logits_to_keep=2)
     assert lazy.logits.shape == (BATCH, 2, VOCABULARY)
     assert torch.equal(lazy.loss, new(**batch, labels=labels).loss)
-
-
-# ---- arguments ---------------------------------------------------------------------------------
-
-REFUSED = {
-    "past_key_values": ((torch.ones(1), torch.ones(1)),),
-    "inputs_embeds": torch.ones(BATCH, SEQUENCE, HIDDEN),
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "head_mask": torch.ones(LAYERS, 4),
-    "cache_position": torch.arange(SEQUENCE),
-    "shift_labels": torch.ones(BATCH, SEQUENCE),
-    "encoder_hidden_states": torch.ones(BATCH, 3, HIDDEN),
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-@pytest.mark.parametrize("name", DECODERS)
-def test_arguments_that_would_have_no_effect_are_refused(name: str, argument: str) -> None:
-    family = hf.family(name)
-    plain, new = family.build(), replaced(family.build())
-    batch = make_batch(name)
-    parameters = inspect.signature(type(plain).forward).parameters
-    if argument not in parameters and "kwargs" not in parameters:
-        with pytest.raises(TypeError, match=argument):
-            new(**batch, **{argument: REFUSED[argument]})
-        return
-    with pytest.raises(ValueError, match=rf"{family.translators.NAMES.family}.*'{argument}'"):
-        new(**batch, **{argument: REFUSED[argument]})
-    for nothing in (None, *([False] if argument.startswith("output_") else [])):
-        assert list(new(**batch, **{argument: nothing})) == ["loss", "logits"]
-    assert list(new(**batch, use_cache=True)) == ["loss", "logits"]
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_losses_are_divided_by_the_number_of_items(name: str) -> None:
-    family = hf.family(name)
-    plain, new = family.build(), replaced(family.build())
-    batch = make_batch(name)
-    parameters = inspect.signature(type(plain).forward).parameters
-    if "num_items_in_batch" not in parameters and "kwargs" not in parameters:  # older releases
-        with pytest.raises(TypeError, match="num_items_in_batch"):
-            new(**batch, num_items_in_batch=3)
-        return
-    for num_items in (3, torch.tensor(100)):
-        expected = plain(**batch, num_items_in_batch=num_items).loss
-        assert relative_difference(expected, plain(**batch).loss) > 0.1
-        loss = new(**batch, num_items_in_batch=num_items).loss
-        assert relative_difference(loss, expected) <= 1e-4
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_arguments_are_bound_by_the_installed_signature(name: str) -> None:
-    family = hf.family(name)
-    plain, new = family.build(), replaced(family.build())
-    batch = make_batch(name)
-    names = list(inspect.signature(type(plain).forward).parameters)[1:]
-    positional = [batch.get(key) for key in names[: names.index("labels") + 1]]
-    assert torch.equal(new(*positional).loss, new(**batch).loss)
-    assert relative_difference(new(*positional).loss, plain(*positional).loss) <= 1e-4
-
-
-def test_wrong_shapes_are_named() -> None:
-    new = replaced(hf.family("gpt2").build())
-    batch = make_batch("gpt2")
-    with pytest.raises(ValueError, match="gpt2.*'attention_mask'.*expected \\[4, 7\\]"):
-        new(**{**batch, "attention_mask": torch.ones(BATCH, SEQUENCE + 1)})
-    with pytest.raises(ValueError, match="'attention_mask'"):
-        new(**{**batch, "attention_mask": torch.ones(BATCH, 1, SEQUENCE, SEQUENCE)})
-    with pytest.raises(ValueError, match="'input_ids' is missing"):
-        new(attention_mask=batch["attention_mask"])
-    with pytest.raises(ValueError, match="'input_ids'.*shape"):
-        new(input_ids=batch["input_ids"][None])
-
-
-def test_packed_samples_are_refused_where_the_release_would_part_them() -> None:
-    family = hf.family("llama")
-    plain, new = family.build(), replaced(family.build())
-    ids = make_batch("llama")["input_ids"]
-    packed = torch.tensor([0, 1, 2, 0, 1, 2, 3]).expand(BATCH, -1)
-    if hf.is_older():
-        assert relative_difference(
-            new(input_ids=ids, position_ids=packed).logits,
-            plain(input_ids=ids, position_ids=packed).logits,
-        ) <= 1e-4  # fmt: skip
-        return
-    with pytest.raises(ValueError, match="'position_ids'"):
-        new(input_ids=ids, position_ids=packed)
-    mask = torch.ones_like(ids)
-    got = new(input_ids=ids, position_ids=packed, attention_mask=mask)
-    expected = plain(input_ids=ids, position_ids=packed, attention_mask=mask)
-    assert relative_difference(got.logits, expected.logits) <= 1e-4
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_encoders_refuse_what_they_cannot_give(name: str) -> None:
-    new = replaced(hf.family(name).build())
-    batch = make_batch(name)
-    for argument in ("output_attentions", "output_hidden_states"):
-        with pytest.raises(ValueError, match=f"{name}.*'{argument}'"):
-            new(**batch, **{argument: True})
-    if hf.is_older():
-        with pytest.raises(ValueError, match=f"{name}.*'head_mask'"):
-            new(**batch, head_mask=torch.ones(LAYERS, 4))
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_encoders_take_masks_of_pairs(name: str) -> None:
-    plain, ours = pair(name, torch.float64)
-    batch = make_batch(name)
-    pairs = torch.ones(BATCH, SEQUENCE, SEQUENCE, dtype=torch.long)
-    pairs[:, 2, 4:] = pairs[1, 5, :3] = 0
-    if not hf.is_older():
-        pairs = pairs[:, None].bool()  # prepared by the caller
-    batch["attention_mask"] = pairs
-    with lifted_casts():
-        expected = plain(**batch)
-    assert relative_difference(ours(**batch)["logits"], expected["logits"]) <= 1e-9
-
-
-def test_masks_of_ranks_with_own_batches_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases leave a mask out where the samples of a rank need none."""
-
-    class OwnBatches:
-        has_own_batches = True
-
-    monkeypatch.setattr(adapters.layouts, "current", OwnBatches)
-    hidden = torch.zeros(3, 5, 8)
-    given: Any = None
-    none = adapters._additive(given, "attention_mask", None, hidden, 5)
-    some = torch.ones(3, 1, 5, 5, dtype=torch.bool)
-    some[1, :, :, 3:] = False
-    masked = adapters._additive(given, "attention_mask", some, hidden, 5)
-    one = adapters._additive(given, "attention_mask", torch.zeros(1, 1, 1, 5), hidden, 5)
-    assert none is not None and masked is not None and one is not None
-    assert none.shape == masked.shape == one.shape == (3, 1, 1, 5)
-    assert not none.any() and masked[1, 0, 0].tolist() == [0, 0, 0, *[masked.min().item()] * 2]
