@@ -143,6 +143,8 @@ CASES = (
     _lm("loss_and_logits", labels=True, mask=True, reads_logits=True, length=5),
     _lm("logits", mask=True, positions=True, token_types=True, options={"num_token_types": TYPES}),
     _lm("untied", {"tie_word_embedding": False, "lm_head_bias": True}, labels=True),
+    _lm("padding", {"padding_idx": 3}, labels=True, mask=True),
+    _lm("padding_untied", _ROTARY | {"padding_idx": -2}, labels=True, length=5),
     _lm("no_head", {"add_lm_head": False}, length=5, mask=True),
     _lm("post_norm", {"pre_layernorm": False, "post_layernorm": True}, labels=True, mask=True),
     _lm("rotary", _ROTARY | {"rotary_interleaved": True}, labels=True, positions=True, length=5),
@@ -243,8 +245,11 @@ def make_inputs(case: Case, num_samples: int) -> dict[str, Tensor | None]:
         if case.labels:
             labels = integers(VOCAB).masked_fill(integers(4) == 0, -100)
             labels[:, 1] = 3  # a batch without any counted token has no mean
+        ids = integers(VOCAB)
+        if "padding_idx" in case.options:
+            ids[:, 1] = case.options["padding_idx"] % VOCAB  # inside of every sample
         return {
-            "ids": integers(VOCAB),
+            "ids": ids,
             "mask": mask,
             "types": integers(TYPES) if case.token_types else None,
             "positions": positions,

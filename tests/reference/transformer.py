@@ -282,11 +282,12 @@ class LMHead(nn.Module):
         lm_head_bias: bool = False,
         use_position_embedding: bool = True,
         embedding_dropout_prob: float | None = None,
+        padding_idx: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         size = options["hidden_size"]
-        self.word_embedding = nn.Embedding(vocab_size, size)
+        self.word_embedding = nn.Embedding(vocab_size, size, padding_idx)
         self.position_embedding = (
             nn.Embedding(num_positions, size) if use_position_embedding else None
         )

@@ -121,6 +121,32 @@ def test_configuration_fields_have_their_effect(variant: str) -> None:
     assert relative_difference(usual(**batch)["loss"], changed(**batch)["loss"]) > 1e-7
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_look_ups_of_padding_inside_of_samples_give_no_gradient(name: str, tied: bool) -> None:
+    changes = {"pad_token_id": 2, "eos_token_id": 2, "tie_word_embeddings": tied}
+    models = pair(name, torch.float64, **changes)
+    table = models[1].word_embedding
+    assert table.padding_idx == 2
+    batch = make_batch(name)
+    batch["input_ids"][:, 1] = 2  # samples in one row, with an end between them
+    compare(name, models, batch, torch.float64)
+    assert bool(table.weight.grad[2].any()) == tied  # from the head
+    assert table.weight.grad[4:].any()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_padding_id_that_is_set_afterwards_changes_nothing(name: str) -> None:
+    """As in transformers, whose table keeps the row that it was made with; `Trainer` sets one."""
+    family = hf.family(name)
+    for before, after in ((None, 2), (2, None)):
+        plain, made = (family.build(pad_token_id=before).double() for _ in range(2))
+        made.config.pad_token_id = after
+        row = plain.get_input_embeddings().padding_idx
+        assert row == (before if name in ("llama", "mistral", "qwen2") else None)
+        assert replaced(made).word_embedding.padding_idx == row
+
+
 def test_gpt2_upcast_attention() -> None:
     models = pair("gpt2", torch.float32, reorder_and_upcast_attn=True)
     models[0].config._attn_implementation = "eager"

@@ -151,6 +151,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DistributedTransformer", {"num_layers": 2, "window_size": [1]}, "1 entries for 2 layers"),
     ("DistributedEmbedding", {"num_embeddings": 4, "embedding_dim": 4, "sparse": True}, "sparse"),
     ("DistributedEmbedding", {"num_embeddings": 4, "embedding_dim": 4, "padding_idx": 4}, "no row"),
+    ("DistributedTransformerLMHead", _LM | {"padding_idx": -12}, "no row of 11"),
     (
         "DistributedEmbedding",
         {"num_embeddings": 4, "embedding_dim": 4, "_weight": torch.zeros(2, 4)},

@@ -242,6 +242,9 @@ def test_embeddings_start_as_asked() -> None:
     assert abs(table.weight[:199].std().item() / 0.3 - 1) < 0.05
     given = torch.randn(200, 50)
     assert torch.equal(smp.nn.DistributedEmbedding(200, 50, _weight=given).weight, given)
+    sizes = _LM | {"vocab_size": 60, "initializer_range": 0.3}
+    words = smp.nn.DistributedTransformerLMHead(**sizes, padding_idx=-2).word_embedding
+    assert words.padding_idx == 58 and not words.weight[58].any() and words.weight[57].all()
 
 
 def test_delayed_parameters_are_filled() -> None:

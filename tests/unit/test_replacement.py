@@ -148,6 +148,32 @@ def test_modules_that_share_weights_with_others_stay(caplog: pytest.LogCaptureFi
     assert model(torch.tensor([[1]])).shape == (1, 1, 6)
 
 
+@pytest.mark.parametrize(
+    "options", [{"padding_idx": 1}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=str
+)
+def test_options_of_an_embedding_are_heeded(options: dict[str, Any]) -> None:
+    plain = nn.Embedding(6, 4, **options)
+    root = nn.Sequential(copy.deepcopy(plain))
+    smp.set_tensor_parallelism(root)
+    model = smp.DistributedModel(root)
+    assert isinstance(root[0], smp.nn.DistributedEmbedding)
+    ids, weights = torch.tensor([[1, 1, 5]]), torch.arange(12.0).view(3, 4)
+    usual = nn.Embedding(6, 4, _weight=plain.weight.detach().clone())
+    for table in (plain, model, usual):
+        (table(ids) * weights).sum().backward()
+    assert torch.equal(root[0].weight, plain.weight)
+    assert torch.equal(root[0].weight.grad, plain.weight.grad)
+    changed = not torch.equal(plain.weight.grad, usual.weight.grad)
+    assert changed or not torch.equal(plain.weight, usual.weight), "the option has no effect"
+
+
+def test_an_embedding_with_sparse_gradients_stays(caplog: pytest.LogCaptureFixture) -> None:
+    root = nn.Sequential(nn.Embedding(6, 4, sparse=True))
+    smp.set_tensor_parallelism(root)
+    smp.DistributedModel(root)
+    assert type(root[0]) is nn.Embedding and "sparse is True" in caplog.text
+
+
 def test_options_of_the_context_override_the_hook() -> None:
     register()
     with smp.tensor_parallelism(note="mine", scale=7.0, unknown=1):

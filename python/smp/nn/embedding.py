@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,12 +59,8 @@ class DistributedEmbedding(DistributedModule):
             raise Unsupported("sparse is True; gradients of distributed embeddings are dense")
         if max_norm is not None and self._layout.num_ranks > 1:
             raise Unsupported(f"max_norm is {max_norm}; a row is split over ranks, use None")
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(
-                f"padding_idx is {padding_idx}, which is no row of {num_embeddings} embeddings"
-            )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx = _row_of(padding_idx, num_embeddings)
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self._std = initializer_range
@@ -82,10 +80,7 @@ class DistributedEmbedding(DistributedModule):
 
     def reset_parameters(self) -> None:
         """Initialises this rank's columns."""
-        fill(self.weight, lambda t: t.normal_(0.0, self._std))
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].zero_()
+        fill(self.weight, _normal_rows(self._std, self.padding_idx))
 
     def forward(self, input: Tensor) -> Tensor:
         """``[*]`` of integers to ``[*, embedding_dim]``. Collective over the group."""
@@ -127,16 +122,27 @@ class VocabularyEmbedding(nn.Module):
         hidden_size: its columns.
         std: of the initial table.
         layout: of the result.
+        padding_idx: its row starts as zero and gets no gradient from what is looked up; a head that
+            shares the table still gives it one.
 
     Raises:
         Unsupported: a rank would get no rows.
+        ValueError: the table has no row ``padding_idx``.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, vocab_size: int, hidden_size: int, std: float, layout: Layout) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        std: float,
+        layout: Layout,
+        padding_idx: int | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.padding_idx = _row_of(padding_idx, vocab_size)
         self._std, self._layout = std, layout
         sizes = split_or_refuse(vocab_size, "vocab_size")
         self._begin = sharding.begin_of(sizes)
@@ -145,16 +151,18 @@ class VocabularyEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialises this rank's rows."""
-        fill(self.weight, lambda t: t.normal_(0.0, self._std))
+        fill(self.weight, _normal_rows(self._std, self.padding_idx))
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[B, S]`` to ``[B, S, hidden_size]`` in the layout. Collective over the group."""
         every = self._layout.all_samples(ids)
-        rows = regions.vocabulary_embedding(every, self.weight, self._begin)
+        rows = regions.vocabulary_embedding(every, self.weight, self._begin, self.padding_idx)
         return self._layout.sum_up(rows, ids.shape[1])
 
     def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.hidden_size}, local rows {self.weight.shape[0]}"
+        return f"{self.vocab_size}, {self.hidden_size}, local rows {self.weight.shape[0]}" + (
+            "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        )
 
 
 class WholeEmbedding(nn.Embedding):
@@ -174,6 +182,30 @@ class WholeEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draws the table from a normal distribution."""
         fill(self.weight, lambda t: t.normal_(0.0, self._std))
+
+
+def _row_of(padding_idx: int | None, num_rows: int) -> int | None:
+    """The row that an index, counted from the end if negative, stands for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise ValueError(f"padding_idx is {padding_idx}, which is no row of {num_rows} embeddings")
+    return padding_idx % num_rows
+
+
+def _normal_rows(std: float, zero_row: int | None) -> Callable[[Tensor], None]:
+    """What fills a whole table; one row may be zero."""
+
+    def draw(table: Tensor) -> None:
+        table.normal_(0.0, std)
+        if zero_row is not None:
+            table[zero_row].zero_()
+
+    return draw
 
 
 def join_features(x: Tensor, sizes: list[int], layout: Layout) -> Tensor:

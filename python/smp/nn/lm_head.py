@@ -44,6 +44,8 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         lm_head_bias: the head has a bias.
         use_position_embedding: with a position embedding.
         token_types_are_words: token types are rows of the word embedding, as with GPT-2.
+        padding_idx: row of the word embedding that starts as zero and gets no gradient from what is
+            looked up, as with ``nn.Embedding``; a tied head still gives it one.
         **others: of the layers, see `DistributedTransformer`. With ``pre_layernorm`` alone a final
             norm follows the last layer.
 
@@ -100,6 +102,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         lm_head_bias: bool = False,
         use_position_embedding: bool = True,
         token_types_are_words: bool = False,
+        padding_idx: int | None = None,
     ) -> None:
         options = layer_options(locals())
         super().__init__()
@@ -111,7 +114,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
             hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
         )
         std = initializer_range
-        self.word_embedding = VocabularyEmbedding(vocab_size, hidden_size, std, layout)
+        self.word_embedding = VocabularyEmbedding(vocab_size, hidden_size, std, layout, padding_idx)
         self.position_embedding = self.token_type_embedding = None
         self.token_types_are_words = token_types_are_words
         if use_position_embedding:

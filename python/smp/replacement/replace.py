@@ -128,6 +128,8 @@ def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.
         if isinstance(translated, Declined):
             return translated
         args, kwargs = tuple(translated[0]), dict(translated[1])
+    if registration.options_of is not None:
+        kwargs |= registration.options_of(module)
     signature = inspect.signature(registration.dist_module)
     try:
         bound = signature.bind(*args, **kwargs)

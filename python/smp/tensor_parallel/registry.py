@@ -79,6 +79,8 @@ class Registration:
             None: calls stay as they are.
         translators: of state dicts: distributed to original, original to distributed; None: the
             names are equal, or there are no weights to take over.
+        options_of: further keyword arguments of the distributed ``__init__``, which only the module
+            itself tells, not the arguments it was made with.
         arguments_of: arguments of ``__init__`` out of a module; None: they are recorded when the
             module is made.
         was_initialised: whether a module's weights are worth taking over; None: they are when they
@@ -91,6 +93,7 @@ class Registration:
     init_hook: Callable[..., Arguments | Declined | None] | None = None
     adapter: Callable[[nn.Module], Adapter] | None = None
     translators: tuple[Translator, Translator] | None = None
+    options_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
     arguments_of: Callable[[nn.Module], Arguments] | None = None
     was_initialised: Callable[[nn.Module], bool] | None = None
     family: str | None = None

@@ -71,6 +71,7 @@ def _registration(
         init_hook=family.init_hook(kind, module_cls),
         adapter=adapter_maker(family, kind, module_cls),
         translators=family.translators(kind),
+        options_of=_padding_of if kind in ("head", "base") else None,
         # Models and encoders have their only argument as an attribute.
         arguments_of=None if kind == "layer" else _configuration_of,
         was_initialised=functools.partial(pretrained.was_initialised, model_cls=model_cls),
@@ -80,3 +81,13 @@ def _registration(
 
 def _configuration_of(module: nn.Module) -> Arguments:
     return (module.config,), {}
+
+
+def _padding_of(module: Any) -> dict[str, int | None]:
+    """The row of the word embedding that gets no gradient.
+
+    The module knows it, not the configuration: a ``pad_token_id`` that is set after the model was
+    made, as by ``Trainer``, changes nothing in the table.
+    """
+    table = module.get_input_embeddings()
+    return {"padding_idx": getattr(table, "padding_idx", None)}
