@@ -132,6 +132,31 @@ def test_signature_begins_as_documented(name: str) -> None:
         assert further.default is not _REQUIRED, f"{further.name} has no neutral default"
 
 
+# ---- names ------------------------------------------------------------------------------
+
+
+GELUS = {
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_new": (
+        *("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "name"), [(o, n) for o, names in GELUS.items() for n in names])
+def test_every_name_of_a_gelu_is_taken(ours: str, name: str) -> None:
+    layer = smp.nn.DistributedTransformerOutputLayer(8, 16, 0.0, name).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    results = {}
+    for wanted in GELUS:
+        reference = plain.Output(8, 16, activation=wanted).double()
+        reference.load_state_dict(layer.state_dict())
+        results[wanted] = (layer(x) - reference(x)).abs().max().item()
+    assert results.pop(ours) < 1e-12 and min(results.values()) > 1e-6
+    model = smp.nn.DistributedTransformerLMHead(**_LM, activation=name)
+    assert model.transformer.seq_layers[0].output.activation == ours
+
+
 # ---- refusals --------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -19,7 +19,15 @@ from smp.nn.parameters import split_or_refuse
 # GELU variants are fused with the bias before them; the value is that operator's argument.
 _GELUS = {"gelu": "none", "gelu_new": "tanh"}
 _OTHERS = {"relu": F.relu, "silu": F.silu}
-ACTIVATIONS = (*_GELUS, *_OTHERS)
+#: Further names that transformers has for a GELU, and ours.
+GELU_ALIASES = {
+    "gelu_python": "gelu",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
+}
+ACTIVATIONS = (*_GELUS, *_OTHERS, *GELU_ALIASES)
 
 
 class DistributedTransformerOutputLayer(IndivisibleModule):
@@ -32,7 +40,8 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         hidden_size: channels of the hidden states.
         intermediate_size: channels between the two products, of all ranks.
         hidden_dropout_prob: on the result.
-        activation: "gelu", "gelu_new" (tanh), "relu" or "silu".
+        activation: "gelu", "gelu_new" (tanh), "relu" or "silu"; the other names that transformers
+            has for a GELU, as "gelu_fast" and "gelu_pytorch_tanh", are taken as well.
         layernorm_epsilon: of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
@@ -75,6 +84,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
             raise ValueError(
                 f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"
             )
+        activation = GELU_ALIASES.get(activation, activation)
         check_norms(pre_layernorm, post_layernorm)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.hidden_dropout_prob, self.activation = hidden_dropout_prob, activation

@@ -33,7 +33,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         intermediate_size: channels inside of the feed-forward block, of all ranks.
         attention_dropout_prob: on attention probabilities.
         hidden_dropout_prob: on results of attention and feed-forward block.
-        activation: "gelu", "gelu_new" (tanh), "relu" or "silu".
+        activation: as for `DistributedTransformerOutputLayer`.
         layernorm_epsilon: of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.

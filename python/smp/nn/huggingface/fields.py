@@ -5,17 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from smp.nn.output_layer import GELU_ALIASES
 from smp.tensor_parallel.registry import Unsupported
 
-_GELUS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "gelu_accurate": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_python_tanh": "gelu_new",
-}
+_GELUS = {"gelu": "gelu", "gelu_new": "gelu_new", **GELU_ALIASES}
 _RELU = {"relu": "relu"}
 _SILU = {"silu": "silu", "swish": "silu"}
 
