@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from smp.checkpoint import (
     archive,
     huggingface,
     safetensors_stream,
-    user_content,
     whole_model,
 )
 from smp.checkpoint.lazy_tensor import LazyTensor
@@ -176,23 +174,7 @@ def test_weights_with_objects_are_refused(tmp_path: Path) -> None:
     assert torch.equal(huggingface.open_weights(tmp_path / "old.pt")["a"], torch.ones(2))
 
 
-# ---- user content ----------------------------------------------------------------------
-
-
-def test_user_content_is_refused_by_class(tmp_path: Path) -> None:
-    path = tmp_path / "user_content.pt"
-    user_content.write(path, {"x": Other(), "n": 1}, "1")
-    with pytest.raises(ValueError, match=r"test_checkpoint_state\.Other"):
-        user_content.read(path, unsafe=False)
-    assert user_content.read(path, unsafe=True)["n"] == 1
-    with torch.serialization.safe_globals([Other]):
-        assert isinstance(user_content.read(path, unsafe=False)["x"], Other)
-    with pytest.raises(ValueError, match="cannot be saved"):
-        user_content.write(path, {"x": lambda: 1}, "1")
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    path.write_bytes(pickle.dumps({"x": 1}))
-    with pytest.raises((ValueError, RuntimeError)):
-        user_content.read(path, unsafe=False)
+# ---- whole models ----------------------------------------------------------------------
 
 
 def test_the_table_of_an_embedding_is_kept_and_not_the_head() -> None:

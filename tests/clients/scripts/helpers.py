@@ -65,12 +65,12 @@ def param_groups_of(model: nn.Module, weight_decay: float = 0.01) -> list[dict[s
     return [decayed, exempt] if exempt["params"] else [decayed]
 
 
-def num_params_of(model: nn.Module) -> int:
-    """Counts whole shapes where parameters are sharded."""
+def num_params_of(model: nn.Module) -> Any:
+    """Counts whole shapes where parameters are sharded; a number of numpy, as scripts get it."""
     total = 0
     for parameter in model.parameters():
         shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
-        total += int(np.prod(shape))
+        total += np.prod(shape)
     return total
 
 
