@@ -150,6 +150,7 @@ def save_for_others(rank: int, job: Job, folder: str) -> Any:
     smp.save_checkpoint(folder, "o", model=model, optimizer=optimizer)
     smp.save_checkpoint(folder, "model", model=model)
     smp.save_checkpoint(folder, "optimizer", optimizer=optimizer)
+    smp.save_checkpoint(folder, "whole", partial=False, model=model)
     return state_of(model, optimizer)
 
 
@@ -203,22 +204,112 @@ def test_the_optimizer_may_be_made_later(pool: Pool, tmp_path: Path, job: Job) -
         check_equal("late", expected, state)
 
 
-def resume_halves(rank: int, folder: str) -> Any:
+ORDERS = (("model", "optimizer"), ("optimizer", "model"), ("whole", "optimizer"),
+          ("optimizer", "whole"))  # fmt: skip
+
+
+def resume_halves(rank: int, job: Job, folder: str, is_early: bool) -> list[Any]:
+    """In a model that has been trained, and in one that is not partitioned yet."""
     import smp
 
-    model, optimizer, train = make(Job(2, 1, 1), seed=2)
-    train(0)
-    smp.resume_from_checkpoint(folder, "model")
-    smp.resume_from_checkpoint(folder, "optimizer")
-    return state_of(model, optimizer)
+    states: list[Any] = []
+    for order in ORDERS:
+        model, optimizer, train = make(job, seed=2)
+        if not is_early:
+            train(0)
+        for tag in order:
+            smp.resume_from_checkpoint(folder, tag, partial=tag != "whole")
+        if is_early:
+            look = lambda *_, m=model, o=optimizer: states.append(state_of(m, o))  # noqa: E731
+            model.register_post_partition_hook(look)
+            train(0)
+        else:
+            states.append(state_of(model, optimizer))
+        smp.shutdown()
+    return states
 
 
-def test_model_and_optimizer_in_two_checkpoints(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "is_early"),
+    ((Job(2, 1, 1), False), (Job(2, 1, 1, "none", "bf16"), False),
+     (Job(2, 1, 1, "none", "bf16"), True), (Job(1, 1, 2, "sdp2", "bf16"), False),
+     (Job(1, 2, 1, "none", "fp16"), False)),
+)  # fmt: skip
+def test_model_and_optimizer_in_two_checkpoints(
+    pool: Pool, tmp_path: Path, job: Job, is_early: bool
+) -> None:
+    """In any order; what has more digits than the model's 16 bits comes from the optimizer's."""
     from tests.dist.test_resume import check_equal
 
-    expected, _ = pool.run(2, save_for_others, Job(1, 1, 2, "state"), str(tmp_path))
-    for state in pool.run(2, resume_halves, str(tmp_path)):
-        check_equal("halves", expected, state)
+    saver = Job(1, 1, 2, "state", job.precision)
+    expected, _ = pool.run(2, save_for_others, saver, str(tmp_path))
+    is_rounded = job.precision != "fp64"
+    assert is_rounded == any("_smp_master" in e for e in expected.optimizer["state"].values())
+    for states in pool.run(2, resume_halves, job, str(tmp_path), is_early):
+        assert len(states) == len(ORDERS)
+        for order, state in zip(ORDERS, states, strict=True):
+            check_equal(str(order), expected, state)
+
+
+def go_back(rank: int, job: Job, folder: str) -> tuple[Any, Any, Any]:
+    import smp
+
+    model, optimizer, train = make(job, seed=1)
+    train(0)
+    train(1)
+    smp.save_checkpoint(folder, "o", optimizer=optimizer)
+    at = state_of(model, optimizer)
+    for step in range(2, 6):
+        train(step)
+    later = state_of(model, optimizer)
+    smp.resume_from_checkpoint(folder, "o", load_sharded_optimizer_state=False)
+    return at, later, state_of(model, optimizer)
+
+
+def test_masters_go_back_with_the_optimizer(pool: Pool, tmp_path: Path) -> None:
+    from tests.dist.test_resume import check_equal
+
+    for job in (Job(1, 2, 1, "none", "bf16"), Job(1, 1, 2, "sdp2", "bf16")):
+        for at, later, back in pool.run(2, go_back, job, str(tmp_path / str(job))):
+            name = next(iter(at.model))
+            assert not torch.equal(at.model[name], later.model[name])
+            if job.sharding == "none":
+                check_equal(str(job), at, back)
+                continue
+            # The state of the optimizer itself is as it was before the call.
+            for index, entry in back.optimizer["state"].items():
+                saved, kept = at.optimizer["state"][index], later.optimizer["state"][index]
+                assert torch.equal(entry["_smp_master"], saved["_smp_master"])
+                assert torch.equal(entry["exp_avg"], kept["exp_avg"])
+            for name, tensor in at.model.items():
+                assert torch.equal(back.model[name], tensor), name
+
+
+def save_two_models(rank: int, folder: str) -> list[Any]:
+    import smp
+
+    states = []
+    for seed in (1, 3):
+        model, optimizer, train = make(Job(2, 1, 1), seed=seed)
+        train(0)
+        smp.save_checkpoint(folder, str(seed), model=model, optimizer=optimizer)
+        states.append(state_of(model, optimizer))
+        smp.shutdown()
+    model, optimizer, train = make(Job(2, 1, 1), seed=2)
+    for seed in (1, 3):
+        smp.resume_from_checkpoint(folder, str(seed))
+    model.register_post_partition_hook(lambda *_: states.append(state_of(model, optimizer)))
+    train(0)
+    return states
+
+
+def test_the_last_call_counts_before_the_partition_too(pool: Pool, tmp_path: Path) -> None:
+    from tests.dist.test_resume import check_equal
+
+    for first, second, loaded in pool.run(2, save_two_models, str(tmp_path)):
+        name = next(iter(first.model))
+        assert not torch.equal(first.model[name], second.model[name])
+        check_equal("the last call", second, loaded)
 
 
 def resume_other(rank: int, folder: str) -> list[str]:

@@ -76,10 +76,12 @@ class Source:
         assert master is not None
         return master
 
+    def has_master(self, stored: str) -> bool:
+        return MASTER + stored in self.manifest.entries
+
     def master_for(self, stored: str) -> str:
         """The entry that a master comes from."""
-        has_master = MASTER + stored in self.manifest.entries
-        return (MASTER if has_master else MODEL) + stored
+        return (MASTER if self.has_master(stored) else MODEL) + stored
 
     @property
     def names(self) -> set[str]:
@@ -150,6 +152,46 @@ def fill_held(held: Held, stored: str, source: Source, folder: FolderReader) -> 
     read_into(folder, source.values_for(stored, values.tensor.dtype), values.part, values.tensor)
     if held.master is not None:
         read_into(folder, source.master_for(stored), held.master.part, held.master.tensor)
+
+
+def fill_masters(
+    optimizer: DistributedOptimizer,
+    folder: FolderReader,
+    model: DistributedModel,
+    state: ModelState,
+) -> None:
+    """Reads what an optimizer updates, from a checkpoint without its model. Not collective.
+
+    Masters, and of them the model's values; the parameters themselves where these have 32 bits.
+    Nothing is done for parameters of which the checkpoint has no master.
+
+    Args:
+        optimizer, model: the latter is partitioned.
+        state: of the model.
+
+    Raises:
+        RuntimeError: a parameter has another shape there.
+    """
+    source, others = Source.of(folder.manifest), names_of_tied(state.aliases)
+    with torch.no_grad():
+        for updated in updated_by(optimizer.optimizer, state.names, optimizer._locality()):
+            held = None if updated.name is None else state.held.get(updated.name)
+            if held is None:  # another rank has it, or another model
+                continue
+            stored = source.stored_name([held.name, *others.get(held.name, [])])
+            if stored is None or not source.has_master(stored):
+                continue
+            if source.shape(stored) != updated.shape:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the checkpoint does not fit the optimizer: the master of "
+                    f"'{held.name}' is {list(source.shape(stored))} there and "
+                    f"{list(updated.shape)} here. Build the model as it was saved, or pass "
+                    "load_optimizer=False"
+                )
+            fill_held(held, stored, source, folder)
+    sharded = model._engine.sharded
+    if sharded is not None:
+        sharded.after_update()
 
 
 def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> None:

@@ -16,8 +16,13 @@ from smp.checkpoint import folder as folders
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import random_states
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, canonical_names, model_state
-from smp.checkpoint.filling import fill_groups, fill_model, fill_optimizer
+from smp.checkpoint.entries import canonical_names, model_state
+from smp.checkpoint.filling import (
+    fill_groups,
+    fill_masters,
+    fill_model,
+    fill_optimizer,
+)
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
@@ -27,6 +32,9 @@ from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 
 WHAT = "smp.resume_from_checkpoint"
+
+#: Hooks of models that wait for their partition, which fill them, in the order of the calls.
+_waiting: weakref.WeakKeyDictionary[DistributedModel, list[int]] = weakref.WeakKeyDictionary()
 
 
 def resume_from_checkpoint(
@@ -48,9 +56,10 @@ def resume_from_checkpoint(
     Collective over all ranks, with equal arguments. Each rank reads the bytes that it holds, of
     whatever layout the checkpoint is. What is not there yet is waited for: weights and the state
     of the optimizer are read when the model is partitioned, and the latter not before there is an
-    optimizer. Random states are restored on an equal layout, and seeded anew on another one, with
-    a warning. A model that is not partitioned takes over the partition of the checkpoint if that
-    has as many pipeline ranks.
+    optimizer. An optimizer that was saved without its model brings what it updates in 16-bit
+    training, the FP32 masters, and these the values of the model. Random states are restored on an
+    equal layout, and seeded anew on another one, with a warning. A model that is not partitioned
+    takes over the partition of the checkpoint if that has as many pipeline ranks.
 
     Args:
         path: folder that was given to :func:`smp.save_checkpoint`; with ``partial=False`` also one
@@ -144,7 +153,10 @@ def _resume_whole(
 
 
 def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel], None]) -> None:
-    """Fills a model as soon as it has its parts, before hooks of users. Collective."""
+    """Fills a model as soon as it has its parts, before hooks of users. Collective.
+
+    Of several calls the last one has the last word.
+    """
 
     def run(partitioned: DistributedModel) -> None:
         error: BaseException | None = None
@@ -158,7 +170,10 @@ def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel],
         run(model)
         return
     handle = model.register_post_partition_hook(lambda partitioned, _: run(partitioned))
-    model._post_partition_hooks.move_to_end(handle.id, last=False)
+    waiting = _waiting.setdefault(model, [])
+    waiting.append(handle.id)
+    for known in reversed(waiting):
+        model._post_partition_hooks.move_to_end(known, last=False)
 
 
 @dataclass
@@ -224,22 +239,25 @@ class _Resumption:
         scaler = self.manifest.values.get("loss_scaler")
         if scaler is not None and runtime.current().config.fp16:
             optimizer.loss_scaler.load_state_dict(scaler)
-        if not self.wants_state:
-            return
-        names, aliases = canonical_names(model.get_module())
-        fill_groups(optimizer, self.manifest, names, aliases, self.strict)
+        if self.wants_state:
+            names, aliases = canonical_names(model.get_module())
+            fill_groups(optimizer, self.manifest, names, aliases, self.strict)
         known = weakref.ref(optimizer)
 
         def fill(partitioned: DistributedModel) -> None:
             last = known()
             if last is not None:
-                self._fill_optimizer(last, model_state(partitioned))
+                self._fill_optimizer(last, partitioned)
 
         when_partitioned(model, fill)
 
-    def _fill_optimizer(self, optimizer: DistributedOptimizer, state: ModelState) -> None:
+    def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
+        state = model_state(model)
         with FolderReader(self.folder, self.manifest) as reader:
-            fill_optimizer(optimizer, reader, state)
+            if not self.manifest.values["has"]["model"]:  # else they came with the model
+                fill_masters(optimizer, reader, model, state)
+            if self.wants_state:
+                fill_optimizer(optimizer, reader, state)
 
     def _take_over_partition(self, current: runtime.Runtime, model: DistributedModel) -> None:
         told = self.manifest.values.get("partition")
