@@ -2,8 +2,8 @@
 
 Run by ``test_checkpoint_folder.py`` as a program of its own, ``checkpoint_crash.py FOLDER MODE
 COUNT SEED``. MODE ``random`` kills at COUNT random moments, ``everywhere`` before every file
-operation of a save (at most COUNT), ``aside`` the same where names cannot be exchanged. Prints
-counts in JSON.
+operation of a save (at most COUNT), ``aside`` the same where names cannot be exchanged, ``whole``
+the same while a file is saved with what belongs to it. Prints counts in JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import types
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ for _name, _folder in (("smp", _SMP), ("smp.checkpoint", _SMP / "checkpoint")):
     _package.__path__ = [str(_folder)]
     sys.modules[_name] = _package
 
+from smp.checkpoint import file_generation as files  # noqa: E402
 from smp.checkpoint import file_system, folder  # noqa: E402
 from smp.checkpoint import manifest as manifests  # noqa: E402
 from smp.checkpoint.manifest import Layout, Manifest, Piece, record_of  # noqa: E402
@@ -67,6 +69,36 @@ def check(path: Path) -> int:
     return _load(folder.find(path, None))
 
 
+def save_whole(path: Path, number: int) -> None:
+    """One file with its content, and one alone, as ``smp.save`` writes it; in place of others."""
+    writing = files.FileGeneration.begin(path, "full.pt", f"{number}-{os.getpid()}")
+    writing.temporary.write_bytes(str(number).encode() * 10000)
+    unique = writing.generation
+    file_system.write_file(writing.content, str(number).encode() * 10, unique)
+    if not (path / "config.json").exists():
+        file_system.write_file(path / "config.json", b"{}", unique)
+    writing.commit()
+    files.write_alone(path / "alone.pt", lambda file: file.write(str(number).encode() * 10000))
+
+
+def check_whole(path: Path) -> int:
+    """All is complete, and the content belongs to the file; returns the file's number."""
+    if not (path / "full.pt").exists():
+        assert files.content_of(path / "full.pt") is None
+        return -1
+    content = files.content_of(path / "full.pt")
+    assert content is not None
+    found = content.read_bytes()
+    number = int(found[: len(found) // 10])
+    assert found == str(number).encode() * 10
+    assert (path / "full.pt").read_bytes() == str(number).encode() * 10000
+    assert (path / "config.json").read_bytes() == b"{}"
+    if (path / "alone.pt").exists():
+        alone = (path / "alone.pt").read_bytes()
+        assert alone == alone[: len(alone) // 10000] * 10000
+    return number
+
+
 def _load(checkpoint: Path) -> int:
     manifest = manifests.read(checkpoint)
     number: int = manifest.values["number"]
@@ -77,6 +109,11 @@ def _load(checkpoint: Path) -> int:
         chunks = [content[i : i + 10000] for i in range(0, len(content), 10000)]
         assert tuple(zlib.crc32(chunk) for chunk in chunks) == record.crc32
     return number
+
+
+Form = tuple[Callable[[Path, int], None], Callable[[Path], int]]
+PARTIAL: Form = (save, check)
+WHOLE: Form = (save_whole, check_whole)
 
 
 def left_over(path: Path) -> list[str]:
@@ -121,28 +158,30 @@ def kill_at_random(path: Path, count: int) -> Counter[str]:
     return counts
 
 
-def kill_everywhere(path: Path, limit: int) -> Counter[str]:
+def kill_everywhere(path: Path, limit: int, form: Form) -> Counter[str]:
     """Kills a save before its first, second, ... file operation, until one survives."""
+    save, check = form
     counts: Counter[str] = Counter()
-    for number in range(3):
-        save(path, number)
+    if form is not WHOLE:  # else the first files are of these, too
+        for number in range(3):
+            save(path, number)
     for operation in itertools.count(1):
         number = 3 + operation
-        pid = in_child(lambda n=number, o=operation: _save_until(path, n, o))
+        pid = in_child(lambda n=number, o=operation: _save_until(save, path, n, o))
         _, status = os.waitpid(pid, 0)
         newest = check(path)
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0 and newest == number
             counts["operations"] = operation - 1
             return counts
-        assert newest in (number, *range(number)), newest
+        assert newest in (number, *range(-1, number)), newest
         counts["committed before death" if newest == number else "not committed"] += 1
         _look(path, counts)
         assert operation < limit, "a save has more file operations than expected"
     raise AssertionError
 
 
-def _save_until(path: Path, number: int, operation: int) -> None:
+def _save_until(save: Callable[[Path, int], None], path: Path, number: int, operation: int) -> None:
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -166,12 +205,20 @@ def main() -> None:
     random.seed(int(sys.argv[4]))
     if mode == "aside":
         file_system.exchange = lambda first, second: False  # type: ignore[assignment]
-    counts = kill_at_random(path, count) if mode == "random" else kill_everywhere(path, count)
+    form = WHOLE if mode == "whole" else PARTIAL
+    save, check = form
+    if mode == "random":
+        counts = kill_at_random(path, count)
+    else:
+        counts = kill_everywhere(path, count, form)
     save(path, 1000)
     assert check(path) == 1000
     names = sorted(p.name for p in path.iterdir())
     assert left_over(path) == [], left_over(path)
-    assert len(names) == _KEEP + 1, names  # and `newest`
+    if form is WHOLE:
+        assert names == ["alone.pt", "config.json", "full.pt", "user_content_full.pt"], names
+    else:
+        assert len(names) == _KEEP + 1, names  # and `newest`
     assert "torch" not in sys.modules
     print(json.dumps(counts))
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from smp.checkpoint import file_system, folder, locks
+from smp.checkpoint import file_system, folder, left_over, locks
 from smp.checkpoint import manifest as manifests
+from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.folder import Generation
 from smp.checkpoint.manifest import FileRecord, Layout, Manifest, ManifestError, Piece
 
@@ -43,7 +44,9 @@ def _hidden(path: Path) -> list[str]:
     return sorted(p.name for p in path.rglob(".*"))
 
 
-@pytest.mark.parametrize(("mode", "count"), [("random", 50), ("everywhere", 400), ("aside", 400)])
+@pytest.mark.parametrize(
+    ("mode", "count"), [("random", 50), ("everywhere", 400), ("aside", 400), ("whole", 400)]
+)
 def test_a_killed_writer_leaves_nothing_partial(
     tmp_path: Path, mode: str, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,12 +238,28 @@ def test_of_another_host_only_what_is_quiet_is_dead(
         other.setattr(socket, "gethostname", lambda: "elsewhere")
         left = _die_after_begin(tmp_path, "1")
     (left / "model_0.pt").write_bytes(b"1")
-    folder.recover(tmp_path)
+    left_over.recover(tmp_path)
     assert left.is_dir(), "locks need not reach that host"
     long_ago = time.time() - locks.QUIET_SECONDS - 10
     for path in (left / "model_0.pt", left):
         os.utime(path, (long_ago, long_ago))
-    folder.recover(tmp_path)
+    left_over.recover(tmp_path)
+    assert _hidden(tmp_path) == []
+
+
+def test_a_file_of_another_host_is_left_alone_while_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(socket, "gethostname", lambda: "elsewhere")
+        writing = FileGeneration.begin(tmp_path, "full.pt", "1")
+    assert writing._lock is not None
+    writing._lock.release(delete=False)  # as if that host's locks did not reach this one
+    left_over.recover(tmp_path)
+    assert writing.temporary.exists()
+    long_ago = time.time() - locks.QUIET_SECONDS - 10
+    os.utime(writing.temporary, (long_ago, long_ago))
+    left_over.recover(tmp_path)
     assert _hidden(tmp_path) == []
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smp import _C, comm, runtime
-from smp.checkpoint import rank_files
+from smp.checkpoint import file_generation, rank_files
 
 
 def save(
@@ -47,16 +46,12 @@ def save(
         raise ValueError(
             f"{_C.rank_prefix()}cannot save {path}: folder {path.parent} does not exist"
         )
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    file_generation.write_alone(
+        path,
+        lambda file: torch.save(
+            obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol
+        ),
+    )
 
 
 def load(

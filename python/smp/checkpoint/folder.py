@@ -1,13 +1,6 @@
 """Generations: how a checkpoint folder gets its name, in one step or not at all. Imports no torch.
 
-Beside the checkpoints of ``path`` lie, while something is written:
-
-* ``.<name>.writing-<generation>``: what becomes ``<name>``; after an exchange what it was before;
-* ``.<name>.old-<generation>``: what ``<name>`` was, where the file system cannot exchange names;
-* ``.<name>.deleted-<generation>``: a checkpoint that is being deleted;
-* ``.generation-<generation>.lock``: locked by the process of the first rank as long as it lives.
-
-Whoever saves next deletes what belongs to generations whose lock nobody holds.
+The names that lie beside it meanwhile are those of ``left_over``; the lock is the first rank's.
 """
 
 from __future__ import annotations
@@ -19,18 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint import file_system
+from smp.checkpoint import file_system, left_over
 from smp.checkpoint import manifest as manifests
-from smp.checkpoint.locks import OwnerLock, take_from_the_dead
+from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.manifest import FILE_NAME, Manifest, ManifestError
 
 NEWEST = "newest"
 PARTIAL_SUFFIX = "_partial"
 
 _SEE_SECONDS = 5.0  # network file systems show a new folder late
-_LEFT_OVER = re.compile(r"\.(.+)\.(writing|old|deleted)-([\w-]+)\Z")
-_LOCK = re.compile(r"\.generation-([\w-]+)\.lock\Z")
-_GENERATION = re.compile(r"[\w-]+\Z")
 _PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
 
 
@@ -48,30 +38,21 @@ class Generation:
     """
 
     def __init__(self, path: Path, name: str, generation: str, lock: OwnerLock | None) -> None:
-        self.folder = path / f".{name}.writing-{generation}"
+        self.folder = left_over.temporary(path, name, generation)
         self.target = path / name
         self.generation = generation
         self._lock = lock
 
     @classmethod
     def begin(cls, path: Path, name: str, generation: str) -> Generation:
-        """Makes the temporary folder, after deleting what dead generations left. First rank.
+        """Makes the temporary folder, after settling what dead generations left. First rank.
 
         Raises:
             ValueError: if the name is none for a folder, or the generation is in use.
         """
-        _check_name(name)
-        if not _GENERATION.match(generation):
-            raise ValueError(f"generation {generation!r} must be of letters, digits, _ and -")
+        check_name(name)
         path.mkdir(parents=True, exist_ok=True)
-        recover(path)
-        lock = OwnerLock.take(_lock_path(path, generation))
-        if lock is None:
-            raise ValueError(
-                f"generation {generation} of {path} is being written by another process; each "
-                "save needs a number of its own"
-            )
-        lock.sign()
+        lock = left_over.own(path, generation)
         result = cls(path, name, generation, lock)
         try:
             result.folder.mkdir()
@@ -192,7 +173,7 @@ class Generation:
 
     def is_over(self) -> bool:
         """Whether the first rank is done with it, well or not; `newest` is written then."""
-        return not _lock_path(self.target.parent, self.generation).exists()
+        return not left_over.lock_path(self.target.parent, self.generation).exists()
 
     def _say(self, name: str, part: dict[str, Any]) -> None:
         text = manifests.seal(f'{{"part":{manifests.dumps(part, name)}')
@@ -205,7 +186,8 @@ class Generation:
             return None
         if file_system.exchange(self.folder, self.target):
             return self.folder
-        aside = self.target.with_name(f".{self.target.name}.old-{self.generation}")
+        path, name = self.target.parent, self.target.name
+        aside = left_over.temporary(path, name, self.generation, "old")
         self.target.rename(aside)
         try:
             self.folder.rename(self.target)
@@ -218,31 +200,9 @@ class Generation:
         others = [p for p in partial_checkpoints(self.target.parent) if p != self.target]
         for folder in others[: max(0, len(others) - max(0, keep - 1))]:
             # Not deleted in place: half a checkpoint would still have its manifest.
-            aside = folder.with_name(f".{folder.name}.deleted-{self.generation}")
+            aside = left_over.temporary(folder.parent, folder.name, self.generation, "deleted")
             folder.rename(aside)
             file_system.delete(aside)
-
-
-def recover(path: Path) -> None:
-    """Deletes what dead generations left in ``path``; brings back what one had put aside."""
-    found: dict[str, list[tuple[Path, str, str]]] = {}
-    for entry in list(path.iterdir()):
-        if match := _LOCK.match(entry.name):
-            found.setdefault(match[1], [])
-        elif match := _LEFT_OVER.match(entry.name):
-            found.setdefault(match[3], []).append((entry, match[1], match[2]))
-    for generation, left in found.items():
-        writing = [entry for entry, _, kind in left if kind == "writing" and entry.is_dir()]
-        lock = take_from_the_dead(_lock_path(path, generation), writing)
-        if lock is None:
-            continue
-        for entry, name, kind in left:
-            target = path / name
-            if kind == "old" and not target.exists():
-                entry.rename(target)
-            else:
-                file_system.delete(entry)
-        lock.release(delete=True)
 
 
 def partial_checkpoints(path: Path) -> list[Path]:
@@ -268,7 +228,7 @@ def find(path: Path, tag: str | None, partial: bool = True) -> Path:
         FileNotFoundError: if there is none, naming those that there are.
     """
     name = newest(path) if tag is None else tag
-    _check_name(name)
+    check_name(name)
     if not partial:
         if (path / name).exists() and not (path / name / FILE_NAME).exists():
             return path / name
@@ -294,7 +254,7 @@ def newest(path: Path) -> str:
             f"{path} has no file '{NEWEST}': no checkpoint has been saved there"
         ) from None
     try:
-        _check_name(text)
+        check_name(text)
     except ValueError as error:
         raise ManifestError(f"{path / NEWEST}: {error}") from None
     return text
@@ -319,16 +279,17 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise ManifestError(f"{path} {came}, but {record.num_bytes} bytes were written")
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuses what cannot be the name of a checkpoint in its folder.
+
+    Raises:
+        ValueError: says what a name may be.
+    """
     if not re.match(r"[^./\\\0\n][^/\\\0\n]*\Z", name) or name == NEWEST:
         raise ValueError(
             f"{name!r} cannot be the tag of a checkpoint: give a plain name without '/' and "
             f"leading '.', and not '{NEWEST}'"
         )
-
-
-def _lock_path(path: Path, generation: str) -> Path:
-    return path / f".generation-{generation}.lock"
 
 
 def _glob_escape(name: str) -> str:

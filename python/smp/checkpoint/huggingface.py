@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smp import _C
-from smp.checkpoint import safetensors_stream
+from smp.checkpoint import file_system, safetensors_stream
 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
@@ -154,14 +154,17 @@ def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + begin).view(shape)
 
 
-def write_config(path: Path, tag: str, module: torch.nn.Module) -> None:
-    """Puts a model's configuration beside weights that Hugging Face is to find.
+def write_config(path: Path, tag: str, module: torch.nn.Module, unique: str) -> None:
+    """Puts a model's configuration beside weights that Hugging Face is to find, in one step.
 
     Nothing is written where there is one, and for models without.
+
+    Args:
+        unique: of this writer.
     """
     text = config_of(module) if tag in NAMES and not (path / CONFIG).exists() else None
     if text is not None:
-        (path / CONFIG).write_text(text)
+        file_system.write_file(path / CONFIG, text.encode(), unique)
 
 
 def config_of(module: torch.nn.Module) -> str | None:

@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-#: A folder of another host counts as dead when nothing in it has changed for so long: not every
+#: What another host writes counts as dead when nothing of it has changed for so long: not every
 #: shared file system shares its locks.
 QUIET_SECONDS = 3600.0
 
@@ -17,7 +17,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class OwnerLock:
-    """Held by the process that writes a folder, from before it exists until it has its name.
+    """Held by the process that writes a folder or file, from before it exists until it has its
+    name.
 
     The lock is one of the kernel (``flock``): it ends with the process, however that ends.
     """
@@ -63,12 +64,12 @@ class OwnerLock:
         os.close(self._descriptor)
 
 
-def take_from_the_dead(path: Path, folders: list[Path]) -> OwnerLock | None:
-    """The lock at ``path`` if the writer of ``folders`` is no more, else None."""
+def take_from_the_dead(path: Path, written: list[Path]) -> OwnerLock | None:
+    """The lock at ``path`` if the writer of these folders and files is no more, else None."""
     lock = OwnerLock.take(path)
     if lock is None:
         return None
-    if not lock.proves_death() and any(_is_busy(folder) for folder in folders):
+    if not lock.proves_death() and any(_is_busy(item) for item in written):
         lock.release(delete=False)
         return None
     return lock
@@ -92,9 +93,10 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _is_busy(folder: Path) -> bool:
+def _is_busy(item: Path) -> bool:
     limit = time.time() - QUIET_SECONDS
     try:
-        return any(p.stat().st_mtime > limit for p in (folder, *folder.iterdir()))
+        inside = item.iterdir() if item.is_dir() else ()
+        return any(p.stat().st_mtime > limit for p in (item, *inside))
     except FileNotFoundError:
         return False

@@ -15,6 +15,7 @@ from smp import _C
 from smp.checkpoint import huggingface
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state, names_of_tied
+from smp.checkpoint.file_generation import content_of
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
 from smp.model_parts import is_extra_state, set_extra_states
@@ -92,8 +93,8 @@ class WholeModel:
 
 def read_user_content(path: Path, tag: str | None, unsafe: bool) -> Any:
     """What was saved with a whole model; ``{}`` if nothing was."""
-    file = path / f"user_content_{tag}"
-    return user_contents.read(file, unsafe) if tag is not None and file.is_file() else {}
+    file = None if tag is None else content_of(path / tag)
+    return {} if file is None else user_contents.read(file, unsafe)
 
 
 def _match(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from smp import comm, runtime
-from smp.checkpoint import archive, file_system, huggingface, safetensors_stream
+from smp.checkpoint import archive, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.exporting import second_names
+from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.checkpoint.roll_call import agree
 from smp.model import DistributedModel
@@ -31,7 +31,7 @@ def save_whole(
     translate: bool,
     generation: str,
 ) -> None:
-    """Writes ``path/<tag>`` and ``path/user_content_<tag>``. Collective over all ranks.
+    """Writes ``path/<tag>`` and ``path/user_content_<tag>`` in one step. Collective over all ranks.
 
     Args:
         path: made if missing.
@@ -46,26 +46,33 @@ def save_whole(
     gatherer = Gatherer(model)
     error: BaseException | None = None
     content: dict[str, Tensor] = {}
+    writing: FileGeneration | None = None
     try:
-        content = gatherer.lazy_state()
-        if translate:
-            content = translated(model, content)
-        if tag.endswith(huggingface.SAFETENSORS):
-            content = _as_safetensors(content)
-    except Exception as caught:
-        error = caught
-    agree(WHAT, error)
-    extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
-    gatherer.plan(content.values())
-    if current.global_rank == 0:
         try:
-            _write(path, tag, model, content, extra, user_content, gatherer, generation)
+            if current.global_rank == 0:
+                writing = FileGeneration.begin(path, tag, generation)
+            content = gatherer.lazy_state()
+            if translate:
+                content = translated(model, content)
+            if tag.endswith(huggingface.SAFETENSORS):
+                content = _as_safetensors(content)
         except Exception as caught:
             error = caught
+        agree(WHAT, error)
+        extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
+        gatherer.plan(content.values())
+        if writing is None:
             gatherer.drain()
-    else:
-        gatherer.drain()
-    agree(WHAT, error)
+        else:
+            try:
+                _write(writing, model, content, extra, user_content, gatherer)
+            except Exception as caught:
+                error = caught
+                gatherer.drain()
+        agree(WHAT, error)
+    finally:
+        if writing is not None:
+            writing.abandon()
 
 
 def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -85,35 +92,28 @@ def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(
-    path: Path,
-    tag: str,
+    writing: FileGeneration,
     model: DistributedModel,
     content: Mapping[str, Tensor],
     extra: Mapping[str, Any],
     user_content: Any,
     gatherer: Gatherer,
-    generation: str,
 ) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    temporary = path / f".{tag}.writing-{generation}"
-    try:
-        # One object for tensors that are one, so that they stay so in the file.
-        deferred: dict[int, archive.Deferred] = {}
-        for tensor in content.values():
-            make = gatherer.maker(tensor)
-            deferred[id(tensor)] = archive.Deferred(tuple(tensor.shape), tensor.dtype, make)
-        structure = {key: deferred[id(tensor)] for key, tensor in content.items()}
-        if tag.endswith(huggingface.SAFETENSORS):
-            safetensors_stream.write(temporary, structure)
-        else:
-            archive.write(temporary, {**structure, **extra})
-        os.replace(temporary, path / tag)
-    finally:
-        temporary.unlink(missing_ok=True)
-    huggingface.write_config(path, tag, model.get_module())
-    content = {} if user_content is None else user_content
-    user_contents.write(path / f"user_content_{tag}", content, generation)
-    file_system.sync_folder(path)
+    # One object for tensors that are one, so that they stay so in the file.
+    deferred: dict[int, archive.Deferred] = {}
+    for tensor in content.values():
+        make = gatherer.maker(tensor)
+        deferred[id(tensor)] = archive.Deferred(tuple(tensor.shape), tensor.dtype, make)
+    structure = {key: deferred[id(tensor)] for key, tensor in content.items()}
+    path, tag = writing.target.parent, writing.target.name
+    if tag.endswith(huggingface.SAFETENSORS):
+        safetensors_stream.write(writing.temporary, structure)
+    else:
+        archive.write(writing.temporary, {**structure, **extra})
+    content_of_user = {} if user_content is None else user_content
+    user_contents.write(writing.content, content_of_user, writing.generation)
+    huggingface.write_config(path, tag, model.get_module(), writing.generation)
+    writing.commit()
 
 
 class Gatherer:
