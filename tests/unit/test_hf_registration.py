@@ -135,6 +135,62 @@ def test_transformers_is_never_imported_by_us() -> None:
     assert done.returncode == 0, done.stderr
 
 
+FIRST_USE = """
+import sys
+import torch
+import smp
+smp.init({})
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+torch.manual_seed(3)
+family, way = sys.argv[1:]
+loaded = [name for name in sys.modules if name.endswith(("modeling_gpt_neo", "modeling_bert"))]
+assert not loaded, loaded  # or else this is not the first use
+if family == "gpt_neo":
+    config = AutoConfig.for_model(
+        "gpt_neo", hidden_size=24, num_layers=4, num_heads=4, window_size=3, vocab_size=43,
+        attention_types=[[["global", "local"], 2]], max_position_embeddings=16,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+    )
+    make = AutoModelForCausalLM.from_config
+else:
+    config = AutoConfig.for_model(
+        "bert", hidden_size=24, num_hidden_layers=4, num_attention_heads=4, intermediate_size=40,
+        vocab_size=43, max_position_embeddings=16,
+    )
+    make = AutoModel.from_config
+if way == "context":
+    with smp.tensor_parallelism():
+        model = make(config)
+else:
+    model = make(config)
+layers = model.transformer.h if family == "gpt_neo" else model.encoder.layer
+if way == "context":  # what is around declines
+    (model.transformer.wte if family == "gpt_neo" else layers[0]).requires_grad_(False)
+else:
+    del layers[0]  # their places are not their numbers any more
+    for layer in layers:
+        smp.set_tensor_parallelism(layer)
+model.eval()
+ids = torch.randint(0, 43, (2, 9))
+expected = model(ids)[0].detach()
+wrapped = smp.DistributedModel(model)
+kinds = [type(layer) for layer in layers]
+assert kinds == [smp.nn.DistributedTransformerLayer] * len(layers), kinds
+wrapped.eval()
+torch.testing.assert_close(wrapped(ids)[0].detach(), expected, atol=1e-5, rtol=1e-5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("gpt_neo", "context"), ("gpt_neo", "marked"), ("bert", "context")]
+)
+def test_layers_of_the_first_model_of_a_process_are_split(family: str, way: str) -> None:
+    command = [sys.executable, "-c", FIRST_USE, family, way]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "before its class" not in done.stderr
+
+
 def test_all_families_have_names_of_their_own() -> None:
     assert len({family.names.family for family in REGISTERED}) == len(REGISTERED) == 9
     assert {family.modeling.rpartition("_")[2] for family in REGISTERED} >= {"gpt2", "llama"}

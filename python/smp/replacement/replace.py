@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,20 +61,27 @@ class _Replacement:
                 if parameter is not None:
                     self._holders.setdefault(parameter, set()).add(module)
 
-    def visit(self, module: nn.Module, name: str) -> nn.Module:
-        """The module that takes the place of ``module``; itself in most cases."""
+    def visit(self, module: nn.Module, name: str, around: tuple[nn.Module, ...] = ()) -> nn.Module:
+        """The module that takes the place of ``module``; itself in most cases.
+
+        Args:
+            module: of the model.
+            name: where it is in there.
+            around: the modules that it is in, nearest first.
+        """
         if module in self._done:
             return self._done[module]
         self._done[module] = module
         if is_candidate(module):
-            new = self._distributed_form(module, name)
+            new = self._distributed_form(module, name, around)
             if isinstance(new, nn.Module):
                 self._done[module] = new
                 return new
             self._say(module, name, new.reason)
         for key, child in list(module._modules.items()):
             if child is not None:
-                module._modules[key] = self.visit(child, f"{name}.{key}" if name else key)
+                path = f"{name}.{key}" if name else key
+                module._modules[key] = self.visit(child, path, (module, *around))
         return module
 
     def _say(self, module: nn.Module, name: str, reason: str) -> None:
@@ -84,7 +91,9 @@ class _Replacement:
                 "smp: %s ('%s') is not distributed: %s", type(module).__name__, name, reason
             )
 
-    def _distributed_form(self, module: nn.Module, name: str) -> nn.Module | Declined:
+    def _distributed_form(
+        self, module: nn.Module, name: str, around: Sequence[nn.Module]
+    ) -> nn.Module | Declined:
         registration, mark = registration_of(module), mark_of(module)
         assert registration is not None and mark is not None
         if self._shares_weights(module):
@@ -95,7 +104,7 @@ class _Replacement:
                 f"it has adapters of PEFT inside, {adapter} for one, which its distributed form "
                 "would not have; parts of it without adapters may be distributed"
             )
-        made = _construct(module, registration, mark)
+        made = _construct(module, registration, mark, around)
         if isinstance(made, Declined):
             return made
         problem = _take_over(module, made, registration, name)
@@ -113,8 +122,10 @@ class _Replacement:
         return any(not self._holders[p] <= inside for p in module.parameters())
 
 
-def _construct(module: nn.Module, registration: Registration, mark: Mark) -> nn.Module | Declined:
-    arguments = arguments_of(module)
+def _construct(
+    module: nn.Module, registration: Registration, mark: Mark, around: Sequence[nn.Module]
+) -> nn.Module | Declined:
+    arguments = arguments_of(module, around)
     if arguments is None:
         return Declined(
             "it is a copy, or was made before its class was registered, so the arguments of its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -83,6 +83,9 @@ class Registration:
             itself tells, not the arguments it was made with.
         arguments_of: arguments of ``__init__`` out of a module; None: they are recorded when the
             module is made.
+        deduced_from: the same for modules without a record, as they are copies or were made before
+            the class was registered; out of a module and those around it, nearest first; None where
+            that does not tell.
         was_initialised: whether a module's weights are worth taking over; None: they are when they
             are real.
         family: of models, for messages.
@@ -95,6 +98,7 @@ class Registration:
     translators: tuple[Translator, Translator] | None = None
     options_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
     arguments_of: Callable[[nn.Module], Arguments] | None = None
+    deduced_from: Callable[[nn.Module, Sequence[nn.Module]], Arguments | None] | None = None
     was_initialised: Callable[[nn.Module], bool] | None = None
     family: str | None = None
 
@@ -121,12 +125,20 @@ def registration_of(module: nn.Module) -> Registration | None:
     return _registrations.get(type(module))
 
 
-def arguments_of(module: nn.Module) -> Arguments | None:
-    """With which arguments a module was made, by reference; None if nobody knows."""
+def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Arguments | None:
+    """With which arguments a module was made, by reference; None if nobody knows.
+
+    Args:
+        module: of a registered class.
+        around: the modules that it is in, nearest first.
+    """
     registration = _registrations[type(module)]
     if registration.arguments_of is not None:
         return registration.arguments_of(module)
-    return _arguments.get(module)
+    recorded = _arguments.get(module)
+    if recorded is None and registration.deduced_from is not None:
+        return registration.deduced_from(module, around)
+    return recorded
 
 
 def _record_arguments(cls: type[nn.Module]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +75,7 @@ def _registration(
         options_of=_padding_of if kind in ("head", "base") else None,
         # Models and encoders have their only argument as an attribute.
         arguments_of=None if kind == "layer" else _configuration_of,
+        deduced_from=_deducer(family, module_cls) if kind == "layer" else None,
         was_initialised=functools.partial(pretrained.was_initialised, model_cls=model_cls),
         family=family.names.family,
     )
@@ -91,3 +93,34 @@ def _padding_of(module: Any) -> dict[str, int | None]:
     """
     table = module.get_input_embeddings()
     return {"padding_idx": getattr(table, "padding_idx", None)}
+
+
+def _deducer(
+    family: Family, layer_cls: type[nn.Module]
+) -> Callable[[nn.Module, Sequence[nn.Module]], Arguments | None]:
+    """Says what a layer was made with that nobody recorded.
+
+    transformers imports the modules of its models when the first one is made, so layers of that one
+    come before their class is registered.
+    """
+    takes = inspect.signature(layer_cls.__init__).parameters
+    names = [name for name in ("layer_idx", "layer_id") if name in takes]
+
+    def deduce(layer: nn.Module, around: Sequence[nn.Module]) -> Arguments | None:
+        parts = list(layer.modules())
+        # In older releases only models have their configuration, layers do not.
+        configs = (getattr(module, "config", None) for module in (*parts, *around))
+        config = next((c for c in configs if _is_of_family(c, family)), None)
+        if config is None:
+            return None
+        # Where numbers matter, attention has them: the place in a list may be another by now.
+        numbers = (getattr(part, name, None) for part in parts for name in names)
+        number = next((n for n in numbers if isinstance(n, int)), None)
+        return (), {"config": config, **dict.fromkeys(names, number)}
+
+    return deduce
+
+
+def _is_of_family(config: Any, family: Family) -> bool:
+    kinds = (vars(cls).get("model_type") for cls in type(config).__mro__)
+    return family.names.family in kinds
