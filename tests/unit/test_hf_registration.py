@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import math
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -217,30 +219,123 @@ def test_models_from_pretrained_are_known(tmp_path: Any) -> None:
         assert torch.equal(loaded.state_dict()[key], value)
 
 
-def test_weights_of_models_that_nobody_initialised_are_not_taken_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def split(model: Any) -> Any:
+    smp.set_tensor_parallelism(model)
+    torch.manual_seed(1)
+    return replace_marked(model)[0]
+
+
+@pytest.fixture
+def is_new(caplog: pytest.LogCaptureFixture) -> Callable[[Any], bool]:
+    """Splits a GPT-2 and says whether it got the values of its family, and rank 0 was told so."""
+
+    def check(model: Any) -> bool:
+        old = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
+        caplog.clear()
+        output = split(model).transformer.seq_layers[0].output
+        is_same = torch.equal(output.dense1.weight, old.t())
+        assert is_same == ("gets new weights" not in caplog.text), caplog.text
+        if not is_same:
+            assert caplog.text.count("gets new weights") == 1
+            assert output.dense1.weight.std().item() == pytest.approx(0.02, rel=0.1)
+            residual = 0.02 / math.sqrt(2 * LAYERS)
+            assert output.dense2.weight.std().item() == pytest.approx(residual, rel=0.1)
+            assert output.dense1.bias.abs().max() == 0.0
+        return not is_same
+
+    return check
+
+
+@contextlib.contextmanager
+def switched_off(way: str) -> Iterator[None]:
+    """While models do not initialise their weights."""
+    import transformers
+
+    huggingface.register_available()
+    if way == "patch":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+            yield
+    else:
+        place = "modeling_utils" if hf.is_older() else "initialization"
+        with importlib.import_module(f"transformers.{place}").no_init_weights():
+            yield
+
+
+def gpt2() -> Any:
+    import transformers
+
+    return transformers.GPT2LMHeadModel(hf.family("gpt2").config())
+
+
+@pytest.mark.parametrize("way", ["patch", "no_init_weights"])
+def test_weights_that_nobody_initialised_are_not_taken_over(
+    way: str, is_new: Callable[[Any], bool]
+) -> None:
+    with switched_off(way):
+        bare, loaded, part = (gpt2() for _ in range(3))
+    assert is_new(bare), "what counts is how it was when the model was made"
+    state = gpt2().state_dict()
+    loaded.load_state_dict(state)
+    assert not is_new(loaded)
+    part.transformer.load_state_dict(
+        {key.removeprefix("transformer."): value for key, value in state.items()}, strict=False
+    )
+    assert not is_new(part)
+
+
+def test_a_patch_may_stay(is_new: Callable[[Any], bool]) -> None:
+    with switched_off("patch"):
+        assert is_new(gpt2())
+
+
+def test_weights_that_were_initialised_are_taken_over(
+    is_new: Callable[[Any], bool], tmp_path: Any
 ) -> None:
     import transformers
 
-    family = hf.family("gpt2")
-    spec = registration("gpt2")
-    assert spec.was_initialised is not None
-    model: Any = family.build()
-    assert spec.was_initialised(model)
+    model = gpt2()
     model.save_pretrained(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
-        assert not spec.was_initialised(model)
+    before = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
+    with switched_off("patch"):
+        assert not is_new(model)
         loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-        assert spec.was_initialised(loaded)
-        smp.set_tensor_parallelism(model)
-        torch.manual_seed(1)
-        new, _ = replace_marked(model)
-    weight = new.transformer.seq_layers[0].output.dense1.weight
-    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
-    residual = new.transformer.seq_layers[0].output.dense2.weight
-    assert residual.std().item() == pytest.approx(0.02 / math.sqrt(2 * LAYERS), rel=0.1)
-    assert new.transformer.seq_layers[0].output.dense1.bias.abs().max() == 0.0
+        layer = loaded.transformer.h[0].mlp.c_fc.weight
+        assert torch.equal(layer, before)
+        assert not is_new(loaded)
+
+
+def test_a_model_that_is_initialised_later_keeps_its_weights(
+    is_new: Callable[[Any], bool],
+) -> None:
+    with switched_off("patch"):
+        model = gpt2()
+    model.post_init()
+    assert not is_new(model)
+
+
+FIRST_LOAD = """
+import sys
+import torch
+import smp
+smp.init({})
+with smp.tensor_parallelism():
+    from transformers import AutoModelForCausalLM
+    assert not [name for name in sys.modules if name.endswith("modeling_gpt2")]
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+ids = torch.arange(9)[None]
+expected = model(ids)[0].detach()
+wrapped = smp.DistributedModel(model).eval()
+assert isinstance(wrapped.get_module(), smp.nn.DistributedTransformerLMHead)
+torch.testing.assert_close(wrapped(ids)[0].detach(), expected, atol=1e-5, rtol=1e-5)
+"""
+
+
+def test_the_first_model_of_a_process_keeps_what_it_loads(tmp_path: Any) -> None:
+    hf.family("gpt2").build().save_pretrained(tmp_path)  # type: ignore[operator]
+    command = [sys.executable, "-c", FIRST_LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_watching_twice_wraps_once() -> None:

@@ -28,6 +28,12 @@ from smp.tensor_parallel.registry import (
 
 _log = logging.getLogger("smp")
 
+_NEW_WEIGHTS = (
+    "gets new weights: it was made while PreTrainedModel.init_weights was switched off, so its "
+    "own were never initialised; to keep values, give them by from_pretrained or load_state_dict "
+    "before the model is wrapped"
+)
+
 
 def replace_marked(root: nn.Module) -> tuple[nn.Module, list[Registration]]:
     """Replaces the outermost marked modules that have a distributed form, in place.
@@ -77,19 +83,18 @@ class _Replacement:
             if isinstance(new, nn.Module):
                 self._done[module] = new
                 return new
-            self._say(module, name, new.reason)
+            self._say(module, name, f"is not distributed: {new.reason}")
         for key, child in list(module._modules.items()):
             if child is not None:
                 path = f"{name}.{key}" if name else key
                 module._modules[key] = self.visit(child, path, (module, *around))
         return module
 
-    def _say(self, module: nn.Module, name: str, reason: str) -> None:
-        if runtime.current().global_rank == 0 and (type(module), reason) not in self._said:
-            self._said.add((type(module), reason))
-            _log.warning(
-                "smp: %s ('%s') is not distributed: %s", type(module).__name__, name, reason
-            )
+    def _say(self, module: nn.Module, name: str, what: str) -> None:
+        """Tells the user of rank 0, once per class."""
+        if runtime.current().global_rank == 0 and (type(module), what) not in self._said:
+            self._said.add((type(module), what))
+            _log.warning("smp: %s ('%s') %s", type(module).__name__, name, what)
 
     def _distributed_form(
         self, module: nn.Module, name: str, around: Sequence[nn.Module]
@@ -107,9 +112,13 @@ class _Replacement:
         made = _construct(module, registration, mark, around)
         if isinstance(made, Declined):
             return made
-        problem = _take_over(module, made, registration, name)
+        problem = _take_over(module, made)
         if problem is not None:
             return problem
+        is_worth_it = registration.was_initialised is None or registration.was_initialised(module)
+        if not is_worth_it and not any(p.is_meta for p in module.parameters()):
+            self._say(module, name, _NEW_WEIGHTS)
+        _take_over_values(module, made, registration, name, is_worth_it)
         _install_adapter(made, registration)
         take_over_checkpointing(module, made)
         for key, parameter in module.named_parameters():
@@ -161,10 +170,8 @@ def _construct(
     return made
 
 
-def _take_over(
-    module: nn.Module, made: nn.Module, registration: Registration, name: str
-) -> Declined | None:
-    """Gives a new module what the original is besides its arguments: weights, dtype, mode."""
+def _take_over(module: nn.Module, made: nn.Module) -> Declined | None:
+    """Gives a new module what the original is besides its arguments and values: dtype, mode."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1:
         made.to(dtype=dtypes.pop())
@@ -181,16 +188,18 @@ def _take_over(
         contexts.set_partition(made, partition)
     if hasattr(module, "config"):
         made.config = module.config
-    _take_over_values(module, made, registration, name)
     return None
 
 
 def _take_over_values(
-    module: nn.Module, made: nn.Module, registration: Registration, name: str
+    module: nn.Module,
+    made: nn.Module,
+    registration: Registration,
+    name: str,
+    is_worth_it: bool,
 ) -> None:
     """Weights of the original, as far as it has them and they are worth it; new ones else."""
     is_delayed = any(parameter.is_meta for parameter in module.parameters())
-    is_worth_it = registration.was_initialised is None or registration.was_initialised(module)
     translate = None if registration.translators is None else registration.translators[1]
     missing: list[str] = []
     if is_worth_it:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 
 _pretrained: WeakSet[nn.Module] = WeakSet()
+_bare: WeakSet[nn.Module] = WeakSet()  # made while initialisation was switched off
+_loaded: WeakSet[nn.Module] = WeakSet()  # of those, with values from a state dict
 _MARK = "_smp_notes_pretrained"
 
 
 def watch(model_cls: type[Any]) -> None:
-    """Notes what ``PreTrainedModel.from_pretrained`` returns from now on.
+    """Notes what is created and loaded from now on, around methods of the class.
+
+    What was made earlier, or in a ``from_pretrained`` that runs already, counts as initialised.
 
     Args:
-        model_cls: that class.
+        model_cls: ``PreTrainedModel``.
     """
-    original = vars(model_cls).get("from_pretrained")
-    if original is None or _MARK in vars(model_cls):
+    if "from_pretrained" not in vars(model_cls) or _MARK in vars(model_cls):
         return
+    model_cls.from_pretrained = _noting_what_comes(vars(model_cls)["from_pretrained"])
+    if "post_init" in vars(model_cls):
+        model_cls.post_init = _noting_what_is_made(vars(model_cls)["post_init"], model_cls)
+    setattr(model_cls, _MARK, True)
+
+
+def _noting_what_comes(original: Any) -> Any:
     function = original.__func__
 
     @functools.wraps(function)
@@ -31,8 +42,39 @@ def watch(model_cls: type[Any]) -> None:
             _pretrained.update(model.modules())
         return result
 
-    model_cls.from_pretrained = classmethod(from_pretrained)
-    setattr(model_cls, _MARK, True)
+    return classmethod(from_pretrained)
+
+
+def _noting_what_is_made(function: Any, model_cls: type[Any]) -> Any:
+    @functools.wraps(function)
+    def post_init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)  # calls init_weights, as every model does once
+        initialises = _initialises(model_cls)
+        for module in self.modules():
+            if initialises:
+                _bare.discard(module)
+            elif module not in _bare:
+                _bare.add(module)
+                module.register_load_state_dict_post_hook(_note_load)
+        return result
+
+    return post_init
+
+
+def _initialises(model_cls: type[Any]) -> bool:
+    """Whether models that are made now get initial values of Hugging Face.
+
+    Scripts that train from scratch, and ``no_init_weights`` of releases since 5, put a function
+    that does nothing in the place of ``PreTrainedModel.init_weights``. That of older releases
+    switches ``init_weights`` off by a variable of its module.
+    """
+    name = getattr(model_cls.init_weights, "__qualname__", "")
+    is_on = getattr(sys.modules.get(model_cls.__module__), "_init_weights", True)
+    return name == f"{model_cls.__qualname__}.init_weights" and bool(is_on)
+
+
+def _note_load(module: nn.Module, _: Any) -> None:
+    _loaded.add(module)
 
 
 def was_pretrained(module: nn.Module) -> bool:
@@ -40,16 +82,15 @@ def was_pretrained(module: nn.Module) -> bool:
     return module in _pretrained
 
 
-def was_initialised(module: nn.Module, model_cls: type[Any]) -> bool:
+def was_initialised(module: nn.Module) -> bool:
     """Whether the weights of a module are worth taking over.
 
-    Scripts that train from scratch put a function that does nothing in the place of
-    ``PreTrainedModel.init_weights``; weights are the defaults of PyTorch then.
+    They are not where nobody initialised them when the module was made, and neither
+    ``from_pretrained`` nor ``load_state_dict`` gave any part of it values since.
 
     Args:
         module: of a Hugging Face model.
-        model_cls: ``PreTrainedModel``.
     """
-    init_weights = getattr(model_cls, "init_weights", None)
-    is_original = getattr(init_weights, "__module__", "").startswith("transformers.")
-    return was_pretrained(module) or is_original
+    if module not in _bare:
+        return True
+    return any(part in _pretrained or part in _loaded for part in module.modules())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -60,12 +59,10 @@ def register_available(modules: Mapping[str, ModuleType | None] | None = None) -
         for kind, name in family.classes.items():
             module_cls = getattr(modeling, name, None)
             if module_cls is not None and not is_registered(module_cls):
-                register(_registration(family, kind, module_cls, model_cls))
+                register(_registration(family, kind, module_cls))
 
 
-def _registration(
-    family: Family, kind: Kind, module_cls: type[nn.Module], model_cls: type[Any]
-) -> Registration:
+def _registration(family: Family, kind: Kind, module_cls: type[nn.Module]) -> Registration:
     return Registration(
         module_cls,
         _DISTRIBUTED[kind],
@@ -76,7 +73,7 @@ def _registration(
         # Models and encoders have their only argument as an attribute.
         arguments_of=None if kind == "layer" else _configuration_of,
         deduced_from=_deducer(family, module_cls) if kind == "layer" else None,
-        was_initialised=functools.partial(pretrained.was_initialised, model_cls=model_cls),
+        was_initialised=pretrained.was_initialised,
         family=family.names.family,
     )
 
