@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from smp.nn import huggingface
 from smp.replacement import replace_marked
 from tests.reference import hugging_face as hf
 from tests.reference.hugging_face import FAMILIES, VOCABULARY
@@ -54,6 +55,7 @@ def pair(
     family = hf.family(name)
     with lifted_casts(dtype == torch.float64):
         plain = family.build(kind, **changes).to(dtype)
+        huggingface.register_available()  # from now on layers note what they are made with
         # Around layers of ours there may be theirs.
         made = family.build(kind, **changes).to(dtype)
     return plain, replaced(made, *only)
@@ -80,8 +82,18 @@ def compare(
     models: tuple[nn.Module, nn.Module],
     arguments: Mapping[str, Any],
     dtype: torch.dtype,
+    *,
+    of_layers: bool = False,
 ) -> None:
-    """Loss, logits and all gradients."""
+    """Loss, logits and all gradients.
+
+    Args:
+        name: of the family.
+        models: the plain one and ours.
+        arguments: of the call.
+        dtype: of the models.
+        of_layers: only the layers were replaced.
+    """
     plain, ours = models
     limit = TOLERANCES[dtype]
     with lifted_casts(dtype == torch.float64):
@@ -92,6 +104,8 @@ def compare(
     assert difference_of_logits(got, expected, arguments) <= limit
     expected["loss"].backward()
     got["loss"].backward()
-    whole = FAMILIES[name].to_hf(gradients(ours))
+    family = FAMILIES[name]
+    to_hf = family.translators.FAMILY.translators("layer")[0] if of_layers else family.to_hf
+    whole = to_hf(gradients(ours))
     wanted = {key: grad for key, grad in gradients(plain).items()}
     assert_close({key: whole[key] for key in wanted}, wanted, dtype, name, limit)

@@ -50,6 +50,7 @@ class Case:
     labels: bool = False
     reads_logits: bool = False
     is_cross: bool = False
+    has_states: bool = True  # of what cross attention reads
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.name}"
@@ -109,6 +110,7 @@ CASES = (
     _layer("pre_norm", _GPT),
     _layer("cross", {"add_cross_attention": True}, is_cross=True, mask=True, length=5),
     _layer("cross_pre", _GPT | {"add_cross_attention": True}, is_cross=True),
+    _layer("cross_left_out", {"add_cross_attention": True}, is_cross=True, has_states=False),
     _layer("parallel", _GPT | {"parallel_attn_output": True}, mask=True),
     _layer(
         "parallel_one_norm",
@@ -137,6 +139,15 @@ CASES = (
         mask=True,
         length=5,
     ),
+    Case(
+        "transformer",
+        "cross_left_out",
+        _STACK | _GPT | {"add_cross_attention": True},
+        is_cross=True,
+        has_states=False,
+        mask=True,
+        length=5,
+    ),
     Case("transformer", "rotary", _STACK | _GPT | {"rotary_dim": 2}, positions=True, length=5),
     _lm("loss", labels=True, mask=True),
     _lm("loss_uneven", labels=True, length=5),
@@ -152,6 +163,7 @@ CASES = (
     _lm("neox", _ROTARY | {"fused_qkv": True, "parallel_attn_output": True}, labels=True),
     _lm("short", labels=True, length=2),
     _lm("cross", {"add_cross_attention": True}, is_cross=True, mask=True, labels=True, length=5),
+    _lm("cross_left_out", {"add_cross_attention": True}, is_cross=True, has_states=False, length=5),
 )
 
 
@@ -236,8 +248,10 @@ def make_inputs(case: Case, num_samples: int) -> dict[str, Tensor | None]:
         return {"hidden": real(*shape, hidden)}
     mask = masked(case.length) if case.mask else None
     positions = integers(POSITIONS) if case.positions else None
-    cross = {}
-    if case.is_cross:
+    cross: dict[str, Tensor | None] = {}
+    if case.is_cross and not case.has_states:
+        cross = dict.fromkeys(("cross_states", "cross_mask"))
+    elif case.is_cross:
         cross["cross_states"] = real(num_samples, 7, hidden)
         cross["cross_mask"] = masked(7) if case.mask else None
     if case.kind == "lm_head":

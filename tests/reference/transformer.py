@@ -245,7 +245,7 @@ class Layer(nn.Module):
             attended = self.attention.block(hidden, None, mask, where)
             return (hidden + attended + self.output.block(hidden, normed), *others)
         hidden = self.attention((hidden, mask, *positions))
-        if self.is_cross:
+        if self.is_cross and others[0] is not None:
             hidden = self.cross_attention((hidden, others[0], others[2]))
         return (self.output(hidden), *others)
 

@@ -181,15 +181,24 @@ def test_token_types_are_words(name: str) -> None:
     compare(name, pair(name, torch.float64), batch, torch.float64)
 
 
-def test_gpt2_cross_attention() -> None:
-    models = pair("gpt2", torch.float64, add_cross_attention=True)
+@pytest.mark.parametrize("only", [(), ("GPT2Block",)], ids=["whole", "layers"])
+def test_gpt2_cross_attention(only: tuple[str, ...]) -> None:
+    models = pair("gpt2", torch.float64, only=only, add_cross_attention=True)
     batch: dict[str, Any] = make_batch("gpt2")
     generator = torch.Generator().manual_seed(3)
     batch["encoder_hidden_states"] = torch.randn(
         BATCH, 5, HIDDEN, generator=generator, dtype=torch.float64
     )
     batch["encoder_attention_mask"] = (torch.arange(5) < torch.tensor([[5], [2], [3], [1]])).long()
-    compare("gpt2", models, batch, torch.float64)
+    compare("gpt2", models, batch, torch.float64, of_layers=bool(only))
+
+
+@pytest.mark.parametrize("only", [(), ("GPT2Block",)], ids=["whole", "layers"])
+def test_gpt2_leaves_cross_attention_out_without_states(only: tuple[str, ...]) -> None:
+    models = pair("gpt2", torch.float64, only=only, add_cross_attention=True)
+    compare("gpt2", models, make_batch("gpt2"), torch.float64, of_layers=bool(only))
+    crossing = [p.grad for n, p in models[1].named_parameters() if "cross_attention." in n]
+    assert len(crossing) >= 8 * LAYERS and all(grad is None for grad in crossing)
 
 
 # ---- parts of models -----------------------------------------------------------------------

@@ -207,9 +207,12 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             attention(inputs)
-    crossed = smp.nn.DistributedTransformerLayer(2, 4, 8, 8, add_cross_attention=True)
+    crossing = smp.nn.DistributedAttentionLayer(2, 4, 8, cross_attention=True)
     with pytest.raises(ValueError, match="cross_states is None"):
-        crossed((x, None, None, None))
+        crossing((x, None, None))
+    crossed = smp.nn.DistributedTransformerLayer(2, 4, 8, 8, add_cross_attention=True)
+    with pytest.raises(ValueError, match="cross_states is None; give both"):
+        crossed((x, None, None, torch.zeros(2, 1, 1, 3)))
     with pytest.raises(ValueError, match="hidden_states, cross_states"):
         crossed((x, None))
     model = smp.nn.DistributedTransformerLMHead(**_LM)
@@ -223,6 +226,9 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             model(inputs)
+    crossed = smp.nn.DistributedTransformerLMHead(**_LM, add_cross_attention=True)
+    with pytest.raises(ValueError, match="cross_states is None; give both"):
+        crossed((ids, None, None, None, None, torch.zeros(2, 3), None))
     with pytest.raises(ValueError, match="add_lm_head"):
         smp.nn.DistributedTransformerLMHead(**_LM, add_lm_head=False)((ids, None, None, None, ids))
 

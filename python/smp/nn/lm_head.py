@@ -15,6 +15,7 @@ from smp.nn.gradient_checkpointing import GradientCheckpointing
 from smp.nn.layer_norm import make_norm
 from smp.nn.module import DistributedModule
 from smp.nn.transformer import DistributedTransformer, layer_options
+from smp.nn.transformer_layer import check_cross
 from smp.nn.vocabulary_head import IGNORE_INDEX, LMHeadOutput, VocabularyHead
 
 __all__ = ["DistributedTransformerLMHead", "LMHeadOutput"]
@@ -26,7 +27,8 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
     ``forward((input_ids, attention_mask, token_type_ids, position_ids, labels))``; with
     ``add_cross_attention`` also ``cross_states, cross_mask`` before ``labels``. Masks are
     ``[N, S]`` of 0 and 1, and 1 means masked. Everything but ``input_ids`` may be None, on all
-    ranks of a tensor-parallel group or on none. It returns
+    ranks of a tensor-parallel group or on none; without ``cross_states`` layers leave their cross
+    attention out. It returns
 
     * with labels: `LMHeadOutput`. A token's loss is that of the label of the next one; -100 counts
       not; the mean is over the counted tokens of the caller's batch, in float32 at least,
@@ -172,11 +174,12 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         members: list[Tensor | None] = [hidden]
         mask = self._mask(given["attention_mask"], hidden, ids)
         if self.add_cross_attention:
-            cross = given["cross_states"]
-            if cross is None:
-                raise ValueError("cross_states is None; a model with cross attention needs it")
-            cross_mask = self._mask(given["cross_mask"], hidden, cross)
-            members += [layout.enter(cross), mask, cross_mask]
+            cross, cross_mask = given["cross_states"], given["cross_mask"]
+            check_cross(cross, cross_mask)
+            if cross is not None:
+                cross_mask = self._mask(cross_mask, hidden, cross)
+                cross = layout.enter(cross)
+            members += [cross, mask, cross_mask]
         else:
             members.append(mask)
         if self._passes_positions:

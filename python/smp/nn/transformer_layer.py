@@ -22,9 +22,11 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
 
     ``forward((hidden_states, attention_mask))`` returns the same tuple with new hidden states; with
     ``add_cross_attention`` the tuple is ``(hidden_states, cross_states, attention_mask,
-    cross_mask)``. With rotary embeddings a last member ``position_ids`` ``[N or 1, S]`` may follow.
-    Hidden states are ``[N, S, H]``, masks additive ``[N, 1, 1, S]``, either on all ranks of a
-    tensor-parallel group or on none. All of them call it together, with inputs of one shape.
+    cross_mask)``. Without ``cross_states``, on all ranks of a group, the cross attention is left
+    out and its parameters get no gradient. With rotary embeddings a last member ``position_ids``
+    ``[N or 1, S]`` may follow. Hidden states are ``[N, S, H]``, masks additive ``[N, 1, 1, S]``,
+    either on all ranks of a tensor-parallel group or on none. All of them call it together, with
+    inputs of one shape.
 
     Args:
         num_attention_heads: of all ranks.
@@ -214,7 +216,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         if self.parallel_attn_output:
             return self._compute_parallel(hidden, mask, positions, extent)
         hidden = self.attention((hidden, mask, *positions), extent=extent)
-        if self.add_cross_attention:
+        if cross is not None:
             hidden = self.cross_attention((hidden, cross, cross_mask), extent=extent)
         result = self.output(hidden, extent=extent)
         assert isinstance(result, Tensor)
@@ -259,6 +261,15 @@ def check_inputs(inputs: Inputs, num_members: int) -> None:
         raise ValueError(f"inputs has to be a tuple ({names}), with position_ids at its end or not")
 
 
+def check_cross(states: Tensor | None, mask: Tensor | None) -> None:
+    """Refuses a mask of nothing; without either the cross attention is left out."""
+    if states is None and mask is not None:
+        raise ValueError(
+            "cross_mask was given and cross_states is None; give both, or neither to leave the "
+            "cross attention out"
+        )
+
+
 def enter_stack(
     inputs: Inputs, num_members: int, layout: layouts.Layout
 ) -> tuple[Inputs, int | None]:
@@ -275,13 +286,12 @@ def enter_stack(
     )
     inside: Inputs = (layout.enter(hidden),)
     if num_members == 4:
-        cross = inputs[1]
-        if cross is None:
-            raise ValueError("cross_states is None; a layer with cross attention needs it")
-        mask, cross_mask = (
-            layout.whole_mask(m, x) for m, x in ((inputs[2], hidden), (inputs[3], cross))
-        )
-        inside += (layout.enter(cross), mask, cross_mask)
+        cross, cross_mask = inputs[1], inputs[3]
+        check_cross(cross, cross_mask)
+        if cross is not None:
+            cross_mask = layout.whole_mask(cross_mask, cross)
+            cross = layout.enter(cross)
+        inside += (cross, layout.whole_mask(inputs[2], hidden), cross_mask)
     else:
         inside += (layout.whole_mask(inputs[1], hidden),)
     return inside + positions, hidden.shape[1]

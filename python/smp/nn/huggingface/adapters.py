@@ -91,14 +91,15 @@ class ModelAdapter:
         family: of the model.
         kind: "head" or "base".
         signature: of the original's ``forward``.
-        config: of the model.
+        module: the distributed one.
     """
 
     def __init__(
-        self, family: Family, kind: Kind, signature: inspect.Signature, config: Any
+        self, family: Family, kind: Kind, signature: inspect.Signature, module: nn.Module
     ) -> None:
-        self._family, self._kind = family, kind
-        self._signature, self._config = signature, config
+        self._family, self._kind, self._signature = family, kind, signature
+        self._config = getattr(module, "config", None)
+        self._is_crossing = _is_crossing(module)
         self._shape: torch.Size | None = None
         self._keep: int | Tensor = 0
         self._scale: Tensor | None = None
@@ -111,7 +112,7 @@ class ModelAdapter:
         given.take("use_cache")
         ids, mask, token_types, positions, labels = (given.take(name) for name in _TAKEN)
         self._scale = _mean_to_share(labels, given.take("num_items_in_batch"))
-        cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
+        cross = [given.take(name) for name in _CROSS] if self._is_crossing else []
         given.refuse_rest()
         if ids is None:
             raise given.error("input_ids", "is missing")
@@ -154,9 +155,6 @@ class ModelAdapter:
             return tuple(entries.values())
         return self._family.output_class(self._kind)(**entries)
 
-    def _has_cross_attention(self) -> bool:
-        return bool(getattr(self._config, "add_cross_attention", False))
-
 
 def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
     """Makes a mean over these tokens their share of a sum over ``num_items``, as ``Trainer`` asks.
@@ -176,14 +174,14 @@ class StackAdapter:
         family: of the model.
         kind: "stack" or "layer".
         signature: of the original's ``forward``.
-        config: of the model, if it is known.
+        module: the distributed one.
     """
 
     def __init__(
-        self, family: Family, kind: Kind, signature: inspect.Signature, config: Any
+        self, family: Family, kind: Kind, signature: inspect.Signature, module: nn.Module
     ) -> None:
-        self._family, self._kind = family, kind
-        self._signature, self._config = signature, config
+        self._family, self._kind, self._signature = family, kind, signature
+        self._is_crossing = _is_crossing(module)
         self._returns_dict = True
 
     def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
@@ -192,7 +190,7 @@ class StackAdapter:
         _refuse_captures(given)
         self._returns_dict = given.take("return_dict", True)
         mask, positions = given.take("attention_mask"), given.take("position_ids")
-        cross = [given.take(name) for name in _CROSS] if self._has_cross_attention() else []
+        cross = [given.take(name) for name in _CROSS] if self._is_crossing else []
         given.take_fresh_caches(hidden.shape[1] if self._kind == "layer" else 0)
         for name in ("use_cache", "position_embeddings", "cache_position"):
             given.take(name)
@@ -201,10 +199,14 @@ class StackAdapter:
         given.refuse_rest()
         additive = _additive(given, "attention_mask", mask, hidden, hidden.shape[1])
         inputs: tuple[Tensor | None, ...] = (hidden, additive)
-        if cross and cross[0] is not None:
-            length = cross[0].shape[1]
-            cross_mask = _additive(given, "encoder_attention_mask", cross[1], hidden, length)
-            inputs = (hidden, cross[0], additive, cross_mask)
+        if cross:
+            states, cross_mask = cross
+            if states is not None:
+                length = states.shape[1]
+                cross_mask = _additive(given, "encoder_attention_mask", cross_mask, hidden, length)
+            elif cross_mask is not None:
+                raise given.error("encoder_attention_mask", "needs encoder_hidden_states")
+            inputs = (hidden, states, additive, cross_mask)
         if self._family.rotates and positions is not None:
             inputs += (positions.view(-1, hidden.shape[1]),)
         return (inputs,), {}
@@ -218,11 +220,6 @@ class StackAdapter:
         is_older = "output_attentions" in self._signature.parameters
         return (hidden, None) if is_older or self._family.layers_return_tuples else hidden
 
-    def _has_cross_attention(self) -> bool:
-        return "cross_attention" in self._family.names.inner_parts and bool(
-            getattr(self._config, "add_cross_attention", False)
-        )
-
 
 def adapter_maker(
     family: Family, kind: Kind, module_cls: type[nn.Module]
@@ -234,9 +231,14 @@ def adapter_maker(
     cls = ModelAdapter if kind in ("head", "base") else StackAdapter
 
     def make(module: nn.Module) -> Adapter:
-        return cls(family, kind, signature, getattr(module, "config", None))
+        return cls(family, kind, signature, module)
 
     return make
+
+
+def _is_crossing(module: nn.Module) -> bool:
+    """Has a model or layer cross attention? Encoders, which do not say it, have none."""
+    return bool(getattr(module, "add_cross_attention", False))
 
 
 def _is_nothing(value: Any) -> bool:

@@ -62,12 +62,6 @@ class Names:
     has_tied_head: bool = False
 
     @property
-    def inner_parts(self) -> frozenset[str]:
-        """Parts of a layer of ours."""
-        blocks = (block for target in self.inner.values() for block in _blocks(target))
-        return frozenset(block.split(".")[0] for block in blocks)
-
-    @property
     def stack(self) -> str:
         """Where the layers of ours are, seen from the distributed module."""
         return "transformer.seq_layers" if self.base else "seq_layers"
