@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from smp.data_parallel import master_of, reduction_of
 from smp.model_parts import ModelParts
 from smp.nn import DistributedModule
-from smp.tensor_parallel.sharding import interval_of, is_scaled_batch
+from smp.tensor_parallel.sharding import interval_of
 
 
 class ModelViews(nn.Module):
@@ -74,8 +74,12 @@ class ModelViews(nn.Module):
         return False
 
     def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """Is it used on the samples of the whole tensor-parallel group?"""
-        return is_scaled_batch(parameter)
+        """Does its gradient cover the samples of the whole tensor-parallel group on each rank?
+
+        It is then one of `scaled_batch_reducer_named_parameters`. With ``optimize: "memory"`` norms
+        and biases that all ranks hold are not: a rank applies them to its part of the activations.
+        """
+        return reduction_of(parameter).kind == "rdp"
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """Is it used on the samples of the whole tensor-parallel group?"""

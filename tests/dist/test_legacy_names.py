@@ -63,7 +63,9 @@ def look_at_slices(rank: int, folder: str) -> None:
     assert torch.equal(joined.narrow(1, smp.tp_rank() * size, size), weight)
     assert model.is_distributed_parameter(parameters["split.weight"])
     assert not model.is_distributed_parameter(parameters["whole.weight"])
-    assert model.is_scaled_batch_parameter(parameters["split.bias"])
+    assert model.is_scaled_batch_parameter(parameters["split.weight"])
+    # Of a sum that a rank has for its own samples.
+    assert not model.is_scaled_batch_parameter(parameters["split.bias"])
     assert not model.is_scaled_batch_parameter(parameters["whole.bias"])
     scaled = {name for name, _ in model.scaled_batch_reducer_named_parameters()}
     rest = {name for name, _ in model.default_reducer_named_parameters()}
@@ -89,6 +91,31 @@ def look_at_slices(rank: int, folder: str) -> None:
 def test_slices_are_found_joined_and_compared(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, look_at_slices, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"dump_0_0", "dump_0_1"}
+
+
+def look_at_reductions(rank: int, prescaled: bool, optimize: str) -> None:
+    import smp
+
+    config = {"ddp": True, "tensor_parallel_degree": 2, "optimize": optimize}
+    smp.init({**config, "prescaled_batch": prescaled})
+    model = smp.DistributedModel(smp.nn.DistributedTransformerLayer(2, 4, 8, 8))
+    parameters = dict(model.local_named_parameters())
+    scaled = {name for name, _ in model.scaled_batch_reducer_named_parameters()}
+    rest = {name for name, _ in model.default_reducer_named_parameters()}
+    assert scaled | rest == set(parameters) and not scaled & rest
+    assert {n for n, p in parameters.items() if model.is_scaled_batch_parameter(p)} == scaled
+    # In "memory" a rank applies what all ranks hold to its part of the activations.
+    whole = {n for n, p in parameters.items() if not model.is_distributed_parameter(p)}
+    assert len(whole) == 6, whole  # two norms, two biases of rows
+    assert rest == (whole if optimize == "memory" else set())
+
+
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own_batch", "prescaled"])
+def test_scaled_batch_parameters_are_those_of_the_reducer(
+    pool: Pool, prescaled: bool, optimize: str
+) -> None:
+    pool.run(2, look_at_reductions, prescaled, optimize)
 
 
 def look_at_shards(rank: int, is_half: bool) -> int:

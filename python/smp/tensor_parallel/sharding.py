@@ -77,11 +77,6 @@ def interval_of(parameter: Tensor) -> _C.ShardInterval | None:
     return None if placement is None else placement.interval
 
 
-def is_scaled_batch(parameter: Tensor) -> bool:
-    """Does its gradient cover the samples of the whole tensor-parallel group?"""
-    return placement_of(parameter) is not None
-
-
 def whole_shape(parameter: Tensor) -> list[int]:
     """Shape of the parameter that this rank holds a part of."""
     shape = list(parameter.shape)
