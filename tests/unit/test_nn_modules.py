@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,28 @@ def test_the_fused_kernel_and_our_softmax_agree(causal: bool) -> None:
         mask[0, ..., :2] = torch.finfo(torch.float64).min
         first, second = (layer((x, mask)) for layer in layers)
         assert torch.allclose(first, second, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("window_size", {"causal_mask_size": 6, "window_size": 2}),
+        ("use_alibi", {"use_alibi": True}),
+        ("query_key_layer_scaling", {"query_key_layer_scaling": True}),
+    ],
+)
+def test_layers_say_once_what_the_fused_kernel_cannot_do(
+    name: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"num_layers": 3, "num_attention_heads": 2, "attention_head_size": 4}
+    sizes |= {"hidden_size": 8, "intermediate_size": 8}
+    with caplog.at_level(logging.INFO, "smp"):
+        smp.nn.DistributedTransformer(**sizes)
+        smp.nn.DistributedTransformer(**sizes, **options, flash_attention=False)
+        assert not caplog.records, "it can do the one, and the other does not ask for it"
+        smp.nn.DistributedTransformer(**sizes, **options)
+    (line,) = [record for record in caplog.records if record.name == "smp"]
+    assert line.levelno == logging.INFO and f" {name} " in line.getMessage()
 
 
 def test_a_mask_that_was_changed_is_read_again() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from smp import runtime
 from smp.nn import functional
 from smp.tensor_parallel import regions
+
+_log = logging.getLogger("smp")
+_told: WeakKeyDictionary[runtime.Runtime, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,41 @@ def alibi_slopes(num_heads: int, bias_max: float) -> Tensor:
     """Slopes ``2 ** -(i * bias_max / num_heads)`` of heads ``i = 1..num_heads``."""
     heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
     return torch.exp2(-heads * bias_max / num_heads)
+
+
+def beyond_fused(window: int | None, has_slopes: bool, prescale: float) -> list[str]:
+    """What PyTorch's fused kernel cannot do, named as the arguments of layers.
+
+    Args:
+        window, prescale: as in `Scoring`.
+        has_slopes: with ALiBi.
+    """
+    needed = {
+        "window_size": window is not None,
+        "use_alibi": has_slopes,
+        "query_key_layer_scaling": prescale != 1.0,
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
+
+
+def tell_beyond_fused(scoring: Scoring, has_slopes: bool) -> None:
+    """Logs, once on rank 0, why a layer that is being made cannot use the fused kernel.
+
+    Args:
+        scoring: of the layer.
+        has_slopes: with ALiBi.
+    """
+    running = runtime.current()
+    if not scoring.flash or running.global_rank != 0:
+        return
+    told = _told.setdefault(running, set())
+    for name in beyond_fused(scoring.window, has_slopes, scoring.prescale):
+        if name not in told:
+            told.add(name)
+            _log.info(
+                "smp: layers with %s use the ordinary softmax instead of PyTorch's fused attention",
+                name,
+            )
 
 
 def attend(
@@ -72,7 +113,7 @@ def attend(
     if window is not None and window >= key.shape[2]:
         window = None  # everybody sees everything
     is_wide = query.dtype in (torch.float32, torch.float64)
-    plain = slopes is None and window is None and scoring.prescale == 1.0
+    plain = not beyond_fused(window, slopes is not None, scoring.prescale)
     if scoring.flash and plain and (is_wide or not scoring.in_fp32):
         if dropout_p == 0.0 or query.is_cuda:
             return _flash(query, key, value, mask, scoring, dropout_p)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smp.nn import functional
 from smp.nn import layout as layouts
-from smp.nn.attend import Scoring, alibi_slopes, attend
+from smp.nn.attend import Scoring, alibi_slopes, attend, tell_beyond_fused
 from smp.nn.layer_norm import make_norm
 from smp.nn.layout import Layout
 from smp.nn.linear import ColumnLinear, RowLinear
@@ -81,7 +81,9 @@ class DistributedAttentionLayer(IndivisibleModule):
         fp32_residual_addition: add the residual in float32.
         residual_init_std: standard deviation of the initial projection instead of
             ``initializer_range``.
-        flash_attention: use ``scaled_dot_product_attention`` where it can do what is asked.
+        flash_attention: use ``scaled_dot_product_attention`` where it can do what is asked. It
+            cannot with ``window_size``, ``use_alibi`` and ``query_key_layer_scaling``, which is
+            logged once, for information.
 
     Raises:
         Unsupported: heads cannot be split over the ranks.
@@ -161,6 +163,7 @@ class DistributedAttentionLayer(IndivisibleModule):
             prescale=float((layer_idx or 0) + 1) if query_key_layer_scaling else 1.0,
             flash=flash_attention,
         )
+        tell_beyond_fused(self._scoring, use_alibi)
         kv_sizes = split_or_refuse(
             kv_heads,
             "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads",
