@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,28 @@ def takes_a_module(initialiser: Callable[..., Any]) -> bool:
     return True
 
 
+def is_in_own_code() -> bool:
+    """Does this thread run the own code of a module, inside of :func:`noting_draws`?"""
+    return _noting.open.in_own_code
+
+
+def modules_made() -> list[nn.Module]:
+    """Modules that were created or copied in this thread in :func:`noting_draws` that is open."""
+    return list(_noting.open.modules)
+
+
+def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
+    """Tensors that a call of an operator writes to."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+        listed = given if isinstance(given, list | tuple) else (given,)
+        written += [tensor for tensor in listed if isinstance(tensor, Tensor)]
+    return written
+
+
 @contextmanager
 def noting_draws() -> Iterator[None]:
     """Notes what modules that are created inside draw, in this thread. May be nested."""
@@ -59,6 +82,8 @@ def noting_draws() -> Iterator[None]:
     finally:
         _noting.end()
         _noting.open.depth -= 1
+        if _noting.open.depth == 0:
+            _noting.open.modules.clear()
 
 
 def _checksum(tensor: Tensor) -> _Checksum:
@@ -77,6 +102,9 @@ class _Open(threading.local):
 
     depth = 0
     in_own_code = False
+
+    def __init__(self) -> None:
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Noting:
@@ -126,6 +154,7 @@ class _Noting:
         def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             method(module, *args, **kwargs)
             if self.open.depth > 0:
+                self.open.modules.add(module)
                 self._watch_class(type(module))
 
         return wrapper
@@ -138,6 +167,7 @@ class _Noting:
             method(module, *args, **kwargs)
             if self.open.depth == 0:
                 return
+            self.open.modules.add(module)
             self._watch_class(type(module))
             for parameter in module._parameters.values():
                 if parameter is not None and not parameter.is_meta:
@@ -201,16 +231,7 @@ class _Written(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                given = (
-                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                )
-                for tensor in given if isinstance(given, list | tuple) else (given,):
-                    if isinstance(tensor, Tensor):
-                        self.storages.add(_storage(tensor))
+        self.storages.update(map(_storage, written_by(func, args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 

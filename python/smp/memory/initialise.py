@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.memory.creation_values import forget_draws, is_as_drawn
+from smp.memory.later_writes import forget_writes
 from smp.memory.materialize import exchange
 from smp.memory.named_seeds import random_numbers
 from smp.memory.originals import Cut, cuts_of, distributed_in, forget_originals, in_place
@@ -47,7 +48,8 @@ def initialise_delayed(
             its values; may take its memory away.
 
     Raises:
-        ValueError: names what no code of its module or model initialises.
+        ValueError: names what no code of its module or model initialises, and what a constructor
+            has computed of delayed parameters.
     """
 
     def is_wanted(parameter: nn.Parameter) -> bool:
@@ -55,6 +57,7 @@ def initialise_delayed(
 
     if not any(map(is_wanted, root.parameters())) and not any(b.is_meta for b in root.buffers()):
         forget_originals(root)
+        forget_writes(root)
         return
     with random_numbers(device, seed) as seeds:
         replaced = distributed_in(root)
@@ -75,6 +78,7 @@ def initialise_delayed(
                 _Delayed(device, is_wanted, {}, on_ready)
             )
     forget_originals(root)
+    forget_writes(root)
 
 
 def initialise_again(root: nn.Module, device: torch.device, seed: int | None = None) -> None:

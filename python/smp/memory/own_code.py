@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smp import _C
 from smp.memory.creation_values import INITIALISER, RESETS, takes_a_module
+from smp.memory.later_writes import Write, writes_of
 from smp.memory.materialize import filler, has_filler
 from smp.memory.named_seeds import SeededByName, Seeds
 
@@ -32,6 +33,7 @@ class Unit:
         parameters: name in the model and parameter.
         buffers: names in the module of those on the meta device.
         holders: all modules that hold one of the parameters.
+        later: what is written to parameters after all own code.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Unit:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     holders: list[nn.Module] = field(default_factory=list)
+    later: list[tuple[nn.Parameter, list[Write]]] = field(default_factory=list)
 
 
 class Task(Protocol):
@@ -144,6 +147,9 @@ class Initialisation:
                     continue
                 seen.add(parameter)
                 unit.parameters.append((join_names(name, key), parameter))
+                if writes := writes_of(parameter):
+                    _check_known(unit, join_names(name, key), writes)
+                    unit.later.append((parameter, writes))
                 unit.holders += holders[parameter]
             for key, buffer in module._buffers.items():
                 if buffer is not None and task.wants_buffer(buffer):
@@ -157,7 +163,7 @@ class Initialisation:
         tensors = [*unit.parameters, *_buffers_of(unit)]
         flags = [tensor for _, tensor in tensors if tensor.dtype == torch.bool]
         with hidden.buffers(unit, [code.module for code in codes]):
-            self._call(codes, tensors)
+            self._call(codes, tensors, unit.later)
             if not flags:
                 return
             # Flags have no third value: what stays what it was filled with, both times, was not
@@ -165,7 +171,7 @@ class Initialisation:
             before = [flag.clone() for flag in flags]
             for flag in flags:
                 flag.fill_(True)
-            self._call(codes, tensors)
+            self._call(codes, tensors, unit.later)
             for (name, _), was, flag in zip(
                 [item for item in tensors if item[1].dtype == torch.bool],
                 before,
@@ -186,13 +192,21 @@ class Initialisation:
                 waiting += self._above[module]
         return [self._codes[i] for i in sorted(self._position[module] for module in found)]
 
-    def _call(self, codes: Iterable[_Code], tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def _call(
+        self,
+        codes: Iterable[_Code],
+        tensors: Sequence[tuple[str, Tensor]],
+        later: Sequence[tuple[nn.Parameter, Sequence[Write]]],
+    ) -> None:
         names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
         with SeededByName(names, self._seeds):
             for code in codes:
                 self._seeds.set(code.name)
                 for call in code.calls:
                     call()
+            for parameter, writes in later:
+                for write in writes:
+                    write.repeat(parameter)
 
 
 def _buffers_of(unit: Unit) -> list[tuple[str, Tensor]]:
@@ -208,6 +222,18 @@ def _check_set(unit: Unit) -> None:
     for name, tensor in [*unit.parameters, *_buffers_of(unit)]:
         if tensor.dtype != torch.bool and has_filler(tensor):
             raise _not_initialised(unit, name)
+
+
+def _check_known(unit: Unit, name: str, writes: Sequence[Write]) -> None:
+    for write in writes:
+        if write.arguments is None:
+            raise ValueError(
+                f"{_C.rank_prefix()}'{name}' was created on the meta device, and a constructor "
+                f"has set it by {write.name} to what cannot be computed again, because it depends "
+                "on parameters that have no values yet or is a part of a larger tensor; do that in "
+                f"a reset_parameters() of {type(unit.module).__name__}, or in the _init_weights of "
+                "the model, or create it outside of delay_param_initialization"
+            )
 
 
 def _not_initialised(unit: Unit, name: str) -> ValueError:
