@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.dist.checkpoint_training import Cell, Record, check_equal, train_all
 from tests.dist.pool import Pool
+from tests.dist.sharded_training import SHARDED
 
 NUM_BLOCKS, STEPS = 6, 2
 STRATEGIES = ("each", "contiguous", "group_2")
@@ -155,6 +157,45 @@ def test_budget(pool: Pool) -> None:
         once = NUM_BLOCKS * cell.microbatches
         assert total(results, 1, "recomputed") == [once, 0]
         assert total(results, 2, "recomputed") == [once] * STEPS
+
+
+def measured_bytes(rank: int, degree: int) -> list[tuple[int, int]]:
+    """What a budget has measured of each layer: kept bytes, and those of arguments."""
+    import torch
+    from torch import Tensor, nn
+
+    import smp
+    from smp.activations import budget
+
+    smp.init({"ddp": True, "sharded_data_parallel_degree": degree, **SHARDED})
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(3)]
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    smp.set_activation_checkpointing(model.get_module(), strategy="budget:0")
+    costs: list[tuple[int, int]] = []
+    measure = budget.measure
+
+    def noting(*args: Any) -> Any:
+        result, cost = measure(*args)
+        costs.append((cost.kept_bytes, cost.argument_bytes))
+        return result, cost
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    try:
+        budget.measure = noting
+        train_step(torch.randn(8, 64))
+    finally:
+        budget.measure = measure
+    return costs
+
+
+def test_a_budget_does_not_count_gathered_weights(pool: Pool) -> None:
+    one = 8 * 64 * 4
+    for degree in (1, 2):
+        for costs in pool.run(2, measured_bytes, degree):
+            assert costs == [(2 * one, one)] * 3, degree
 
 
 def test_automatic_partition_traces_marked_modules(pool: Pool) -> None:

@@ -85,6 +85,30 @@ def test_a_layer_is_measured() -> None:
     assert torch.equal(plain, layer.up.weight.grad)
 
 
+def test_weights_that_are_gathered_for_the_forward_do_not_count() -> None:
+    """As with sharded data parallelism: parameters have their memory while their layer runs."""
+    layer, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(32, 64)
+    x.requires_grad_()
+    _, expected = measure(layer, layer, (x,), {})
+    whole = {p: p.detach().clone() for p in layer.parameters()}
+    for p in whole:
+        p.data = torch.full((), float("nan")).expand(p.shape)
+
+    def forward(x: Tensor) -> Tensor:
+        for child in layer:
+            for p in child.parameters():
+                p.data = whole[p].clone()
+            x = child(x)
+            for p in child.parameters():
+                p.data = torch.full((), float("nan")).expand(p.shape)
+        return x
+
+    result, cost = measure(layer, forward, (x,), {})
+    assert result.isfinite().all()
+    assert cost.kept_bytes == expected.kept_bytes == 32 * (64 + 256) * 4
+    assert cost.argument_bytes == expected.argument_bytes
+
+
 def test_the_first_round_is_measured_and_the_next_ones_follow() -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     x = torch.randn(128, 64)

@@ -177,26 +177,31 @@ def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tupl
     """Runs a forward with gradients and tells what it keeps and does.
 
     Args:
-        module: its parameters and buffers are not counted.
+        module: its parameters and buffers are not counted, gathered ones neither.
         forward: its.
         args, kwargs: tensors in them are counted apart.
     """
-    # Storages by address; all of them live as long as the result.
     own = (*module.parameters(), *module.buffers())
-    known = {tensor.untyped_storage().data_ptr() for tensor in own}
-    arguments = 0
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
-            known.add(leaf.untyped_storage().data_ptr())
-            arguments += leaf.untyped_storage().nbytes()
-    kept = 0
+
+    def is_own(address: int) -> bool:
+        # Asked anew each time: sharded parameters are gathered when their layer runs.
+        return any(tensor.untyped_storage().data_ptr() == address for tensor in own)
+
+    # Storages by address; all of them live as long as the result.
+    known: set[int] = set()
+    arguments = kept = 0
+    for tensor in memory.tensors_in((args, kwargs)):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and not is_own(storage.data_ptr()):
+            known.add(storage.data_ptr())
+            arguments += storage.nbytes()
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal kept
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in known and not is_own(storage.data_ptr()):
             kept += storage.nbytes()
-        known.add(storage.data_ptr())
+            known.add(storage.data_ptr())
         # Not the tensor itself: a result would keep the node alive that keeps it.
         return tensor.detach()
 
