@@ -145,8 +145,15 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         self._use_masters()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters."""
+    def zero_grad(self, set_to_none: bool = True, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+        """Resets the gradients of all parameters.
+
+        Args:
+            set_to_none: drop them instead of writing zeros.
+            set_grads_to_None: the same; if given, it counts.
+        """
+        if set_grads_to_None is not None:
+            set_to_none = set_grads_to_None
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._gradients_used()
 
@@ -328,8 +335,27 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """
         return bool(self._gradients.overflow)
 
-    def backward(self, loss: Tensor) -> None:
-        """``model.backward(loss)`` of the model whose parameters these are."""
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """``model.backward(loss)`` of the model whose parameters these are.
+
+        Args:
+            loss: without a loss scale.
+            update_master_grads: accepted. In either case masters have their gradients when the
+                step function is over, and lose the loss scale when somebody reads them, as
+                :meth:`update_master_grads` and :meth:`step` do.
+            retain_graph: must be False.
+
+        Raises:
+            ValueError: for ``retain_graph=True``.
+            RuntimeError: the parameters are not those of one model.
+        """
+        if retain_graph:
+            raise ValueError(
+                f"{_C.rank_prefix()}optimizer.backward: retain_graph=True is not supported; add up "
+                "the losses that share a graph, and call backward once"
+            )
         models = self._models()
         if len(models) != 1:
             raise RuntimeError(

@@ -78,6 +78,42 @@ def test_masters_have_their_names(start: Any) -> None:
     assert all(indices[id(p)] == indices[id(m)] for p, m in masters.items())
 
 
+@pytest.mark.parametrize("precision", [{}, {"fp16": True}])
+def test_gradients_are_dropped_by_the_legacy_keyword(start: Any, precision: Any) -> None:
+    model, optimizer = start(**precision)
+
+    def gradients() -> list[Any]:
+        return [p.grad for group in optimizer.param_groups for p in group["params"]]
+
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    optimizer.zero_grad(set_grads_to_None=False)
+    assert all(grad is not None and not grad.any() for grad in gradients())
+    optimizer.zero_grad(set_grads_to_None=True)
+    assert gradients() == [None] * 4
+
+
+@pytest.mark.parametrize("arguments", [{"update_master_grads": v} for v in (True, False)])
+def test_backward_has_the_arguments_of_apex(start: Any, arguments: Any) -> None:
+    model, optimizer = start(fp16=True)
+    optimizer.loss_scale = 8.0
+    x = torch.randn(5, 3)
+
+    def gradients(backward: Any) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        smp.step(lambda: backward(model(x).float().sum()))()
+        optimizer.update_master_grads()
+        (group,) = optimizer.inspect_master_grad_data()
+        return [grad.clone() for grad in group]
+
+    plain = gradients(model.backward)
+    assert plain[0].abs().max() > 0
+    found = gradients(lambda loss: optimizer.backward(loss, retain_graph=False, **arguments))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    with pytest.raises(ValueError, match="retain_graph=True is not supported"):
+        optimizer.backward(model(x).float().sum(), retain_graph=True)
+
+
 def test_a_plain_model_is_dumped_and_verified(tmp_path: Path) -> None:
     helpers = importlib.import_module("smdistributed.modelparallel.test.torch.utils")
     model = nn.Linear(2, 2)

@@ -289,9 +289,9 @@ class _Optimizer(DistributedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         return super().step(closure) if GradientState().sync_gradients else None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
         if GradientState().sync_gradients:
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none, set_grads_to_None)
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
