@@ -58,7 +58,7 @@ class DistributedModel(ModelViews):
         overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
         backward_passes_per_step: step calls whose gradients are accumulated per reduction.
         average_grads_across_microbatches: divide by the number of microbatches, else sum.
-        bucket_cap_mb: size of a gradient bucket in MB.
+        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism.
         broadcast_buffers: copy the buffers of the first replica to all others before each
             training step.
         gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.sharded_training import check_equal, check_runs, sharded, train
+from tests.dist.sharded_training import SHARDED, check_equal, check_runs, sharded, train
 from tests.dist.training import Run
 
 FP64 = torch.float64
@@ -101,3 +101,30 @@ def test_gathers_between_hosts_first_give_the_same(pool: Pool) -> None:
         assert all(all(names) == hierarchical for _, names in ranks)
         results.append([result for result, _ in ranks])
     check_equal(results[0], results[1], 0)
+
+
+def bucket_counts(rank: int, cases: list[tuple[dict[str, int], float]]) -> list[int]:
+    """Buckets of gradients of four layers with 1024 elements each."""
+    import smp
+
+    counts = []
+    for config, cap_mb in cases:
+        smp.init({"ddp": True, "sharded_data_parallel_degree": 2, **SHARDED, **config})
+        layers = [torch.nn.Linear(32, 32, bias=False) for _ in range(4)]
+        model = smp.DistributedModel(torch.nn.Sequential(*layers), bucket_cap_mb=cap_mb)
+        counts.append(sum(reducer.num_buckets for reducer in model._engine.reducers))
+        smp.shutdown()
+    return counts
+
+
+def test_buckets_are_as_large_as_both_settings_allow(pool: Pool) -> None:
+    kib = 1 / 1024
+    cases: list[tuple[dict[str, int], float]] = [
+        ({}, 25),
+        ({"sdp_reduce_bucket_size": 2048}, 25),
+        ({"sdp_reduce_bucket_size": 1024}, 25),
+        ({"sdp_reduce_bucket_size": 4096}, 16 * kib),  # half of it: 2048 elements
+        ({"sdp_reduce_bucket_size": 4096}, 32 * kib),
+    ]
+    for counts in pool.run(2, bucket_counts, cases):
+        assert counts == [1, 2, 4, 2, 1]

@@ -106,8 +106,9 @@ def records_of(
 def cap_of(bucket_cap_bytes: int) -> int:
     """Size of a bucket, given that of the model.
 
-    Sharded data parallelism has one of its own. Two buckets are whole at a time, so each is half as
-    large.
+    With sharded data parallelism two buckets are whole at a time, so each is half as large, and
+    smaller if ``sdp_reduce_bucket_size`` says so. That key alone never makes them larger: scripts
+    give its default, 2 GB a bucket, without meaning it.
     """
     config = runtime.current().config
     if config.sharded_data_parallel_degree == 1:
