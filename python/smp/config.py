@@ -190,7 +190,7 @@ class Config:
     sharded_data_parallel_degree: int = _int(1, 1)
     """Ranks over which parameters, gradients and states are sharded; 1 is off."""
     sdp_reduce_bucket_size: int = _int(500_000_000, 1)
-    """Gradient bucket in elements (with sharded data parallelism)."""
+    """Most elements of a gradient bucket (with sharded data parallelism)."""
     sdp_param_persistence_threshold: int = _int(1_000_000, 0)
     """Smaller tensors stay whole, in elements."""
     sdp_max_live_parameters: int = _int(1_000_000_000, 1)
@@ -198,7 +198,7 @@ class Config:
     sdp_hierarchical_allgather: bool = _bool(True)
     """Gather between hosts first, then inside of them."""
     sdp_gradient_clipping: float = _float(1.0, 0.0, math.inf)
-    """L2 threshold, always active with sharded data parallelism."""
+    """L2 threshold, always active with sharded data parallelism unless it is 0."""
     ddp_dist_backend: str = _choice("auto", "auto", "nccl")
     """Both mean NCCL on GPUs."""
 

@@ -90,7 +90,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._fused = FusedUpdates(optimizer)
         self._skipped = DeviceFlag()
         self._num_reductions = 0  # of the models' gradients, when a step ended last
-        #: norm of the gradients in the last update of a model with sharded data parallelism
+        #: norm of the gradients before clipping in the last update with sharded data parallelism
         self._global_grad_norm: Tensor | None = None
         self._pending_load: dict[str, Any] | None = None
         self.first_closure_call_this_step = True
@@ -412,10 +412,15 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return norm.rounded(norm.total / scale)
 
     def _clip_shards(self) -> None:
-        """Sharded data parallelism clips in each update."""
+        """Sharded data parallelism clips in each update, and tells the norm in any case."""
         config = runtime.current().config
-        if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping > 0:
+        if config.sharded_data_parallel_degree == 1:
+            return
+        if config.sdp_gradient_clipping > 0:
             self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)
+            return
+        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer))
+        self._global_grad_norm = norm.rounded(norm.total / self._gradients.divisor_tensor)
 
     # ---- state
 

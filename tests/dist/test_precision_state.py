@@ -286,14 +286,14 @@ def test_a_grad_scaler_skips_on_all_ranks(pool: Pool, pp: int, fused: bool) -> N
 
 
 def clipped_with_scaler(
-    rank: int, kind: str, optimizer_args: dict[str, Any], is_scaled: bool
+    rank: int, kind: str, optimizer_args: dict[str, Any], is_scaled: bool, clip: float = 0.05
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of training with sharded parameters, whose gradients are clipped."""
     import smp
     from tests.reference.data import make_batch
     from tests.reference.models import build
 
-    config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.05, "ddp": True}
+    config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": clip, "ddp": True}
     smp.init({**config, "sdp_param_persistence_threshold": 0})
     model = smp.DistributedModel(build("chain", torch.float32))
     classes = {"SGD": torch.optim.SGD, "FusedAdam": smp.optimizers.FusedAdam}
@@ -330,3 +330,14 @@ def test_a_grad_scaler_leaves_clipping_of_shards_as_it_is(
         assert min(norms) > 0.05 and seen == pytest.approx(norms, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_norms_are_there_without_clipping(pool: Pool, fused: bool) -> None:
+    args = {"fused": fused}
+    (expected, values), _ = pool.run(2, clipped_with_scaler, "SGD", args, False, 1e9)
+    for is_scaled in (False, True):
+        for norms, others in pool.run(2, clipped_with_scaler, "SGD", args, is_scaled, 0.0):
+            assert min(norms) > 0 and norms == pytest.approx(expected, rel=1e-5)
+            for name, value in others.items():
+                torch.testing.assert_close(value, values[name], rtol=1e-5, atol=1e-6)
