@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from smp import _C, data_parallel, runtime
+from smp import _C, comm, data_parallel, runtime
 from smp.engine import Engine
 from smp.pipeline import PipelineHub
 
@@ -173,19 +173,26 @@ class StepRun:
             engine.microbatch_done(mb)
 
     def end(self) -> None:
-        """Waits for the reduction of the step's gradients. Collective over the replicas."""
+        """Waits for the reduction of the step's gradients.
+
+        Collective over the replicas, and over the ranks of each.
+        """
         for engine in self._engines:
             engine.end_step(self._trains)
         self._warn_of_idle_offload()
         self._let_go()
 
     def _warn_of_idle_offload(self) -> None:
+        """Once, behind the first step that trains. Collective over the ranks of the replica."""
         store = self._current.activation_store
         is_first = self._trains and self._engines and not self._current.has_trained
         self._current.has_trained |= bool(is_first)
-        if store is None or not is_first or self._current.global_rank != 0:
+        if store is None or not is_first:
             return
-        if store.stats()["checkpoints"] == 0 and not any(e.checkpoints() for e in self._engines):
+        # A request travels with its call: only the rank that fulfils it counts it.
+        own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)
+        anywhere = any(comm.allgather(own, comm.CommGroup.MP_GROUP))
+        if self._current.global_rank == 0 and not anywhere:
             _log.warning(
                 "smp: offload_activations has no effect, because no module is checkpointed; use "
                 "smp.set_activation_checkpointing"

@@ -198,6 +198,65 @@ def test_a_budget_does_not_count_gathered_weights(pool: Pool) -> None:
             assert costs == [(2 * one, one)] * 3, degree
 
 
+def offload_warnings(rank: int, asks: str) -> int:
+    """Warnings of this rank in a pipeline whose second stage has all checkpoints, if any."""
+    import logging
+
+    import torch
+    from torch import Tensor, nn
+
+    import smp
+    from smp.patches.checkpoint import checkpoint
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x) if asks == "owner" else self.block(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), Stage()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return checkpoint(self.second, x) if asks == "caller" else self.second(x)
+
+    smp.init(
+        {"pipeline_parallel_degree": 2, "offload_activations": True, "auto_partition": False,
+         "default_partition": 0, "microbatches": 2}
+    )  # fmt: skip
+    net = Net()
+    smp.set_partition(net.second, 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).sum())
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("smp")
+    logger.addHandler(handler)
+    try:
+        train_step(torch.ones(4, 4))
+        train_step(torch.ones(4, 4))
+    finally:
+        logger.removeHandler(handler)
+    if asks:  # the other rank has them
+        assert (smp.metrics.offload_stats()["checkpoints"] > 0) == (smp.pp_rank() == 1)
+    return sum("offload_activations has no effect" in message for message in messages)
+
+
+@pytest.mark.parametrize("asks", ["caller", "owner", ""])
+def test_offloading_on_a_later_stage_is_no_reason_to_warn(pool: Pool, asks: str) -> None:
+    assert pool.run(2, offload_warnings, asks) == [0 if asks else 1, 0]
+
+
 def test_automatic_partition_traces_marked_modules(pool: Pool) -> None:
     cells = [Cell(pp=2, manual=False, strategy=strategy) for strategy in ("each", "contiguous")]
     results = pool.run(2, train_all, cells, timeout=120)
