@@ -12,6 +12,7 @@ either, SIGTERM ends a process as ever. See docs/design/preemption.md.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -90,7 +91,9 @@ def save_to(
     """From now on a request is honoured by the library: it saves and leaves before a training step.
 
     That is the beginning of the first call of a step function, with gradients enabled, after an
-    optimizer has made its update: nothing is lost then. Call it on all ranks, once.
+    optimizer has made its update: nothing is lost then. Call it on all ranks, once. With more than
+    one model or optimizer the first training step raises; these are saved by a script that asks
+    :func:`requested`.
 
     Args:
         path: folder of `save_checkpoint`, seen by all ranks. `SMP_PREEMPTION_PATH` does the same
@@ -113,14 +116,43 @@ def before_step(current: runtime.Runtime) -> None:
 
     Raises:
         SystemExit: after saving.
+        RuntimeError: there is more than one model or optimizer. Not only when it is time to save,
+            when nobody can do anything about it.
         smp.PeerFailure: as `requested`.
     """
     automatic = _Process.automatic or _from_settings(current)
     if automatic is None or not torch.is_grad_enabled() or current.has_gradients:
         return
+    model, optimizer = _what_to_save(current)
     if requested():
-        _save(current, automatic)
+        _save(current, automatic, model, optimizer)
         leave()
+
+
+def _what_to_save(current: runtime.Runtime) -> tuple[Any, Any]:
+    """The model and the optimizer; None for what was not wrapped."""
+    problem = _problem(current)
+    if problem is not None:
+        gc.collect()  # what nobody has any more is not counted, on any rank
+        problem = _problem(current)
+    if problem is not None:
+        raise RuntimeError(f"{current.prefix}{problem}")
+    return current.model, current.optimizer
+
+
+def _problem(current: runtime.Runtime) -> str | None:
+    """Why these models and optimizers are not saved by the library."""
+    # One optimizer may have been wrapped several times.
+    num_optimizers = len({id(wrapped.optimizer) for wrapped in current.optimizers})
+    if len(current.models) <= 1 and num_optimizers <= 1:
+        return None
+    return (
+        "SMP_PREEMPTION_PATH and smp.preemption.save_to save one model with one optimizer, but "
+        f"{len(current.models)} models ({current.candidates}) and {num_optimizers} optimizers are "
+        "wrapped, and all but one would be lost. Do without these; ask "
+        "smp.preemption_requested() at the end of each iteration, save each model with "
+        "smp.save_checkpoint into a folder of its own, and call smp.preemption.leave()"
+    )
 
 
 def _from_settings(current: runtime.Runtime) -> _Automatic | None:
@@ -128,7 +160,7 @@ def _from_settings(current: runtime.Runtime) -> _Automatic | None:
     return None if path is None else _Automatic(Path(path), None, None)
 
 
-def _save(current: runtime.Runtime, automatic: _Automatic) -> None:
+def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:
     if not current.has_trained:
         _log_first(current, "smp: stopping before the first step; there is nothing to save")
         return
@@ -142,8 +174,8 @@ def _save(current: runtime.Runtime, automatic: _Automatic) -> None:
         automatic.path,
         tag=tag,
         partial=True,
-        model=next(iter(current.models), None),
-        optimizer=next(iter(current.optimizers), None),
+        model=model,
+        optimizer=optimizer,
         user_content=None if automatic.user_content is None else automatic.user_content(),
         num_kept_partial_checkpoints=automatic.keep,
     )

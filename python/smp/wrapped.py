@@ -23,6 +23,7 @@ class WrappedModel(Protocol):
 class WrappedOptimizer(Protocol):
     """What is known here of a `DistributedOptimizer`."""
 
+    optimizer: Any
     param_groups: Any
 
     def _use_masters(self) -> None: ...
