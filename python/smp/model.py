@@ -368,16 +368,19 @@ class DistributedModel(ModelViews):
         """Entries of the state dict that live on this rank, marked as partial."""
         return self._parts().marked_state()
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+    def state_dict(self, gather_to_rank0: bool = False, *args: Any, **kwargs: Any) -> Any:
         """The whole model, with the keys of the unwrapped one.
 
         Collective over the ranks of a replica (the MP group) once the model is partitioned.
 
         Args:
             gather_to_rank0: only global rank 0 gets the dict, all others an empty one.
+
+        Raises:
+            ValueError: further arguments, which ``torch.nn.Module.state_dict`` has.
         """
-        if args or kwargs:
-            raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only")
+        if args or kwargs or not isinstance(gather_to_rank0, bool):
+            raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
         return self._engine.state_dict(gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]

@@ -71,7 +71,8 @@ NAMES: dict[str, tuple[str | None, str]] = {
     "barrier": ("group=WORLD", BARRIER),
     **{f"{kind}_barrier": ("", BARRIER) for kind in ("mp", "dp", "pp", "tp", "rdp")},
     # ---- step
-    "step": ("non_split_inputs=None, input_split_axes=None, detach_outputs=True",
+    # By keyword alone: the function that it decorates comes first.
+    "step": ("*, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
              f"{OUTPUTS}test_all_decorator_forms_work"),
     "StepOutput": (None, f"{OUTPUTS}test_step_outputs_have_the_documented_form_on_every_rank"),
     # ---- model

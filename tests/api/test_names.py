@@ -53,6 +53,8 @@ def check_arguments(value: Any, signature: str, name: str) -> None:
         if there:
             own, given = actual[argument.name].default, argument.default
             assert own == given, f"{name}({argument.name}={own!r})"
+            kind = actual[argument.name].kind
+            assert kind is not kind.KEYWORD_ONLY or argument.kind is kind, f"{name}: {argument}"
     documented = [a.name for a in expected if a.name in actual]
     positional = [
         p.name

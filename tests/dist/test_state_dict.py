@@ -57,7 +57,11 @@ def full_dicts(rank: int, run: Run) -> dict[str, Any]:
     early = {name: value.clone() for name, value in model.state_dict().items()}
     train(run, optimizer, train_step, range(1))
     full = model.state_dict()
-    only_first = model.state_dict(gather_to_rank0=True)
+    only_first = model.state_dict(True)
+    with pytest.raises(ValueError, match="gather_to_rank0 only"):
+        model.state_dict(prefix="x.")
+    with pytest.raises(ValueError, match="a bool"):
+        model.state_dict({})
     partial = model.local_state_dict()
     assert partial.pop("_smp_is_partial") is True
     assert all(isinstance(value, Tensor) for value in full.values())
