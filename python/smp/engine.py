@@ -556,11 +556,6 @@ class Engine:
 
     def gather_to_cpu(self) -> None:
         """Makes every parameter real on the CPU of every rank and gives modules their forward."""
-        if self._current.sizes["tp"] > 1:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}modules that are split over tensor-parallel ranks do not work "
-                "on one rank; build the plain model and load state_dict() into it"
-            )
         state = self.state_dict(gather_to_rank0=False)
         if self.link is not None:
             self.link.disconnect()

@@ -400,7 +400,18 @@ class DistributedModel(ModelViews):
         return self._engine.load_state_dict(state_dict, strict, same_partition_load)
 
     def cpu(self) -> DistributedModel:
-        """Gathers the whole model on the CPU of every rank and ends its partition. Collective."""
+        """Gathers the whole model on the CPU of every rank and ends its partition. Collective.
+
+        Raises:
+            RuntimeError: it has modules that are split over several ranks.
+        """
+        split = next(self.distributed_modules(), None)
+        if split is not None and self._runtime.sizes["tp"] > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}cpu() gathers modules that work on one rank, and "
+                f"{type(split).__name__} is split over {self._runtime.sizes['tp']} tensor-parallel "
+                "ranks; build the plain model and load state_dict() into it"
+            )
         self._engine.gather_to_cpu()
         return self
 

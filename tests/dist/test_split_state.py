@@ -162,3 +162,35 @@ def load_without_slices(rank: int, run: SplitRun) -> bool:
 
 def test_entries_without_a_word_of_slices_are_cut(pool: Pool) -> None:
     assert pool.run(2, load_without_slices, SplitRun(CASE, 1, 2, 1)) == [True, True]
+
+
+def move_to_cpu(rank: int, layout: tuple[int, int]) -> None:
+    import smp
+
+    run = SplitRun(CASE, *layout, 1)
+    init_split(run)
+    model, _, train = make(run)
+    train(0)
+    with pytest.raises(RuntimeError, match=r"\w+ is split over 2 tensor-parallel ranks"):
+        model.cpu()
+    train(1)  # nothing has changed
+    smp.shutdown()
+    init_split(run)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+    plain = torch.nn.Sequential(*layers)
+    model = smp.DistributedModel(plain)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        output = smp.step(lambda x: model(x))(x.repeat(run.microbatches, 1))
+    num_local = sum(1 for _ in model.local_parameters())
+    assert num_local == 8 // layout[0]
+    model.cpu()
+    assert all(parameter.isfinite().all() for parameter in plain.parameters())
+    assert torch.allclose(plain(x), output.outputs[0])
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_cpu_gathers_what_is_not_split(pool: Pool, layout: tuple[int, int]) -> None:
+    """Layouts of several tensor-parallel ranks, for models that have modules for them or not."""
+    pool.run(layout[0] * layout[1], move_to_cpu, layout)
