@@ -116,6 +116,21 @@ def test_trainer_trains_in_fp16(trainer_pool: Pool, tmp_path: Path) -> None:
     assert again["losses"] == result["losses"] and again["evaluated"] == result["evaluated"]
 
 
+def test_trainer_skips_updates_that_overflow(trainer_pool: Pool, tmp_path: Path) -> None:
+    half = PIPELINE | {"fp16": True}
+    scale = 2.0**17
+    result = train(trainer_pool, tmp_path / "large", 2, half, kind="bert", init_scale=scale)
+    assert result["fp16"] and scale / 2**4 < result["loss_scale"] < scale, (
+        "the first updates were skipped"
+    )
+    assert not result["has_overflow"], "the last one was not"
+    assert result["evaluated"][0] != result["evaluated"][1], "then it is trained"
+    scale = 2.0**60
+    result = train(trainer_pool, tmp_path / "huge", 2, half, kind="bert", init_scale=scale)
+    assert result["has_overflow"] and result["loss_scale"] == scale / 2**4, "after four updates"
+    assert result["evaluated"][0] == result["evaluated"][1], "nothing has changed"
+
+
 def test_trainer_splits_tensors(
     trainer_pool: Pool, tmp_path: Path, expected_gpt2: dict[str, Any]
 ) -> None:

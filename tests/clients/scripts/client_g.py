@@ -10,7 +10,7 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,22 @@ class WrapsFirst(Trainer):
         return self.model_wrapped
 
 
+class Scales(Trainer):
+    """With a dynamic loss scale; 4.30 itself asks for none."""
+
+    dynamic_loss_args: ClassVar[dict[str, float]] = {}
+
+    def create_optimizer(self) -> Any:
+        import smdistributed.modelparallel.torch as smp
+
+        self.optimizer = smp.DistributedOptimizer(
+            super().create_optimizer(),
+            dynamic_loss_scale=True,
+            dynamic_loss_args=self.dynamic_loss_args,
+        )
+        return self.optimizer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="gpt2")
@@ -47,6 +63,7 @@ def main() -> None:
     parser.add_argument("--resume", default="")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--evaluate_first", type=int, default=0)
+    parser.add_argument("--init_scale", type=float, default=0)
     args = parser.parse_args()
     output = Path(os.environ["SM_OUTPUT_DATA_DIR"])
     is_parallel = bool(os.environ.get("SM_FRAMEWORK_PARAMS"))
@@ -87,7 +104,8 @@ def main() -> None:
             model = model_of(args.kind)
     else:
         model = model_of(args.kind)
-    trainer = (WrapsFirst if args.split else Trainer)(
+    Scales.dynamic_loss_args = {"init_scale": args.init_scale}
+    trainer = (WrapsFirst if args.split else Scales if args.init_scale else Trainer)(
         model=model,
         args=training,
         train_dataset=samples_of(args.kind, 64, seed=1),
@@ -110,6 +128,7 @@ def main() -> None:
         "files": sorted(str(path.relative_to(output)) for path in output.rglob("*")),
         "is_parallel": is_parallel,
         "has_overflow": bool(getattr(trainer.optimizer, "overflow", False)),
+        "loss_scale": getattr(trainer.optimizer, "loss_scale", None),
         "fp16": bool(training.fp16),
         "num_local": 0,
     }
