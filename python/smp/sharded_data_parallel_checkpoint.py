@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.checkpoint.folder import partial_checkpoints
+
 
 def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, dtype: torch.dtype | None = None
@@ -24,7 +26,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     Args:
         checkpoint_dir: the folder that `save_checkpoint` got.
         tag: of the checkpoint, with or without its suffix ``_partial``; by default what the file
-            ``newest`` names.
+            ``newest`` names, or where that is a whole model, the newest of the partial ones.
         dtype: of parameters in the result; float32, as they were saved, by default.
 
     Returns:
@@ -60,6 +62,14 @@ def _folder(path: Path, tag: str | None) -> Path:
         if not newest.is_file():
             raise FileNotFoundError(f"{newest} does not exist; give the tag of the checkpoint")
         tag = newest.read_text().strip()
+        if (path / tag).is_file():
+            partial = partial_checkpoints(path)
+            if not partial:
+                raise FileNotFoundError(
+                    f"{newest} names '{tag}', a whole model, and {path} has no complete partial "
+                    "checkpoint of ours; give the tag of the checkpoint, or load the whole model"
+                )
+            return partial[-1]
     for name in (tag, f"{tag}_partial"):
         if (path / name).is_dir():
             return path / name

@@ -47,7 +47,6 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "launch",
             "optimizers",
             "schedule",
-            "sharded_data_parallel_checkpoint",
             "tracing",
         }
     ),
@@ -79,7 +78,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
     frozenset({"amp", "optimizer", "step"}),
     frozenset({"checkpoint"}),
-    frozenset({"integrations"}),
+    frozenset({"integrations", "sharded_data_parallel_checkpoint"}),
     frozenset({"__main__"}),
 )
 

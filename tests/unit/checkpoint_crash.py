@@ -93,6 +93,8 @@ def check_whole(path: Path) -> int:
     assert found == str(number).encode() * 10
     assert (path / "full.pt").read_bytes() == str(number).encode() * 10000
     assert (path / "config.json").read_bytes() == b"{}"
+    if (path / folder.NEWEST).exists():
+        assert folder.newest_whole(path) == path / "full.pt"
     if (path / "alone.pt").exists():
         alone = (path / "alone.pt").read_bytes()
         assert alone == alone[: len(alone) // 10000] * 10000
@@ -216,7 +218,7 @@ def main() -> None:
     names = sorted(p.name for p in path.iterdir())
     assert left_over(path) == [], left_over(path)
     if form is WHOLE:
-        assert names == ["alone.pt", "config.json", "full.pt", "user_content_full.pt"], names
+        assert names == ["alone.pt", "config.json", "full.pt", "newest", "user_content_full.pt"]
     else:
         assert len(names) == _KEEP + 1, names  # and `newest`
     assert "torch" not in sys.modules

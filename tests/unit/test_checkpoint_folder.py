@@ -195,10 +195,14 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     (tmp_path / "newest").write_text("gone_partial")
     with pytest.raises(FileNotFoundError, match="'newest' in .* names 'gone_partial'"):
         folder.find(tmp_path, None)
+    assert folder.newest_whole(tmp_path) is None
+    (tmp_path / "newest").write_text("full")
+    assert folder.newest_whole(tmp_path) is None
     (tmp_path / "full").write_bytes(b"x")
-    assert folder.find(tmp_path, "full", partial=False) == tmp_path / "full"
-    with pytest.raises(FileNotFoundError, match="full checkpoint 'a_partial'"):
-        folder.find(tmp_path, "a_partial", partial=False)
+    assert folder.newest_whole(tmp_path) == tmp_path / "full"
+    assert folder.find(tmp_path, None) == tmp_path / "a_partial"
+    with pytest.raises(FileNotFoundError, match="'full' is a whole model.*partial=False"):
+        folder.find(tmp_path, "full")
 
 
 def test_a_running_job_is_left_alone(tmp_path: Path) -> None:

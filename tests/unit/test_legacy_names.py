@@ -175,6 +175,17 @@ def test_shards_are_merged_to_the_whole_model(
     assert half["a"].dtype == torch.bfloat16 and half["mask"].dtype == torch.int64
 
 
+def test_the_newest_may_be_a_whole_model(tmp_path: Path) -> None:
+    expected = write_sharded(tmp_path, 2)
+    (tmp_path / "newest").write_text("full.pt")
+    (tmp_path / "full.pt").touch()
+    with pytest.raises(FileNotFoundError, match=r"names 'full.pt', a whole model.*tag"):
+        get_full_state_dict(tmp_path)
+    # As save_checkpoint leaves a folder that is complete.
+    (tmp_path / "step3_partial" / "manifest.json").touch()
+    assert list(get_full_state_dict(tmp_path)) == list(expected)
+
+
 class Foreign:
     """What a user keeps beside a model."""
 

@@ -149,3 +149,71 @@ def test_a_configuration_appears_whole_or_not_at_all(
     assert _names(tmp_path) == []
     smp.save_checkpoint(tmp_path, "model.safetensors", partial=False, model=model)
     assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def _resume(path: Path, **arguments: Any) -> Any:
+    return smp.resume_from_checkpoint(path, load_optimizer=False, **arguments)
+
+
+@pytest.mark.parametrize("name", ("full.pt", "model.safetensors"))
+def test_the_newest_may_be_a_whole_model(tmp_path: Path, name: str) -> None:
+    model = _model()
+    weight = model.state_dict()["weight"].clone()
+    smp.save_checkpoint(tmp_path, "old.pt", partial=False, model=model, user_content={"n": 0})
+    smp.save_checkpoint(tmp_path, name, partial=False, model=model, user_content={"n": 1})
+    assert (tmp_path / "newest").read_text() == name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert _resume(tmp_path, partial=False) == {"n": 1}
+    assert torch.equal(model.state_dict()["weight"], weight)
+    assert _resume(tmp_path, partial=False, tag="old.pt") == {"n": 0}
+
+
+def test_content_is_that_of_the_file_that_is_found(tmp_path: Path) -> None:
+    model = _model()
+    smp.save_checkpoint(
+        tmp_path, "model.safetensors", partial=False, model=model, user_content={"n": 1}
+    )
+    (tmp_path / "user_content_pytorch_model.bin").touch()  # of a file that is no more
+    for tag in ("model.safetensors", "pytorch_model.bin", None):
+        assert _resume(tmp_path, partial=False, tag=tag) == {"n": 1}, tag
+    (tmp_path / "newest").unlink()
+    assert _resume(tmp_path, partial=False) == {"n": 1}
+    (tmp_path / "inside").mkdir()
+    for item in ("model.safetensors", "user_content_model.safetensors"):
+        (tmp_path / item).rename(tmp_path / "inside" / item)
+    assert _resume(tmp_path, partial=False, tag="inside") == {"n": 1}
+
+
+def test_partial_and_whole_ones_in_one_folder(tmp_path: Path) -> None:
+    model = _model()
+
+    def save(tag: str, partial: bool) -> None:
+        content = {"tag": tag}
+        smp.save_checkpoint(tmp_path, tag, partial, model=model, user_content=content)
+
+    save("model.safetensors", False)
+    attempts: tuple[dict[str, Any], ...] = ({}, {"tag": "model.safetensors"})
+    for arguments in attempts:
+        with pytest.raises(FileNotFoundError, match=r"a whole model.*partial=False"):
+            _resume(tmp_path, **arguments)
+    save("a", True)
+    save("b", True)
+    assert (tmp_path / "newest").read_text() == "b_partial"
+    assert _resume(tmp_path) == {"tag": "b"}
+    assert _resume(tmp_path, partial=False) == {"tag": "model.safetensors"}
+    save("full.pt", False)
+    assert _resume(tmp_path) == {"tag": "b"}, "the newest of those that can be resumed"
+    assert _resume(tmp_path, partial=False) == {"tag": "full.pt"}
+    (tmp_path / "full.pt").unlink()
+    assert _resume(tmp_path, partial=False) == {"tag": "model.safetensors"}
+    with pytest.raises(FileNotFoundError, match=r"'newest' in .* names 'full.pt'.*b_partial"):
+        _resume(tmp_path)
+
+
+def test_a_whole_model_of_another_name_is_asked_for_by_tag(tmp_path: Path) -> None:
+    model = _model()
+    torch.save(model.state_dict(), tmp_path / "mine.pt")
+    with pytest.raises(FileNotFoundError, match=r"there are: mine.pt.*tag="):
+        _resume(tmp_path, partial=False)

@@ -53,7 +53,7 @@ class FileGeneration:
         return result
 
     def commit(self) -> None:
-        """Gives both files, which are synchronised, their names."""
+        """Gives both files, which are synchronised, their names, and makes this the newest."""
         path = self.target.parent
         obsolete = left_over.followers(path, _CONTENT + self.target.name)
         file_system.sync_folder(path)
@@ -63,6 +63,7 @@ class FileGeneration:
             # Of a generation that nobody could know to be dead; its file is no more.
             file_system.delete(follower)
         left_over.settle(path, self.generation)
+        folder.write_newest(path, self.target.name, self.generation)
         self._release()
 
     def abandon(self) -> None:

@@ -144,7 +144,7 @@ class Generation:
         replaced = self._rename()
         file_system.sync_folder(path)
         if name_newest:
-            file_system.write_file(path / NEWEST, self.target.name.encode(), unique=self.generation)
+            write_newest(path, self.target.name, self.generation)
         if replaced is not None:
             file_system.delete(replaced)
         if keep is not None:
@@ -218,27 +218,34 @@ def partial_checkpoints(path: Path) -> list[Path]:
     return [folder for _, _, folder in sorted(found)]
 
 
-def find(path: Path, tag: str | None, partial: bool = True) -> Path:
-    """The checkpoint ``tag`` in ``path``, or the newest.
+def find(path: Path, tag: str | None) -> Path:
+    """The folder of the partial checkpoint ``tag`` in ``path``, or of the newest.
 
     Args:
-        tag: with or without ``_partial``; None reads ``newest``.
-        partial: a folder ``<tag>_partial`` with a manifest; else a file or folder ``<tag>``.
+        tag: with or without ``_partial``; None reads ``newest``. Where that names a whole model,
+            saved later, it is the newest of the partial ones.
     Raises:
         FileNotFoundError: if there is none, naming those that there are.
     """
     name = newest(path) if tag is None else tag
     check_name(name)
-    if not partial:
-        if (path / name).exists() and not (path / name / FILE_NAME).exists():
-            return path / name
-        raise _not_found(path, tag, name, "full")
     for candidate in (name + PARTIAL_SUFFIX, name):
         aside = sorted(path.glob(f".{_glob_escape(candidate)}.old-*"))
         for folder in (path / candidate, *aside):
             if (folder / FILE_NAME).is_file():
                 return folder
-    raise _not_found(path, tag, name, "partial")
+    partial = partial_checkpoints(path)
+    if tag is None and partial and (path / name).is_file():
+        return partial[-1]
+    raise _not_found(path, tag, name)
+
+
+def newest_whole(path: Path) -> Path | None:
+    """The whole model that the file ``newest`` names; None if it names something else."""
+    if not (path / NEWEST).is_file():
+        return None
+    file = path / newest(path)
+    return file if file.is_file() else None
 
 
 def newest(path: Path) -> str:
@@ -260,13 +267,15 @@ def newest(path: Path) -> str:
     return text
 
 
-def _not_found(path: Path, tag: str | None, name: str, kind: str) -> FileNotFoundError:
+def _not_found(path: Path, tag: str | None, name: str) -> FileNotFoundError:
     there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     there = [n for n in there if not n.startswith(".") and n != NEWEST]
     asked = f"'{NEWEST}' in {path} names '{name}', but" if tag is None else f"{path}:"
+    is_whole = (path / name).is_file()
     return FileNotFoundError(
-        f"{asked} there is no complete {kind} checkpoint '{name}'; there are: "
+        f"{asked} there is no complete partial checkpoint '{name}'; there are: "
         f"{', '.join(there) or 'none'}"
+        + (f". '{name}' is a whole model: load it with partial=False" if is_whole else "")
     )
 
 
@@ -290,6 +299,11 @@ def check_name(name: str) -> None:
             f"{name!r} cannot be the tag of a checkpoint: give a plain name without '/' and "
             f"leading '.', and not '{NEWEST}'"
         )
+
+
+def write_newest(path: Path, name: str, generation: str) -> None:
+    """Makes ``newest`` hold a name, in one step."""
+    file_system.write_file(path / NEWEST, name.encode(), unique=generation)
 
 
 def _glob_escape(name: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from smp import _C
 from smp.checkpoint import file_system, safetensors_stream
+from smp.checkpoint import folder as folders
 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
@@ -33,12 +34,16 @@ def find_weights(path: Path, tag: str | None) -> Path:
 
     Args:
         path: folder.
-        tag: name of a file or folder in it; None: the folder is one of Hugging Face's. Where the
-            name of Hugging Face's older files is asked for, newer ones do.
+        tag: name of a file or folder in it; None: what the file ``newest`` names if that is a whole
+            model, else the folder is one of Hugging Face's. Where the name of Hugging Face's older
+            files is asked for, newer ones do.
 
     Raises:
         FileNotFoundError: names what was looked for and what is there.
     """
+    newest = folders.newest_whole(path) if tag is None else None
+    if newest is not None:
+        return newest
     folder, wanted = path, list(NAMES)
     if tag is not None and (path / tag).is_dir():
         folder = path / tag
@@ -52,6 +57,7 @@ def find_weights(path: Path, tag: str | None) -> Path:
     raise FileNotFoundError(
         f"{_C.rank_prefix()}{folder} has none of {candidates}; there are: "
         f"{', '.join(there) or 'no files'}"
+        + (". Give the name of another file as tag=" if tag is None else "")
     )
 
 

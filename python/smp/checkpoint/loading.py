@@ -27,7 +27,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.roll_call import agree, roll_call
-from smp.checkpoint.whole_files import WholeModel, read_user_content
+from smp.checkpoint.whole_files import WholeModel
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 
@@ -64,7 +64,8 @@ def resume_from_checkpoint(
     Args:
         path: folder that was given to :func:`smp.save_checkpoint`; with ``partial=False`` also one
             of Hugging Face's.
-        tag: of the checkpoint; None: the newest, or with ``partial=False`` the weights in ``path``.
+        tag: of the checkpoint; None: the newest of the partial ones, or with ``partial=False`` the
+            whole model that ``path/newest`` names, else the weights of Hugging Face in ``path``.
         partial: False: only the model, from a file of :func:`smp.save_checkpoint`, a state dict of
             ``torch.save``, or weights of Hugging Face in one file or with an index.
         strict: names that are missing or left over are errors.
@@ -78,7 +79,8 @@ def resume_from_checkpoint(
         model, optimizer: which ones, where several are wrapped.
 
     Returns:
-        the user content; ``{}`` where none was saved.
+        the user content, of a whole model that of the file that was found; ``{}`` where none was
+        saved.
 
     Raises:
         FileNotFoundError: no such checkpoint; names those that there are.
@@ -144,7 +146,7 @@ def _resume_whole(
     content, whole = None, WholeModel(strict, translate)
     try:
         whole.open(path, tag)
-        content = read_user_content(path, tag, unsafe)
+        content = whole.user_content(unsafe)
     except Exception as caught:
         error = caught
     agree(WHAT, error)

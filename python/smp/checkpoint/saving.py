@@ -39,8 +39,8 @@ def save_checkpoint(
     """Saves a job so that it can go on on any layout, or the whole model in one file.
 
     Collective over all ranks, with equal arguments (``user_content`` is that of the first rank). A
-    save that is interrupted leaves the previous checkpoint; ``path/newest`` names the last partial
-    one that is complete.
+    save that is interrupted leaves the previous checkpoint; ``path/newest`` names the last one that
+    is complete, ``<tag>_partial`` or ``<tag>``.
 
     Args:
         path: folder that all ranks see; made if missing.

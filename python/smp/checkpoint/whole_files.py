@@ -48,6 +48,16 @@ class WholeModel:
         self._file = huggingface.find_weights(path, tag)
         self._state = huggingface.open_weights(self._file)
 
+    def user_content(self, unsafe: bool) -> Any:
+        """What was saved with the model that was opened; ``{}`` if nothing was. Not collective.
+
+        Raises:
+            ValueError: it holds objects that are not data, unless ``unsafe``.
+        """
+        name = self._file.name.removesuffix(huggingface.INDEX)
+        file = content_of(self._file.with_name(name))
+        return {} if file is None else user_contents.read(file, unsafe)
+
     def fill(self, model: DistributedModel) -> None:
         """Gives a partitioned model its values. Not collective.
 
@@ -89,12 +99,6 @@ class WholeModel:
             # A translator of somebody else's may do what needs the values.
             _log.warning("smp: %s is translated in memory as a whole: %s", self._file, error)
             return model._engine.translated(state)
-
-
-def read_user_content(path: Path, tag: str | None, unsafe: bool) -> Any:
-    """What was saved with a whole model; ``{}`` if nothing was."""
-    file = None if tag is None else content_of(path / tag)
-    return {} if file is None else user_contents.read(file, unsafe)
 
 
 def _match(
