@@ -365,22 +365,32 @@ class DistributedModel(ModelViews):
     # ---- state
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Entries of the state dict that live on this rank, marked as partial."""
+        """Entries of the state dict that live on this rank, marked as partial.
+
+        With sharded data parallelism collective over the ranks that hold one copy of the model; it
+        raises PeerFailure or RuntimeError if some of them do not call it.
+        """
+        self._parts().meet("model.local_state_dict", is_merged=False)
         return self._parts().marked_state()
 
     def state_dict(self, gather_to_rank0: bool = False, *args: Any, **kwargs: Any) -> Any:
         """The whole model, with the keys of the unwrapped one.
 
-        Collective over the ranks of a replica (the MP group) once the model is partitioned.
+        Collective over the ranks of a replica (the MP group) once the model is partitioned, with
+        sharded data parallelism also over those that hold one copy of it.
 
         Args:
             gather_to_rank0: only global rank 0 gets the dict, all others an empty one.
 
         Raises:
             ValueError: further arguments, which ``torch.nn.Module.state_dict`` has.
+            PeerFailure, RuntimeError: some of these ranks have not called it.
         """
         if args or kwargs or not isinstance(gather_to_rank0, bool):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
+        if self.partitioned:
+            is_merged = not gather_to_rank0 or 0 in self._runtime.groups["mp"]
+            self._parts().meet("model.state_dict", is_merged, gather_to_rank0=gather_to_rank0)
         return self._engine.state_dict(gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]

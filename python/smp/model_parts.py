@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import memory
+from smp import memory, roll_call
 from smp.data_parallel import ShardedParameters, holding_of
 from smp.precision import load_value, reload_masters
 from smp.tensor_parallel import partial, sharding
@@ -165,6 +165,19 @@ class ModelParts:
                 partitions[dot + name] = self._partition_of[module]
             partitions[dot + _EXTRA_STATE] = self._partition_of[module]
         return partitions
+
+    def meet(self, what: str, is_merged: bool, **call: Any) -> None:
+        """Waits for the ranks that have to make the same call. Collective over them.
+
+        Args:
+            what: name of the public function.
+            is_merged: it exchanges tensors over the replica, not only those of sharded parameters.
+            call: arguments that have to be equal.
+        """
+        shard = () if self.sharded is None else ("shard",)
+        guard = "" if shard else ", or inside of `if smp.rdp_rank() == 0:`"
+        groups = ("mp", *shard) if is_merged else shard
+        roll_call.meet(what, groups, f"state = {what}()  # on all ranks{guard}", call)
 
     def state(self, keep: bool = True) -> dict[str, Any]:
         """The state dict, detached, with whole tensors for sharded parameters.

@@ -431,6 +431,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             gather_if_shard: where the state is sharded, ``rdp_rank`` 0 gets whole entries, which
                 is collective over the RDP group; all others, and everybody if False, get what they
                 hold, with marks that say which elements these are. Not collective otherwise.
+
+        Raises:
+            PeerFailure, RuntimeError: it is collective, and some ranks have not called it.
         """
         return {**self._state().of_rank(gather_if_shard), **self._scaler_state()}
 
@@ -440,6 +443,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Collective over the ranks of a replica (the MP group) once the model is partitioned, and
         over the RDP group if the state is sharded; before that it is this rank's. The masters of
         16-bit parameters are in their entries.
+
+        Raises:
+            PeerFailure, RuntimeError: some of these ranks have not called it.
         """
         state = self._state()
         whole = state.whole() if self._is_partitioned(any) else state.local()

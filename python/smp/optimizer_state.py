@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, comm, runtime
+from smp import _C, comm, roll_call, runtime
 from smp.data_parallel import Holding, holding_with_master, model_parameter_of
 from smp.precision.masters import cut, parameters_of
 from smp.tensor_parallel import partial
@@ -20,6 +20,12 @@ from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
 FLAT_MARK = "_smp_flat"
 #: The master of a 16-bit parameter, in its entry.
 MASTER = "_smp_master"
+
+_LOCAL_SNIPPET = (
+    "state = optimizer.local_state_dict()  # on all ranks; gather_if_shard=False gathers nothing\n"
+    "    if smp.rdp_rank() == 0:\n"
+    "        smp.save(state, path)"
+)
 
 Entries = dict[Any, Any]
 Flat = tuple[int, int, tuple[int, ...]]
@@ -82,6 +88,7 @@ class OptimizerState:
         own, marks = self.local(), self.marks()
         if not gather_shards or not self._is_sharded:
             return {**own, **marks}
+        roll_call.meet("optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
         first = runtime.current().groups["shard"][0]
         mine = (to_cpu(own["state"]), marks[FLAT_MARK])
         if runtime.current().global_rank != first:
@@ -97,6 +104,11 @@ class OptimizerState:
 
         Collective over the MP group, and over the rdp group if the state is sharded.
         """
+        snippet = "state = optimizer.state_dict()  # on all ranks"
+        if not self._is_sharded:
+            snippet += ", or inside of `if smp.rdp_rank() == 0:`"
+        groups = ("rdp", "mp") if self._is_sharded else ("mp",)
+        roll_call.meet("optimizer.state_dict", groups, snippet)
         result = self.local()
         if self._is_sharded:
             mine = (to_cpu(result["state"]), self._flat())

@@ -54,7 +54,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"settings"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
-    frozenset({"comm", "device_numbers", "state_mod"}),
+    frozenset({"comm", "device_numbers", "roll_call", "state_mod"}),
     frozenset({"tensor_parallel"}),
     frozenset({"memory"}),
     frozenset(

@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from smp import _C, comm, runtime
+from smp import _C, comm, roll_call, runtime
 from smp.checkpoint import file_generation, rank_files
+
+_SNIPPET = (
+    "if smp.rdp_rank() == 0:  # or on all ranks\n"
+    '        smp.save({"model": model.local_state_dict()}, path, partial=False)'
+)
 
 
 def save(
@@ -31,6 +36,10 @@ def save(
             ``f``; partial state dicts inside of ``obj`` are then merged over the MP group first,
             which is collective, and its first rank writes.
         v3: one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
+
+    Raises:
+        ValueError: the folder does not exist.
+        PeerFailure, RuntimeError: parts are to be merged, and some ranks have not called it.
     """
     runtime.current()
     path = Path(f)
@@ -38,6 +47,7 @@ def save(
         end = rank_files.own_suffix() if v3 else rank_files.suffix()
         path, obj = path.with_name(path.name + end), rank_files.with_layout(obj, is_own=v3)
     elif rank_files.has_partial(obj):
+        roll_call.meet("smp.save", ("mp",), _SNIPPET)
         parts = comm.allgather(obj, comm.MP_GROUP)
         if comm.mp_rank() != 0:
             return

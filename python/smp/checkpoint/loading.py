@@ -26,10 +26,10 @@ from smp.checkpoint.filling import (
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
-from smp.checkpoint.roll_call import agree, roll_call
 from smp.checkpoint.whole_files import WholeModel
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
+from smp.roll_call import agree, roll_call
 
 WHAT = "smp.resume_from_checkpoint"
 

@@ -19,11 +19,11 @@ from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
-from smp.checkpoint.roll_call import agree
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.model import DistributedModel
 from smp.optimizer import DistributedOptimizer
 from smp.partition import plan_file
+from smp.roll_call import agree
 
 WHAT = "smp.save_checkpoint"
 PARTITION_FILE = "partition.txt"

@@ -15,8 +15,8 @@ from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.exporting import second_names
 from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
-from smp.checkpoint.roll_call import agree
 from smp.model import DistributedModel
+from smp.roll_call import agree
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.sharding import interval_of
 
