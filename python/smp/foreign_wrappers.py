@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import nn
 
 _REDUCES = "smp reduces gradients itself: unwrap it"
@@ -25,6 +26,8 @@ def reason_to_refuse(module: nn.Module) -> str | None:
         wrapper = getattr(sys.modules.get(source), name, None)
         if wrapper is not None and isinstance(module, wrapper):
             return f"is a {name}; {reason}"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a ScriptModule, which smp cannot partition"
     # Of torch.compile(module), and of module.compile().
     compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     is_wrapped = compiled is not None and isinstance(module, compiled)

@@ -25,7 +25,7 @@ from smp.model_views import ModelViews
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
-from smp.partition.trace_choice import TraceOptions
+from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.precision import cast_inputs, cast_outputs
@@ -87,7 +87,7 @@ class DistributedModel(ModelViews):
         current = runtime.current()
         _check_module(module, current)
         times = trace_execution_times or current.config.use_times
-        _check_tracing(trace_device, times)
+        check_tracing(trace_device, times)
         if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
             raise ValueError(
                 f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
@@ -579,8 +579,6 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
             raise ValueError(f"{where} is a DistributedModel already")
         if (reason := reason_to_refuse(child)) is not None:
             raise ValueError(f"{where} {reason}")
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ValueError(f"{where} is a ScriptModule, which smp cannot partition")
     _check_shared(module, current)
 
 
@@ -596,13 +594,3 @@ def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
                     f"that is wrapped already ({other._label}); put both into one module and wrap "
                     "that, or delete the other one first"
                 )
-
-
-def _check_tracing(device: str, times: bool) -> None:
-    if device not in ("gpu", "cpu"):
-        raise ValueError(f"trace_device must be 'gpu' or 'cpu', not {device!r}")
-    if times and device == "cpu":
-        raise ValueError(
-            "smp config: trace_execution_times=True: times on the CPU say nothing about the GPU; "
-            "use trace_device='gpu' or trace_execution_times=False"
-        )

@@ -36,6 +36,17 @@ class TraceOptions:
     measure_memory: bool = False
 
 
+def check_tracing(device: str, times: bool) -> None:
+    """Raises a ValueError unless ``trace_device`` is one, and fits what is to be measured."""
+    if device not in ("gpu", "cpu"):
+        raise ValueError(f"trace_device must be 'gpu' or 'cpu', not {device!r}")
+    if times and device == "cpu":
+        raise ValueError(
+            "smp config: trace_execution_times=True: times on the CPU say nothing about the GPU; "
+            "use trace_device='gpu' or trace_execution_times=False"
+        )
+
+
 def trace_for_partition(
     root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: TraceOptions
 ) -> Trace | None:
