@@ -174,6 +174,16 @@ def test_an_embedding_with_sparse_gradients_stays(caplog: pytest.LogCaptureFixtu
     assert type(root[0]) is nn.Embedding and "sparse is True" in caplog.text
 
 
+def test_modules_whose_weights_others_read_stay(caplog: pytest.LogCaptureFixture) -> None:
+    with smp.tensor_parallelism():
+        root = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
+    with caplog.at_level(logging.WARNING, "smp"):
+        smp.DistributedModel(root)
+    assert type(root[0].linear1) is nn.Linear and type(root[0].linear2) is nn.Linear
+    assert isinstance(root[1], smp.nn.DistributedLinear)
+    assert caplog.text.count("the TransformerEncoderLayer around it reads its parameters") == 1
+
+
 def test_options_of_the_context_override_the_hook() -> None:
     register()
     with smp.tensor_parallelism(note="mine", scale=7.0, unknown=1):

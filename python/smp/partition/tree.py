@@ -14,8 +14,8 @@ from smp.partition.costs import Trace
 from smp.tensor_parallel import sharding
 
 # These read the parameters of their children instead of calling them, so a child elsewhere would
-# never be asked.
-_READS_CHILDREN = nn.MultiheadAttention | nn.TransformerEncoderLayer
+# never be asked, and one with slices of its parameters would be taken for a small one.
+READS_CHILDREN = nn.MultiheadAttention | nn.TransformerEncoderLayer
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
 
 def kind_of(module: nn.Module) -> _C.NodeKind:
     """How the partitioner may cut a module."""
-    if isinstance(module, torch.jit.ScriptModule | _READS_CHILDREN):
+    if isinstance(module, torch.jit.ScriptModule | READS_CHILDREN):
         return _C.NodeKind.INDIVISIBLE
     if parametrize.is_parametrized(module) or getattr(module, "is_indivisible", False) is True:
         return _C.NodeKind.INDIVISIBLE

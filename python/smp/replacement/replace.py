@@ -15,6 +15,7 @@ from smp import _C, memory, runtime
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.partition import contexts
+from smp.partition.tree import READS_CHILDREN
 from smp.replacement.adapters import adapter_in
 from smp.replacement.marks import Mark, is_candidate, mark_of
 from smp.tensor_parallel import sharding
@@ -62,10 +63,14 @@ class _Replacement:
         self._done: dict[nn.Module, nn.Module] = {}
         self._said: set[tuple[type[nn.Module], str]] = set()
         self._holders: dict[Tensor, set[nn.Module]] = {}
+        self._readers: dict[nn.Module, nn.Module] = {}
         for module in root.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._holders.setdefault(parameter, set()).add(module)
+            if isinstance(module, READS_CHILDREN):
+                inside = (part for part in module.modules() if part is not module)
+                self._readers.update(dict.fromkeys(inside, module))
 
     def visit(self, module: nn.Module, name: str, around: tuple[nn.Module, ...] = ()) -> nn.Module:
         """The module that takes the place of ``module``; itself in most cases.
@@ -103,6 +108,11 @@ class _Replacement:
         assert registration is not None and mark is not None
         if self._shares_weights(module):
             return Declined("it shares parameters with modules outside of it")
+        if module in self._readers:
+            return Declined(
+                f"the {type(self._readers[module]).__name__} around it reads its parameters "
+                "instead of calling it, and has to find them whole"
+            )
         adapter = adapter_in(module)
         if adapter is not None:
             return Declined(
