@@ -269,6 +269,7 @@ def test_single_layers(name: str, cache: bool) -> None:
     with lifted_casts():
         expected, got = plain(**without), ours(**without)
     assert relative_difference(got["logits"], expected["logits"]) <= 1e-9
+    plain.load_state_dict(family.to_hf(ours.state_dict()), strict=True)
 
 
 def test_a_declined_model_leaves_its_parts_to_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -283,6 +283,31 @@ def test_layers_are_translated_by_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_public_names_translate_models_of_which_layers_were_replaced(name: str) -> None:
+    family = hf.family(name)
+    model = family.build()
+    note(name, model)
+    theirs = state_of(model)
+    to_hf, to_smp = family.translators.FAMILY.translators("layer")
+    some = {key: value for key, value in theirs.items() if ".1." not in key}
+    for replaced in (theirs, some):
+        ours = {**to_smp(replaced), **{k: v for k, v in theirs.items() if k not in replaced}}
+        assert any(key.endswith(".0.attention.dense.weight") for key in ours)
+        assert set(ours) != set(theirs) and not any("seq_layers" in key for key in ours)
+        inside = {f"inner.{key}": value for key, value in ours.items()}
+        for translate in (family.to_hf, to_hf):
+            assert_same(translate(ours), theirs)
+            back = translate(inside)
+            assert_same({key.removeprefix("inner."): v for key, v in back.items()}, theirs)
+        for other in FAMILIES.values():
+            is_alike = {name, other.name} <= {"bert", "roberta"}
+            is_alike |= {name, other.name} <= {"llama", "mistral", "qwen2"}
+            if not (is_alike or name == other.name):
+                assert_same(other.to_hf(ours), ours)
+    model.load_state_dict(family.to_hf(ours), strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_two_families_in_one_dict_do_not_disturb_each_other(name: str) -> None:
     family = hf.family(name)
     model = family.build()

@@ -74,7 +74,9 @@ def add_to_layers(
     if not wanted:
         return
     root = layers.rpartition(".")[0].rpartition(".")[0]
-    facts = _facts_of(family, root + "." if root else "", len(numbers), result)
+    # Some of the layers may not have been replaced, and have theirs.
+    known = {key.removeprefix(layers).split(".")[0] for key in result if key.startswith(layers)}
+    facts = _facts_of(family, root + "." if root else "", len(known), result)
     size = max_seq_len or _num_positions(root, result) or (facts and facts.num_positions) or None
     masks: dict[int | None, Tensor] = {}
     for number in numbers:

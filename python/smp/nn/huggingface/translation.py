@@ -87,7 +87,13 @@ def translators(names: Names, prefer: Prefer = "head") -> tuple[Translator, Tran
 
     def smp_to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
         kept = {key: value for key, value in state_dict.items() if key != _PARTIAL}
-        return _to_theirs(names, _our_roots(names, prefer, kept), kept, max_seq_len)
+        result = _to_theirs(names, _our_roots(names, prefer, kept), kept, max_seq_len)
+        # Of what has the names of layers elsewhere, only that in lists as theirs is sure to be one.
+        prefixes = _prefixes(kept, names.ours_has, names.ours_lacks)
+        lists = _layers(names.layers, prefixes).items()
+        alone = [f"{root}{names.layers}.{number}." for root, numbers in lists for number in numbers]
+        _single_layers_to_theirs(names, kept, alone, result, max_seq_len)
+        return result
 
     def hf_to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
         return _to_ours(names, _their_roots(names, prefer, state_dict), state_dict)
@@ -101,8 +107,8 @@ def layer_translators(names: Names) -> tuple[Translator, Translator]:
     def smp_to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
         kept = {key: value for key, value in state_dict.items() if key != _PARTIAL}
         result: StateDict = dict(kept)
-        for prefix in _prefixes(kept, names.ours_has, names.ours_lacks):
-            _layer_to_theirs(names, kept, prefix, prefix, result)
+        prefixes = _prefixes(kept, names.ours_has, names.ours_lacks)
+        _single_layers_to_theirs(names, kept, prefixes, result, max_seq_len)
         return result
 
     def hf_to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
@@ -260,6 +266,21 @@ def _to_theirs(
         else:
             buffers.add_positions(names.family, root.theirs, result, max_seq_len)
     return result
+
+
+def _single_layers_to_theirs(
+    names: Names,
+    source: Mapping[str, Any],
+    prefixes: Sequence[str],
+    result: StateDict,
+    max_seq_len: int | None,
+) -> None:
+    """Renames what is in layers that were replaced one by one: they are where theirs were."""
+    for prefix in prefixes:
+        _layer_to_theirs(names, source, prefix, prefix, result)
+    for root, numbers in _layers(names.layers, prefixes).items():
+        layers = f"{root}{names.layers}."
+        buffers.add_to_layers(names.family, layers, numbers, result, max_seq_len)
 
 
 def _layer_to_theirs(
