@@ -24,6 +24,7 @@ from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
 from smp.precision import LossScaler
+from smp.replacement import refuse_pieces, to_ours
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.tensor_parallel.registry import Registration
@@ -528,7 +529,10 @@ class Engine:
             # partition keeps what belongs to this rank.
             parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
         if not state.get(PARTIAL_MARK):
-            return parts.load(self.translated(state), strict)
+            translated = self.translated(state)
+            if not strict:
+                refuse_pieces(self._root, self.registrations, state, translated)
+            return parts.load(translated, strict)
         if not same_partition_load:
             held = [dict(state)]
             if not self._is_alone:
@@ -549,10 +553,7 @@ class Engine:
 
     def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state dict with the names of the distributed modules that the model has."""
-        for registration in self.registrations:
-            if registration.translators is not None:
-                state = registration.translators[1](dict(state))
-        return state
+        return to_ours(self.registrations, state)
 
     def gather_to_cpu(self) -> None:
         """Makes every parameter real on the CPU of every rank and gives modules their forward."""
@@ -566,11 +567,6 @@ class Engine:
         make_whole(self._root, state, is_local)
 
 
-def _order_ranks(current: runtime.Runtime) -> list[int]:
-    """Ranks that run their tasks in one order, the one that decides first."""
-    return list(current.groups["dp" if current.config.orders_replicas else "tp"])
-
-
 def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
     links, config = current.links, current.config
     assert links is not None and links.mailbox is not None and links.board is not None
@@ -579,7 +575,8 @@ def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> Pipeli
         links.board,
         global_rank=current.global_rank,
         pp_ranks=list(current.groups["pp"]),
-        order_ranks=_order_ranks(current),
+        # These run their tasks in one order; the first one decides.
+        order_ranks=list(current.groups["dp" if config.orders_replicas else "tp"]),
         policy=schedule.policy,
         actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
         num_chunks=schedule.num_chunks,

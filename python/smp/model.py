@@ -406,6 +406,10 @@ class DistributedModel(ModelViews):
                 merged over the ranks of the replica first, which is collective.
             strict: missing and unexpected keys are errors.
             same_partition_load: a partial dict of exactly this partition: nothing is merged.
+
+        Raises:
+            RuntimeError: keys or shapes do not fit; not strict, for a piece of a module that was
+                replaced under the names from before.
         """
         return self._engine.load_state_dict(state_dict, strict, same_partition_load)
 

@@ -16,6 +16,7 @@ from smp.checkpoint.exporting import second_names
 from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
+from smp.replacement import to_theirs
 from smp.roll_call import agree
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.sharding import interval_of
@@ -53,7 +54,7 @@ def save_whole(
                 writing = FileGeneration.begin(path, tag, generation)
             content = gatherer.lazy_state()
             if translate:
-                content = translated(model, content)
+                content = to_theirs(model._engine.registrations, content)
             if tag.endswith(huggingface.SAFETENSORS):
                 content = _as_safetensors(content)
         except Exception as caught:
@@ -73,15 +74,6 @@ def save_whole(
     finally:
         if writing is not None:
             writing.abandon()
-
-
-def translated(model: DistributedModel, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A state dict with the names that the model had before modules of it were replaced."""
-    result: dict[str, Any] = dict(state)
-    for registration in model._engine.registrations:
-        if registration.translators is not None:
-            result = registration.translators[0](result)
-    return result
 
 
 def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,14 +1,18 @@
 """Marked modules and what takes their place."""
 
 from smp.replacement.marks import model_creation, set_tensor_parallelism, tensor_parallelism
+from smp.replacement.names import refuse_pieces, to_ours, to_theirs
 from smp.replacement.registration import tp_register, tp_register_with_module
 from smp.replacement.replace import replace_marked
 
 __all__ = [
     "model_creation",
+    "refuse_pieces",
     "replace_marked",
     "set_tensor_parallelism",
     "tensor_parallelism",
+    "to_ours",
+    "to_theirs",
     "tp_register",
     "tp_register_with_module",
 ]
