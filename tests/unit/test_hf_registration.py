@@ -345,3 +345,28 @@ def test_watching_twice_wraps_once() -> None:
     before = vars(transformers.PreTrainedModel)["from_pretrained"]
     pretrained.watch(transformers.PreTrainedModel)
     assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
+
+
+# ---- delayed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_has_the_same_values_delayed_or_not(name: str) -> None:
+    """Norms of older releases have no initialiser; they are made of ones."""
+    family = hf.family(name)
+    config = family.config()
+    states = []
+    for delayed in (False, True):
+        torch.manual_seed(5)
+        with smp.delay_param_initialization(delayed):
+            module = getattr(importlib.import_module("transformers"), family.classes + family.head)(
+                config
+            )
+        assert all(p.is_meta == delayed for p in module.parameters())
+        torch.manual_seed(6)
+        model = smp.DistributedModel(module)
+        states.append(dict(model.named_parameters()))
+    at_once, delayed_ones = states
+    assert at_once.keys() == delayed_ones.keys()
+    for key, value in at_once.items():
+        assert torch.equal(value, delayed_ones[key]), key

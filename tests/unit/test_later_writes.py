@@ -176,3 +176,76 @@ def test_parts_of_replaced_modules_have_it_too() -> None:
         values = values_of(make, True)
     (weight,) = (value for value in values.values() if value.dim() == 2)
     assert torch.equal(weight, torch.full((4, 4), 4.0))
+
+
+class Scaled(nn.Module):
+    """Parameters that are made with their values, as norms and positions often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.flag = nn.Parameter(torch.tensor(True), requires_grad=False)
+        self.steps = nn.Parameter(torch.arange(6.0).view(2, 3) / 2)
+        self.position = nn.Parameter(torch.randn(1, 3, 4) * 0.02)
+        self.table = nn.Embedding.from_pretrained(torch.eye(3))
+        self.own = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.scale[1] = 3.0
+
+
+def test_values_that_parameters_are_made_of_count() -> None:
+    at_once, delayed = (values_of(Scaled, delayed) for delayed in (False, True))
+    for name in ("scale", "flag", "steps", "position", "table.weight"):
+        assert torch.equal(at_once[name], delayed[name]), name
+    assert delayed["scale"].tolist() == [1.0, 3.0, 1.0, 1.0]
+    assert torch.equal(at_once["own.weight"], delayed["own.weight"])
+
+
+class Drawn(nn.Module):
+    """Made with values, and then initialised by its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, 1.0, 2.0)
+
+
+def test_own_code_counts_more_than_what_a_parameter_was_made_of() -> None:
+    at_once, delayed = (values_of(Drawn, delayed) for delayed in (False, True))
+    assert torch.equal(at_once["weight"], delayed["weight"])
+    assert delayed["weight"].min() >= 1.0
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: torch.empty(3),
+        lambda: torch.Tensor(3),
+        lambda: torch.ones(3).new_empty(3),
+        lambda: torch.empty_like(torch.ones(3)),
+        lambda: torch.empty(5)[:3],
+    ],
+)
+def test_memory_that_nobody_has_written_to_is_no_value(memory: Callable[[], Tensor]) -> None:
+    def make() -> nn.Module:
+        module = nn.Module()
+        module.weight = nn.Parameter(memory())
+        return module
+
+    with pytest.raises(ValueError, match="nothing initialises 'weight'"):
+        values_of(make, True)
+
+
+def test_memory_that_was_let_go_of_is_not_mistaken_for_other() -> None:
+    """Addresses are used again."""
+
+    def make() -> nn.Module:
+        for _ in range(5000):
+            torch.empty(3)
+        return nn.ParameterList(torch.full((3,), float(idx)) for idx in range(50))
+
+    for name, value in values_of(make, True).items():
+        assert torch.equal(value, torch.full((3,), float(name))), name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from smp.memory.creation_values import noting_draws
-from smp.memory.later_writes import noting_writes
+from smp.memory.later_writes import note_value, noting_writes
 
 
 @contextlib.contextmanager
@@ -20,13 +20,14 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     of PyTorch when the model is wrapped and on the parameter's name in the model alone.
 
     Delayed, they are on the meta device until the model is partitioned; then each rank allocates
-    its own ones, one module at a time. What constructors write to them behind their module's own
-    code is repeated, on random numbers of seed and name; what they compute of other delayed
-    parameters cannot be, and wrapping raises a ``ValueError``. Parameters that come with values
-    after their module was made (``from_pretrained``, ``load_state_dict(assign=True)``) are real and
-    stay. Not delayed, they are real at once; when the model is wrapped, those that are still as
-    their module's own code left them are drawn again, and all others stay: from a checkpoint, by a
-    constructor, changed by the user. Buffers are real at once and stay in any case.
+    its own ones, one module at a time. What constructors make them of, and write to them behind
+    their module's own code, is repeated, on random numbers of seed and name if it draws them; what
+    they compute of other delayed parameters cannot be, and wrapping raises a ``ValueError``.
+    Parameters that come with values after their module was made (``from_pretrained``,
+    ``load_state_dict(assign=True)``) are real and stay. Not delayed, they are real at once; when
+    the model is wrapped, those that are still as their module's own code left them are drawn again,
+    and all others stay: from a checkpoint, by a constructor, changed by the user. Buffers are real
+    at once and stay in any case.
 
     Args:
         enabled: whether they are delayed.
@@ -49,7 +50,9 @@ def on_meta() -> Iterator[None]:
         original(self, name, param)
         # What takes the place of another parameter was loaded, or is shared with a module.
         if param is not None and not param.is_meta and not had_one:
-            self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
+            delayed = nn.Parameter(param.to("meta"), param.requires_grad)
+            note_value(param, delayed)
+            self._parameters[name] = delayed
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:

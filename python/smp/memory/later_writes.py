@@ -1,9 +1,11 @@
-"""What constructors write to delayed parameters after their module's own code, to be done again.
+"""What constructors give to delayed parameters besides their module's own code, to be done again.
 
 A parameter on the meta device takes no values. Its module's own code is run when it becomes real;
 what else was written to it while it was made (``nn.init.normal_(layer.weight, std=1e-3)`` behind
-``self.apply(self._init_weights)``) is noted operator by operator and repeated after that. As in
-`creation_values` the last writer counts: own code undoes what was written before.
+``self.apply(self._init_weights)``) is noted operator by operator and repeated after that. So is
+what it was made of (``nn.Parameter(torch.ones(n))``), unless that is memory that nobody has
+written to (``torch.empty``). As in `creation_values` the last writer counts: own code undoes what
+was written before.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.memory.creation_values import is_in_own_code, modules_made, written_by
 
 _WRITES = "_smp_later_writes"
+_MANY = 4096  # storages, among which some may be gone
 _COPIES = ("aten::clone", "aten::_to_copy")
+_PAD = "aten::constant_pad_nd"  # transformers pads biases of tied heads, mostly by nothing
 _EMPTY = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+_UNSET = (*_EMPTY, "aten::empty", "aten::empty_strided")
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,17 @@ def forget_writes(root: nn.Module) -> None:
         parameter.__dict__.pop(_WRITES, None)
 
 
+def note_value(real: Tensor, delayed: Tensor) -> None:
+    """Notes what a parameter has to be when it leaves its memory for the meta device.
+
+    Args:
+        real: with the values that it was made of; kept if they are not all the same.
+        delayed: in its place.
+    """
+    if _watch.mode is not None:
+        _watch.mode.note_value(real.detach(), delayed)
+
+
 @contextmanager
 def noting_writes() -> Iterator[None]:
     """Notes what this thread writes to meta parameters of modules that are made inside.
@@ -130,6 +147,32 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._records: dict[int, _Record] = {}
+        # Real storages without values. The references keep addresses from being used again.
+        self._unset: dict[int, StorageWeakRef] = {}
+
+    def note_value(self, real: Tensor, delayed: Tensor) -> None:
+        """See the function of this name."""
+        if is_in_own_code() or real.numel() == 0 or real.layout != torch.strided:
+            return
+        if real.untyped_storage()._cdata in self._unset:
+            return
+        whole = _View(tuple(delayed.shape), delayed.stride(), 0)
+        first = real.flatten()[0]
+        if bool((real == first).all()):
+            write = Write(torch.ops.aten.fill_.Scalar, ((whole, first.item()), {}))
+        else:
+            write = Write(torch.ops.aten.copy_.default, ((whole, real), {}))
+        self._note(delayed, write)
+
+    def _note_real(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+        """Which memory has values."""
+        if func._schema.name in _UNSET and not result.is_meta:
+            if len(self._unset) >= _MANY:
+                self._unset = {k: ref for k, ref in self._unset.items() if not ref.expired()}
+            storage = result.untyped_storage()
+            self._unset[storage._cdata] = StorageWeakRef(storage)
+        for tensor in written_by(func, args, kwargs):
+            self._unset.pop(tensor.untyped_storage()._cdata, None)
 
     def settle(self) -> None:
         """Leaves with each parameter what has been written to it so far.
@@ -158,6 +201,8 @@ class _Watch(TorchDispatchMode):
             if func._schema.name == "aten::scalar_tensor" and made.is_meta:
                 storage = made.untyped_storage()
                 self._records[storage._cdata] = _Record(storage, number=args[0])
+            else:
+                self._note_real(func, args, kwargs, made)
             return made
         written = {
             tensor.untyped_storage()._cdata: tensor
@@ -170,7 +215,7 @@ class _Watch(TorchDispatchMode):
             )
         result = func(*args, **kwargs)
         if not written and not is_in_own_code() and func._schema.name not in _EMPTY:
-            self._note_made(func, delayed, result)
+            self._note_made(func, args, delayed, result)
         return result
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: Tensor) -> Write:
@@ -205,7 +250,9 @@ class _Watch(TorchDispatchMode):
             return
         self._records.setdefault(storage._cdata, _Record(storage)).writes.append(write)
 
-    def _note_made(self, func: OpOverload, delayed: list[Tensor], result: Any) -> None:
+    def _note_made(
+        self, func: OpOverload, args: tuple[Any, ...], delayed: list[Tensor], result: Any
+    ) -> None:
         """A tensor that was computed may become a parameter."""
         sources = {tensor.untyped_storage()._cdata for tensor in delayed}
         for made in pytree.tree_leaves(result):
@@ -215,10 +262,15 @@ class _Watch(TorchDispatchMode):
             if storage._cdata in sources:
                 continue  # a view
             writes = [Write(func, None)]
-            if func._schema.name in _COPIES and _is_whole(delayed[0]):
+            if _copies(func, args) and _is_whole(delayed[0]):
                 record = self._records.get(delayed[0].untyped_storage()._cdata)
                 writes = [] if record is None else list(record.writes)
             self._records[storage._cdata] = _Record(storage, writes)
+
+
+def _copies(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the result is the argument again, in memory of its own."""
+    return func._schema.name in _COPIES or (func._schema.name == _PAD and not any(args[1]))
 
 
 class _State(threading.local):
