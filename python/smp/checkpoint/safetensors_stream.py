@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from smp import _C
+from smp.checkpoint import file_system
 from smp.checkpoint.archive import Deferred, WriteOptions
 from smp.checkpoint.manifest import FileRecord
 
@@ -98,7 +99,8 @@ def write_sharded(
         weight_map.update(dict.fromkeys(shard, path.name))
     total = sum(num_bytes(tensor) for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    text = json.dumps(index, indent=2) + "\n"
+    file_system.write_file(folder / INDEX_NAME, text.encode(), "index")
     return [*paths, folder / INDEX_NAME]
 
 
