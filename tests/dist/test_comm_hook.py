@@ -53,10 +53,11 @@ def train(rank: int, kind: str, config: dict[str, Any], uses: list[int]) -> Any:
             for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=False)
         )
         state.append((bucket.index(), bucket.is_last(), names, bucket.buffer().numel()))
+        if kind == "in_place":  # before it is sent, as torch's own hooks do
+            bucket.buffer().div_(divisor)
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         if kind == "in_place":
-            bucket.buffer().div_(1)
-            return work.get_future().then(lambda f: f.value()[0].div_(divisor))
+            return work.get_future().then(lambda f: f.value()[0])
         # Another tensor, of another dtype, as compressing hooks return it.
         return work.get_future().then(lambda f: f.value()[0].div(divisor))
 
