@@ -293,7 +293,7 @@ def uninitialised(rank: int) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.empty(4))
 
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale
