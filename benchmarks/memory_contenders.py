@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import smp
 
@@ -99,6 +99,19 @@ def torch_checkpoint(shape: GptShape, batch: Batch) -> Contender:
     return torch_contender(model, torch.optim.AdamW(model.parameters(), **OPTIONS), batch, False)
 
 
+def torch_checkpoint_whole(shape: GptShape, batch: Batch) -> Contender:
+    """Likewise, but the second run goes on after the last tensor that backward needs."""
+    contender = torch_checkpoint(shape, batch)
+    run = contender.run
+
+    def run_whole() -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return run()
+
+    contender.run = run_whole
+    return contender
+
+
 def _compute_again(block: nn.Module) -> None:
     forward = block.forward
     block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
@@ -152,6 +165,7 @@ SUBJECTS: Mapping[str, Subject] = {
         lambda ranks: {},
         {
             "torch_checkpoint": torch_checkpoint,
+            "torch_checkpoint_whole": torch_checkpoint_whole,
             "torch_plain": alone,
             "smp": lambda shape, batch: ours(shape, batch, checkpoints=True),
         },
