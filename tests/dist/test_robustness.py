@@ -273,10 +273,8 @@ def test_hanging_rank_is_named_with_its_microbatch_and_stack(pool: Pool, tmp_pat
         pool, SCRIPT, 2, [str(tmp_path)], timeout=60,
         env={"SMP_FAULT": "rank=1,step=2,kind=hang,microbatch=1", "SMP_HANG_S": "2"},
     )  # fmt: skip
-    log, deadline = started.folder / "rank0.log", time.monotonic() + 40
-    while "Python stacks of all ranks" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.3)
+    wait_for(pool, started, "Python stacks of all ranks")
+    time.sleep(0.3)  # for the stacks themselves
     for pid in started.pids:
         pool.zygote().kill(pid)
     output = wait_for_ranks(pool, started)[0].output
