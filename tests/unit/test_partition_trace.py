@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -249,7 +249,7 @@ class Borrower(nn.Module):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_parameter_read_by_attribute_ties_and_one_given_is_a_value(given: bool) -> None:
+def test_who_takes_a_parameter_from_another_module_is_tied_to_it(given: bool) -> None:
     class Lender(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,28 +262,32 @@ def test_a_parameter_read_by_attribute_ties_and_one_given_is_a_value(given: bool
     model = Lender()
     result = traced(model, torch.randn(8, 4))
     linear, borrower = (list(result.modules).index(m) for m in (model.linear, model.borrower))
-    assert result.parameter_reads == (frozenset() if given else {(borrower, linear)})
+    # An argument was taken from its holder by the code that gave it, which is the root's.
+    assert result.parameter_reads == {(0 if given else borrower, linear)}
     weights = [v for v in result.values if v.producer == linear and v.num_bytes == 64]
     assert [v.consumers for v in weights] == ([(borrower,)] if given else [])
     assignment = _C.solve_partition(build_tree(model, result).tree, _C.PartitionOptions(2))
     places = assignment.partition_idxs
-    assert given or places[linear] == places[borrower]
+    assert places[linear] == (0 if given else places[borrower])
 
 
 # ---- no trace left -------------------------------------------------------------------
 
 
 class Stateful(nn.Module):
+    flags: ClassVar[list[bool]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.drop = nn.Dropout(0.5)
         self.linear = nn.Linear(6, 6)
         self.last: Tensor | None = None
-        self.flags: list[bool] = []
+        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.flags.append(is_tracing())
+        self.seen.append(x)
         self.last = self.drop(self.linear(self.norm(x)))
         x.zero_()
         return self.last
@@ -292,6 +296,7 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize("fake", [True, False])
 def test_model_inputs_and_random_numbers_are_as_before(fake: bool) -> None:
     model = Stateful()
+    Stateful.flags.clear()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     objects = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
     x = torch.randn(3, 6)
@@ -306,6 +311,46 @@ def test_model_inputs_and_random_numbers_are_as_before(fake: bool) -> None:
     assert model.last is None and "forward" not in model.__dict__
     assert all(p.grad is None for p in model.parameters())
     assert model.flags == [True] and not is_tracing()
+    assert model.seen == []
+
+
+_heard: list[int] = []
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_hooks_that_a_forward_installs_and_what_hooks_collect_are_as_before(fake: bool) -> None:
+    class Installing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:  # as transformers installs what captures hidden states
+                self.linear.register_forward_hook(lambda *_: None)
+                self.hooked = True
+            return self.linear(x)
+
+    class Collector:
+        def __init__(self) -> None:
+            self.kept: dict[str, list[Tensor]] = {"out": []}
+
+        def hook(self, module: nn.Module, args: Any, out: Tensor) -> None:
+            self.kept["out"].append(out)
+
+    _heard.clear()
+    model = Installing()
+    collector, closed_over = Collector(), {"first": torch.ones(1)}
+    model.linear.register_forward_hook(collector.hook)
+    model.linear.register_forward_hook(lambda m, args, out: closed_over.update(first=out))
+    model.linear.register_forward_hook(lambda m, args, out: _heard.append(1))
+    model.linear.register_forward_hook(lambda m, args, out: collector.kept["out"].append(out))
+    first = closed_over["first"]
+    traced(model, torch.randn(3, 4), fake=fake)
+    assert len(model.linear._forward_hooks) == 4 and not model.hooked
+    assert collector.kept == {"out": []} and closed_over["first"] is first and _heard == []
+    model(torch.randn(3, 4))
+    assert len(model.linear._forward_hooks) == 5 and len(collector.kept["out"]) == 2 and _heard
 
 
 def test_a_model_that_fails_is_as_before_and_the_error_names_the_module() -> None:

@@ -9,19 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.partition.containers import Containers, reachable_from_hook
+
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]:
     """Restores the attributes of all modules on exit.
 
-    Whatever a forward assigns to ``self``, parameters and buffers that were exchanged, and
-    replaced ``forward`` are as before.
+    Whatever a forward assigns to ``self``, parameters and buffers that were exchanged, hooks that
+    were registered, and replaced ``forward`` are as before. So are the contents of containers:
+    those that modules hold, and those that their hooks write to (closures and globals).
 
     Args:
         modules: all modules of the model.
         keep_values: also restore the values of buffers, which a real forward may write in place.
     """
-    attributes = [_copy_of(module) for module in modules]
+    attributes = [dict(module.__dict__) for module in modules]
+    containers = Containers()
+    for module in modules:
+        containers.add(module.__dict__.values())
+        for hook in hooks_of(module):
+            containers.add(reachable_from_hook(hook))
     buffers = {
         id(buffer): (buffer, buffer.detach().clone())
         for module in modules
@@ -31,24 +39,22 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
     try:
         yield
     finally:
-        for module, (plain, tables) in zip(modules, attributes, strict=True):
+        for module, plain in zip(modules, attributes, strict=True):
             module.__dict__.clear()
             module.__dict__.update(plain)
-            for name, entries in tables.items():
-                table = plain[name]
-                table.clear()
-                table.update(entries)
+        containers.restore()
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+#: Where modules keep what is called around their forward and backward.
+HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _copy_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    plain = dict(module.__dict__)
-    return plain, {name: dict(plain[name]) for name in _TABLES}
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """All hooks around the forward and backward of a module."""
+    return [hook for table in HOOK_TABLES for hook in getattr(module, table, {}).values()]
 
 
 def exchange_tensors(modules: Sequence[nn.Module], replacement: Callable[[Tensor], Tensor]) -> None:

@@ -361,8 +361,20 @@ class Recorder(TorchDispatchMode):
             value_idx = self._value_of.setdefault(key, len(self.values))
             if value_idx == len(self.values):
                 self.values.append(RawValue(holder, trace_flops.num_bytes(tensor)))
-        else:
-            self.parameter_reads.add((idx, holder))
+            idx = self._taker_of(key)
+            if idx in holders:
+                return
+        self.parameter_reads.add((idx, holder))
+
+    def _taker_of(self, key: StorageWeakRef) -> int:
+        """The module whose code took a parameter from its holder and handed it on.
+
+        On another rank it would take a placeholder.
+        """
+        for idx, arguments in zip(reversed(self._stack), reversed(self._arguments), strict=True):
+            if all(_key(t) != key for t in _tensors(arguments)):
+                return idx
+        return self._stack[0]  # an argument of the model: the caller of the root took it
 
 
 def _written_tensors(
