@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _C, activations, comm, data_parallel, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.model_parts import ModelParts, make_whole
+from smp.open_pipeline import open_pipeline
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -332,7 +333,7 @@ class Engine:
         current = self._current
         hub = current.pipeline
         if hub is None:
-            hub = current.pipeline = _open_pipeline(current, schedule)
+            hub = current.pipeline = open_pipeline(current, schedule, decision)
         assert isinstance(hub, PipelineHub)
         self.server = hub.server
         owners = [
@@ -346,6 +347,7 @@ class Engine:
             current.global_rank,
             current.device,
             later_stages=decision.later_stages if self.server.is_driver else (),
+            writes=decision.index.writes,
         )
         names = decision.names
         if self.idx > 0:
@@ -565,28 +567,3 @@ class Engine:
             self.sharded = None
         is_local = self.parts.is_local_parameter if self.parts is not None else None
         make_whole(self._root, state, is_local)
-
-
-def _open_pipeline(current: runtime.Runtime, schedule: ChosenSchedule) -> PipelineHub:
-    links, config = current.links, current.config
-    assert links is not None and links.mailbox is not None and links.board is not None
-    current.server = _C.Server(
-        links.mailbox,
-        links.board,
-        global_rank=current.global_rank,
-        pp_ranks=list(current.groups["pp"]),
-        # These run their tasks in one order; the first one decides.
-        order_ranks=list(current.groups["dp" if config.orders_replicas else "tp"]),
-        policy=schedule.policy,
-        actions=schedule.lists[current.ranks["pp"]] if schedule.lists else None,
-        num_chunks=schedule.num_chunks,
-        active_microbatches=config.active_microbatches or 0,
-        # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
-        deterministic=config.orders_replicas or current.sizes["tp"] > 1,
-        static_mode=config.static_mode,
-        device=str(current.device),
-        timeout_s=current.settings.timeout_s,
-        timeline=current.timeline,
-    )
-    current.server.set_error_reporter(links.report_raised)
-    return PipelineHub(current.server, current.global_rank, current.device)

@@ -16,6 +16,7 @@ from smp.first_use import partition_used
 from smp.microbatch import Share
 from smp.microbatch import StepOutput as StepOutput
 from smp.model import DistributedModel
+from smp.pipeline import begin_context
 from smp.step_run import StepRun
 
 # As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
@@ -183,6 +184,7 @@ class _Bodies:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread
             microbatch.set_share(self._shares[mb])
+            begin_context({})
             with autocast.apply(self._autocast):
                 return self._function(*bound.args, **bound.kwargs)
 

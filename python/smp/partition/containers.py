@@ -1,4 +1,4 @@
-"""Contents of dictionaries, lists, sets and queues, kept and put back."""
+"""Contents of dictionaries, lists, sets, queues and closures, kept, compared and put back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-_KINDS = (dict, list, set, deque)
+from torch import nn
+
+_KINDS = (dict, list, set, deque, CellType)
 _MAX_DEPTH = 4
 
 
@@ -20,67 +22,94 @@ class Containers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[int, tuple[Any, list[Any]]] = {}
 
     def add(self, values: Iterable[Any], depth: int = 0) -> None:
         """Remembers each of ``values`` that is a container."""
         for value in values:
             if not isinstance(value, _KINDS) or id(value) in self._known:
                 continue
-            # Plain copies: the class of a container may have a copy() of its own.
-            contents = dict(value) if isinstance(value, dict) else list(value)
+            contents = _contents(value)
             self._known[id(value)] = (value, contents)
             if depth < _MAX_DEPTH and not isinstance(value, set):
-                self.add(value.values() if isinstance(value, dict) else value, depth + 1)
+                self.add(contents, depth + 1)
+
+    def has_changed(self) -> bool:
+        """Are other things in one of them than were?"""
+        return any(not _are_same(_contents(c), before) for c, before in self._known.values())
 
     def restore(self) -> None:
         """Gives every container its contents back; the containers stay the same objects."""
-        for container, contents in self._known.values():
-            if isinstance(container, dict):
-                if container.keys() == contents.keys() and all(
-                    container[key] is value for key, value in contents.items()
-                ):
-                    continue  # what has not changed may be read by other threads
-                container.clear()
-                container.update(contents)
-            elif isinstance(container, list):
-                container[:] = contents
-            else:
-                container.clear()
-                if isinstance(container, set):
-                    container.update(contents)
-                else:
-                    container.extend(contents)
+        for container, before in self._known.values():
+            # What has not changed may be read by other threads.
+            if not _are_same(_contents(container), before):
+                _fill(container, before)
+
+
+def _contents(container: Any) -> list[Any]:
+    if isinstance(container, CellType):
+        try:
+            return [container.cell_contents]
+        except ValueError:  # not assigned yet
+            return []
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _fill(container: Any, contents: list[Any]) -> None:
+    if isinstance(container, CellType):
+        if contents:
+            container.cell_contents = contents[0]
+        else:
+            del container.cell_contents
+    elif isinstance(container, dict):
+        num = len(contents) // 2
+        container.clear()
+        container.update(zip(contents[:num], contents[num:], strict=True))
+    elif isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        if isinstance(container, set):
+            container.update(contents)
+        else:
+            container.extend(contents)
 
 
 def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
-    """What a hook may write to: closure, globals that its code names, its object, its arguments."""
+    """Containers that a hook may write to: of closure, globals that its code names, its object.
+
+    Modules are left out: what is written to their attributes is looked at for all of them.
+    """
     found: list[Any] = []
     if isinstance(hook, functools.partial):
         found += [*hook.args, *hook.keywords.values()]
         found += reachable_from_hook(hook.func)
     elif isinstance(hook, MethodType):
-        found += vars(hook.__self__).values() if hasattr(hook.__self__, "__dict__") else ()
+        found.append(hook.__self__)
         found += reachable_from_hook(hook.__func__)
     elif isinstance(hook, FunctionType):
-        for cell in hook.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue
+        cells = hook.__closure__ or ()
+        found += cells
+        found += [contents[0] for cell in cells if (contents := _contents(cell))]
         found += [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
-    elif hasattr(hook, "__dict__"):
-        found += vars(hook).values()
-    # An object in a closure keeps what it collects in its attributes.
-    for value in list(found):
-        if not isinstance(value, _KINDS) and _is_of_the_user(value):
-            found += vars(value).values()
-    return found
+    else:
+        found.append(hook)
+    # An object keeps what it collects in its attributes.
+    found += [vars(value) for value in found if _is_of_the_user(value)]
+    return [value for value in found if isinstance(value, _KINDS)]
 
 
 def _is_of_the_user(value: Any) -> bool:
-    """An object with attributes that is neither a class, module nor function, nor PyTorch's."""
-    if isinstance(value, type | FunctionType | MethodType) or not hasattr(value, "__dict__"):
+    """An object with attributes that is neither a class, module nor function, nor a library's."""
+    if isinstance(value, type | FunctionType | MethodType | nn.Module):
+        return False
+    if not hasattr(value, "__dict__"):
         return False
     package = type(value).__module__.partition(".")[0]
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names

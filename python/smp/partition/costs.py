@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from smp.module_writes import ModuleWrites
+
 
 @dataclass(frozen=True)
 class ModuleCost:
@@ -75,6 +77,7 @@ class Trace:
         calls: (caller, called) pairs.
         parameter_reads: (module, holder): its own code reads a parameter of another module that
             it was not given, so both must be on one rank.
+        writes: what the forward wrote to attributes of modules.
         how: "fake", or the type of the device that the model really ran on.
         unit: of `ModuleCost.compute`: "flops" or "ms".
         cost_per_link_byte: what a byte to another rank costs in this unit.
@@ -89,6 +92,7 @@ class Trace:
     how: str
     unit: str
     cost_per_link_byte: float
+    writes: ModuleWrites = ModuleWrites()
 
     def cost_of(self, module: nn.Module) -> ModuleCost:
         """Own costs of a module.

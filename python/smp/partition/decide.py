@@ -15,7 +15,7 @@ from torch import nn
 from smp import _C, comm, runtime
 from smp.partition import plan_file
 from smp.partition.contexts import check_index, mark_of
-from smp.partition.tree import ModuleIndex, build_tree
+from smp.partition.tree import ModuleIndex, build_tree, smallest_below
 from smp.tensor_parallel.sharding import whole_shape
 
 _log = logging.getLogger("smp")
@@ -256,7 +256,7 @@ def decide(
                 "smp: partitions set by smp.partition or set_partition are ignored, because "
                 "auto_partition is True; set it to False to use them"
             )
-        return Decision.of(index, _C.solve_partition(index.tree, options), options)
+        return Decision.of(index, _solve(index, options), options)
     if num_chunks > 1:
         raise ValueError(
             f"{_C.rank_prefix()}partition: {num_chunks} chunks per rank need auto_partition=True "
@@ -266,6 +266,40 @@ def decide(
     assignment = _C.make_assignment(index.tree, pp_size, idxs)
     _check_memory(index, assignment, options)
     return Decision.of(index, assignment, options, "marks")
+
+
+def _solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
+    """The best partition in which hooks that keep something run where the step body does."""
+    assignment = _C.solve_partition(index.tree, options)
+    pinned: set[int] = set()
+    while away := _callers_away(index, assignment.partition_idxs) - pinned:
+        for caller in away:
+            smallest = smallest_below(index.modules[caller])
+            assert smallest is not None, "a module without state is on no rank of its own"
+            index.tree.tie(0, index.modules.index(smallest))
+        pinned |= away
+        try:
+            assignment = _C.solve_partition(index.tree, options)
+        except ValueError as error:
+            names = sorted(index.names[idx][0] for idx in index.writes.observed)
+            raise ValueError(
+                f"{error}. Hooks of {', '.join(map(repr, names[:4]))} keep something outside of "
+                "the model, so the code that calls these modules has to be on partition 0, which "
+                "leaves too few others; remove the hooks, or use fewer partitions"
+            ) from None
+    return assignment
+
+
+def _callers_away(index: ModuleIndex, partition_idxs: Sequence[int]) -> set[int]:
+    """Modules above observed ones whose code runs on another rank than the step body."""
+    away = set()
+    for observed in index.writes.observed:
+        idx = index.parents[observed]
+        while idx > 0:
+            if partition_idxs[idx] != 0 and index.has_parameters[idx]:
+                away.add(idx)
+            idx = index.parents[idx]
+    return away
 
 
 def _check_memory(

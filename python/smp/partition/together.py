@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from smp import _C, comm, runtime
+from smp.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision, PartitionConfig, agree, decide
 from smp.partition.tree import ModuleIndex, build_tree
@@ -104,7 +105,13 @@ def _decide_for_all(
         comm.allgather(str(error).removeprefix(_C.rank_prefix()), comm.WORLD)
         raise
     comm.allgather(
-        (decision.partition_idxs, decision.num_chunks, decision.chunk_idxs, decision.decided_by),
+        (
+            decision.partition_idxs,
+            decision.num_chunks,
+            decision.chunk_idxs,
+            decision.decided_by,
+            decision.index.writes,
+        ),
         comm.WORLD,
     )
     return decision
@@ -117,6 +124,7 @@ def _follow(
     num_chunks: int,
     chunk_idxs: Sequence[int],
     decided_by: str,
+    writes: ModuleWrites,
 ) -> Decision:
     """The first rank's decision for this rank's modules, which `agree` compares afterwards."""
     num_nodes = len(index.modules)
@@ -124,4 +132,4 @@ def _follow(
     if len(partition_idxs) != num_nodes:
         partition_idxs, num_chunks, chunk_idxs = [0] * num_nodes, 1, []
     assignment = _C.make_assignment(index.tree, pp_size, partition_idxs, num_chunks, chunk_idxs)
-    return Decision.of(index, assignment, decided_by=decided_by)
+    return Decision.of(replace(index, writes=writes), assignment, decided_by=decided_by)

@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from smp import _C
+from smp.module_writes import ModuleWrites
 from smp.partition import trace_flops
 from smp.partition.costs import ModuleCost, Trace, TracedValue
+from smp.partition.state_watch import StateWatch, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
 from smp.partition.trace_recorder import Recorder, around_forwards
@@ -119,8 +121,47 @@ class _Run:
         )
 
     def _recorded(self, call: Any, how: str) -> Trace:
-        device_type = self._device.type
-        recorder = Recorder(
+        with untouched(self._modules, keep_values=how != "fake"):
+            watch = StateWatch(self._modules)
+            recorder = self._watched(call)
+            has_written = watch.compare()
+        writes = ModuleWrites()
+        if has_written:
+            num_calls = [cost.num_calls for cost in recorder.costs]
+            writes = watch.conclude(self._uses(watch, call, how), num_calls)
+        return self._trace_of(recorder, how, writes)
+
+    def _watched(self, call: Any, recorder: Recorder | None = None) -> Recorder:
+        """Runs the model once."""
+        recorder = recorder or self._recorder()
+        recorder.add_inputs(call)
+        args, kwargs = call
+        try:
+            with around_forwards(self._modules, recorder.wrap), recorder.watching():
+                # What it returns stays where it was made.
+                self._root(*args, **kwargs)
+        except Exception as error:
+            raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
+        return recorder
+
+    def _uses(self, watch: StateWatch, call: Any, how: str) -> set[tuple[int, int, str]]:
+        """Whose code uses what the forward has written: a second forward tells."""
+        uses: set[tuple[int, int, str]] = set()
+        recorder = self._recorder()
+
+        def note(idx: int, name: str) -> None:
+            uses.add((recorder.running, idx, name))
+
+        keys = watch.assigned | watch.mutated
+        with (
+            untouched(self._modules, keep_values=how != "fake"),
+            around_uses(self._modules, keys, note),
+        ):
+            self._watched(call if how == "fake" else self._fresh_call(), recorder)
+        return uses
+
+    def _recorder(self) -> Recorder:
+        return Recorder(
             self._modules,
             [
                 kind_of(module) != _C.NodeKind.INDIVISIBLE
@@ -130,16 +171,10 @@ class _Run:
                 )
                 for module in self._modules
             ],
-            trace_flops.flops_per_byte(device_type),
+            trace_flops.flops_per_byte(self._device.type),
         )
-        recorder.add_inputs(call)
-        args, kwargs = call
-        try:
-            with around_forwards(self._modules, recorder.wrap), recorder.watching():
-                # What it returns stays where it was made.
-                self._root(*args, **kwargs)
-        except Exception as error:
-            raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
+
+    def _trace_of(self, recorder: Recorder, how: str, writes: ModuleWrites) -> Trace:
         return Trace(
             modules=self._modules,
             costs=tuple(
@@ -170,7 +205,8 @@ class _Run:
             parameter_reads=frozenset(recorder.parameter_reads),
             how=how,
             unit="flops",
-            cost_per_link_byte=trace_flops.flops_per_link_byte(device_type),
+            cost_per_link_byte=trace_flops.flops_per_link_byte(self._device.type),
+            writes=writes,
         )
 
     def _run_wrapped(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> float:

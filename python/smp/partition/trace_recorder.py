@@ -148,6 +148,11 @@ class Recorder(TorchDispatchMode):
 
     # ---- calls
 
+    @property
+    def running(self) -> int:
+        """The module whose code runs now."""
+        return self._stack[-1] if self._stack else 0
+
     def wrap(self, idx: int, forward: Forward) -> Forward:
         """``forward`` of module ``idx`` with the stack kept."""
 

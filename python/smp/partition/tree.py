@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from smp import _C, runtime
+from smp.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.tensor_parallel import sharding
 
@@ -50,6 +52,7 @@ class ModuleIndex:
         has_parameters: whether there is a parameter in the subtree of a node.
         is_stateless: whether there is neither parameter nor buffer in it.
         anchors: the top-most node above which keeps its whole subtree, or the node itself.
+        writes: attributes that forwards write, if a trace told: with the indices of nodes.
     """
 
     tree: _C.ModuleTree
@@ -60,6 +63,7 @@ class ModuleIndex:
     has_parameters: tuple[bool, ...]
     is_stateless: tuple[bool, ...]
     anchors: tuple[int, ...]
+    writes: ModuleWrites = ModuleWrites()
 
 
 def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
@@ -108,6 +112,8 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
         anchors.append(above if idx > 0 and whole[above] else idx)
     for tie in shared:
         tree.tie(tie.owner_idx, tie.alias_idx)
+    if trace is not None:
+        _pin_writers(tree, _writes_of(trace, index_of), modules, index_of)
     further = _further_places(root, index_of, parents)
     if trace is not None:
         further |= _add_trace(tree, trace, index_of, parents)
@@ -126,7 +132,47 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
         has_parameters=tuple(has_parameters),
         is_stateless=tuple(not (p or b) for p, b in zip(has_parameters, has_buffers, strict=True)),
         anchors=tuple(anchors),
+        writes=ModuleWrites() if trace is None else _writes_of(trace, index_of),
     )
+
+
+def _writes_of(trace: Trace, index_of: dict[nn.Module, int]) -> ModuleWrites:
+    return trace.writes.renumbered([index_of[module] for module in trace.modules])
+
+
+def _pin_writers(
+    tree: _C.ModuleTree,
+    writes: ModuleWrites,
+    modules: Sequence[nn.Module],
+    index_of: Mapping[nn.Module, int],
+) -> None:
+    """Keeps together what uses one container or buffer that changes in place.
+
+    Leaves of the tree are put on one rank. The code of other modules is brought to the first one,
+    by way of the smallest module below them: the code of a module that is split runs there.
+    """
+    for pair in sorted(writes.ties):
+        if all(_is_leaf(modules[idx]) for idx in pair):
+            tree.tie(*pair)
+            continue
+        for idx in pair:
+            if (smallest := smallest_below(modules[idx])) is not None:
+                tree.tie(0, index_of[smallest])
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    own = any(True for _ in module.parameters(recurse=False))
+    return own and not any(True for child in module.children() for _ in child.parameters())
+
+
+def smallest_below(module: nn.Module) -> nn.Module | None:
+    """Of a module and those below it, the one with the fewest bytes of own parameters."""
+    sizes = {
+        child: sum(_bytes_of(p) for p in child.parameters(recurse=False))
+        for child in module.modules()
+    }
+    with_own = [child for child, num_bytes in sizes.items() if num_bytes]
+    return min(with_own, key=sizes.__getitem__, default=None)
 
 
 def _bytes_of(parameter: nn.Parameter) -> int:

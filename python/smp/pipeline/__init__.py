@@ -2,6 +2,7 @@
 
 from smp.pipeline.hub import PipelineHub
 from smp.pipeline.link import PipelineLink
+from smp.pipeline.module_state import begin_context
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve
 
-__all__ = ["PipelineHub", "PipelineLink", "RemoteTensor", "localize", "resolve"]
+__all__ = ["PipelineHub", "PipelineLink", "RemoteTensor", "begin_context", "localize", "resolve"]

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from smp import _C, autocast
 from smp.forwards import Around, Forward, wrap_forward
 from smp.memory import Request, fulfil, take_request
+from smp.module_writes import ModuleWrites
 from smp.pipeline import caches, functions
+from smp.pipeline.call_state import Along, CallState
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
@@ -50,6 +52,7 @@ class PipelineLink:
         device: of this process.
         later_stages: modules of this rank that a step body does not run itself: they belong to a
             later stage of this rank, and are requests to itself, so that the body runs ahead.
+        writes: what forwards write to attributes of modules.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class PipelineLink:
         global_rank: int,
         device: torch.device,
         later_stages: Sequence[int] = (),
+        writes: ModuleWrites | None = None,
     ) -> None:
         self._root = root
         self._modules = modules
@@ -72,6 +76,7 @@ class PipelineLink:
         self._server: Server | None = None
         self.first_id = 0  # of the modules, among those of all models
         self._mode = ""
+        self._state = CallState(modules, names, writes or ModuleWrites())
         self._undo: list[Callable[[], None]] = []
         self._remote = [
             (i, owner)
@@ -98,6 +103,7 @@ class PipelineLink:
         for module_id, owner in self._remote:
             stub = functools.partial(self._stub, server, module_id, owner)
             self._undo.append(wrap_forward(self._modules[module_id], Around.REMOTE, stub))
+        self._state.open()
 
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
@@ -111,6 +117,7 @@ class PipelineLink:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        self._state.close()
 
     def _stub(self, server: Server, module_id: int, owner: int, own_forward: Forward) -> Forward:
         is_later_stage = module_id in self._later_stages
@@ -142,7 +149,10 @@ class PipelineLink:
     ) -> Any:
         state = autocast.capture(self.device)
         seeds = None if request is None else self._seeds_of(server, request)
-        structure, tensors, used_caches = self._codec.pack((args, kwargs, state, request, seeds))
+        along = None if module_id == _FUNCTION else self._state.along(module_id)
+        structure, tensors, used_caches = self._codec.pack(
+            (args, kwargs, state, request, seeds, along)
+        )
         for cache in used_caches:
             caches.check_unfilled(cache, self._layers_of(module_id), self._name(module_id))
         answer, results, changed, shares_memory, views = server.remote_call(
@@ -162,7 +172,9 @@ class PipelineLink:
             results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
-        return self._codec.unpack(answer, results, tensors)
+        result, back = self._codec.unpack(answer, results, tensors)
+        self._state.settle(back)
+        return result
 
     def _seeds_of(self, server: Server, request: Request) -> Tensor | None:
         """Where modules that run together would begin their random numbers if they did not.
@@ -211,7 +223,7 @@ class PipelineLink:
     ) -> tuple[bytes, list[Tensor], bool]:
         _serving.set(True)  # in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
-        args, kwargs, state, request, seeds = self._codec.unpack(
+        args, kwargs, state, request, seeds, along = self._codec.unpack(
             structure, tensors, own_caches=own_caches
         )
         if module_id == _FUNCTION:
@@ -222,17 +234,31 @@ class PipelineLink:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
         before = self._codec.pack_result((args, kwargs), tensors) if is_first else None
-        watch = ValueWatch()
-        with autocast.apply(state), watch if is_first else contextlib.nullcontext():
+        watch, back = ValueWatch(), None
+        with (
+            autocast.apply(state),
+            watch if is_first else contextlib.nullcontext(),
+            self._as_at_the_caller(module_id, mb, along),
+        ):
             result = function(*args, **kwargs)
+            if module_id != _FUNCTION:
+                back = self._state.back(module_id, along)
         if before is not None and before != self._codec.pack_result((args, kwargs), tensors):
             raise RuntimeError(
                 f"{_C.rank_prefix()}module '{self._name(module_id)}' changed a container or an "
                 "object among its arguments, which its caller on another rank cannot see; let it "
                 "return what it makes, or put both on one partition"
             )
-        answer, results = self._codec.pack_result(result, tensors)
-        return answer, [localize(t) for t in results], watch.seen or not is_certain(result)
+        answer, results = self._codec.pack_result((result, back), tensors)
+        certain = is_certain(result) and (back is None or back.is_certain)
+        return answer, [localize(t) for t in results], watch.seen or not certain
+
+    def _as_at_the_caller(
+        self, module_id: int, mb: int, along: Along | None
+    ) -> contextlib.AbstractContextManager[None]:
+        if module_id == _FUNCTION:
+            return contextlib.nullcontext()
+        return self._state.as_at_the_caller(module_id, mb, along)
 
     def _fulfil(
         self,
@@ -248,6 +274,7 @@ class PipelineLink:
     def microbatch_done(self, mb: int) -> None:
         """Forgets what a finished microbatch left."""
         self._own_caches.pop(mb, None)
+        self._state.microbatch_done(mb)
 
     def publish_output(self, output: Any) -> None:
         """Driver: sends the model's output to the other ranks of the replica."""

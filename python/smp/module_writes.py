@@ -1,0 +1,51 @@
+"""What forwards of a model write to its modules: found by the trace, followed by the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Index of a module and name of one of its attributes or buffers.
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class ModuleWrites:
+    """What forwards of a model write to its modules, and who else uses that.
+
+    Attributes:
+        own: attributes and buffers of which each microbatch needs a value of its own.
+        users: (module, module, name): code of the first one uses an attribute or buffer of the
+            second that is written and that several modules use, itself included.
+        ties: pairs of modules that use one container or buffer whose contents change in place;
+            they have to be on one rank.
+        observed: modules with hooks that write to something outside of modules; what calls them
+            has to run where the step body does.
+        repeated: modules that change buffers in place and are called several times.
+    """
+
+    own: frozenset[Key] = frozenset()
+    users: frozenset[tuple[int, int, str]] = frozenset()
+    ties: frozenset[tuple[int, int]] = frozenset()
+    observed: frozenset[int] = frozenset()
+    repeated: frozenset[int] = frozenset()
+
+    @property
+    def reasons_for_order(self) -> frozenset[int]:
+        """Modules because of which microbatches have to come one after the other."""
+        return self.observed | self.repeated | frozenset(idx for _, idx in self.ties)
+
+    @property
+    def in_order(self) -> bool:
+        """Do microbatches write to one place, so that they have to come one after the other?"""
+        return bool(self.reasons_for_order)
+
+    def renumbered(self, idxs: Sequence[int]) -> ModuleWrites:
+        """The same with other indices: ``idxs`` has the new one of each module."""
+        return ModuleWrites(
+            own=frozenset((idxs[idx], name) for idx, name in self.own),
+            users=frozenset((idxs[user], idxs[idx], name) for user, idx, name in self.users),
+            ties=frozenset((idxs[a], idxs[b]) for a, b in self.ties),
+            observed=frozenset(idxs[idx] for idx in self.observed),
+            repeated=frozenset(idxs[idx] for idx in self.repeated),
+        )

@@ -1,0 +1,220 @@
+"""What a call takes along besides its arguments, and brings back besides its result.
+
+Code of one process shares more than arguments and results: containers in context variables, the
+attributes of modules, whether modules train and parameters require gradients. What of this the
+trace or the caller's context shows travels with the call; the rest is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smp import _C
+from smp.module_writes import Key, ModuleWrites
+from smp.pipeline import collectors, module_state
+from smp.pipeline.callee import is_certain
+from smp.pipeline.module_state import ModuleState
+
+
+@dataclass(frozen=True)
+class Along:
+    """With a request.
+
+    Attributes:
+        containers: in context variables of the caller.
+        hooked: indices of the models whose outputs the caller captures by hooks.
+        attributes: what was written to the callee and to modules below it.
+        flags: modes of these modules and flags of their parameters, if they are not what they were
+            when the model was partitioned.
+    """
+
+    containers: dict[str, Any] | None = None
+    hooked: tuple[int, ...] = ()
+    attributes: dict[Key, Any] | None = None
+    flags: tuple[bool, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Back:
+    """With an answer.
+
+    Attributes:
+        additions: to the containers of the caller.
+        attributes: what the callee and the modules below it have written.
+    """
+
+    additions: list[collectors.Addition] | None = None
+    attributes: dict[Key, Any] | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Does its structure tell all but the data of tensors?"""
+        values: list[Any] = list((self.attributes or {}).values())
+        for addition in self.additions or ():
+            items = addition.items
+            values += items.values() if isinstance(items, dict) else items
+        return all(map(is_certain, values))
+
+
+class CallState:
+    """Of the calls of one model on one rank.
+
+    Args:
+        modules: of the model, the same on all ranks.
+        names: of the modules, for errors.
+        writes: what its forwards write.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], names: Sequence[str], writes: ModuleWrites
+    ) -> None:
+        self._modules = modules
+        self._names = names
+        self._ids = {module: i for i, module in enumerate(modules)}
+        self._attributes = ModuleState(modules, names, writes)
+        self._flags: dict[int, _Flags] = {}
+        self._flags_at_first: dict[nn.Module | nn.Parameter, bool] = {}
+        self._values_of: dict[int, dict[tuple[int, str], Any]] = {}
+
+    def open(self) -> None:
+        """The model is connected."""
+        self._attributes.open()
+        for module in self._modules:
+            self._flags_at_first[module] = module.training
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._flags_at_first[parameter] = parameter.requires_grad
+
+    def close(self) -> None:
+        """Leaves the modules as they were. May be called twice."""
+        self._attributes.close()
+
+    def microbatch_done(self, mb: int) -> None:
+        """Forgets what belonged to a microbatch."""
+        self._values_of.pop(mb, None)
+
+    # ---- caller
+
+    def along(self, module_id: int) -> Along | None:
+        """What goes with a call of a module; None if nothing does."""
+        containers = collectors.collectors()
+        attributes = self._attributes.values(module_id)
+        flags = self._flags_of(module_id).changed(self._flags_at_first)
+        if not containers and attributes is None and flags is None:
+            return None
+        hooked = collectors.hooked_models(self._modules) if containers else ()
+        return Along(
+            containers={name: collectors.outline(value) for name, value in containers.items()},
+            hooked=tuple(self._ids[model] for model in hooked),
+            attributes=attributes,
+            flags=flags,
+        )
+
+    def settle(self, back: Back | None) -> None:
+        """Takes over what a call has left behind."""
+        if back is None:
+            return
+        if back.additions:
+            collectors.add(collectors.collectors(), back.additions)
+        self._attributes.take(back.attributes)
+
+    # ---- callee
+
+    @contextlib.contextmanager
+    def as_at_the_caller(self, module_id: int, mb: int, along: Along | None) -> Iterator[None]:
+        """Here the module runs as if its caller had run it. In a context of its own."""
+        module_state.begin_context(self._values_of.setdefault(mb, {}))
+        along = along or Along()
+        if along.containers:
+            collectors.install(along.containers, [self._modules[i] for i in along.hooked])
+        self._attributes.take(along.attributes)
+        with self._flags_of(module_id).set_to(along.flags, self._flags_at_first):
+            yield
+
+    def back(self, module_id: int, along: Along | None) -> Back | None:
+        """What goes with the answer, inside of `as_at_the_caller`; None if nothing does."""
+        attributes = self._attributes.values(module_id)
+        found = None
+        if along is not None and along.containers:
+            name = self._names[module_id]
+            found = collectors.additions(along.containers, name)
+        return Back(found, attributes) if found or attributes else None
+
+    def _flags_of(self, module_id: int) -> _Flags:
+        flags = self._flags.get(module_id)
+        if flags is None:
+            module = self._modules[module_id]
+            flags = self._flags[module_id] = _Flags(module, self._names[module_id])
+        return flags
+
+
+_FirstFlags = Mapping[nn.Module | nn.Parameter, bool]
+
+
+class _Flags:
+    """Modes of a module and of those below it, flags of their parameters, and which these are."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._name = name
+        self._modules = list(module.modules())
+        self._parameters = [
+            (m._parameters, key, p, f"{path}.{key}" if path else key)
+            for path, m in module.named_modules()
+            for key, p in m._parameters.items()
+            if p is not None
+        ]
+
+    def _now(self) -> list[bool]:
+        now = [module.training for module in self._modules]
+        now += [parameter.requires_grad for _, _, parameter, _ in self._parameters]
+        return now
+
+    def _then(self, at_first: _FirstFlags) -> list[bool]:
+        then = [at_first.get(module, module.training) for module in self._modules]
+        return then + [at_first.get(p, p.requires_grad) for _, _, p, _ in self._parameters]
+
+    def changed(self, at_first: _FirstFlags) -> tuple[bool, ...] | None:
+        """What they are now, if that is not what it was at first.
+
+        Code of a module changes them on the rank that runs it only, so the caller's count.
+
+        Raises:
+            RuntimeError: a parameter is not the module's own.
+        """
+        for table, key, parameter, path in self._parameters:
+            if table.get(key) is not parameter:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}module '{self._name}' is on another rank, and its "
+                    f"parameter '{path}' has been replaced here (torch.func.functional_call, or "
+                    "code that assigns parameters), which that rank cannot see; call the module "
+                    "with its own parameters, or put it on partition 0 (smp.set_partition)"
+                )
+        now = self._now()
+        return None if now == self._then(at_first) else tuple(now)
+
+    @contextlib.contextmanager
+    def set_to(self, flags: Sequence[bool] | None, at_first: _FirstFlags) -> Iterator[None]:
+        """Here they are as at the caller: ``flags``, or as they were at first."""
+        before = self._now()
+        wanted = self._then(at_first) if flags is None else list(flags)
+        if wanted == before:
+            yield
+            return
+        self._set(wanted)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, flags: Sequence[bool]) -> None:
+        for module, flag in zip(self._modules, flags, strict=False):
+            module.training = flag
+        own = flags[len(self._modules) :]
+        for (_, _, parameter, _), flag in zip(self._parameters, own, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)

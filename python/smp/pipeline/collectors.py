@@ -1,0 +1,224 @@
+"""Containers in context variables, which code anywhere below a call adds to.
+
+transformers gathers hidden states, attentions and router logits so: the model sets a context
+variable to a dictionary of lists, and hooks of inner modules append to them. A module on another
+rank finds the same containers there, and what it adds is added here when it returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp import _C
+
+_log = logging.getLogger("smp")
+
+_LEAVES = (Tensor, bool, int, float, type(None))
+_OF_TRANSFORMERS = "output_collector"  # empty where nothing is asked for
+_INSTALLED = "_output_capturing_hooks_installed"  # transformers 5: on a model whose hooks are there
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Stands for something that the caller has in a container, and the callee need not have."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What was put into one container.
+
+    Attributes:
+        path: keys and indices that lead to the container, the location of the variable first.
+        items: appended to a list, or set in a dictionary.
+    """
+
+    path: tuple[Any, ...]
+    items: list[Any] | dict[Any, Any]
+
+
+def collectors() -> dict[str, Any]:
+    """The containers that are in context variables now, by location of the variable."""
+    return {
+        location: value
+        for var, value in copy_context().items()
+        if isinstance(value, dict | list)
+        and (value or var.name != _OF_TRANSFORMERS)
+        and not var.name.startswith("smp_")
+        and _collects(value)
+        and (location := _location_of(var)) is not None
+    }
+
+
+def _collects(value: Any) -> bool:
+    """Is it a container of tensors and containers, and not one of settings or texts?"""
+    if isinstance(value, dict):
+        return all(_collects(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_collects(item) for item in value)
+    return isinstance(value, _LEAVES)
+
+
+def outline(value: Any, count: list[int] | None = None) -> Any:
+    """The same containers with the tensors in them replaced by `Kept`."""
+    count = [0] if count is None else count
+    if isinstance(value, dict):
+        return {key: outline(item, count) for key, item in value.items()}
+    if isinstance(value, list):
+        return [outline(item, count) for item in value]
+    if isinstance(value, Kept):
+        return value
+    if isinstance(value, tuple | Tensor):
+        count[0] += 1
+        return Kept(count[0] - 1)
+    return value
+
+
+def install(outlines: Mapping[str, Any], hooked: Sequence[nn.Module]) -> None:
+    """Puts the caller's containers into this context, for the code of the callee.
+
+    Args:
+        outlines: by location of the variable.
+        hooked: models whose outputs the caller captures by hooks.
+    """
+    for name, value in outlines.items():
+        _variable(name).set(outline(value))  # a copy: what the code does to it is compared
+    for model in hooked:
+        _hook(model)
+
+
+def additions(before: Mapping[str, Any], module: str) -> list[Addition]:
+    """What the callee has added, in this context, to what `install` has put here.
+
+    Args:
+        before: the containers as the caller sent them.
+        module: name of the callee.
+
+    Raises:
+        RuntimeError: something else than an addition was done to them.
+    """
+    found: list[Addition] = []
+    for name, value in before.items():
+        _compare((name,), value, _variable(name).get(), found, module)
+    return found
+
+
+def _compare(
+    path: tuple[Any, ...], before: Any, after: Any, found: list[Addition], module: str
+) -> None:
+    if isinstance(before, list) and isinstance(after, list) and len(after) >= len(before):
+        if len(after) > len(before):
+            found.append(Addition(path, list(after[len(before) :])))
+        for i, item in enumerate(before):
+            _compare((*path, i), item, after[i], found, module)
+    elif isinstance(before, dict) and isinstance(after, dict) and before.keys() <= after.keys():
+        new = {key: item for key, item in after.items() if key not in before}
+        if new:
+            found.append(Addition(path, new))
+        for key, item in before.items():
+            _compare((*path, key), item, after[key], found, module)
+    elif isinstance(after, Tensor) or before != after:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}module '{module}' replaced or removed what its caller on another "
+            f"rank keeps in the context variable '{path[0]}' (at {list(path[1:])}); only additions "
+            "can be followed. Put the module and its caller on one partition"
+        )
+
+
+def add(containers: Mapping[str, Any], found: Sequence[Addition]) -> None:
+    """Does to the caller's containers what the callee has done to its own."""
+    for addition in found:
+        container = containers[addition.path[0]]
+        for key in addition.path[1:]:
+            container = container[key]
+        if isinstance(container, list):
+            container.extend(addition.items)
+        else:
+            container.update(addition.items)
+
+
+_variables: dict[str, ContextVar[Any]] = {}
+_locations: dict[ContextVar[Any], str | None] = {}
+
+
+def _variable(location: str) -> ContextVar[Any]:
+    """The context variable of this process that is where the caller has its own."""
+    if location not in _variables:
+        module, _, path = location.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if not isinstance(found, ContextVar):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}a caller on another rank collects outputs in the context "
+                f"variable {location}, which is none in this process; run the same code on every "
+                "rank"
+            )
+        _variables[location] = found
+    return _variables[location]
+
+
+def _location_of(variable: ContextVar[Any]) -> str | None:
+    """Module and path by which other processes find a context variable."""
+    if variable not in _locations:
+        location = _locations[variable] = _find(variable)
+        if location is None:
+            _log.warning(
+                "smp: what modules on other ranks add to the context variable '%s' is not seen "
+                "here, because no module has the variable as an attribute",
+                variable.name,
+            )
+    return _locations[variable]
+
+
+def _find(variable: ContextVar[Any]) -> str | None:
+    for module_name, module in list(sys.modules.items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is variable:
+                return f"{module_name}:{name}"
+            # An object or a class of a module that holds it.
+            attributes = getattr(value, "__dict__", None)
+            if not isinstance(attributes, Mapping) or isinstance(value, ModuleType):
+                continue
+            for inner, attribute in list(attributes.items()):
+                if attribute is variable:
+                    return f"{module_name}:{name}.{inner}"
+    return None
+
+
+def hooked_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Models whose outputs transformers captures by hooks, without those inside of others."""
+    found: list[nn.Module] = []
+    below: set[nn.Module] = set()
+    for module in modules:  # parents first
+        if module.__dict__.get(_INSTALLED) is True and module not in below:
+            found.append(module)
+            below.update(module.modules())
+    return found
+
+
+def _hook(model: nn.Module) -> None:
+    """Installs on a model what captures outputs, once on each of its modules."""
+    if model.__dict__.get(_INSTALLED) is True:
+        return
+    for module in model.modules():  # a part of it may have been called by itself before
+        for key, hook in list(module._forward_hooks.items()):
+            if is_capturing(hook):
+                del module._forward_hooks[key]
+    capturing = sys.modules["transformers.utils.output_capturing"]
+    capturing.maybe_install_capturing_hooks(model)
+
+
+def is_capturing(hook: Any) -> bool:
+    """Is it one of the hooks that transformers captures outputs by?"""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
