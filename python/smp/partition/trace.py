@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from smp import _C
 from smp.module_writes import ModuleWrites
 from smp.partition import trace_flops
 from smp.partition.costs import ModuleCost, Trace, TracedValue
+from smp.partition.fake_leaks import nothing_kept
 from smp.partition.state_watch import StateWatch, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
@@ -61,23 +63,42 @@ def trace(
     Raises:
         TraceError: the forward raised.
     """
+    options = _Options(fake, measure_times, measure_memory)
+    with nothing_kept() if fake else contextlib.nullcontext():
+        return _traced(root, args, kwargs, device, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    fake: bool
+    measure_times: bool
+    measure_memory: bool
+
+
+def _traced(
+    root: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    options: _Options,
+) -> Trace:
     modules = tuple(root.modules())
-    devices = [device] if device.type == "cuda" and not fake else []
+    devices = [device] if device.type == "cuda" and not options.fake else []
     with (
         tracing(),
-        untouched(modules, keep_values=not fake),
+        untouched(modules, keep_values=not options.fake),
         torch.random.fork_rng(devices),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
         run = _Run(root, modules, args, kwargs, device)
         try:
-            if fake:
+            if options.fake:
                 return run.fake()
             result = run.real()
-            if measure_memory and device.type == "cuda":
+            if options.measure_memory and device.type == "cuda":
                 result = run.with_measured_memory(result)
-            return run.with_times(result) if measure_times else result
+            return run.with_times(result) if options.measure_times else result
         except TraceError:
             raise
         except Exception as error:  # memory, mostly

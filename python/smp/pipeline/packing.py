@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from smp import _C
 from smp.memory import is_cache
 from smp.pipeline import caches, functions
 from smp.pipeline.remote_tensor import RemoteTensor, localize
@@ -64,6 +66,13 @@ class _Packer(pickle.Pickler):
                 if obj.is_untouched():  # a view is made again where it is needed
                     return functions.apply, (obj.steps(), obj._whole)
                 obj = localize(obj)
+            elif type(obj) is FakeTensor:
+                raise ValueError(
+                    f"{_C.rank_prefix()}an argument or result of a module on another rank is a "
+                    f"tensor of shape {tuple(obj.shape)} without data, which the model has kept "
+                    "since its trace; do not keep what is made while smp.is_tracing() is True, or "
+                    "set skip_tracing"
+                )
             argument = self._arguments.get(id(obj))
             if argument is not None:
                 return _argument_at, (argument,)
