@@ -28,6 +28,7 @@ from tests.dist.training import (
     train_all,
 )
 from tests.reference.families import CAUSAL, FAMILIES
+from tests.reference.hybrid_families import HYBRID
 from tests.reference.single_process import train_reference
 
 VARIANTS = tuple(itertools.product(SCHEDULES, (False, True)))  # (schedule, static_mode)
@@ -63,6 +64,15 @@ def test_family_trains_like_one_process_without_attention_cache(
     pool: Pool, family: str, pp: int
 ) -> None:
     check_runs(pool, [run_of(f"{family}+nocache", pp, static=pp == 4)])
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("family", HYBRID)
+def test_family_with_states_beside_keys_and_values_trains_like_one_process(
+    pool: Pool, family: str, pp: int
+) -> None:
+    # The default use_cache: convolutions and recurrences leave their states in it.
+    check_runs(pool, [run_of(family, pp, static=pp == 4)])
 
 
 # ---- dropout ---------------------------------------------------------------

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.reference.hybrid_families import HYBRID
+
 VOCABULARY = 41
 BATCH = 8
 SEQUENCE = 7
@@ -293,7 +295,7 @@ _LABEL_PER_SAMPLE = (*CLASSIFIERS, *_IMAGES, "tree")
 def family_of(case: str) -> str | None:
     """The family of a case, None if it is none of this file."""
     name = case.split("+")[0]
-    return name if name in FAMILIES else None
+    return name if name in FAMILIES or name in HYBRID else None
 
 
 def build_family(case: str) -> nn.Module:
@@ -301,7 +303,7 @@ def build_family(case: str) -> nn.Module:
     unknown = set(options) - {"dropout", "nocache"}
     if unknown:
         raise ValueError(f"case '{case}': unknown options {sorted(unknown)}")
-    return FAMILIES[name](frozenset(options))
+    return (FAMILIES | HYBRID)[name](frozenset(options))
 
 
 def make_family_batch(case: str, dtype: torch.dtype, generator: torch.Generator) -> Batch:

@@ -116,3 +116,81 @@ def test_a_cache_that_a_remote_layer_would_have_to_read_is_refused_with_the_reme
     caches.check_unfilled(cache, frozenset({0}), "h.0")
     with pytest.raises(ValueError, match="use_cache=False"):
         caches.check_unfilled(cache, frozenset({1}), "h.1")
+
+
+def test_an_emptied_cache_is_as_it_was_made_whatever_its_layers_carry() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(cache_utils, "LinearAttentionAndFullAttentionLayer"):
+        pytest.skip("an older transformers")
+
+    class Own(cache_utils.DynamicLayer):  # type: ignore[misc,name-defined]
+        def __init__(self, width: int, **kwargs: Any) -> None:
+            super().__init__()
+            self.width = width
+            self.sums: dict[str, Any] = {"first": None}
+            self.seen = 0
+
+    class OfModel(cache_utils.DynamicLayer):  # type: ignore[misc,name-defined]
+        def __init__(self, config: Any, **kwargs: Any) -> None:
+            super().__init__()
+            self.rate = config.rate
+
+    class Config:
+        rate = 3
+
+    kinds: list[Any] = [
+        cache_utils.LinearAttentionAndFullAttentionLayer(number_of_states=2),
+        cache_utils.DynamicSlidingWindowLayer(sliding_window=2),
+        cache_utils.StaticLayer(max_cache_len=4),
+        Own(width=5),
+        OfModel(Config()),
+    ]
+    cache = cache_utils.Cache(layers=kinds)
+    before = CODEC.pack_result([vars(layer) for layer in caches.emptied(cache, Config()).layers])
+    states = torch.ones(1, 1, 2, 4, requires_grad=True) * 2
+    for idx in range(len(kinds)):
+        cache.update(states, states, idx)
+    cache.update_conv_state(states[0], 0)
+    cache.update_recurrent_state(states[0], 0, state_idx=1)
+    kinds[3].sums["first"], kinds[3].seen = states, 7
+    empty = caches.emptied(cache, Config())
+    after = CODEC.pack_result([vars(layer) for layer in empty.layers])
+    assert after[0] == before[0] and len(after[1]) == len(before[1]) > 0
+    for got, expected in zip(after[1], before[1], strict=True):
+        assert torch.equal(got, expected)
+    assert [type(layer) for layer in empty.layers] == [type(layer) for layer in kinds]
+    assert kinds[0].conv_states[0] is not None and kinds[3].seen == 7, "the cache itself is used on"
+
+
+def test_a_layer_of_a_cache_that_cannot_be_made_anew_is_refused_with_the_remedy() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+
+    class Secret(cache_utils.DynamicLayer):  # type: ignore[misc,name-defined]
+        def __init__(self, told_nowhere: int) -> None:
+            super().__init__()
+
+    cache = cache_utils.Cache(layers=[Secret(1)])
+    caches.emptied(cache)
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    with pytest.raises(ValueError, match="class Secret.*told_nowhere.*use_cache=False"):
+        caches.emptied(cache)
+
+
+def test_states_of_a_recurrence_that_a_remote_layer_would_have_to_read_are_refused() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(cache_utils, "LinearAttentionAndFullAttentionLayer"):
+        pytest.skip("an older transformers")
+    both = cache_utils.LinearAttentionAndFullAttentionLayer
+    cache = cache_utils.Cache(layers=[both(), both()])
+    caches.check_unfilled(cache, frozenset({0, 1}), "h")
+    cache.update_conv_state(torch.ones(1, 2, 4), 1)
+    caches.check_unfilled(cache, frozenset({0}), "h.0")
+    with pytest.raises(ValueError, match="layer 1.*use_cache=False"):
+        caches.check_unfilled(cache, frozenset({1}), "h.1")
+    # A module of this rank has left it there, whose layer a cut goes through.
+    for here in ({1}, {caches.ALL_PLACES}):
+        caches.check_unfilled(cache, frozenset({1}), "h.1", frozenset(here))
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    cache.update_recurrent_state(torch.ones(1, 2, 4), 1)
+    with pytest.raises(ValueError, match="layer 1"):
+        caches.check_unfilled(cache, frozenset({1}), "h.1", frozenset({1}))

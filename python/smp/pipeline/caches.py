@@ -8,11 +8,19 @@ per microbatch, in which the layers of that rank leave their keys and values.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp import _C
+
+# Stands for whatever place a module is told in its call.
+ALL_PLACES = -1
 
 _seen: ContextVar[dict[int, Any] | None] = ContextVar("smp_caches", default=None)
 
@@ -47,32 +55,111 @@ def number_of(cache: Any) -> int | None:
     return next((i for i, known in (_seen.get() or {}).items() if known is cache), None)
 
 
-def emptied(cache: Any) -> Any:
-    """A cache of the same kind without contents."""
-    contents = (vars(layer).get(name) for layer in _layers(cache) for name in ("keys", "values"))
-    memo: dict[int, Any] = {id(tensor): None for tensor in contents if tensor is not None}
+def emptied(cache: Any, config: Any = None) -> Any:
+    """A cache of the same construction without contents.
+
+    Args:
+        cache: of any class of transformers.
+        config: of the model, with which some layers of caches are made.
+
+    Raises:
+        ValueError: a layer with contents is of a class that cannot be made anew.
+    """
+    unused = {id(layer): _unused(layer, config) for layer in _layers(cache)}
+    contents = [tensor for layer in _layers(cache) for tensor in _tensors(vars(layer))]
+    contents += [tensor for part in _parts(cache) for tensor in _tensors(_beside_layers(part))]
+    memo: dict[int, Any] = {id(tensor): None for tensor in contents}
+    for layer in _layers(cache):
+        if unused[id(layer)] is not layer:
+            memo[id(layer)] = unused[id(layer)]
+        else:  # numbers and settings
+            memo.update((id(tensor), tensor.clone()) for tensor in _tensors(vars(layer)))
     empty = copy.deepcopy(cache, memo)
-    for layer in _layers(empty):
-        if hasattr(layer, "is_initialized"):
-            layer.is_initialized = False
-        if isinstance(getattr(layer, "cumulative_length", None), int):
-            layer.cumulative_length = 0
     if isinstance(getattr(empty, "is_updated", None), dict):
         empty.is_updated = dict.fromkeys(empty.is_updated, False)
     return empty
 
 
-def check_unfilled(cache: Any, layer_idxs: frozenset[int], where: str) -> None:
+def _unused(layer: Any, config: Any) -> Any:
+    """A layer as it is made; the same one if nothing was left in it yet.
+
+    The constructor tells what belongs to an unused layer, whatever its state is called: lengths,
+    flags, empty dictionaries. Layers keep its arguments under their names.
+    """
+    if not any(map(_is_content, _tensors(vars(layer)))):
+        return layer
+    cls = type(layer)
+    arguments: dict[str, Any] = {}
+    for base in cls.__mro__:
+        for name, parameter in _parameters_of(base).items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                continue
+            if name in vars(layer):
+                arguments.setdefault(name, vars(layer)[name])
+            elif name == "config" and config is not None:
+                decoder = getattr(config, "get_text_config", None)
+                arguments[name] = config if decoder is None else decoder(decoder=True)
+        if not _takes_more(base):
+            break
+    try:
+        return cls(**arguments)
+    except Exception as error:
+        raise ValueError(
+            f"{_C.rank_prefix()}a cache with layers of class {cls.__name__} was handed to a "
+            f"module on another rank, and an unused one cannot be made there ({error}): set "
+            "use_cache=False in the model's configuration or in its call"
+        ) from error
+
+
+def _parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Of the constructor that a class has or inherits."""
+    return inspect.signature(cast("Any", cls).__init__).parameters
+
+
+def _takes_more(cls: type) -> bool:
+    """Does its constructor hand arguments on that it does not name?"""
+    return any(p.kind == p.VAR_KEYWORD for p in _parameters_of(cls).values())
+
+
+def _is_content(tensor: Tensor) -> bool:
+    """One number is a length or a setting, which layers have from the beginning."""
+    return tensor.dim() > 1 or tensor.numel() != 1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _beside_layers(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if name != "layers"}
+
+
+def check_unfilled(
+    cache: Any,
+    layer_idxs: frozenset[int],
+    where: str,
+    here: frozenset[int] = frozenset(),
+) -> None:
     """Raises when layers of another rank would need contents that are here.
 
-    Of a cache for encoder and decoder, a cut between self-attention and cross-attention leaves one
-    of its parts filled; that is no sign of contents from before.
+    Args:
+        cache: that is handed over.
+        layer_idxs: places in it that the other rank uses.
+        where: the module there, for the error.
+        here: places that modules of this rank use as well, because a cut goes through their layer.
+            Such modules have left contents there in this call, of self-attention and not of
+            cross-attention, or of attention and not of a state space. Only a layer in which
+            nothing is missing has contents from before.
     """
     parts = [part for part in _parts(cache) if hasattr(part, "layers")]
-    for idx in layer_idxs:
-        layers = [part.layers[idx] for part in parts if idx < len(part.layers)]
-        filled = [getattr(layer, "is_initialized", False) for layer in layers]
-        if filled and all(filled) and len(filled) == len(parts):
+    for idx in sorted(layer_idxs):
+        layers = [part.layers[idx] for part in parts if 0 <= idx < len(part.layers)]
+        filled = [_filled(layer) for layer in layers]
+        if idx in here or ALL_PLACES in here:
+            is_filled = len(filled) == len(parts) and all(map(all, filled))
+        else:
+            is_filled = any(map(any, filled))
+        if is_filled:
             raise ValueError(
                 f"the attention cache for layer {idx} in {where} is filled already; contents "
                 "are not shared between pipeline ranks: set use_cache=False in the model's "
@@ -80,10 +167,38 @@ def check_unfilled(cache: Any, layer_idxs: frozenset[int], where: str) -> None:
             )
 
 
+def _filled(layer: Any) -> list[bool]:
+    """For each place of a layer for contents, whether there are any; not empty.
+
+    Places are None until they are used.
+    """
+    leaves = pytree.tree_leaves(vars(layer), is_leaf=lambda leaf: leaf is None)
+    places = [x for x in leaves if x is None or (isinstance(x, Tensor) and _is_content(x))]
+    return [place is not None and place.numel() > 0 for place in places] or [False]
+
+
 def layer_idxs(module: nn.Module) -> frozenset[int]:
     """Places in a cache that a module and those below it use."""
     idxs = (getattr(child, "layer_idx", None) for child in module.modules())
-    return frozenset(idx for idx in idxs if isinstance(idx, int))
+    return frozenset(idx for idx in idxs if isinstance(idx, int) and idx >= 0)
+
+
+def layer_idxs_beside(module: nn.Module, modules: Iterable[nn.Module]) -> frozenset[int]:
+    """Places that some modules use, apart from what is above or below a module.
+
+    Args:
+        module: that stays out.
+        modules: their own place counts, not those of modules below them.
+    """
+    idxs: set[int] = set()
+    below = set(module.modules())
+    for other in modules:
+        idx = getattr(other, "layer_idx", None)
+        # A negative number: the place is told in each call.
+        if isinstance(idx, int) and max(idx, ALL_PLACES) not in idxs and other not in below:
+            if all(child is not module for child in other.modules()):
+                idxs.add(max(idx, ALL_PLACES))
+    return frozenset(idxs)
 
 
 def _parts(cache: Any) -> list[Any]:

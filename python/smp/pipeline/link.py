@@ -70,7 +70,7 @@ class PipelineLink:
         self._modules = modules
         self._names = names
         self._own_caches: dict[int, dict[int, Any]] = {}
-        self._layer_idxs: dict[int, frozenset[int]] = {}
+        self._cache_places: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         self._codec = Codec(modules, device)
         self.device = device
         self._server: Server | None = None
@@ -154,7 +154,8 @@ class PipelineLink:
             (args, kwargs, state, request, seeds, along)
         )
         for cache in used_caches:
-            caches.check_unfilled(cache, self._layers_of(module_id), self._name(module_id))
+            idxs, here = self._places_of(module_id)
+            caches.check_unfilled(cache, idxs, self._name(module_id), here)
         answer, results, changed, shares_memory, views = server.remote_call(
             owner,
             module_id if module_id == _FUNCTION else self.first_id + module_id,
@@ -189,13 +190,18 @@ class PipelineLink:
     def _name(self, module_id: int) -> str:
         return "a function" if module_id == _FUNCTION else self._names[module_id]
 
-    def _layers_of(self, module_id: int) -> frozenset[int]:
-        idxs = self._layer_idxs.get(module_id)
-        if idxs is None and module_id == _FUNCTION:
-            idxs = frozenset()
-        elif idxs is None:
-            idxs = self._layer_idxs[module_id] = caches.layer_idxs(self._modules[module_id])
-        return idxs
+    def _places_of(self, module_id: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Places in a cache that a module of another rank uses, and those that others use here."""
+        if module_id == _FUNCTION:
+            return frozenset(), frozenset()
+        places = self._cache_places.get(module_id)
+        if places is None:
+            module = self._modules[module_id]
+            away = {idx for idx, _ in self._remote}
+            here = (other for idx, other in enumerate(self._modules) if idx not in away)
+            beside = caches.layer_idxs_beside(module, here)
+            places = self._cache_places[module_id] = (caches.layer_idxs(module), beside)
+        return places
 
     def serve(
         self,

@@ -152,7 +152,8 @@ class Codec:
         """An attention cache without its contents; made once per cache and step body."""
         made = self._empty_caches.get(id(cache))
         if made is None or made[0]() is not cache:
-            _, data = self._dump(_EmptyCachePacker, caches.emptied(cache), ())
+            config = getattr(self.modules[0], "config", None) if self.modules else None
+            _, data = self._dump(_EmptyCachePacker, caches.emptied(cache, config), ())
             made = (weakref.ref(cache), data)
             if len(self._empty_caches) > 64:
                 self._empty_caches.clear()
