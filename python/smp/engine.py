@@ -85,6 +85,7 @@ class Engine:
         self.sharded: data_parallel.ShardedParameters | None = None
         #: with sharded optimizer state
         self.flat: data_parallel.FlatParameters | None = None
+        self._dtypes = data_parallel.KeptDtypes([])
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
         self._inside_step = False
@@ -224,6 +225,7 @@ class Engine:
         assert self.parts is not None
         trainable = [(name, p) for name, p in self.parts.named_parameters() if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
+        self._dtypes = data_parallel.KeptDtypes(trainable)
         self.reducers = []  # the former ones let go of the parameters
         self.reducers = data_parallel.make_reducers(
             trainable,
@@ -473,6 +475,7 @@ class Engine:
         if self.sharded is not None:
             self.sharded.end_step()
         if trains:
+            self._dtypes.check()
             for reducer in self.reducers:
                 reducer.end_step()
 

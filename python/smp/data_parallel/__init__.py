@@ -10,6 +10,7 @@ from smp.data_parallel.holdings import master_of as master_of
 from smp.data_parallel.holdings import model_parameter_of as model_parameter_of
 from smp.data_parallel.holdings import write_values as write_values
 from smp.data_parallel.masters import make_holdings as make_holdings
+from smp.data_parallel.reduction import KeptDtypes as KeptDtypes
 from smp.data_parallel.reduction import Reduction as Reduction
 from smp.data_parallel.reduction import agree_on_maxima as agree_on_maxima
 from smp.data_parallel.reduction import broadcast_from_first as broadcast_from_first

@@ -203,6 +203,35 @@ def make_reducers(
     return reducers
 
 
+class KeptDtypes:
+    """The dtypes for which gradients were laid out.
+
+    A parameter of another dtype has another node in autograd, from which nobody takes gradients:
+    they are neither averaged over microbatches nor summed over replicas.
+
+    Args:
+        parameters: names in the whole model, and parameters of this rank that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._laid_out = [(name, parameter, parameter.dtype) for name, parameter in parameters]
+
+    def check(self) -> None:
+        """Raises a ValueError that names a parameter whose dtype has changed since."""
+        for name, parameter, dtype in self._laid_out:
+            if parameter.dtype != dtype:
+                module = name.rpartition(".")[0]
+                raise ValueError(
+                    f"{_C.rank_prefix()}parameter '{name}' has dtype {parameter.dtype}, and had "
+                    f"{dtype} when its gradients were laid out: code of the model has converted "
+                    f"it since, as routers do with self.{module.rpartition('.')[2]}.to(...). Its "
+                    "gradients would be wrong. Convert the module before "
+                    f"smp.DistributedModel(...): model.get_submodule('{module}')"
+                    f".to({parameter.dtype}); with bf16 or fp16 in the configuration all "
+                    "parameters have to keep that dtype"
+                )
+
+
 def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:
     """The largest of each value over the data-parallel group. Collective over it.
 

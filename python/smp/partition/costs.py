@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from smp.module_writes import ModuleWrites
@@ -81,6 +82,8 @@ class Trace:
         how: "fake", or the type of the device that the model really ran on.
         unit: of `ModuleCost.compute`: "flops" or "ms".
         cost_per_link_byte: what a byte to another rank costs in this unit.
+        casts: parameters to which the forward gave another dtype for good, with that: module, name
+            in it, dtype.
     """
 
     modules: tuple[nn.Module, ...]
@@ -93,6 +96,7 @@ class Trace:
     unit: str
     cost_per_link_byte: float
     writes: ModuleWrites = ModuleWrites()
+    casts: tuple[tuple[int, str, torch.dtype], ...] = ()
 
     def cost_of(self, module: nn.Module) -> ModuleCost:
         """Own costs of a module.

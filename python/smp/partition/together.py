@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from smp import _C, comm, runtime
+from smp import _C, comm, memory, runtime
 from smp.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision, PartitionConfig, agree, decide
@@ -63,7 +64,9 @@ def decide_together(
         given = comm.allgather(None, comm.WORLD)[0]
         if isinstance(given, str):
             raise ValueError(_C.rank_prefix() + given)
-        decision = _follow(build_tree(root), pp_size, *given)
+        casts, *placed = given
+        _cast(root, casts)
+        decision = _follow(build_tree(root), pp_size, *placed)
     agree(decision)
     return decision
 
@@ -99,6 +102,8 @@ def _decide_for_all(
     # What the step function raises before it calls the model is nobody else's: the others hear of
     # it as of any failure of a rank. A refusal is everybody's.
     trace = None if make_trace is None else make_trace()
+    casts = () if trace is None else trace.casts
+    _cast(root, casts)
     try:
         decision = _decide(root, config, pp_size, trace, wishes)
     except ValueError as error:
@@ -106,6 +111,7 @@ def _decide_for_all(
         raise
     comm.allgather(
         (
+            casts,
             decision.partition_idxs,
             decision.num_chunks,
             decision.chunk_idxs,
@@ -115,6 +121,18 @@ def _decide_for_all(
         comm.WORLD,
     )
     return decision
+
+
+def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> None:
+    """Gives parameters the dtype that their model's forward gives them.
+
+    A parameter whose dtype changes inside of a step would lose what takes its gradients.
+    """
+    modules = list(root.modules())
+    for idx, name, dtype in casts:
+        parameter = modules[idx]._parameters.get(name) if idx < len(modules) else None
+        if parameter is not None and runtime.current().config.half_dtype is None:
+            memory.cast(parameter, dtype)
 
 
 def _follow(

@@ -25,6 +25,7 @@ from smp.partition.state_watch import StateWatch, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
 from smp.partition.trace_recorder import Recorder, around_forwards
+from smp.partition.trace_state import KeptValues, convert_by_exchange, dtypes_of
 from smp.partition.tree import kind_of
 from smp.tracing import tracing
 
@@ -95,10 +96,15 @@ def _traced(
         try:
             if options.fake:
                 return run.fake()
-            result = run.real()
-            if options.measure_memory and device.type == "cuda":
-                result = run.with_measured_memory(result)
-            return run.with_times(result) if options.measure_times else result
+            values = KeptValues(modules)
+            try:
+                with values:
+                    result = run.real()
+                if options.measure_memory and device.type == "cuda":
+                    result = run.with_measured_memory(result)
+                return run.with_times(result) if options.measure_times else result
+            finally:
+                values.restore()
         except TraceError:
             raise
         except Exception as error:  # memory, mostly
@@ -126,6 +132,7 @@ class _Run:
             # Not made from the real ones: placeholders have strides of zero, and values on the
             # meta device the wrong device.
             exchange_tensors(self._modules, lambda t: empty_like(t, self._device))
+            convert_by_exchange(self._modules)
             call = pytree.tree_map_only(
                 Tensor, lambda t: moved(mode.from_tensor(ordinary(t)), self._device), self._call
             )
@@ -143,14 +150,19 @@ class _Run:
 
     def _recorded(self, call: Any, how: str) -> Trace:
         with untouched(self._modules, keep_values=how != "fake"):
-            watch = StateWatch(self._modules)
+            watch, dtypes = StateWatch(self._modules), dtypes_of(self._modules)
             recorder = self._watched(call)
             has_written = watch.compare()
+            casts = tuple(
+                (*place, dtype)
+                for place, dtype in dtypes_of(self._modules).items()
+                if dtypes.get(place, dtype) != dtype
+            )
         writes = ModuleWrites()
         if has_written:
             num_calls = [cost.num_calls for cost in recorder.costs]
             writes = watch.conclude(self._uses(watch, call, how), num_calls)
-        return self._trace_of(recorder, how, writes)
+        return self._trace_of(recorder, how, writes, casts)
 
     def _watched(self, call: Any, recorder: Recorder | None = None) -> Recorder:
         """Runs the model once."""
@@ -195,7 +207,13 @@ class _Run:
             trace_flops.flops_per_byte(self._device.type),
         )
 
-    def _trace_of(self, recorder: Recorder, how: str, writes: ModuleWrites) -> Trace:
+    def _trace_of(
+        self,
+        recorder: Recorder,
+        how: str,
+        writes: ModuleWrites,
+        casts: tuple[tuple[int, str, torch.dtype], ...],
+    ) -> Trace:
         return Trace(
             modules=self._modules,
             costs=tuple(
@@ -228,6 +246,7 @@ class _Run:
             unit="flops",
             cost_per_link_byte=trace_flops.flops_per_link_byte(self._device.type),
             writes=writes,
+            casts=casts,
         )
 
     def _run_wrapped(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.partition.containers import Containers, reachable_from_hook
+from smp.partition.trace_state import KeptData
 
 
 @contextmanager
@@ -30,6 +31,7 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
         containers.add(module.__dict__.values())
         for hook in hooks_of(module):
             containers.add(reachable_from_hook(hook))
+    data = KeptData(modules)
     buffers = {
         id(buffer): (buffer, buffer.detach().clone())
         for module in modules
@@ -43,6 +45,7 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
             module.__dict__.clear()
             module.__dict__.update(plain)
         containers.restore()
+        data.restore()
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.partition import trace_flops
+from smp.partition.trace_state import written_tensors
 
 Forward = Callable[..., Any]
 
@@ -305,7 +306,7 @@ class Recorder(TorchDispatchMode):
         for tensor in outputs:
             if _key(tensor) not in known:
                 self._new_value(idx, tensor, sources)
-        for tensor in _written_tensors(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             before = self._value_of.get(_key(tensor))
             if sources or (before is not None and not self._is_made_here(before)):
                 self._new_value(idx, tensor, sources)
@@ -380,15 +381,3 @@ class Recorder(TorchDispatchMode):
             if all(_key(t) != key for t in _tensors(arguments)):
                 return idx
         return self._stack[0]  # an argument of the model: the caller of the root took it
-
-
-def _written_tensors(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
-    if not func._schema.is_mutable:
-        return []
-    written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return _tensors(written)

@@ -1,0 +1,151 @@
+"""Parameters and buffers that a forward converts or writes: found, and undone, in a trace.
+
+Some routers cast a layer of theirs in each forward (``self.classifier.to(torch.float32)``), some
+models write to parameters (averages of weights). In a trace that must leave nothing behind. What
+is cast once and stays so is told, because all ranks have to lay it out so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class KeptData:
+    """What is behind the parameters and buffers of some modules: memory, dtype, requires_grad."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        tensors = {id(t): t for _, t in _tensors_of(modules)}
+        self._kept = [(t, t.data, t.requires_grad) for t in tensors.values()]
+
+    def restore(self) -> None:
+        """Undoes ``module.to(dtype)``, ``parameter.data = ...`` and ``requires_grad_``."""
+        for tensor, before, requires_grad in self._kept:
+            if not _is_same_memory(tensor, before):
+                tensor.data = before
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+
+class KeptValues(TorchDispatchMode):
+    """Copies parameters before the first operator that writes to them.
+
+    Args:
+        modules: of the model.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = [t for _, t in _tensors_of(modules) if isinstance(t, nn.Parameter)]
+        self._tensors = {_key(t): t for t in tensors if t.layout == torch.strided and not t.is_meta}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, tuple(args), kwargs):
+            parameter = self._tensors.pop(_key(tensor), None)
+            if parameter is not None:
+                data = parameter.data
+                self._copies.append((data, data.clone()))
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Gives what was written its values from before."""
+        with torch.no_grad():
+            for data, value in self._copies:
+                data.copy_(value)
+
+
+def written_tensors(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Arguments that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def dtypes_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], torch.dtype]:
+    """Dtype of each parameter, by module and name."""
+    return {
+        place: tensor.dtype
+        for place, tensor in _tensors_of(modules)
+        if isinstance(tensor, nn.Parameter)
+    }
+
+
+def convert_by_exchange(modules: Sequence[nn.Module]) -> None:
+    """Has ``module.to(...)`` put other tensors in the place of tensors without memory.
+
+    PyTorch would swap their contents, which fails while anybody has a weak reference to them. For
+    use inside of `smp.partition.trace_guard.untouched`.
+    """
+
+    for module in modules:
+        module.__dict__["_apply"] = functools.partial(_convert, modules, module)
+
+
+def _convert(
+    modules: Sequence[nn.Module],
+    module: nn.Module,
+    function: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """In place of ``module._apply``."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is None:
+            continue
+        with torch.no_grad():
+            made = function(tensor)
+        if made is not tensor and isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        _exchange(modules, tensor, made)
+    return module
+
+
+def _exchange(modules: Sequence[nn.Module], tensor: Tensor, made: Tensor) -> None:
+    for module in modules:
+        for table in (module._parameters, module._buffers):
+            for name, other in table.items():
+                if other is tensor:
+                    table[name] = made  # type: ignore[assignment]
+
+
+def _tensors_of(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], Tensor]]:
+    return [
+        ((idx, name), tensor)
+        for idx, module in enumerate(modules)
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+def _key(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_same_memory(tensor: Tensor, before: Tensor) -> bool:
+    if tensor.dtype != before.dtype or tensor.layout != before.layout:
+        return False
+    if tensor.layout != torch.strided:
+        return True
+    same = tensor.untyped_storage()._cdata == before.untyped_storage()._cdata
+    return same and tensor.shape == before.shape and tensor.stride() == before.stride()
