@@ -150,6 +150,7 @@ class Engine:
             num_chunks=schedule.num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,
+            whole=activations.units(self._root.modules()) | set(self._honoured.layers),
         )
         decision = decide_together(
             self._root,

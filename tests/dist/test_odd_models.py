@@ -112,3 +112,136 @@ def test_a_parameter_that_is_cast_in_a_step_without_a_trace_is_refused(pool: Poo
         assert outcome.error == "ValueError", outcome
         assert "routers.0.classifier.weight" in outcome.message
         assert "model.get_submodule('routers.0.classifier').to(torch.float64)" in outcome.message
+
+
+# ---- checkpointed modules that a cut could go through --------------------------------
+
+
+class Half(nn.Module):
+    """Part of a layer with modules of its own; notes its forwards."""
+
+    runs: list[tuple[str, bool]] = []
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.name = name
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from smp.memory import is_recomputing
+
+        Half.runs.append((self.name, is_recomputing()))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.first, self.second = Half(f"{name}.first", width), Half(f"{name}.second", width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Layered(nn.Module):
+    """Layers of some widths; an even cut goes through the one in the middle."""
+
+    def __init__(self, widths: tuple[int, ...] = (64, 16, 64)) -> None:
+        super().__init__()
+        self.begin = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(Layer(str(i), width) for i, width in enumerate(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def checkpointed(
+    rank: int, widths: tuple[int, ...]
+) -> tuple[dict[str, Tensor], list[int], dict[str, bool]]:
+    """Gradients of this rank, partitions of the layers, and which halves ran twice here."""
+    import smp
+
+    smp.init({"microbatches": MICROBATCHES, "pipeline_parallel_degree": 2, "ddp": False})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Layered(widths))
+    for layer in model.get_module().layers:
+        smp.set_activation_checkpointing(layer)
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    Half.runs = []
+    train_step(batch())
+    grads = {
+        name.removeprefix("module."): p.grad.clone() for name, p in model.local_named_parameters()
+    }
+    partition_of = model._engine.decision.partition_of
+    placed = [
+        len({partition_of[half] for half in (layer.first, layer.second)})
+        for layer in model.get_module().layers
+    ]
+    here = {name.removeprefix("layers.").rpartition(".")[0] for name in grads}
+    again = {
+        half: (half, True) in Half.runs
+        for half, _ in Half.runs
+        if any(name.startswith(half) for name in here)
+    }
+    return grads, placed, again
+
+
+@pytest.mark.parametrize(
+    ("widths", "num_places"), [((64, 16, 64), [1, 1, 1]), ((64, 640, 64), [1, 2, 1])]
+)
+def test_a_marked_layer_is_cut_only_where_balance_asks_for_it_and_is_always_checkpointed(
+    pool: Pool, widths: tuple[int, ...], num_places: list[int]
+) -> None:
+    parts = pool.run(2, checkpointed, widths)
+    assert [places for _, places, _ in parts] == [num_places, num_places]
+    again = {half: twice for _, _, halves in parts for half, twice in halves.items()}
+    names = [f"{i}.{half}" for i in range(3) for half in ("first", "second")]
+    assert again == dict.fromkeys(names, True)
+    got = {name: grad for grads, _, _ in parts for name, grad in grads.items()}
+    assert_close(got, plain_gradients(Layered, widths=widths), torch.float32, str(widths))
+
+
+def switched_on(rank: int) -> tuple[list[int], list[bool]]:
+    """Partitions per layer of a Llama of three layers, and whether it computed again here."""
+    import smp
+    import transformers
+    from smp.memory import is_recomputing
+
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": 2, "ddp": False})
+    config = transformers.LlamaConfig(
+        vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM(config)
+    plain.gradient_checkpointing_enable()
+    model = smp.DistributedModel(plain.train())
+    seen: list[bool] = []
+    for layer in plain.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
+
+    @smp.step
+    def train_step(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    train_step(torch.randint(41, (4, 5), generator=torch.Generator().manual_seed(1)))
+    partition_of = model._engine.decision.partition_of
+    owned = [m for layer in plain.model.layers for m in (layer.self_attn, layer.mlp)]
+    places = [len({partition_of[m] for m in pair}) for pair in zip(*[iter(owned)] * 2, strict=True)]
+    return places, seen
+
+
+def test_layers_that_transformers_checkpoints_are_not_cut_without_need(pool: Pool) -> None:
+    parts = pool.run(2, switched_on)
+    assert [places for places, _ in parts] == [[1, 1, 1]] * 2
+    assert any(again for _, seen in parts for again in seen)

@@ -7,6 +7,7 @@ from smp.activations.marks import (
     is_marked,
     mark,
     settle_marks,
+    units,
 )
 from smp.activations.placement import note_placement
 
@@ -18,4 +19,5 @@ __all__ = [
     "mark",
     "note_placement",
     "settle_marks",
+    "units",
 ]

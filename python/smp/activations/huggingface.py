@@ -21,8 +21,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from smp import memory
-from smp.activations.marks import checkpoint_call
-from smp.activations.placement import is_together
+from smp.activations.marks import checkpoint_call, wrap_call
+from smp.activations.placement import is_placed, is_together, whole_or_parts
 from smp.forwards import Around, is_wrapped
 
 _FUNCTION = "_gradient_checkpointing_func"
@@ -40,11 +40,19 @@ class HonouredModules:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for module in root.modules() if hasattr(module, _FLAG)]
+        self._layers = [module for module in self._modules if _is_layer(module)]
+        self._settled: list[tuple[nn.Module, bool]] = []
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def is_enabled(self) -> bool:
         """Is any of them to be checkpointed?"""
         return any(getattr(module, _FLAG) for module in self._modules)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that are one checkpoint each, as far as their classes say so."""
+        return [layer for layer in self._layers if getattr(layer, _FLAG)]
 
     def honour(self) -> None:
         """Puts our function in the place of theirs; cheap where that has happened."""
@@ -55,6 +63,25 @@ class HonouredModules:
             plain = theirs.func if isinstance(theirs, functools.partial) else theirs
             if plain is torch.utils.checkpoint.checkpoint:  # else one of the user
                 module.__dict__[_FUNCTION] = _Checkpoint(theirs)
+        wanted = [(layer, is_placed(layer)) for layer in self.layers]
+        if wanted != self._settled:
+            self._settled = wanted
+            self._settle()
+
+    def _settle(self) -> None:
+        """Has parts of layers checkpointed where layers are not on one partition."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for layer, _ in self._settled:
+            for part in whole_or_parts([layer]):
+                if part is not layer:  # layers see to it themselves
+                    self._undo.append(wrap_call(part))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """By name: importing transformers is not allowed."""
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 class _Checkpoint:

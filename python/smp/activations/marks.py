@@ -17,7 +17,7 @@ from torch import nn
 
 from smp import memory
 from smp.activations.budget import Budget
-from smp.activations.placement import is_together, place_of
+from smp.activations.placement import is_together, place_of, whole_or_parts
 from smp.activations.strategies import Strategy, plan_groups
 from smp.forwards import Around, Forward, is_wrapped, wrap_forward
 from smp.memory import Request
@@ -58,6 +58,16 @@ def is_marked(module: nn.Module) -> bool:
     return module in _marks
 
 
+def units(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """What is one checkpoint each, of marked modules and sequences."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        made = _marks.get(module)
+        if made is not None:
+            found.update([module] if made.strategy is None else module.children())
+    return found
+
+
 def settle_marks(modules: Iterable[nn.Module]) -> None:
     """Adapts marks that were made before the partition was known.
 
@@ -75,24 +85,27 @@ def _settle(module: nn.Module, made: _Mark) -> None:
         undo()
     made.undo.clear()
     if made.strategy is None:
-        if is_together(module):
-            around = functools.partial(_around, module, made.preserve_rng_state)
-            made.undo.append(wrap_forward(module, Around.CHECKPOINT, around))
+        for part in whole_or_parts([module]):
+            around = functools.partial(_around, part, made.preserve_rng_state)
+            made.undo.append(wrap_forward(part, Around.CHECKPOINT, around))
         return
     layers = list(module.children())
     if made.strategy.kind == "budget":
         budget = Budget(made.strategy.budget_bytes, made.preserve_rng_state)
-        for layer in layers:
-            if is_together(layer):
-                around = functools.partial(budget.around, layer)
-                made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+        for layer in whole_or_parts(layers):
+            around = functools.partial(budget.around, layer)
+            made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
     elif made.strategy.group_size == 1:
-        for layer in layers:
-            if is_together(layer):
-                around = functools.partial(_around, layer, made.preserve_rng_state)
-                made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+        for layer in whole_or_parts(layers):
+            around = functools.partial(_around, layer, made.preserve_rng_state)
+            made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
     groups = functools.partial(_around_sequence, module, made)
     made.undo.append(wrap_forward(module, Around.CHECKPOINT, groups))
+
+
+def wrap_call(module: nn.Module) -> Callable[[], None]:
+    """Checkpoints all calls of a module until what is returned is called."""
+    return wrap_forward(module, Around.CHECKPOINT, functools.partial(_around, module, True))
 
 
 def _around(module: nn.Module, preserve_rng_state: bool, inner: Forward) -> Forward:

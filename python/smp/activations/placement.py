@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from smp import _C, runtime
+from smp.forwards import Around, is_wrapped
 from smp.partition.decide import Decision
 
 _log = logging.getLogger("smp")
@@ -42,14 +43,23 @@ def note_placement(decision: Decision) -> None:
         )
 
 
+def is_placed(module: nn.Module) -> bool:
+    """Is it known where a module lives?"""
+    return module in _places
+
+
 def place_of(module: nn.Module) -> tuple[int, int]:
     """Partition and chunk of a module; (0, 0) before the partition, when nothing is apart."""
     place = _places.get(module)
     return (0, 0) if place is None else (place.partition, place.chunk)
 
 
-def is_together(module: nn.Module) -> bool:
+def is_together(module: nn.Module, instead: str = "it runs without checkpointing") -> bool:
     """Is all of a module on one partition? If not, that is an error or a warning.
+
+    Args:
+        module: that is to be one checkpoint.
+        instead: what happens to it otherwise, for the warning.
 
     Raises:
         ValueError: it is not, and the user has placed it so.
@@ -70,8 +80,38 @@ def is_together(module: nn.Module) -> bool:
     if place.name not in _warned:
         _warned.add(place.name)
         if not runtime.is_initialized() or runtime.current().global_rank == 0:
-            _log.warning("smp: %s; it runs without checkpointing", what)
+            _log.warning("smp: %s; %s", what, instead)
     return False
+
+
+def whole_or_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What is checkpointed where some modules are to be: they, or what is inside of them.
+
+    A cut through a module leaves parts of it that are on one partition. Those without modules of
+    their own keep little more than their arguments in any case.
+
+    Raises:
+        ValueError: the user placed one of the modules on several partitions.
+    """
+    found: list[nn.Module] = []
+    for module in modules:
+        if is_together(module, "its parts are checkpointed one by one"):
+            found.append(module)
+        else:
+            found += _parts_of(module)
+    return found
+
+
+def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not any(True for _ in child.children()) or is_wrapped(child, Around.CHECKPOINT):
+            continue
+        is_called = type(child).forward is not nn.Module.forward
+        if is_called and len(_partitions_of(child.modules())) < 2:
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _parts_of(child)
 
 
 def _partitions_of(modules: Iterable[nn.Module]) -> set[int]:

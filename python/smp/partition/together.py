@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from smp.partition.costs import Trace
 from smp.partition.decide import Decision, PartitionConfig, agree, decide
 from smp.partition.tree import ModuleIndex, build_tree
 
+# What the largest load of a rank may grow by, so that no checkpointed module is cut.
+_MOST_FOR_WHOLE = 1.25
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -25,12 +28,14 @@ class Wishes:
         num_chunks: stages per rank.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: microbatches of activations that the schedule keeps on each rank.
+        whole: modules that are better not cut: each is one checkpoint.
     """
 
     plan: str | Path | None = None
     num_chunks: int = 1
     memory_limit_bytes: int = 0
     kept: Sequence[int] | None = None
+    whole: Collection[nn.Module] = ()
 
 
 def decide_together(
@@ -75,7 +80,7 @@ def _decide(
     root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
 ) -> Decision:
     try:
-        return decide(
+        decision = decide(
             root,
             config,
             pp_size,
@@ -90,6 +95,31 @@ def _decide(
             f"{_C.rank_prefix()}partition file {wishes.plan}: {error.strerror or error}; only the "
             "first rank reads it, check the path there"
         ) from None
+    if decision.decided_by == "auto" and any(_is_cut(decision, m) for m in wishes.whole):
+        return _with_whole(root, trace, wishes.whole, decision) or decision
+    return decision
+
+
+def _is_cut(decision: Decision, module: nn.Module) -> bool:
+    idxs = {decision.partition_of[m] for m in module.modules() if any(True for _ in m.parameters())}
+    return len(idxs) > 1
+
+
+def _with_whole(
+    root: nn.Module, trace: Trace | None, whole: Collection[nn.Module], free: Decision
+) -> Decision | None:
+    """Another decision that cuts none of some modules; None where that is hardly balanced."""
+    assert free.options is not None
+    index = build_tree(root, trace, whole)
+    try:
+        found = Decision.of(index, _C.solve_partition(index.tree, free.options), free.options)
+    except ValueError:  # too few modules, or too much on one rank
+        return None
+    loads = [
+        _C.evaluate_partition(d.index.tree, d.assignment, free.options).largest_load
+        for d in (found, free)
+    ]
+    return found if loads[0] <= _MOST_FOR_WHOLE * loads[1] else None
 
 
 def _decide_for_all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,9 @@ class ModuleIndex:
     writes: ModuleWrites = ModuleWrites()
 
 
-def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
+def build_tree(
+    root: nn.Module, trace: Trace | None = None, whole: Container[nn.Module] = ()
+) -> ModuleIndex:
     """Lists the modules of a model with their parameter bytes, ties and costs.
 
     Each parameter counts once, at the first module that holds it. Modules that hold one parameter
@@ -75,6 +77,7 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
     Args:
         root: any module; parameters may be on the meta device.
         trace: of the same model; without it only parameter sizes are known.
+        whole: modules that are not cut, besides those that cannot be.
     """
     modules, parents, first_names = _walk(root)
     index_of = {module: idx for idx, module in enumerate(modules)}
@@ -88,7 +91,7 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
     has_parameters = [False] * len(modules)
     has_buffers = [False] * len(modules)
     anchors: list[int] = []
-    whole: list[bool] = []
+    uncut: list[bool] = []
     for idx, module in enumerate(modules):
         param_bytes = 0
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -99,8 +102,8 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
             elif owner_name == name:
                 param_bytes += _bytes_of(parameter)
         has_buffers[idx] = any(True for _ in module.buffers(recurse=False))
-        kind = kind_of(module)
-        whole.append(kind == _C.NodeKind.INDIVISIBLE)
+        kind = _C.NodeKind.INDIVISIBLE if module in whole else kind_of(module)
+        uncut.append(kind == _C.NodeKind.INDIVISIBLE)
         tree.add_node(
             first_names[idx],
             parents[idx],
@@ -109,7 +112,7 @@ def build_tree(root: nn.Module, trace: Trace | None = None) -> ModuleIndex:
             kind=kind,
         )
         above = anchors[parents[idx]] if idx > 0 else 0
-        anchors.append(above if idx > 0 and whole[above] else idx)
+        anchors.append(above if idx > 0 and uncut[above] else idx)
     for tie in shared:
         tree.tie(tie.owner_idx, tie.alias_idx)
     if trace is not None:

@@ -106,8 +106,8 @@ def set_activation_checkpointing(
         TypeError: ``module`` is no module, or has no ``forward`` to speak of.
         ValueError: for another strategy; for arguments of sequences with another module; the user
             placed the module on several partitions (here, or in the first step, when partitions
-            are known). Where the library did, that module runs without checkpointing, and rank 0
-            warns.
+            are known). The library cuts a module only where the load of a rank would grow by more
+            than a quarter otherwise; then its parts are checkpointed one by one, and rank 0 warns.
     """
     _check_module(module)
     parsed = parse_strategy(strategy)
