@@ -212,8 +212,9 @@ def test_a_marked_layer_is_cut_only_where_balance_asks_for_it_and_is_always_chec
 
 def switched_on(rank: int) -> tuple[list[int], list[bool]]:
     """Partitions per layer of a Llama of three layers, and whether it computed again here."""
-    import smp
     import transformers
+
+    import smp
     from smp.memory import is_recomputing
 
     smp.init({"microbatches": 2, "pipeline_parallel_degree": 2, "ddp": False})

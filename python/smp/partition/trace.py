@@ -26,6 +26,7 @@ from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
 from smp.partition.trace_recorder import Recorder, around_forwards
 from smp.partition.trace_state import KeptValues, convert_by_exchange, dtypes_of
+from smp.partition.trace_values import KnownValues
 from smp.partition.tree import kind_of
 from smp.tracing import tracing
 
@@ -55,8 +56,8 @@ def trace(
         root: any module. Parameters may be real, on the meta device or placeholders.
         args, kwargs: of the call, real tensors.
         device: that the model runs on, or that it is to look like.
-        fake: no arithmetic and no memory: tensors have shapes only. What reads their values into
-            Python fails.
+        fake: no arithmetic and no memory: tensors have shapes only, and values where small
+            arguments and buffers decide on them. What reads other values into Python fails.
         measure_times: own forward times, median of a few runs. Not with ``fake``.
         measure_memory: on CUDA what each module leaves allocated, instead of what autograd is
             seen to save. Not with ``fake``.
@@ -126,16 +127,29 @@ class _Run:
         self._modules = modules
         self._call = (tuple(args), dict(kwargs))
         self._device = device
+        self._known: KnownValues | None = None  # in a trace without memory
 
     def fake(self) -> Trace:
         with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            # Not made from the real ones: placeholders have strides of zero, and values on the
-            # meta device the wrong device.
-            exchange_tensors(self._modules, lambda t: empty_like(t, self._device))
+            known = self._known = KnownValues()
+            buffers = {id(b) for module in self._modules for b in module._buffers.values()}
+
+            def empty(tensor: Tensor) -> Tensor:
+                # Not made from the real ones: placeholders have strides of zero, and values on
+                # the meta device the wrong device.
+                made = empty_like(tensor, self._device)
+                if id(tensor) in buffers:
+                    known.add(made, tensor)
+                return made
+
+            def argument(tensor: Tensor) -> Tensor:
+                made = moved(mode.from_tensor(ordinary(tensor)), self._device)
+                known.add(made, tensor)
+                return made
+
+            exchange_tensors(self._modules, empty)
             convert_by_exchange(self._modules)
-            call = pytree.tree_map_only(
-                Tensor, lambda t: moved(mode.from_tensor(ordinary(t)), self._device), self._call
-            )
+            call = pytree.tree_map_only(Tensor, argument, self._call)
             return self._recorded(call, "fake")
 
     def real(self) -> Trace:
@@ -190,7 +204,10 @@ class _Run:
             untouched(self._modules, keep_values=how != "fake"),
             around_uses(self._modules, keys, note),
         ):
-            self._watched(call if how == "fake" else self._fresh_call(), recorder)
+            try:
+                self._watched(call if how == "fake" else self._fresh_call(), recorder)
+            except TraceError:  # a forward that cannot be repeated
+                uses |= {(user, idx, name) for idx, name in keys for user in (0, idx)}
         return uses
 
     def _recorder(self) -> Recorder:
@@ -205,6 +222,7 @@ class _Run:
                 for module in self._modules
             ],
             trace_flops.flops_per_byte(self._device.type),
+            self._known,
         )
 
     def _trace_of(

@@ -112,6 +112,8 @@ def rule_of(func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]) -> 
     rule = _RULES.get(func._overloadpacket, Rule.HERE)
     if rule in (Rule.HERE, Rule.FIRST):
         return rule
+    if not inputs:  # numbers alone
+        return Rule.HERE
     has_number = len(args) > 1 and not isinstance(args[1], Tensor)
     if (rule is Rule.ALL and has_number) or (rule is Rule.NUMBER and not has_number):
         return Rule.HERE

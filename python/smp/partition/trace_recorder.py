@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.partition import trace_flops
 from smp.partition.trace_state import written_tensors
+from smp.partition.trace_values import KnownValues
 
 Forward = Callable[..., Any]
 
@@ -38,9 +39,17 @@ def _grouped_mm(
     return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
 
 
-# PyTorch's own shape functions of these refuse dtypes that the operators take.
-_SHAPES_ONLY: dict[OpOverload, Callable[..., Tensor]] = {
-    torch.ops.aten._grouped_mm.default: _grouped_mm
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    # Of packed targets the longest is not known; it is no longer than all of them.
+    num_states = 2 * (targets.shape[-1] if targets.dim() else 0) + 1
+    steps, batch = log_probs.shape[0], log_probs.shape[1:-1]
+    return log_probs.new_empty(batch), log_probs.new_empty(*batch, steps, num_states)
+
+
+# PyTorch's own shape functions of these refuse dtypes that the operators take, or read values.
+_SHAPES_ONLY: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
 }
 
 
@@ -93,8 +102,9 @@ def around_forwards(
     yield
 
 
-class _Losses(TorchFunctionMode):
-    """Tells a recorder of losses, which leads to operators that say nothing of it."""
+class _Functions(TorchFunctionMode):
+    """Tells a recorder of functions whose operators do not say all of it: losses, and tensors
+    made of tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -104,8 +114,13 @@ class _Losses(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].dim() == 0:
+            return format(args[0].item(), *args[1:])
+        if func in (torch.isfinite, Tensor.isfinite) and isinstance(args[0], FakeTensor):
+            # Its operators compare with themselves, and say nothing of it.
+            return ~(torch.isnan(args[0]) | torch.isinf(args[0]))
         if func not in trace_flops.LOSSES:
-            return func(*args, **kwargs)
+            return func(*self._recorder.with_numbers(func, args), **kwargs)
         with self._recorder.at_home_of(args[0] if args else kwargs["input"]):
             return func(*args, **kwargs)
 
@@ -120,7 +135,11 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], may_split: Sequence[bool], flops_per_byte: float
+        self,
+        modules: Sequence[nn.Module],
+        may_split: Sequence[bool],
+        flops_per_byte: float,
+        known: KnownValues | None = None,
     ) -> None:
         super().__init__()
         self.costs = [RawCost() for _ in modules]
@@ -131,6 +150,7 @@ class Recorder(TorchDispatchMode):
         self.failed_at: int | None = None
         self._may_split = may_split
         self._flops_per_byte = flops_per_byte
+        self._known = known
         self._stack: list[int] = []
         self._arguments: list[Any] = []
         self._value_of: dict[StorageWeakRef, int] = {}
@@ -193,10 +213,16 @@ class Recorder(TorchDispatchMode):
         """Records operators and what autograd saves."""
         with (
             torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved),
-            _Losses(self),
+            _Functions(self),
             self,
         ):
             yield
+
+    def with_numbers(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Arguments of a function that reads numbers out of lists of tensors by itself."""
+        if self._known is None or func not in (torch.tensor, torch.as_tensor):
+            return args
+        return self._known.numbers(args)
 
     @contextmanager
     def at_home_of(self, tensor: Tensor) -> Iterator[None]:
@@ -245,7 +271,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not self._stack or trace_flops.is_ignored(func):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         if _DATA_DEPENDENT.intersection(func.tags):
             self.costs[self._stack[-1]].data_dependent = True
         out = self._run(func, args, kwargs)
@@ -269,6 +295,8 @@ class Recorder(TorchDispatchMode):
         shapes_only = _SHAPES_ONLY.get(func)
         if shapes_only is not None and isinstance(args[0], FakeTensor):
             return shapes_only(*args, **kwargs)
+        if self._known is not None:
+            return self._known.run(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _follow(
