@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, data_parallel, memory, microbatch, nonfinite, runtime
-from smp.backward_roots import is_one, run_backward, weighted
+from smp.backward_roots import is_one, listed, run_backward, weighted
 from smp.data_parallel import master_of, model_parameter_of
 from smp.engine import Engine
 from smp.foreign_wrappers import reason_to_refuse
@@ -189,6 +189,7 @@ class DistributedModel(ModelViews):
         if self._engine.capture is not None:
             self._engine.capture.on_backward()
             return
+        tensors, grad_tensors = listed(tensors, grad_tensors)
         server = self._engine.server
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
@@ -212,14 +213,13 @@ class DistributedModel(ModelViews):
         ahead = self._runtime.config.pipeline != "simple"
         if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors
         if not ahead:
-            for root in roots:  # its forward is over when the loss is there
+            for root in tensors:  # its forward is over when the loss is there
                 if isinstance(root, RemoteTensor):
                     root.wait()
         server.begin_backward()
         with self._runtime.scaling_loss():
-            run_backward(tuple(resolve(root) for root in roots), grad_tensors)
+            run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
         server.end_backward()
 
     def _check_in_step(self, what: str) -> None:

@@ -121,6 +121,92 @@ def test_calls_outside_a_step_explain_themselves(pool: Pool, function: Any) -> N
     expect_everywhere(pool, 2, function, error="RuntimeError", text=r"smp\.step")
 
 
+class Remembers(torch.nn.Module):
+    """Keeps its loss in an attribute, as llama2.c does."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6).double() for _ in range(2))
+        self.last_loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.last_loss = x.square().mean()
+        return x
+
+
+def loss_from_an_attribute(rank: int, before: Any) -> None:
+    import smp
+
+    init(CHAIN)
+    net = Remembers(before)
+    model = smp.DistributedModel(net)
+    smp.set_partition(net.layers[1], 1)
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        model(x)
+        loss = model.last_loss
+        model.backward(loss)
+        return loss
+
+    train(torch.randn(8, 6, dtype=torch.float64)).reduce_mean()
+
+
+@pytest.mark.parametrize("before", [None, 0.0])
+def test_a_loss_that_only_the_driver_has_is_an_error_on_all_ranks(pool: Pool, before: Any) -> None:
+    outcomes = pool.outcomes(2, loss_from_an_attribute, before, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error, f"rank {outcome.rank} raised nothing"
+        assert "return the loss from forward" in outcome.message, outcome.traceback
+    assert outcomes[1].error == "TypeError", outcomes[1].traceback
+    assert "PeerFailure" in outcomes[0].bases, outcomes[0].traceback
+
+
+def backward_of(rank: int, pp: int, kind: str) -> None:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": pp, "auto_partition": False})
+    model = smp.DistributedModel(torch.nn.Linear(6, 6))
+
+    @smp.step
+    def train(x: Tensor) -> None:
+        loss = model(x).square().mean()
+        if kind == "number":
+            model.backward(loss.item())
+        elif kind == "list":
+            model.backward([loss, None])
+        elif kind == "dict":
+            model.backward({"loss": loss})
+        elif kind == "gradient":
+            model.backward(loss, 2.0)
+        else:
+            model.backward([loss], [torch.ones(()), torch.ones(())])
+
+    train(torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("number", "TypeError", "model.backward .*float"),
+        ("list", "TypeError", "model.backward .*None"),
+        ("dict", "TypeError", "model.backward .*dict"),
+        ("gradient", "TypeError", "model.backward .*grad_tensors, got a float"),
+        ("count", "ValueError", "1 tensors and 2 grad_tensors"),
+    ],
+)
+def test_a_backward_of_something_else_is_an_error(
+    pool: Pool, pp: int, kind: str, error: str, text: str
+) -> None:
+    outcomes = pool.outcomes(pp, backward_of, pp, kind, timeout=30)
+    assert any(outcome.error == error for outcome in outcomes), outcomes[0].traceback
+    for outcome in outcomes:
+        assert re.search(text, outcome.message, re.DOTALL), outcome.traceback
+
+
 def nested_steps(rank: int) -> None:
     import smp
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.dist.training import RankRecord, Run, init, join_parts, local_parameters, make_model
@@ -190,3 +190,44 @@ def test_backward_takes_lists_and_gradients(pool: Pool) -> None:
         )
     expected = {n: None if p.grad is None else p.grad / 4 for n, p in model.named_parameters()}
     assert_close(grads, expected, run.dtype, "gradients of a list of tensors")
+
+
+def sequence() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]).double()
+
+
+def backward_of_one(rank: int, config: dict[str, Any], kind: str) -> dict[str, Tensor]:
+    import smp
+
+    smp.init({"auto_partition": False, "microbatches": 2, **config})
+    net = sequence()
+    model = smp.DistributedModel(net)
+    if smp.pp_size() > 1:
+        smp.set_partition(net[2], 1)  # what the model returns is made on another rank
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        output = model(x)
+        if kind == "scalar":
+            output = output.square().mean()
+        gradient = torch.full_like(output, 0.5)
+        model.backward(output, [gradient] if kind == "list" else gradient)
+
+    train_step(torch.arange(24, dtype=torch.float64).reshape(4, 6))
+    return {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "scalar"])
+@pytest.mark.parametrize("pipeline", ["", "interleaved", "simple"])
+def test_backward_takes_one_tensor_and_its_gradient(pool: Pool, pipeline: str, kind: str) -> None:
+    config = {"pipeline_parallel_degree": 2, "pipeline": pipeline} if pipeline else {}
+    found: dict[str, Tensor] = {}
+    for part in pool.run(2 if pipeline else 1, backward_of_one, config, kind):
+        found |= part
+    net = sequence()
+    for x in torch.arange(24, dtype=torch.float64).reshape(4, 6).chunk(2):
+        output = net(x).square().mean() if kind == "scalar" else net(x)
+        output.backward(torch.full_like(output, 0.5))
+    expected = {name: p.grad / 2 for name, p in net.named_parameters()}
+    assert_close(found, expected, torch.float64, "gradients of one tensor")
