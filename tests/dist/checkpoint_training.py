@@ -360,8 +360,7 @@ def _mark(cell: Cell, module: Any) -> None:
             sequence, strategy=cell.strategy, pack_args_as_tuple=cell.kind != "sequence"
         )
     else:
-        for layer in module.get_submodule(_LAYERS[cell.kind]):
-            smp.set_activation_checkpointing(layer)
+        smp.set_activation_checkpointing(module.get_submodule(_LAYERS[cell.kind]))
 
 
 def make_ids(cell: Cell, step: int) -> Tensor:

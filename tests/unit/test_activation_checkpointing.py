@@ -329,6 +329,50 @@ def test_a_sequence_with_a_forward_of_its_own(strategy: str) -> None:
     assert [layer.log for layer in net] == [[False, True]] * 2
 
 
+class Listed(nn.Module):
+    """Layers in lists of a dict, called in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleDict({"a": nn.ModuleList([Net(), Net()]), "b": Net()})
+        self.last = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.groups["b"], *reversed(self.groups["a"]), self.last):  # type: ignore
+            x = layer(x)
+        return x
+
+    def logs(self) -> list[list[bool]]:
+        return [module.log for module in self.modules() if isinstance(module, Net)]
+
+
+@pytest.mark.parametrize("strategy", ["each", "budget:1"])
+def test_a_list_of_modules_stands_for_its_members(strategy: str) -> None:
+    net, x = Listed(), torch.randn(4, 8)
+    plain = gradients(net, x)
+    smp.set_activation_checkpointing(net.groups, pack_args_as_tuple=True, strategy=strategy)
+    for log in net.logs():
+        log.clear()
+    assert_same(gradients(net, x), plain)
+    assert net.logs() == [[False, True]] * 3 + [[False]], "the last one is in no list"
+
+
+def test_a_list_with_a_forward_is_a_module_like_others() -> None:
+    class Stack(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    net, x = Stack([Net(), Net()]), torch.randn(4, 8)
+    plain = gradients(net, x)
+    smp.set_activation_checkpointing(net)
+    for layer in net:
+        layer.log.clear()
+    assert_same(gradients(net, x), plain)
+    assert [layer.log for layer in net] == [[False, True]] * 2
+
+
 def test_what_cannot_be_checkpointed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"for nn.Sequential, and the module is a Linear"):
         smp.set_activation_checkpointing(nn.Linear(1, 1), strategy="contiguous")
@@ -340,7 +384,10 @@ def test_what_cannot_be_checkpointed_is_refused() -> None:
     with pytest.raises(TypeError, match="modules inside of it"):
         smp.set_activation_checkpointing(smp.DistributedModel(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="never called"):
-        smp.set_activation_checkpointing(nn.ModuleList())
+        checkpoint(nn.ModuleList([nn.Linear(1, 1)]), torch.ones(1))
+    for strategy in ("contiguous", "group_2"):
+        with pytest.raises(ValueError, match="members of a ModuleList are called one by one"):
+            smp.set_activation_checkpointing(nn.ModuleList(), strategy=strategy)
     with pytest.raises(TypeError, match="takes an nn.Sequential"):
         checkpoint_sequential(nn.Linear(1, 1), torch.ones(1))  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from smp.activations.huggingface import HonouredModules
 from smp.activations.marks import (
     checkpoint_call,
     checkpoint_sequence,
+    is_container,
     is_marked,
     mark,
     settle_marks,
@@ -15,6 +16,7 @@ __all__ = [
     "HonouredModules",
     "checkpoint_call",
     "checkpoint_sequence",
+    "is_container",
     "is_marked",
     "mark",
     "note_placement",

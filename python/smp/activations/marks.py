@@ -7,7 +7,7 @@ takes effect where the module lives. All ranks mark the same modules.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from smp.tracing import is_tracing
 @dataclass
 class _Mark:
     preserve_rng_state: bool
-    strategy: Strategy | None  # of sequences
+    strategy: Strategy | None  # of sequences and containers
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -38,9 +38,10 @@ def mark(module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None)
     """Checkpoints all calls of a module from now on; replaces an earlier mark.
 
     Args:
-        module: in a sequence with a strategy each layer, or groups of them.
+        module: in a sequence with a strategy each layer, or groups of them; of a container each
+            member.
         preserve_rng_state: see `smp.memory.recompute`.
-        strategy: None for anything but a sequence.
+        strategy: None for anything but a sequence or a container.
 
     Raises:
         ValueError: the user placed the module on several partitions.
@@ -64,8 +65,15 @@ def units(modules: Iterable[nn.Module]) -> set[nn.Module]:
     for module in modules:
         made = _marks.get(module)
         if made is not None:
-            found.update([module] if made.strategy is None else module.children())
+            found.update([module] if made.strategy is None else _called(module))
     return found
+
+
+def is_container(module: object) -> bool:
+    """Is this a list or dict of modules, which nobody calls as a whole?"""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    return type(module).forward is nn.Module.forward
 
 
 def settle_marks(modules: Iterable[nn.Module]) -> None:
@@ -89,7 +97,7 @@ def _settle(module: nn.Module, made: _Mark) -> None:
             around = functools.partial(_around, part, made.preserve_rng_state)
             made.undo.append(wrap_forward(part, Around.CHECKPOINT, around))
         return
-    layers = list(module.children())
+    layers = list(_called(module))
     if made.strategy.kind == "budget":
         budget = Budget(made.strategy.budget_bytes, made.preserve_rng_state)
         for layer in whole_or_parts(layers):
@@ -99,6 +107,8 @@ def _settle(module: nn.Module, made: _Mark) -> None:
         for layer in whole_or_parts(layers):
             around = functools.partial(_around, layer, made.preserve_rng_state)
             made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+    if is_container(module):
+        return
     groups = functools.partial(_around_sequence, module, made)
     made.undo.append(wrap_forward(module, Around.CHECKPOINT, groups))
 
@@ -106,6 +116,15 @@ def _settle(module: nn.Module, made: _Mark) -> None:
 def wrap_call(module: nn.Module) -> Callable[[], None]:
     """Checkpoints all calls of a module until what is returned is called."""
     return wrap_forward(module, Around.CHECKPOINT, functools.partial(_around, module, True))
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Layers of a sequence, members of a container and of containers in it."""
+    for child in module.children():
+        if is_container(child):
+            yield from _called(child)
+        else:
+            yield child
 
 
 def _around(module: nn.Module, preserve_rng_state: bool, inner: Forward) -> Forward:

@@ -92,30 +92,42 @@ def set_activation_checkpointing(
     Losses and gradients do not change. An evaluation keeps nothing and is not affected.
 
     Args:
-        module: lies on one partition; of an ``nn.Sequential``, each layer does.
+        module: lies on one partition; of an ``nn.Sequential``, each layer does. An
+            ``nn.ModuleList`` or ``nn.ModuleDict`` stands for its members, of which each is one
+            checkpoint wherever it is called.
         preserve_rng_state: second runs draw the random numbers of the first.
         pack_args_as_tuple: for sequences: accepted; their layers may take and return a tuple as one
-            argument in any case.
+            argument in any case. For lists and dicts: accepted.
         strategy: for sequences: "each" layer alone; "contiguous": neighbours on one partition
             together; "group_<N>": at most N of them; "budget:<GiB>": as few layers as it takes to
             keep the activations of this sequence within so much memory on each rank. For a budget
             the first step checkpoints each layer and measures the bytes that autograd would keep,
-            the operations done twice, and how many microbatches are under way at once.
+            the operations done twice, and how many microbatches are under way at once. For lists
+            and dicts: "each" or a budget; who calls their members may do so in any order.
 
     Raises:
         TypeError: ``module`` is no module, or has no ``forward`` to speak of.
-        ValueError: for another strategy; for arguments of sequences with another module; the user
+        ValueError: for another strategy; for groups in a list or dict, or in a sequence with a
+            forward of its own; for arguments of sequences with another module; the user
             placed the module on several partitions (here, or in the first step, when partitions
             are known). The library cuts a module only where the load of a rank would grow by more
             than a quarter otherwise; then its parts are checkpointed one by one, and rank 0 warns.
     """
-    _check_module(module)
+    _check_type(module)
     parsed = parse_strategy(strategy)
-    is_sequence = isinstance(module, nn.Sequential)
+    is_container = activations.is_container(module)
+    is_sequence = is_container or isinstance(module, nn.Sequential)
     if not is_sequence and (pack_args_as_tuple or strategy != "each"):
         raise ValueError(
             f"{_C.rank_prefix()}set_activation_checkpointing: pack_args_as_tuple and strategy are "
             f"for nn.Sequential, and the module is a {type(module).__name__}; leave them out"
+        )
+    if is_container and parsed.group_size != 1:
+        raise ValueError(
+            f"{_C.rank_prefix()}set_activation_checkpointing: the members of a "
+            f"{type(module).__name__} are called one by one by the code around it, so no group of "
+            f"them can be one checkpoint; use strategy='each' instead of {strategy!r}, or an "
+            "nn.Sequential"
         )
     if is_sequence and type(module).forward is not nn.Sequential.forward and parsed.group_size != 1:
         raise ValueError(
@@ -127,6 +139,17 @@ def set_activation_checkpointing(
 
 
 def _check_module(module: object) -> None:
+    """Refuses what is not called."""
+    _check_type(module)
+    if activations.is_container(module):
+        raise TypeError(
+            f"{_C.rank_prefix()}a {type(module).__name__} is never called, so there is no call of "
+            "it to checkpoint; do that with each of its members, or mark all of them with "
+            "smp.set_activation_checkpointing"
+        )
+
+
+def _check_type(module: object) -> None:
     if runtime.is_initialized() and any(module is model for model in runtime.current().models):
         raise TypeError(
             f"{_C.rank_prefix()}a DistributedModel cannot be checkpointed as a whole; do that with "
@@ -137,9 +160,4 @@ def _check_module(module: object) -> None:
             f"{_C.rank_prefix()}a {type(module).__name__} cannot be checkpointed, only an "
             "nn.Module: put the code into one (torch.utils.checkpoint takes functions, with "
             "use_reentrant=False)"
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise TypeError(
-            f"{_C.rank_prefix()}a {type(module).__name__} is never called, so it cannot be "
-            "checkpointed; do that with each of its members"
         )

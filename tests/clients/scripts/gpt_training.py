@@ -176,7 +176,7 @@ class Job:
         self.model.register_post_partition_hook(count)
 
     def checkpoint_layers(self, layers: nn.Module) -> None:
-        """Activation checkpointing of a sequential, or of blocks or sublayers one by one."""
+        """Activation checkpointing of a sequential, a list of blocks, or sublayers one by one."""
         args = self.args
         if not args.activation_checkpointing:
             return
@@ -185,11 +185,10 @@ class Job:
                 for name in _SUBLAYERS:
                     if hasattr(child, name):
                         smp.set_activation_checkpointing(getattr(child, name))
-        elif isinstance(layers, nn.Sequential):
-            smp.set_activation_checkpointing(layers, strategy=args.activation_strategy)
-        else:
-            for child in layers.children():
-                smp.set_activation_checkpointing(child)
+        else:  # the list of blocks, too: each of them is a checkpoint then
+            smp.set_activation_checkpointing(
+                layers, pack_args_as_tuple=True, strategy=args.activation_strategy
+            )
 
     def place_layers(self, layers: nn.Module) -> None:
         if self.args.manual_partition:
