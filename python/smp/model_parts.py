@@ -255,8 +255,7 @@ class ModelParts:
             if isinstance(value, Tensor) and not is_extra_state(key)
         }
         missing = [key for key in own if key not in state]
-        marks = (PARTIAL_MARK, SHARDS_MARK)
-        unexpected = [key for key in state if key not in own and key not in marks]
+        unexpected = [key for key in state if key not in own and key not in partial.MARKS]
         problems = []
         if strict and missing:
             problems.append(f"missing keys: {missing}")

@@ -141,6 +141,7 @@ class OptimizerState:
         given = dict(state)
         is_partial = bool(given.pop(PARTIAL_MARK, False))
         held, flat = given.pop(SHARDS_MARK, {}), given.pop(FLAT_MARK, None)
+        given.pop(partial.LAYOUT_MARK, None)  # of a file that was read as it is
         entries: Entries = given["state"]
         own_flat = self._flat()
         is_cut = False  # are entries those that this rank holds?

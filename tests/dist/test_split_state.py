@@ -112,6 +112,32 @@ def test_whole_states_are_those_of_one_rank(
             assert difference(state, results[0]["third"]) == 0.0, "resumed differs"
 
 
+def resume_raw(rank: int, run: SplitRun, folder: str, same: bool) -> dict[str, Any]:
+    """Continues from this rank's file as torch reads it, with the marks that are in it."""
+    import smp
+
+    init_split(run)
+    model, optimizer, train = make(run, seed=5)
+    path = f"{folder}/part.pt_{smp.pp_rank()}_{smp.tp_rank()}"
+    saved = torch.load(path, weights_only=True)
+    assert "_smp_layout" in saved["model"] and "_smp_layout" in saved["optimizer"]
+    result = model.load_state_dict(saved["model"], same_partition_load=same)
+    assert result.missing_keys == result.unexpected_keys == []
+    optimizer.load_state_dict(saved["optimizer"])
+    train(2)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(("pp", "same"), [(1, False), (1, True), (2, False)])
+def test_files_that_the_script_reads_itself_are_loaded(
+    pool: Pool, tmp_path: Path, pp: int, same: bool
+) -> None:
+    run = SplitRun(CASE, pp, 2, 1, prescaled=True)
+    results = pool.run(run.world_size, train_and_save, run, str(tmp_path))
+    for state in pool.run(run.world_size, resume_raw, run, str(tmp_path), same):
+        assert difference(state, results[0]["third"]) == 0.0, "resumed differs"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_whole_file_goes_into_another_degree(
     pool: Pool, tmp_path: Path, one_rank: dict[str, Any], layout: tuple[int, int, int]

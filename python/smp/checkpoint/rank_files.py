@@ -12,11 +12,7 @@ from typing import Any
 from smp import _C, comm
 from smp.optimizer_state import FLAT_MARK, join_flat
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
-
-#: In a partial state dict of a file: ``(pp, tp, rdp)`` degrees of the job that wrote it, with rdp 0
-#: where the replicas share a file. Ranks of another layout see from it that they need all files.
-LAYOUT_MARK = "_smp_layout"
+from smp.tensor_parallel.partial import LAYOUT_MARK, PARTIAL_MARK, SHARDS_MARK
 
 Layout = tuple[int, int, int]
 

@@ -14,6 +14,11 @@ from smp.tensor_parallel.sharding import interval_of, join
 PARTIAL_MARK = "_smp_is_partial"
 #: In such a dict: which slice an entry is, by key, as ``(dim, begin, end, extent)``.
 SHARDS_MARK = "_smp_shards"
+#: In such a dict of a file: ``(pp, tp, rdp)`` degrees of the job that wrote it, with rdp 0 where
+#: the replicas share a file. Ranks of another layout see from it that they need all files.
+LAYOUT_MARK = "_smp_layout"
+#: Keys of a partial dict that are no entries.
+MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, LAYOUT_MARK})
 
 Slice = tuple[int, int, int, int]
 
@@ -52,7 +57,7 @@ def merge(
     for part in parts:
         held = part.get(SHARDS_MARK, {})
         for key, value in part.items():
-            if key in (PARTIAL_MARK, SHARDS_MARK):
+            if key in MARKS:
                 continue
             if key in held:
                 whole.setdefault(key, None)  # keeps the place
