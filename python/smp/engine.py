@@ -25,9 +25,7 @@ from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
 from smp.precision import LossScaler
-from smp.replacement import refuse_pieces, to_ours
-from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import PARTIAL_MARK
+from smp.state_loading import StateLoader
 from smp.tensor_parallel.registry import Registration
 from smp.tensor_parallel.sharding import interval_of
 
@@ -103,6 +101,7 @@ class Engine:
         self.uneven: data_parallel.UnevenBatches | None = None
         self._honoured = activations.HonouredModules(root)
         self._followed: Path | None = None  # partition of a checkpoint
+        self.loader = StateLoader(root, registrations)
 
     @property
     def partitioned(self) -> bool:
@@ -173,6 +172,7 @@ class Engine:
             self.sharded.open()
             self.holdings = self.sharded.holdings
             self.parts.sharded = self.sharded
+            self.loader.load_kept(self.parts)
         else:
             self._place_whole(local)
             if config.shard_optimizer_state and current.sizes["shard"] > 1:
@@ -191,6 +191,7 @@ class Engine:
         """Parameters are real, and the same on all replicas."""
         assert self.parts is not None
         self.parts.place(self._current.device, self._seed)
+        self.loader.load_kept(self.parts)
         split = [p for _, p in local if interval_of(p) is not None]
         whole = [p for _, p in local if interval_of(p) is None]
         data_parallel.broadcast_from_first(whole + list(self._root.buffers()))
@@ -523,43 +524,7 @@ class Engine:
     def load_state_dict(
         self, state: Mapping[str, Any], strict: bool, same_partition_load: bool
     ) -> torch.nn.modules.module._IncompatibleKeys:
-        parts = self.parts
-        if parts is None:
-            if any(p.is_meta for p in self._root.parameters()):
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}parameters on the meta device cannot take values before "
-                    "the model is partitioned; load in a hook given to "
-                    "register_post_partition_hook, or after the first step"
-                )
-            # All ranks still hold the whole model, so the values can go in at once; the
-            # partition keeps what belongs to this rank.
-            parts = ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
-        if not state.get(PARTIAL_MARK):
-            translated = self.translated(state)
-            if not strict:
-                refuse_pieces(self._root, self.registrations, state, translated)
-            return parts.load(translated, strict)
-        if not same_partition_load:
-            held = [dict(state)]
-            if not self._is_alone:
-                held = comm.allgather(held[0], comm.MP_GROUP)
-            return parts.load(partial.merge(held), strict)
-        if self.parts is not None:
-            expected = self.parts.local_state().keys()
-            missing = [key for key in expected if key not in state]
-            if strict and missing:
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
-                    "under another partition: load it with same_partition_load=False"
-                )
-            full = dict(self._root.state_dict())
-            full.update(state)
-            state = full
-        return parts.load(state, strict, sliced=True)
-
-    def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state dict with the names of the distributed modules that the model has."""
-        return to_ours(self.registrations, state)
+        return self.loader.load(self.parts, state, strict, same_partition_load)
 
     def gather_to_cpu(self) -> None:
         """Makes every parameter real on the CPU of every rank and gives modules their forward."""

@@ -248,12 +248,26 @@ class ModelParts:
         Raises:
             RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
         """
+        result = self.compare(state, strict, sliced)
+        partitions = self.key_partitions()
+        with torch.no_grad():
+            for key, value in _tensors_in(self.root.state_dict(keep_vars=True)).items():
+                if key not in state:
+                    continue
+                is_parameter = isinstance(value, nn.Parameter)
+                if not is_parameter or partitions[key] == self._pp_rank:
+                    interval = None if sliced else sharding.interval_of(value)
+                    self.write(value, sharding.slice_of(state[key], interval))
+        set_extra_states(self.root, state)
+        if self.sharded is not None:
+            self.sharded.after_update()
+        return result
+
+    def compare(
+        self, state: Mapping[str, Any], strict: bool, sliced: bool = False
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """What :meth:`load` says and raises, without loading."""
         own = self.root.state_dict(keep_vars=True)
-        tensors = {
-            key: value
-            for key, value in own.items()
-            if isinstance(value, Tensor) and not is_extra_state(key)
-        }
         missing = [key for key in own if key not in state]
         unexpected = [key for key in state if key not in own and key not in partial.MARKS]
         problems = []
@@ -261,7 +275,7 @@ class ModelParts:
             problems.append(f"missing keys: {missing}")
         if strict and unexpected:
             problems.append(f"unexpected keys: {unexpected}")
-        for key, value in tensors.items():
+        for key, value in _tensors_in(own).items():
             given = state.get(key)
             if not isinstance(given, Tensor):
                 continue
@@ -274,18 +288,6 @@ class ModelParts:
             raise RuntimeError(
                 f"cannot load the state into {type(self.root).__name__}: " + "; ".join(problems)
             )
-        partitions = self.key_partitions()
-        with torch.no_grad():
-            for key, value in tensors.items():
-                if key not in state:
-                    continue
-                is_parameter = isinstance(value, nn.Parameter)
-                if not is_parameter or partitions[key] == self._pp_rank:
-                    interval = None if sliced else sharding.interval_of(value)
-                    self.write(value, sharding.slice_of(state[key], interval))
-        set_extra_states(self.root, state)
-        if self.sharded is not None:
-            self.sharded.after_update()
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -303,6 +305,15 @@ class ModelParts:
                 reload_masters([holding])
         else:
             load_value(target, value)
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of a state dict, without what modules say of themselves."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not is_extra_state(key)
+    }
 
 
 def make_whole(

@@ -73,7 +73,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"data_parallel"}),
     frozenset({"precision", "utils"}),
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"open_pipeline"}),
+    frozenset({"open_pipeline", "state_loading"}),
     frozenset({"backward_roots", "engine", "grad_norm", "model_views", "patches"}),
     frozenset({"join"}),
     frozenset({"model", "step_run"}),

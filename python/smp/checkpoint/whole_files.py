@@ -94,11 +94,11 @@ class WholeModel:
             for key, value in state.items()
         }
         try:
-            return model._engine.translated(lazy)
+            return model._engine.loader.translated(lazy)
         except TypeError as error:
             # A translator of somebody else's may do what needs the values.
             _log.warning("smp: %s is translated in memory as a whole: %s", self._file, error)
-            return model._engine.translated(state)
+            return model._engine.loader.translated(state)
 
 
 def _match(
