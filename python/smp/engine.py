@@ -77,6 +77,7 @@ class Engine:
         self.link: PipelineLink | None = None
         self.server: _C.Server | None = None
         self.reducers: list[_C.Reducer] = []  # one per group of ranks, once there are some
+        self._past_reductions = 0  # of reducers that others took the place of
         #: what this rank updates in place of parameters; None: the parameters themselves
         self.holdings: dict[nn.Parameter, data_parallel.Holding] | None = None
         #: with sharded data parallelism
@@ -86,6 +87,7 @@ class Engine:
         self._dtypes = data_parallel.KeptDtypes([])
         self.trainable_bytes = 0  # on this rank, as on its peers in other replicas
         self.joins_step = False  # between begin and end
+        self._has_begun = False  # a step that trains
         self._inside_step = False
         self.capture: Capture | None = None  # while the step function runs for the trace
         self._weights: Sequence[float] | None = None
@@ -228,6 +230,7 @@ class Engine:
         trainable = [(name, p) for name, p in self.parts.named_parameters() if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._dtypes = data_parallel.KeptDtypes(trainable)
+        self._past_reductions = self.num_reductions
         self.reducers = []  # the former ones let go of the parameters
         self.reducers = data_parallel.make_reducers(
             trainable,
@@ -239,21 +242,37 @@ class Engine:
         )
 
     def use_comm_hook(self, hook: data_parallel.CommHook) -> None:
-        """Lets a hook sum gradients. Collective over the replicas, before the first training step.
+        """Lets a hook sum gradients, in place of an earlier one. Collective over the replicas.
 
         Raises:
             ValueError: gradients are not summed by buckets that all replicas have whole.
-            RuntimeError: there is one already, or training has begun.
+            RuntimeError: gradients are on their way, or some are kept that are not summed yet.
         """
         data_parallel.refuse_comm_hook(self._overlaps)
-        if self.comm_hook is not None or self.num_reductions:
+        if self.joins_step or self.uneven is not None or any(r.in_step for r in self.reducers):
             raise RuntimeError(
-                f"{_C.rank_prefix()}register_comm_hook is called once, before the first training "
-                "step"
+                f"{_C.rank_prefix()}register_comm_hook is called between steps, outside of step "
+                "functions and of model.join()"
+            )
+        if self.comm_hook is not None:
+            self.comm_hook.take_over(hook)
+            return
+        if self._passes_per_reduction > 1 and self._has_trained():
+            raise RuntimeError(
+                f"{_C.rank_prefix()}register_comm_hook: gradients of "
+                f"{self._passes_per_reduction} backward_passes_per_step are added up before they "
+                "are summed over replicas, so the first hook is registered before training begins; "
+                "others may take its place later"
             )
         self.comm_hook = hook
         if self.partitioned:
             self.make_reducers()
+
+    def _has_trained(self) -> bool:
+        has_grads = any(
+            data_parallel.master_of(p).grad is not None for p in self._root.parameters()
+        )
+        return has_grads or self._has_begun or self.num_reductions > 0
 
     def after_update(self) -> None:
         """Brings what was updated on this rank to where modules use it.
@@ -314,7 +333,8 @@ class Engine:
     @property
     def num_reductions(self) -> int:
         """Steps whose gradients this rank has taken part in reducing."""
-        return sum(reducer.stats.num_reductions for reducer in self.reducers)
+        now = sum(reducer.stats.num_reductions for reducer in self.reducers)
+        return self._past_reductions + now
 
     def _check_files(self) -> None:
         """Files that describe one model cannot be meant for several.
@@ -390,6 +410,7 @@ class Engine:
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
+        self._has_begun |= trains
         self.honour_checkpointing()
         if self.sharded is not None:
             self.sharded.begin_step(num_microbatches, trains)

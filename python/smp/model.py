@@ -561,12 +561,12 @@ class DistributedModel(ModelViews):
         parameters that are used more often than in earlier steps may come in another bucket without
         parameters. Where there is one replica only nothing is reduced, and no hook called.
 
-        Collective over the replicas; once, before the first training step.
+        Collective over the replicas, between steps. A later hook takes the place of an earlier one.
 
         Raises:
             ValueError: without `ddp` or overlapping_allreduce, and with tensor parallelism or
                 sharding, where there is no such all-reduce.
-            RuntimeError: there is a hook already, or training has begun.
+            RuntimeError: not between steps, or the first one while gradients are accumulated.
         """
         self._engine.use_comm_hook(data_parallel.CommHook(state, callable))
 

@@ -148,6 +148,115 @@ def test_hooks_of_torch_work_in_a_plain_loop(pool: Pool) -> None:
         assert exact < 1e-5 and 1e-6 < rounded < 1e-2
 
 
+def change(rank: int, config: dict[str, Any], plan: list[str], zero: bool) -> Any:
+    """Trains with another hook in each step, as a plan says; "" is a step without a word."""
+    import smp
+
+    arguments = {"ddp": True, "microbatches": 2, "auto_partition": False, **config}
+    passes = arguments.pop("passes", 1)
+    smp.init(arguments)
+    torch.manual_seed(5)
+    net = Net() if smp.state.cfg.fp16 else Net().double()
+    model = smp.DistributedModel(net, backward_passes_per_step=passes)
+    if smp.pp_size() > 1:
+        for layer in net.layers[2:]:
+            smp.set_partition(layer, 1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    group, divisor, calls = smp.get_dp_process_group(), smp.dp_size() * 2, []
+
+    def hook(state: str, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(state)
+        factor = {"mean": 1.0, "double": 2.0}[state] / divisor / passes
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0].mul(factor))
+
+    @smp.step
+    def step_function(x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    seen = []
+    for step, kind in enumerate(plan):
+        if kind:
+            model.register_comm_hook(kind, hook)
+        calls.clear()
+        step_function(batch_of(smp.dp_rank(), step).to(next(net.parameters()).dtype))
+        grads = {n: p.grad for n, p in model.local_named_parameters() if p.grad is not None}
+        seen.append(({n: g.double().clone() for n, g in grads.items()}, sorted(set(calls))))
+        optimizer.step()
+        if zero:
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("config", [{}, PP], ids=["dp", "pp"])
+def test_hooks_come_and_go_between_steps(pool: Pool, config: dict[str, Any], zero: bool) -> None:
+    world_size = 4 if config else 2
+    plan = ["", "", "mean", "", "mean", ""]
+    expected = pool.run(world_size, change, config, [""] * len(plan), zero)
+    for plain, hooked in zip(
+        expected, pool.run(world_size, change, config, plan, zero), strict=True
+    ):
+        for step, ((grads, _), (ours, calls)) in enumerate(zip(plain, hooked, strict=True)):
+            assert calls == ([] if step < 2 else ["mean"])
+            for name, value in ours.items():
+                torch.testing.assert_close(value, grads[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_hook_counts(pool: Pool) -> None:
+    for grads in pool.run(2, change, {}, ["mean", "double"], True):
+        assert [calls for _, calls in grads] == [["mean"], ["double"]]
+    for plain, doubled in zip(
+        pool.run(2, change, {}, ["mean"], True),
+        pool.run(2, change, {}, ["double"], True),
+        strict=True,
+    ):
+        for name, value in doubled[0][0].items():
+            torch.testing.assert_close(value, 2 * plain[0][0][name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_first_hook_between_accumulated_gradients_is_refused(pool: Pool) -> None:
+    accumulating = {"passes": 2}
+    pool.run(2, change, accumulating, ["mean", "double", "mean", ""], True)
+    with pytest.raises(RankFailure, match="backward_passes_per_step"):
+        pool.run(2, change, accumulating, ["", "mean"], True)
+
+
+def skip_updates(rank: int) -> list[bool]:
+    """With a loss scale that overflows, which the optimizer learns from reductions."""
+    import smp
+
+    smp.init({"ddp": True, "fp16": True})
+    model = smp.DistributedModel(Net())
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=2.0**14
+    )
+
+    def average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0].div(2))
+
+    @smp.step
+    def step_function(x: Tensor, factor: float) -> None:
+        model.backward(model(x) * factor)
+
+    overflows = []
+    for step in range(3):
+        if step == 1:
+            model.register_comm_hook(smp.get_dp_process_group(), average)
+        step_function(batch_of(rank, step).float(), 1e9 if step == 1 else 1.0)
+        overflows.append(optimizer.overflow)
+        optimizer.step()
+        optimizer.zero_grad()
+    return overflows
+
+
+def test_an_overflow_is_seen_behind_a_new_hook(pool: Pool) -> None:
+    assert pool.run(2, skip_updates) == [[False, True, False]] * 2
+
+
 def misuse(rank: int, how: str) -> None:
     import smp
 
@@ -163,11 +272,16 @@ def misuse(rank: int, how: str) -> None:
         future.set_result(bucket.buffer()[:3])
         return future
 
-    if how == "after training":
-        model(torch.randn(2, WIDTH)).backward()
-    model.register_comm_hook(None, broken)
-    if how == "twice":
+    @smp.step
+    def inside(x: Tensor) -> None:
         model.register_comm_hook(None, broken)
+
+    if how == "in a step":
+        inside(torch.randn(2, WIDTH))
+    if how == "in a join":
+        with model.join():
+            model.register_comm_hook(None, broken)
+    model.register_comm_hook(None, broken)
     model(torch.randn(2, WIDTH)).backward()
 
 
@@ -177,8 +291,8 @@ def misuse(rank: int, how: str) -> None:
         ("raises", "communication hook raised KeyError: 'of the hook'"),
         ("no future", "returns a torch.futures.Future"),
         ("short", "elements, got 3"),
-        ("twice", "is called once, before the first training step"),
-        ("after training", "is called once, before the first training step"),
+        ("in a step", "is called between steps"),
+        ("in a join", "is called between steps"),
     ],
 )
 def test_a_hook_that_fails_is_an_error_that_says_so(pool: Pool, how: str, words: str) -> None:
