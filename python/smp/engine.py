@@ -24,7 +24,7 @@ from smp.partition.decide import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline import PipelineHub, PipelineLink
-from smp.precision import LossScaler
+from smp.precision import LossScaler, show_gradients
 from smp.state_loading import StateLoader
 from smp.tensor_parallel.registry import Registration
 from smp.tensor_parallel.sharding import interval_of
@@ -183,6 +183,7 @@ class Engine:
                 self.holdings = data_parallel.make_holdings(
                     self._root, local, bucket_cap_bytes=self._bucket_cap_bytes
                 )
+                show_gradients((self.holdings or {}).values())
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)

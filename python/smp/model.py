@@ -482,14 +482,13 @@ class DistributedModel(ModelViews):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, those of their masters too."""
-        super().zero_grad(set_to_none)
         for parameter in self.get_module().parameters():
-            master = master_of(parameter)
-            if master.grad is not None and master is not parameter:
-                if set_to_none:
-                    master.grad = None
-                else:
-                    master.grad.zero_()
+            updated = master_of(parameter)
+            if set_to_none:
+                parameter.grad = updated.grad = None
+            elif updated.grad is not None:
+                with torch.no_grad():
+                    updated.grad.zero_()
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """No effect: the library chooses the device of each part."""

@@ -188,7 +188,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             self._clip_shards()
             result = self._update()
         self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
-        self._gradients_used()
+        self._gradients_used(are_applied=True)
         return result
 
     @property
@@ -196,10 +196,10 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Was the last update skipped? Waits for the device in fp16 training."""
         return bool(self._skipped)
 
-    def _gradients_used(self) -> None:
+    def _gradients_used(self, are_applied: bool = False) -> None:
         if runtime.is_initialized():
             runtime.current().has_gradients = False
-        self._gradients.used()
+        self._gradients.used(are_applied)
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
 
@@ -278,7 +278,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
         self._spread()
         self.loss_scaler.update_scale(False)
-        self._gradients_used()
+        self._gradients_used(are_applied=True)
         return result
 
     def _spread(self, are_written: bool = False) -> None:
@@ -308,10 +308,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _step_done(self) -> None:
         """A step function that trains has ended. Collective over the ranks that skip together."""
-        if self._is_scaled:
-            num_reductions = self._count_reductions()
-            self._gradients.step_done(num_reductions != self._num_reductions)
-            self._num_reductions = num_reductions
+        num_reductions = self._count_reductions() if self._is_scaled else 0
+        self._gradients.step_done(num_reductions != self._num_reductions)
+        self._num_reductions = num_reductions
 
     # ---- loss scale
 

@@ -197,7 +197,8 @@ def marked(model: Any, what: str) -> dict[str, Any]:
     )
     for name, parameter in named:
         holding, master = holding_of(parameter), master_of(parameter)
-        assert holding is None or parameter.grad is None, name
+        if holding is not None and what == "grads":
+            check_shown(parameter, None if is_sharded else master.grad, name)
         model = parameter if holding is None or not is_sharded else holding.piece
         value = {"masters": master, "grads": master.grad, "params": model}[what]
         if is_sharded:
@@ -211,6 +212,15 @@ def marked(model: Any, what: str) -> dict[str, Any]:
         **({FLAT_MARK: flat} if is_sharded else {}),
     }
     return {**values, **marks}
+
+
+def check_shown(parameter: Tensor, expected: Tensor | None, name: str) -> None:
+    """What scripts see at a parameter is the gradient of its master, where that is whole."""
+    shown = parameter.grad
+    assert (shown is None) == (expected is None), name
+    if shown is not None and expected is not None:
+        assert shown.dtype == parameter.dtype, name
+        assert torch.equal(shown, expected.to(parameter.dtype)), name
 
 
 @functools.cache

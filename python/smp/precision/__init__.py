@@ -16,3 +16,4 @@ from smp.precision.masters import load_value as load_value
 from smp.precision.masters import parameters_of as parameters_of
 from smp.precision.masters import refresh_pieces as refresh_pieces
 from smp.precision.masters import reload_masters as reload_masters
+from smp.precision.shown_gradients import show_gradients as show_gradients

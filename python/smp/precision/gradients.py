@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smp import comm, device_numbers, runtime
+from smp import _C, comm, device_numbers, runtime
 from smp.device_numbers import DeviceFlag, moved
 from smp.precision.loss_scaler import LossScaler
 from smp.precision.masters import parameters_of
 
 _GRADIENTS = "_smp_gradients"
+
+
+@dataclass(frozen=True)
+class ShownGradient:
+    """A copy of a gradient that somebody has asked a 16-bit parameter for.
+
+    Attributes:
+        name: of the parameter.
+        copy: of its dtype, without loss scale; ``version`` is that of its making.
+        given: what it is a copy of; ``given_version`` is that of then.
+        num_changes: of the divisor, until then.
+    """
+
+    name: str
+    copy: Tensor
+    version: int
+    given: Tensor
+    given_version: int
+    num_changes: int
+
+    def is_of(self, given: Tensor, num_changes: int) -> bool:
+        """Is it still what it was made of?"""
+        is_same = given is self.given or given.data_ptr() == self.given.data_ptr()
+        return is_same and given._version == self.given_version and num_changes == self.num_changes
+
+    def refuse_written(self) -> None:
+        """Raises if somebody has written to the copy, which nobody else reads."""
+        if self.copy._version != self.version:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}somebody wrote to .grad of '{self.name}', a copy in 16 bits of "
+                "the gradient that is applied. Clip with optimizer.clip_master_grads or "
+                "smp.clip_grad_norm_, assign to .grad, or write to .grad of the masters "
+                "(optimizer.fp32_from_fp16_groups)"
+            )
 
 
 class ScaledGradients:
@@ -42,6 +77,13 @@ class ScaledGradients:
         self.divisor: float | Tensor = 1.0
         #: Was a gradient of the last backward infinite or NaN on any rank?
         self.overflow = DeviceFlag()
+        # An update was made with what is there; whether it has a scale nobody knows any more. Of
+        # some parameters somebody has put that away since.
+        self._are_applied = False
+        self.renewed: set[Tensor] = set()
+        #: By parameters of the model that somebody has asked for their gradients.
+        self.shown: dict[Tensor, ShownGradient] = {}
+        self.num_changes = 0  # of the divisor
 
     def __reduce__(self) -> Any:
         return type(None), ()  # who saves a parameter does not mean this
@@ -57,6 +99,7 @@ class ScaledGradients:
         Args:
             has_reduced: it has left new gradients on this rank.
         """
+        self._are_applied = False
         if not self._is_scaled:
             return
         kind = "world" if runtime.current().sizes["shard"] > 1 else "mp"
@@ -66,26 +109,48 @@ class ScaledGradients:
             self._check()
 
     def check(self) -> None:
-        """Finds out about overflow unless a step has done so. Collective as `step_done`."""
+        """Finds out about overflow unless a step has done so. Collective as `step_done`.
+
+        Raises:
+            RuntimeError: somebody has written where no gradients are read.
+        """
+        for shown in self.shown.values():
+            shown.refuse_written()
         if self._is_scaled and not self._is_checked:
             self._check()
 
-    def used(self) -> None:
+    def used(self, are_applied: bool = False) -> None:
         """The gradients have been applied or thrown away; the next ones are new."""
         self._is_checked = False
-        self.divisor = 1.0
+        self._divide_by(1.0)
+        self._are_applied = are_applied
+        self.renewed.clear()
+        self.shown.clear()
+
+    def is_used(self, parameter: Tensor) -> bool:
+        """Has an update been made with the gradient that a parameter of the model still has?"""
+        return self._are_applied and parameter not in self.renewed
+
+    @property
+    def scale_now(self) -> float | Tensor:
+        """What the gradients are too large by, whether that has been looked at or not."""
+        return self.divisor if self._is_checked or not self._is_scaled else self._scaler.factor
+
+    def _divide_by(self, divisor: float | Tensor) -> None:
+        self.divisor = divisor
+        self.num_changes += 1
 
     def unscale(self) -> None:
         """Gives gradients their true values. Collective as `step_done`."""
         self.check()
         if isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             scale(self._grads(), 1.0 / self.divisor)
-            self.divisor = 1.0
+            self._divide_by(1.0)
 
     def scaled_by(self, factor: Tensor) -> None:
         """Somebody else has made the gradients too large by a further factor, one number."""
         divisor = self.divisor_tensor
-        self.divisor = divisor * moved(factor, divisor.device).reshape(())
+        self._divide_by(divisor * moved(factor, divisor.device).reshape(()))
 
     def clip(self, divisor: Tensor) -> None:
         """Divides by something else from now on, unless the update is going to be skipped.
@@ -96,7 +161,7 @@ class ScaledGradients:
         found_inf = self.overflow.number
         if found_inf is not None:  # else what nobody uses would be made of infinite norms
             divisor = torch.where(found_inf != 0, self.divisor_tensor, divisor)
-        self.divisor = divisor
+        self._divide_by(divisor)
 
     @property
     def divisor_tensor(self) -> Tensor:
@@ -107,7 +172,7 @@ class ScaledGradients:
 
     def _check(self) -> None:
         factor = self._scaler.factor
-        self.divisor = factor.clone() if isinstance(factor, Tensor) else factor
+        self._divide_by(factor.clone() if isinstance(factor, Tensor) else factor)
         own = found_nonfinite(self._grads())
         found = device_numbers.maxima(own.reshape(1), device_numbers.skipping_kinds())
         self.overflow = DeviceFlag(found.reshape(()))

@@ -1,0 +1,89 @@
+"""``.grad`` of a model's 16-bit parameters, whose gradients belong to their masters.
+
+Gradients are summed and kept in float32, as ``.grad`` of masters, and carry a loss scale. Scripts
+look for them at the parameters of the model. What they find there is made when they ask for it,
+hence costs neither memory nor time in a step that nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.data_parallel import Holding, holding_of
+from smp.precision.gradients import ShownGradient, gradients_of
+
+_native: Any = torch.Tensor.grad
+
+
+def show_gradients(holdings: Iterable[Holding]) -> None:
+    """Gives parameters a ``.grad`` that is made of their masters'.
+
+    Only where a rank has whole gradients, that is not of sharded masters.
+    """
+    for holding in holdings:
+        if holding.has_copy and holding.is_whole:
+            # As UninitializedParameter of torch does; whoever has the parameter keeps it.
+            holding.parameter.__class__ = HalfParameter
+
+
+class HalfParameter(nn.Parameter):
+    """A parameter in 16 bits, whose gradient is that of its master.
+
+    ``grad`` is a rounded copy without loss scale, and None between an update and new gradients.
+    Setting it sets the gradient of the master. What is written to a copy would reach nobody, so
+    that is an error in the next update.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient as it is to be applied, in the dtype of the parameter."""
+        holding = holding_of(self)
+        if holding is None:  # a copy of a parameter
+            own: Tensor | None = _native.__get__(self)
+            return own
+        given = holding.master.grad
+        gradients = gradients_of(holding.master)
+        if gradients is None:
+            return None if given is None else given.to(self.dtype)
+        if given is None or gradients.is_used(self):
+            gradients.shown.pop(self, None)
+            return None
+        known = gradients.shown.get(self)
+        if known is not None:
+            if known.is_of(given, gradients.num_changes):
+                return known.copy
+            known.refuse_written()
+        copy = (given / gradients.scale_now).to(self.dtype)
+        gradients.shown[self] = ShownGradient(
+            holding.name, copy, copy._version, given, given._version, gradients.num_changes
+        )
+        return copy
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        holding = holding_of(self)
+        if holding is None:
+            _native.__set__(self, value)
+            return
+        gradients = gradients_of(holding.master)
+        if gradients is not None:
+            gradients.shown.pop(self, None)
+            gradients.renewed.add(self)
+        if value is not None:
+            if value.shape != self.shape:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the gradient of '{holding.name}' has shape "
+                    f"{tuple(self.shape)}, got {tuple(value.shape)}"
+                )
+            scale = 1.0 if gradients is None else gradients.scale_now
+            value = (value.detach().to(holding.master) * scale).to(holding.master.dtype)
+        holding.master.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
