@@ -17,6 +17,7 @@
 #include "csrc/comm/shared_memory.h"
 #include "csrc/comm/stop_agreement.h"
 #include "csrc/comm/test_delays.h"
+#include "csrc/comm/watched_communicator.h"
 
 namespace py = pybind11;
 
@@ -102,13 +103,16 @@ std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
 std::shared_ptr<LivenessClient> make_client(
     const std::string& host, int port, std::string token, int global_rank,
     std::shared_ptr<FaultBoard> board, double connect_timeout_s,
-    std::shared_ptr<StopAgreement> stops, std::optional<int> stacks_signal,
-    int stacks_fd) {
+    std::shared_ptr<StopAgreement> stops,
+    std::optional<std::pair<int, int>> stacks_signals, int stacks_fd,
+    double hang_after_s) {
   LivenessClient::Options options;
+  options.hang_after = to_ms(hang_after_s);
   options.connect_timeout = to_ms(connect_timeout_s);
   options.stops = std::move(stops);
-  if (stacks_signal) {
-    options.stacks = comm::StackDump(*stacks_signal, stacks_fd);
+  if (stacks_signals) {
+    options.stacks = comm::StackDump(stacks_signals->first,
+                                     stacks_signals->second, stacks_fd);
   }
   py::gil_scoped_release release;
   return without_gil_at_end(new LivenessClient(
@@ -261,8 +265,8 @@ void bind_liveness(py::module_& m) {
       .def(py::init(&make_client), py::arg("host"), py::arg("port"),
            py::kw_only(), py::arg("token"), py::arg("global_rank"),
            py::arg("board"), py::arg("connect_timeout_s") = 60.0,
-           py::arg("stops") = nullptr, py::arg("stacks_signal") = py::none(),
-           py::arg("stacks_fd") = -1)
+           py::arg("stops") = nullptr, py::arg("stacks_signals") = py::none(),
+           py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0)
       .def("request_stop", &LivenessClient::request_stop, release_gil(),
            "Asks all ranks to stop at one boundary.")
       .def("report_raised", &LivenessClient::report_raised, release_gil(),
@@ -274,6 +278,10 @@ void bind_liveness(py::module_& m) {
 }
 
 void bind_mailbox(py::module_& m) {
+  m.def("watch_collectives", &comm::make_watched_communicator, py::arg("inner"),
+        py::arg("board"), py::arg("ranks"),
+        "`inner`, whose collectives the board numbers, so that one that all "
+        "ranks have entered is not taken for a deadlock.");
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(
       m, "SharedMemory", "Memory shared with other ranks of this host.")
       .def_property_readonly("peers", &SharedMemory::peers,

@@ -5,8 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
+#include "csrc/comm/collective_log.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -44,6 +47,13 @@ class Work {
 
   /// Makes a `wait` in another thread return with an error soon.
   virtual void abort() {}
+
+  /// Which collective this is, where somebody counts (WatchedCommunicator).
+  const std::optional<CollectiveId>& collective() const { return collective_; }
+  void set_collective(CollectiveId id) { collective_ = std::move(id); }
+
+ private:
+  std::optional<CollectiveId> collective_;
 };
 
 using WorkPtr = std::shared_ptr<Work>;
@@ -84,6 +94,10 @@ class Communicator {
   /// @return false where nobody would notice a difference; true where ranks
   ///         that disagree on this or on any argument get a `Disagreement`
   virtual bool stamp_next(uint64_t /*stamp*/) { return false; }
+
+  /// Whether a collective that all ranks have issued ends although some of
+  /// them wait for something else.
+  virtual bool goes_on_alone() const { return true; }
 
   /// Ends all operations in flight with an error, in this process only.
   /// Further calls raise. May be called twice and from any thread.

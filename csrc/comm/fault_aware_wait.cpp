@@ -81,14 +81,14 @@ void fail_because_left(FaultBoard& board, int global_rank,
                        const std::string& what) {
   const Fault fault{.kind = Fault::Kind::kLeft,
                     .global_rank = global_rank,
-                    .text = "while this rank waits for it in " + what,
-                    .coordinates = board.coordinates(global_rank)};
+                    .text = "while global_rank " +
+                            std::to_string(board.global_rank()) +
+                            " waits for it in " + what,
+                    .coordinates = board.coordinates(global_rank),
+                    .is_found_here = true};
   const std::string text = fault.describe();
   // Told to all, or the others would take our end for the beginning.
-  board.report({.kind = Fault::Kind::kRaised,
-                .global_rank = board.global_rank(),
-                .where = what,
-                .text = text});
+  board.report(fault);
   throw PeerFailure(rank_prefix() + text);
 }
 

@@ -55,11 +55,11 @@ bool FaultBoard::report(Fault fault) {
     if (fault.coordinates.empty()) {
       fault.coordinates = coordinates_locked(fault.global_rank);
     }
-    // Our own exception gets a traceback; left ranks and deadlocks are raised
-    // by the wait that finds them.
+    // Our own exception gets a traceback; deadlocks, and left ranks that are
+    // missed here, are raised by the wait that finds them.
     const bool is_news = fault.global_rank != global_rank_ &&
-                         (fault.kind == Fault::Kind::kDied ||
-                          fault.kind == Fault::Kind::kRaised);
+                         !fault.is_found_here &&
+                         fault.kind != Fault::Kind::kDeadlock;
     if (is_news) line = fault.describe();
     fault_ = std::move(fault);
   }
@@ -68,10 +68,10 @@ bool FaultBoard::report(Fault fault) {
   return true;
 }
 
-void FaultBoard::mark_left(int global_rank) {
+void FaultBoard::mark_left(int global_rank, CollectiveLog::State entered) {
   {
     std::lock_guard lock(mutex_);
-    if (!left_.insert(global_rank).second) return;
+    if (!left_.emplace(global_rank, std::move(entered)).second) return;
   }
   wake_all();
 }
@@ -84,6 +84,15 @@ std::optional<Fault> FaultBoard::fault() const {
 bool FaultBoard::has_left(int global_rank) const {
   std::lock_guard lock(mutex_);
   return left_.contains(global_rank);
+}
+
+bool FaultBoard::has_left_before(int global_rank,
+                                 const CollectiveId& collective) const {
+  CollectiveId its_part = collective;
+  its_part.goes_on_alone = true;  // the rank waited for it before it left
+  std::lock_guard lock(mutex_);
+  const auto found = left_.find(global_rank);
+  return found != left_.end() && !found->second.has_entered(its_part);
 }
 
 void FaultBoard::raise_if_faulted() const {

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +25,7 @@ struct Fault {
   std::string where = {};  ///< module, microbatch as far as known
   std::string text = {};
   std::string coordinates = {};  ///< of `global_rank`; filled by the board
+  bool is_found_here = false;    ///< the wait that finds it raises it
 
   /// One or more lines for people, naming rank, place and reason.
   std::string describe() const;
@@ -51,10 +52,13 @@ class FaultBoard {
   bool report(Fault fault);
 
   /// A rank said goodbye. No fault by itself; a wait that needs it fails.
-  void mark_left(int global_rank);
+  /// @param entered  the collectives that it has done its part of
+  void mark_left(int global_rank, CollectiveLog::State entered = {});
 
   std::optional<Fault> fault() const;
   bool has_left(int global_rank) const;
+  /// It has left, and will not do its part of `collective`.
+  bool has_left_before(int global_rank, const CollectiveId& collective) const;
 
   /// @throws PeerFailure with `describe()` when there is a fault.
   void raise_if_faulted() const;
@@ -83,7 +87,7 @@ class FaultBoard {
   std::function<void()> interrupt_check_;
   mutable std::mutex mutex_;
   std::optional<Fault> fault_;
-  std::set<int> left_;
+  std::map<int, CollectiveLog::State> left_;
   std::vector<std::string> coordinates_;
   std::mutex subscribers_mutex_;  // held while waking: see unsubscribe
   std::vector<std::pair<int, std::function<void()>>> subscribers_;

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <thread>
 
+#include "csrc/comm/fault_aware_wait.h"
 #include "csrc/comm/wait_registry.h"
 #include "csrc/common/check.h"
 
@@ -19,15 +20,17 @@ constexpr std::chrono::milliseconds kSlice(100);
 // only when somebody reads them.
 class Watch {
  public:
-  Watch(const Patience& patience, const Communicator& group,
+  Watch(const Work& work, const Patience& patience, const Communicator& group,
         std::string_view what)
-      : patience_(patience), group_(group), what_(what) {}
+      : work_(work), patience_(patience), group_(group), what_(what) {}
 
   // Between two slices of the wait.
   void look() {
     if (!patience_.faults) return;
     FaultBoard& board = *patience_.faults;
-    if (!blocked_) blocked_.emplace(board.waits(), words());
+    if (!blocked_) {
+      blocked_.emplace(board.waits(), words(), work_.collective());
+    }
     board.check_interrupt();
     board.raise_if_faulted();
     raise_if_left();
@@ -53,16 +56,18 @@ class Watch {
   void raise_if_left() {
     FaultBoard& board = *patience_.faults;
     const auto left = std::find_if(
-        patience_.peers.begin(), patience_.peers.end(),
-        [&](int global_rank) { return board.has_left(global_rank); });
+        patience_.peers.begin(), patience_.peers.end(), [&](int global_rank) {
+          return work_.collective()
+                     ? board.has_left_before(global_rank, *work_.collective())
+                     : board.has_left(global_rank);
+        });
     if (left == patience_.peers.end()) return;
     if (!left_since_) left_since_ = Clock::now();
     if (Clock::now() - *left_since_ < patience_.grace) return;
-    throw PeerFailure(detail::concat(rank_prefix(), "global_rank ", *left,
-                                     " has left while this rank waits in the ",
-                                     words()));
+    fail_because_left(board, *left, "the " + words());
   }
 
+  const Work& work_;
   const Patience& patience_;
   const Communicator& group_;
   const std::string_view what_;
@@ -70,10 +75,18 @@ class Watch {
   std::optional<Clock::time_point> left_since_;
 };
 
+// Of a collective of this size, however large the group and slow the network.
+std::chrono::milliseconds time_by_size(const Work& work) {
+  if (!work.collective()) return std::chrono::milliseconds(0);
+  return std::chrono::milliseconds(1000 * work.collective()->num_bytes /
+                                   kSlowestBytesPerSecond);
+}
+
 void wait_watched(Work& work, const Patience& patience,
                   const Communicator& group, std::string_view what) {
-  Watch watch(patience, group, what);
-  const Clock::time_point deadline = Clock::now() + patience.timeout;
+  Watch watch(work, patience, group, what);
+  const auto timeout = patience.timeout + time_by_size(work);
+  const Clock::time_point deadline = Clock::now() + timeout;
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - Clock::now());
@@ -85,8 +98,8 @@ void wait_watched(Work& work, const Patience& patience,
       if (work.done()) break;
     }
     watch.look();
-    SMP_CHECK(left > kSlice, "waited ", patience.timeout.count(),
-              " ms for the ", watch.words(), "; ", patience.hint);
+    SMP_CHECK(left > kSlice, "waited ", timeout.count(), " ms for the ",
+              watch.words(), "; ", patience.hint);
   }
   try {
     work.wait(kSlice);  // may have finished after its time slice

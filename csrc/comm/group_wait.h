@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,9 @@
 #include "csrc/comm/fault_board.h"
 
 namespace smp::comm {
+
+/// A network that is slower counts as broken.
+inline constexpr int64_t kSlowestBytesPerSecond = 1'000'000;
 
 /// How to wait for the operations of a group.
 struct Patience {
@@ -22,7 +26,8 @@ struct Patience {
       "did every rank call the step function, and equally often?";
 };
 
-/// Waits for an operation.
+/// Waits for an operation. A large collective gets more time than
+/// `patience.timeout`: its bytes at `kSlowestBytesPerSecond`.
 /// @param what  words for the error, for instance "reduction of bucket 3"
 /// @throws PeerFailure on a fault or when a peer has left; Error when the
 ///         operation fails or `patience.timeout` passes

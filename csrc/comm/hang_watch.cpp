@@ -43,13 +43,22 @@ std::optional<std::string> HangWatch::due_report(Clock::time_point now) {
       ranks_.size() < static_cast<size_t>(world_size_)) {
     return std::nullopt;
   }
+  // Ranks that wait may still find things to do, for instance tasks that a
+  // schedule has held back: what counts is who does not wait.
   Clock::time_point moved_at = Clock::time_point::min();
+  Clock::time_point worked_at = Clock::time_point::min();
   bool somebody_waits = false;
+  bool somebody_works = false;
   for (const auto& [number, rank] : ranks_) {
     if (rank.is_gone) continue;
     moved_at = std::max(moved_at, rank.changed_at);
     somebody_waits |= rank.status.is_blocked;
+    if (!rank.status.is_blocked || now - rank.status_at > kSilent) {
+      somebody_works = true;
+      worked_at = std::max(worked_at, rank.changed_at);
+    }
   }
+  if (somebody_works) moved_at = worked_at;
   if (reported_at_) moved_at = std::max(moved_at, *reported_at_);
   if (!somebody_waits || now - moved_at < after_) return std::nullopt;
   reported_at_ = stacks_asked_at_ = now;

@@ -17,9 +17,12 @@ namespace smp::comm {
 /// a killed process at once, so nothing is polled.
 ///
 /// It also finds deadlocks: every rank that has not left waits, has no message
-/// under way, and has made no progress for `deadlock_after`. A rank that
-/// computes, or is stopped, is slow and no deadlock; when others wait for it
-/// for long, that is worth a report (see HangWatch).
+/// under way, and has made no progress for `deadlock_after`; and none waits for
+/// a collective that all of its ranks have entered, which goes on by itself,
+/// however slow the network is. A rank that computes, or is stopped, is slow
+/// and no deadlock; when others wait for it for long, that is worth a report
+/// (see HangWatch). That rank 0 is stopped, and the hub with it, is reported
+/// by the clients.
 class LivenessHub {
  public:
   struct Options {
@@ -60,6 +63,9 @@ class LivenessClient {
     std::shared_ptr<StopAgreement> stops = nullptr;
     /// Without one it has no stacks to show.
     std::optional<StackDump> stacks = std::nullopt;
+    /// This rank waits and the hub has said nothing for so long: report it,
+    /// with the stacks of this rank, and go on. 0: never.
+    std::chrono::milliseconds hang_after{0};
   };
 
   /// Connects and waits to be welcomed.

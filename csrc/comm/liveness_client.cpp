@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
+#include <cstdio>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -12,7 +13,9 @@
 #include "csrc/comm/liveness_frame.h"
 #include "csrc/comm/socket.h"
 #include "csrc/comm/thread_name.h"
+#include "csrc/comm/transport_meter.h"
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 
 namespace smp::comm {
 namespace {
@@ -24,6 +27,14 @@ using std::chrono::milliseconds;
 constexpr int kHubRank = 0;
 constexpr milliseconds kFlushTimeout{2000};
 constexpr milliseconds kPollSlice{200};
+// So many ranks watch the hub; two, because one may be stopped with rank 0.
+constexpr int kNumWatchers = 2;
+
+std::string seconds_text(std::chrono::duration<double> duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", duration.count());
+  return text;
+}
 
 }  // namespace
 
@@ -37,6 +48,8 @@ struct LivenessClient::Impl {
   void run();
   void serve();
   void send_status();
+  void watch_hub(const WaitRegistry::Snapshot& snapshot);
+  bool is_watcher() const;
   void send_answer(Type type, int64_t number = 0, std::string text = {});
   void handle(LivenessFrame frame);
   void on_board_change();
@@ -56,7 +69,12 @@ struct LivenessClient::Impl {
   const ForkGuard fork_guard;
   const WakeFd wake;
   OwnedFd fd;
-  std::string in;  // of the thread only
+  // Of the thread only.
+  std::string in;
+  TransportMeter meter;
+  Clock::time_point heard_at = Clock::now();  // of the hub
+  std::optional<Clock::time_point> blocked_since;
+  Clock::time_point silence_reported_at;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -160,7 +178,10 @@ void LivenessClient::Impl::serve() {
            static_cast<int>(std::max(pause, milliseconds(0)).count()));
     if (entries[1].revents != 0) wake.clear();
     const IoResult result = read_available(fd, in);
-    while (auto frame = take_frame(in)) handle(std::move(*frame));
+    while (auto frame = take_frame(in)) {
+      heard_at = Clock::now();
+      handle(std::move(*frame));
+    }
     if (result == IoResult::kClosed) return;
   }
 }
@@ -173,11 +194,49 @@ void LivenessClient::Impl::send_status() {
   status.is_blocked = snapshot.is_blocked;
   status.blocked_ms = snapshot.blocked_for.count();
   status.progress = snapshot.progress;
+  if (snapshot.is_blocked) {
+    status.progress += meter.look();
+    status.collectives =
+        faults->waits().collectives().state(snapshot.collective).encode();
+  }
   status.num_unsent = snapshot.num_unsent;
   status.where = faults->coordinates(global_rank);
   status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
+  watch_hub(snapshot);
   std::lock_guard lock(mutex);
   if (!leaving) queue(status);
+}
+
+// The hub looks after all ranks, and cannot tell that its own is stopped.
+void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
+  const Clock::time_point now = Clock::now();
+  if (!snapshot.is_blocked || faults->fault()) return blocked_since.reset();
+  if (!blocked_since) blocked_since = now;
+  const Clock::time_point since =
+      std::max({heard_at, *blocked_since, silence_reported_at});
+  if (options.hang_after == milliseconds(0) ||
+      now - since < options.hang_after || !is_watcher()) {
+    return;
+  }
+  silence_reported_at = now;
+  const std::string coordinates = faults->coordinates(kHubRank);
+  log_line(LogLevel::kWarning,
+           "nothing has moved for " + seconds_text(options.hang_after) +
+               " (SMP_HANG_S) and global_rank " + std::to_string(kHubRank) +
+               (coordinates.empty() ? "" : " (" + coordinates + ")") +
+               " HAS SAID NOTHING for " + seconds_text(now - heard_at) +
+               " (stopped, or cut off); this rank waits in " + snapshot.what +
+               (options.stacks
+                    ? "\nPython stacks of this rank:\n" + options.stacks->take()
+                    : std::string()));
+}
+
+bool LivenessClient::Impl::is_watcher() const {
+  int num_before = 0;
+  for (int rank = kHubRank + 1; rank < global_rank; ++rank) {
+    num_before += faults->has_left(rank) ? 0 : 1;
+  }
+  return global_rank != kHubRank && num_before < kNumWatchers;
 }
 
 void LivenessClient::Impl::handle(LivenessFrame frame) {
@@ -197,7 +256,15 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
           {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
       break;
     case Type::kLeft:
-      faults->mark_left(frame.global_rank);
+      faults->mark_left(frame.global_rank,
+                        CollectiveLog::State::decode(frame.collectives));
+      break;
+    case Type::kMissed:
+      faults->report({.kind = Fault::Kind::kLeft,
+                      .global_rank = static_cast<int>(frame.progress),
+                      .text = std::move(frame.text)});
+      break;
+    case Type::kAlive:
       break;
     case Type::kFreeze:
       send_answer(Type::kFrozen, options.stops ? options.stops->freeze() : 0);
@@ -234,13 +301,16 @@ void LivenessClient::Impl::send_answer(Type type, int64_t number,
 
 void LivenessClient::Impl::on_board_change() {
   const std::optional<Fault> fault = faults->fault();
-  if (!fault || fault->kind != Fault::Kind::kRaised ||
-      fault->global_rank != global_rank) {
-    return;
-  }
+  if (!fault) return;
+  const bool is_missed =
+      fault->kind == Fault::Kind::kLeft && fault->is_found_here;
+  const bool is_raised =
+      fault->kind == Fault::Kind::kRaised && fault->global_rank == global_rank;
+  if (!is_missed && !is_raised) return;
   LivenessFrame raised;
-  raised.type = Type::kRaised;
+  raised.type = is_missed ? Type::kMissed : Type::kRaised;
   raised.global_rank = global_rank;
+  raised.progress = fault->global_rank;
   raised.where = fault->where;
   raised.text = fault->text;
   std::lock_guard lock(mutex);
@@ -267,6 +337,7 @@ void LivenessClient::Impl::leave() {
   LivenessFrame left;
   left.type = Type::kLeft;
   left.global_rank = global_rank;
+  left.collectives = faults->waits().collectives().state(std::nullopt).encode();
   queue(left);
   changed.wait_for(lock, kFlushTimeout,
                    [this] { return out.empty() || is_over; });

@@ -8,12 +8,14 @@
 namespace smp::comm {
 namespace {
 
-// In front of the two strings. The hosts of a run have one byte order.
+// In front of the three strings. The hosts of a run have one byte order.
 struct Prefix {
   uint32_t frame_bytes;  // of all that follows this number
   uint32_t where_bytes;
   uint32_t text_bytes;
+  uint32_t collectives_bytes;
   int32_t global_rank;
+  uint32_t reserved_too;
   int64_t blocked_ms;
   int64_t progress;
   int64_t num_unsent;
@@ -33,11 +35,13 @@ std::string_view cut(const std::string& text) {
 std::string encode_frame(const LivenessFrame& frame) {
   const std::string_view where = cut(frame.where);
   const std::string_view text = cut(frame.text);
+  const std::string_view collectives = cut(frame.collectives);
   Prefix prefix{};
   prefix.where_bytes = static_cast<uint32_t>(where.size());
   prefix.text_bytes = static_cast<uint32_t>(text.size());
-  prefix.frame_bytes =
-      static_cast<uint32_t>(kFixedBytes + where.size() + text.size());
+  prefix.collectives_bytes = static_cast<uint32_t>(collectives.size());
+  prefix.frame_bytes = static_cast<uint32_t>(kFixedBytes + where.size() +
+                                             text.size() + collectives.size());
   prefix.global_rank = frame.global_rank;
   prefix.blocked_ms = frame.blocked_ms;
   prefix.progress = frame.progress;
@@ -47,6 +51,7 @@ std::string encode_frame(const LivenessFrame& frame) {
   std::string bytes(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
   bytes.append(where);
   bytes.append(text);
+  bytes.append(collectives);
   return bytes;
 }
 
@@ -56,15 +61,17 @@ std::optional<LivenessFrame> take_frame(std::string& buffer) {
   if (buffer.size() < sizeof(frame_bytes)) return std::nullopt;
   std::memcpy(&frame_bytes, buffer.data(), sizeof(frame_bytes));
   SMP_CHECK(frame_bytes >= kFixedBytes &&
-                frame_bytes <= kFixedBytes + 2 * kMaxTextBytes,
+                frame_bytes <= kFixedBytes + 3 * kMaxTextBytes,
             "liveness frame of ", frame_bytes, " bytes");
   if (buffer.size() < sizeof(frame_bytes) + frame_bytes) return std::nullopt;
   std::memcpy(&prefix, buffer.data(), sizeof(prefix));
-  SMP_CHECK(
-      prefix.where_bytes <= kMaxTextBytes &&
-          prefix.text_bytes <= kMaxTextBytes &&
-          kFixedBytes + prefix.where_bytes + prefix.text_bytes == frame_bytes,
-      "liveness frame with sizes that do not agree");
+  SMP_CHECK(prefix.where_bytes <= kMaxTextBytes &&
+                prefix.text_bytes <= kMaxTextBytes &&
+                prefix.collectives_bytes <= kMaxTextBytes &&
+                kFixedBytes + prefix.where_bytes + prefix.text_bytes +
+                        prefix.collectives_bytes ==
+                    frame_bytes,
+            "liveness frame with sizes that do not agree");
   SMP_CHECK(prefix.type > 0 &&
                 prefix.type < static_cast<uint8_t>(LivenessFrame::Type::kCount),
             "liveness frame of unknown type ", static_cast<int>(prefix.type));
@@ -78,6 +85,9 @@ std::optional<LivenessFrame> take_frame(std::string& buffer) {
   frame.where = buffer.substr(sizeof(prefix), prefix.where_bytes);
   frame.text =
       buffer.substr(sizeof(prefix) + prefix.where_bytes, prefix.text_bytes);
+  frame.collectives =
+      buffer.substr(sizeof(prefix) + prefix.where_bytes + prefix.text_bytes,
+                    prefix.collectives_bytes);
   buffer.erase(0, sizeof(frame_bytes) + frame_bytes);
   return frame;
 }

@@ -25,6 +25,9 @@ struct LivenessFrame {
     kStopAt,       ///< hub: progress = the boundary at which all stop
     kStacksAsked,  ///< hub: how do the stacks look?
     kStacks,       ///< client: text = Python stacks
+    kAlive,        ///< hub, regularly: rank 0 is not stopped
+    kMissed,       ///< client, then hub to the others: somebody needs a rank
+                   ///< that has left; progress = that rank, text = where
     kCount,
   };
 
@@ -36,6 +39,7 @@ struct LivenessFrame {
   int64_t num_unsent = 0;
   std::string where;  ///< cut to kMaxTextBytes, as `text`
   std::string text;
+  std::string collectives;  ///< of kStatus and kLeft: CollectiveLog::State
 };
 
 inline constexpr size_t kMaxTextBytes = 64 * 1024;

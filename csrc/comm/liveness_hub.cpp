@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/comm/collective_log.h"
 #include "csrc/comm/fork_guard.h"
 #include "csrc/comm/hang_watch.h"
 #include "csrc/comm/liveness.h"
@@ -26,6 +28,7 @@ using Type = LivenessFrame::Type;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kTick{250};
+constexpr milliseconds kAliveEvery{1000};
 constexpr milliseconds kFlushTimeout{2000};
 constexpr milliseconds kHelloTimeout{10000};
 constexpr size_t kMaxHelloBytes = 4096;
@@ -75,7 +78,10 @@ struct LivenessHub::Impl {
   void handle_hello(Connection& connection, const LivenessFrame& hello);
   void handle_status(Connection& connection, const LivenessFrame& status);
   void drop_closed();
+  void say_alive();
   void find_deadlock();
+  bool some_collective_goes_on(
+      const std::vector<const Connection*>& ranks) const;
   void report_hang();
   void settle_stop();
   std::string deadlock_table(const std::vector<const Connection*>& ranks) const;
@@ -92,7 +98,8 @@ struct LivenessHub::Impl {
 
   // Of the thread only.
   std::vector<std::unique_ptr<Connection>> connections;
-  std::set<int> left;
+  std::map<int, LivenessFrame> left;     // their goodbyes
+  Clock::time_point alive_at;            // when the others were told last
   std::set<int> gone;                    // left or died
   std::optional<LivenessFrame> a_fault;  // the first one, for late comers
   HangWatch hangs;
@@ -148,6 +155,7 @@ void LivenessHub::Impl::poll_once() {
   }
   if (entries[0].revents != 0) accept_all();
   drop_closed();
+  say_alive();
   find_deadlock();
   report_hang();
   settle_stop();
@@ -195,6 +203,7 @@ void LivenessHub::Impl::handle(Connection& connection,
   switch (frame.type) {
     case Type::kStatus:
       return handle_status(connection, frame);
+    case Type::kMissed:
     case Type::kRaised: {
       tell_fault(rank, frame);
       LivenessFrame seen;
@@ -212,7 +221,7 @@ void LivenessHub::Impl::handle(Connection& connection,
       return hangs.on_stacks(rank, frame.text);
     case Type::kLeft:
       hangs.on_gone(rank);
-      left.insert(rank);
+      left.emplace(rank, frame);
       gone.insert(rank);
       // The last thing it did may free others, whose reports are older.
       for (const auto& one : connections) one->stuck_since = Clock::now();
@@ -245,9 +254,7 @@ void LivenessHub::Impl::handle_hello(Connection& connection,
   }
   connection.out += encode_frame(answer);
   if (answer.type == Type::kRefused) return;
-  LivenessFrame goodbye;
-  goodbye.type = Type::kLeft;
-  for (const int other : left) {
+  for (auto [other, goodbye] : left) {
     goodbye.global_rank = other;
     connection.out += encode_frame(goodbye);
   }
@@ -284,6 +291,35 @@ void LivenessHub::Impl::drop_closed() {
   std::erase_if(connections, [](const auto& one) { return one->is_closed; });
 }
 
+void LivenessHub::Impl::say_alive() {
+  if (Clock::now() - alive_at < kAliveEvery) return;
+  alive_at = Clock::now();
+  LivenessFrame alive;
+  alive.type = Type::kAlive;
+  tell_others(-1, alive);
+}
+
+// Whether somebody waits for a collective that all of its ranks have entered.
+bool LivenessHub::Impl::some_collective_goes_on(
+    const std::vector<const Connection*>& ranks) const {
+  using State = CollectiveLog::State;
+  std::map<int, State> states;
+  for (const Connection* one : ranks) {
+    states[one->global_rank] = State::decode(one->status.collectives);
+  }
+  for (const auto& [rank, goodbye] : left) {
+    states[rank] = State::decode(goodbye.collectives);
+  }
+  return std::any_of(states.begin(), states.end(), [&](const auto& entry) {
+    const auto& wait = entry.second.waits_for;
+    return wait && !wait->ranks.empty() &&
+           std::all_of(wait->ranks.begin(), wait->ranks.end(), [&](int rank) {
+             const auto state = states.find(rank);
+             return state != states.end() && state->second.has_entered(*wait);
+           });
+  });
+}
+
 void LivenessHub::Impl::find_deadlock() {
   if (a_fault) return;
   const Clock::time_point now = Clock::now();
@@ -300,7 +336,8 @@ void LivenessHub::Impl::find_deadlock() {
   }
   // Somebody is missing: not connected yet, or dead.
   if (ranks.empty() ||
-      ranks.size() + left.size() != static_cast<size_t>(world_size)) {
+      ranks.size() + left.size() != static_cast<size_t>(world_size) ||
+      some_collective_goes_on(ranks)) {
     return;
   }
   LivenessFrame deadlock;
@@ -368,7 +405,7 @@ std::string LivenessHub::Impl::deadlock_table(
              seconds_text(milliseconds(status.blocked_ms) +
                           (Clock::now() - *one->status_at));
   }
-  for (const int rank : left) {
+  for (const auto& [rank, goodbye] : left) {
     table += "\n  global_rank " + std::to_string(rank) + ": has left";
   }
   return table;

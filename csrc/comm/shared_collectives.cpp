@@ -265,6 +265,8 @@ class SharedCommunicator final : public Communicator {
     return true;
   }
 
+  bool goes_on_alone() const override { return false; }
+
   void abort() override {
     queue_->abort();
     inner_->abort();

@@ -9,11 +9,13 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
   result.progress = progress_.load(std::memory_order_relaxed);
   result.num_unsent = num_unsent_.load();
   std::lock_guard lock(mutex_);
+  for (const auto& count : sources_) result.progress += count();
   result.activity = activity_;
   if (entries_.empty()) return result;
   const Entry& newest = entries_.rbegin()->second;
   result.is_blocked = true;
   result.what = newest.what;
+  result.collective = newest.collective;
   result.blocked_for = std::chrono::duration_cast<std::chrono::milliseconds>(
       Clock::now() - newest.since);
   return result;
@@ -24,8 +26,14 @@ void WaitRegistry::set_activity(std::string text) {
   activity_ = std::move(text);
 }
 
-BlockedScope::BlockedScope(WaitRegistry& registry, const std::string& what)
-    : registry_(registry) {
+void WaitRegistry::add_source(std::function<int64_t()> count) {
+  std::lock_guard lock(mutex_);
+  sources_.push_back(std::move(count));
+}
+
+BlockedScope::BlockedScope(WaitRegistry& registry, const std::string& what,
+                           std::optional<CollectiveId> collective)
+    : registry_(registry), collective_(std::move(collective)) {
   update(true, what);
 }
 
@@ -41,7 +49,8 @@ void BlockedScope::update(bool is_blocked, const std::string& what) {
     registry_.add_progress();
   } else if (id_ < 0) {
     id_ = registry_.next_id_++;
-    entries.emplace(id_, WaitRegistry::Entry{what, WaitRegistry::Clock::now()});
+    entries.emplace(id_, WaitRegistry::Entry{what, WaitRegistry::Clock::now(),
+                                             collective_});
   } else {
     entries.at(id_).what = what;
   }

@@ -3,9 +3,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
+
+#include "csrc/comm/collective_log.h"
 
 namespace smp::comm {
 
@@ -21,9 +26,19 @@ class WaitRegistry {
     std::chrono::milliseconds blocked_for{0};
     int64_t progress = 0;  ///< grows with each message and each wait that ends
     int64_t num_unsent = 0;  ///< messages that are still on their way out
+    std::optional<CollectiveId> collective;  ///< that the newest wait is for
   };
 
   Snapshot snapshot() const;
+
+  /// What this process has entered; groups are numbered by whoever counts.
+  CollectiveLog& collectives() { return collectives_; }
+
+  /// Something else that moves while this process waits, for instance what a
+  /// device has finished of its backlog: `count` returns a number that grows,
+  /// and is called about once per second, on any thread. Never a number that
+  /// grows while nothing gets done, or deadlocks are not found.
+  void add_source(std::function<int64_t()> count);
 
   /// What the process works on, in words, for reports; empty: nothing of ours.
   void set_activity(std::string text);
@@ -37,6 +52,7 @@ class WaitRegistry {
   struct Entry {
     std::string what;
     Clock::time_point since;
+    std::optional<CollectiveId> collective;
   };
 
   mutable std::mutex mutex_;
@@ -45,6 +61,8 @@ class WaitRegistry {
   std::atomic<int64_t> progress_{0};
   std::atomic<int64_t> num_unsent_{0};
   std::string activity_;
+  std::vector<std::function<int64_t()>> sources_;
+  CollectiveLog collectives_;
 };
 
 /// Registers one wait. Only for waits that stop the main activity of the
@@ -55,7 +73,9 @@ class BlockedScope {
   /// Not blocked until `update`.
   explicit BlockedScope(WaitRegistry& registry) : registry_(registry) {}
   /// @param what  for instance "barrier over WORLD, waiting for ranks 1 2"
-  BlockedScope(WaitRegistry& registry, const std::string& what);
+  /// @param collective  that is waited for, if it is one
+  BlockedScope(WaitRegistry& registry, const std::string& what,
+               std::optional<CollectiveId> collective = std::nullopt);
   ~BlockedScope();
   BlockedScope(const BlockedScope&) = delete;
   BlockedScope& operator=(const BlockedScope&) = delete;
@@ -65,6 +85,7 @@ class BlockedScope {
 
  private:
   WaitRegistry& registry_;
+  std::optional<CollectiveId> collective_;
   int64_t id_ = -1;
 };
 

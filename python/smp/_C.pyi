@@ -294,8 +294,9 @@ class LivenessClient:
         board: FaultBoard,
         connect_timeout_s: float = 60.0,
         stops: StopAgreement | None = None,
-        stacks_signal: int | None = None,
+        stacks_signals: tuple[int, int] | None = None,
         stacks_fd: int = -1,
+        hang_after_s: float = 0.0,
     ) -> None: ...
     def close(self) -> None: ...
     def leave(self) -> None: ...
@@ -360,6 +361,9 @@ class TensorParallelGroup:
     @property
     def size(self) -> int: ...
 
+def watch_collectives(
+    inner: Communicator, board: FaultBoard, ranks: Sequence[int]
+) -> Communicator: ...
 def share_collectives(
     inner: Communicator,
     *,

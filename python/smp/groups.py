@@ -173,7 +173,8 @@ def build_groups(
         store: for the connections; nobody else uses keys that begin with the name of a group.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
         device: of the tensors that `dp` serves.
-        board: ends waits of `tp_group` and of what shares memory when a rank fails.
+        board: ends waits of `tp_group` and of what shares memory when a rank fails, and counts
+            the collectives of all groups.
         machine: equal on ranks that may try to share memory.
         hosts: of all ranks, if parameters are to be gathered between hosts first.
         shared_memory: whether this rank wants to, for collectives.
@@ -186,6 +187,13 @@ def build_groups(
 
     def ranks_of(kind: str) -> list[int]:
         return list(own[kind])
+
+    def watched(
+        communicator: _C.Communicator | None, ranks: Sequence[int]
+    ) -> _C.Communicator | None:
+        if communicator is None:
+            return None
+        return _C.watch_collectives(communicator, board, list(ranks))
 
     def control(kind: str) -> _C.Communicator | None:
         name, ranks = f"{kind}_control", ranks_of(kind)
@@ -207,7 +215,10 @@ def build_groups(
         communicator: _C.Communicator | None, ranks: Sequence[int]
     ) -> _C.Communicator | None:
         if communicator is None or device.type == "cuda":
-            return communicator
+            return watched(communicator, ranks)
+        return watched(on_host(communicator, ranks), ranks)
+
+    def on_host(communicator: _C.Communicator, ranks: Sequence[int]) -> _C.Communicator:
         return _C.share_collectives(
             communicator,
             machine=machine,
@@ -217,7 +228,8 @@ def build_groups(
             timeout_s=timeout_s,
         )
 
-    made.dp_control, made.dp = control("dp"), sharing(on_device("dp"), own["dp"])
+    made.dp_control = watched(control("dp"), own["dp"])
+    made.dp = sharing(on_device("dp"), own["dp"])
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = sharing(on_device("shard"), ranks)
@@ -225,7 +237,7 @@ def build_groups(
         made.replica = sharing(on_device("replica"), own["replica"])
         if hosts and (hops := split_by_host(ranks, hosts, global_rank)) is not None:
             across, within = hops
-            made.shard_across = between("shard_across", across)
+            made.shard_across = watched(between("shard_across", across), across)
             made.shard_within = sharing(between("shard_within", within), within)
     if shard_size > 1 and grid.group_size("tp") > 1:
         made.whole_shard_reduce = sharing(on_device("shard", "whole_shard_reduce"), own["shard"])
@@ -233,18 +245,11 @@ def build_groups(
         made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
-        made.tp_control = control("tp") if device.type == "cuda" else made.tp
-        assert made.tp_control is not None
-        made.tp_control = _C.share_collectives(
-            made.tp_control,
-            machine=machine,
-            enabled=shared_memory,
-            faults=board,
-            ranks=ranks_of("tp"),
-            timeout_s=timeout_s,
-        )
-        if device.type != "cuda":
-            made.tp = made.tp_control
+        tp_control = control("tp") if device.type == "cuda" else made.tp
+        assert tp_control is not None
+        made.tp_control = watched(on_host(tp_control, own["tp"]), own["tp"])
+        made.tp = watched(made.tp, own["tp"]) if device.type == "cuda" else made.tp_control
+        assert made.tp is not None and made.tp_control is not None
         made.tp_group = _C.TensorParallelGroup(
             made.tp,
             grid.group_rank("tp", global_rank),
@@ -258,7 +263,7 @@ def build_groups(
         made.mp = made.tp
     else:
         made.mp_is_on_host = shares_gpus
-        made.mp = control("mp") if shares_gpus else on_device("mp")
+        made.mp = watched(control("mp") if shares_gpus else on_device("mp"), own["mp"])
     return made
 
 

@@ -76,7 +76,7 @@ class Links:
             host = "127.0.0.1" if loopback else own_host
             store.set("liveness", f"{host} {self._hub.port} {token}")
         host, port, token = store.get("liveness").decode().split()
-        stacks_signal, stacks_fd = process_hooks.register_stack_dump()
+        stacks_signals, stacks_fd = process_hooks.register_stack_dump()
         self._client = _C.LivenessClient(
             host,
             int(port),
@@ -84,8 +84,9 @@ class Links:
             global_rank=rank,
             board=self.board,
             stops=self.stops,
-            stacks_signal=stacks_signal,
+            stacks_signals=stacks_signals,
             stacks_fd=stacks_fd,
+            hang_after_s=self._hang_s,
         )
         if transport == "mpi":
             self._world = _C.make_mpi_world()

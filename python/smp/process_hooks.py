@@ -75,12 +75,13 @@ def install(
 
 
 # Nobody else's, as far as signals without a name can be.
-_STACKS_SIGNAL = signal.SIGRTMAX - 1
+_STACKS_SIGNAL, _STACK_SIGNAL = signal.SIGRTMAX - 1, signal.SIGRTMAX - 2
 _stacks_fd = -1
 
 
-def register_stack_dump() -> tuple[int, int]:
-    """A signal on which this process writes the Python stacks of all threads, and the file.
+def register_stack_dump() -> tuple[tuple[int, int], int]:
+    """Signals on which this process writes the Python stacks of all threads, and of the one that
+    gets the signal, and the file.
 
     It does so without the interpreter's lock, hence also while a thread hangs that holds it.
     """
@@ -88,7 +89,8 @@ def register_stack_dump() -> tuple[int, int]:
     if _stacks_fd < 0:
         _stacks_fd = os.memfd_create("smp-stacks", os.MFD_CLOEXEC)
     faulthandler.register(_STACKS_SIGNAL, file=_stacks_fd, all_threads=True, chain=False)
-    return _STACKS_SIGNAL, _stacks_fd
+    faulthandler.register(_STACK_SIGNAL, file=_stacks_fd, all_threads=False, chain=False)
+    return (_STACKS_SIGNAL, _STACK_SIGNAL), _stacks_fd
 
 
 def keep_forever(owner: object) -> None:

@@ -38,6 +38,9 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
+NETWORK_VARIABLE = "TEST_NETWORK_NAMESPACE"
+"""File of the namespace that a script runs in."""
 # Whatever a launcher or an earlier run may have left behind.
 _RANK_VARIABLES = (
     "RANK",
@@ -88,6 +91,13 @@ def redirect_output(path: str) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     sys.stdout.reconfigure(line_buffering=True)
+
+
+def enter_network(path: str) -> None:
+    """Moves this process, which has one thread yet, into a network namespace."""
+    with open(path, "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {path}")
 
 
 class Zygote:
@@ -163,6 +173,8 @@ class Script:
             os.environ.pop(name, None)
         os.environ.update(self._env)
         redirect_output(self._output)
+        if namespace := os.environ.pop(NETWORK_VARIABLE, None):
+            enter_network(namespace)
         sys.argv = [self._path, *self._argv]
         runpy.run_path(self._path, run_name="__main__")
 

@@ -246,10 +246,10 @@ TEST(FaultAwareWait, EndsAWhileAfterANeededRankHasLeft) {
   const auto begin = Clock::now();
   EXPECT_EQ(error_of([&] { gate.wait(seconds(10), {1}); }),
             "global_rank 1 (pp 1) has left (its script has finished) while "
-            "this rank waits for it in gate");
+            "global_rank 0 waits for it in gate");
   EXPECT_GE(Clock::now() - begin, FaultAwareWait::kLeftGrace);
-  ASSERT_TRUE(board.fault());  // for the other ranks
-  EXPECT_EQ(board.fault()->global_rank, 0);
+  ASSERT_TRUE(board.fault());  // for the other ranks, which name it too
+  EXPECT_EQ(board.fault()->global_rank, 1);
 }
 
 TEST(FaultAwareWait, RunsTheInterruptCheckWithoutTheLock) {

@@ -51,6 +51,27 @@ TEST_F(HangWatchTest, RankThatDoesNotWaitIsNamedWithItsWork) {
   EXPECT_TRUE(watch.due_report(now)) << "but as long as it lasts";
 }
 
+TEST_F(HangWatchTest, WhatWaitingRanksStillFindToDoHidesNothing) {
+  tell(1, false, 7, "module 'h.1', microbatch 2");
+  for (int second = 0; second < 10; ++second) {
+    tell(0, true, second, "step call 3");
+    tell(1, false, 7, "module 'h.1', microbatch 2");
+    EXPECT_FALSE(watch.due_report(now)) << second;
+    now += seconds(1);
+  }
+  EXPECT_TRUE(watch.due_report(now));
+}
+
+TEST_F(HangWatchTest, RankThatHasSaidNothingDoesNotWait) {
+  tell(1, true, 7, "what it waited for when it was stopped");
+  for (int second = 0; second < 10; ++second) {
+    tell(0, true, second, "step call 3");
+    EXPECT_FALSE(watch.due_report(now)) << second;
+    now += seconds(1);
+  }
+  EXPECT_TRUE(watch.due_report(now));
+}
+
 TEST_F(HangWatchTest, StacksAreShownWhenAllAreThereOrLate) {
   tell(0, true, 5, "");
   tell(1, false, 7, "");

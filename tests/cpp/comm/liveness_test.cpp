@@ -1,5 +1,6 @@
 #include "csrc/comm/liveness.h"
 
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -7,15 +8,19 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "csrc/comm/fault_aware_wait.h"
 #include "csrc/comm/fork_guard.h"
 #include "csrc/comm/liveness_frame.h"
+#include "csrc/comm/local_world.h"
 #include "csrc/comm/socket.h"
+#include "csrc/comm/watched_communicator.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -57,6 +62,17 @@ class World {
     clients[rank] = std::make_unique<LivenessClient>(
         "127.0.0.1", hub->port(), kToken, rank, boards[rank],
         LivenessClient::Options{.status_every = milliseconds(50)});
+  }
+
+  // Communicators of some ranks, as the library makes them.
+  std::vector<CommunicatorPtr> group(const std::vector<int>& ranks) {
+    std::vector<CommunicatorPtr> made;
+    const auto inner = make_local_world(static_cast<int>(ranks.size()));
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      made.push_back(
+          make_watched_communicator(inner[i], boards[ranks[i]], ranks));
+    }
+    return made;
   }
 
   std::optional<Fault> fault_at(int rank) {
@@ -213,6 +229,167 @@ TEST(Liveness, ProgressAndUnsentMessagesAreNoDeadlock) {
   const auto fault = world.fault_at(0);  // nothing holds it back now
   ASSERT_TRUE(fault);
   EXPECT_EQ(fault->kind, Kind::kDeadlock);
+}
+
+constexpr milliseconds kLonger{1500};  // than a deadlock needs
+
+at::Tensor some_bytes(int64_t count) {
+  return at::zeros({count}, at::TensorOptions(at::kByte));
+}
+
+TEST(Liveness, CollectiveThatAllHaveEnteredIsNoDeadlockHoweverLongItTakes) {
+  World world(2);
+  const auto group = world.group({0, 1});
+  std::vector<WorkPtr> works;
+  for (const auto& one : group)
+    works.push_back(one->broadcast(some_bytes(8), 0));
+  // Rank 0 has sent its part, and waits for the next one.
+  const WorkPtr next = group[0]->broadcast(some_bytes(8), 0);
+  BlockedScope first(world.boards[0]->waits(), "b", next->collective());
+  BlockedScope second(world.boards[1]->waits(), "b", works[1]->collective());
+  std::this_thread::sleep_for(kLonger);
+  EXPECT_FALSE(world.boards[0]->fault());
+  world.leave_all();
+}
+
+TEST(Liveness, CollectiveThatSomebodyDoesNotEnterIsADeadlock) {
+  World world(3);
+  const auto group = world.group({0, 1, 2});
+  std::vector<WorkPtr> works;
+  for (const int rank : {0, 1}) works.push_back(group[rank]->barrier());
+  BlockedScope first(world.boards[0]->waits(), "b", works[0]->collective());
+  BlockedScope second(world.boards[1]->waits(), "b", works[1]->collective());
+  BlockedScope third(world.boards[2]->waits(), "a message");
+  ASSERT_TRUE(world.fault_at(0));
+  EXPECT_EQ(world.boards[0]->fault()->kind, Kind::kDeadlock);
+}
+
+TEST(Liveness, CircleOfCollectivesIsADeadlock) {
+  World world(2);
+  const auto one = world.group({0, 1});
+  const auto other = world.group({1, 0});
+  const WorkPtr mine = one[0]->barrier();
+  const WorkPtr yours = other[0]->barrier();
+  BlockedScope first(world.boards[0]->waits(), "one", mine->collective());
+  BlockedScope second(world.boards[1]->waits(), "other", yours->collective());
+  const auto begin = Clock::now();
+  ASSERT_TRUE(world.fault_at(1));
+  EXPECT_EQ(world.boards[1]->fault()->kind, Kind::kDeadlock);
+  EXPECT_LT(Clock::now() - begin, seconds(3));
+}
+
+TEST(Liveness, DifferentCallsOfOneNumberAreADeadlock) {
+  World world(2);
+  const auto group = world.group({0, 1});
+  const WorkPtr mine = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  const WorkPtr yours = group[1]->barrier();
+  // That rank 1 goes on hides nothing.
+  const WorkPtr next = group[1]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  BlockedScope first(world.boards[0]->waits(), "sum", mine->collective());
+  BlockedScope second(world.boards[1]->waits(), "next", next->collective());
+  ASSERT_TRUE(world.fault_at(0));
+  EXPECT_EQ(world.boards[0]->fault()->kind, Kind::kDeadlock);
+}
+
+TEST(Liveness, WhatCountsAsProgressIsNoDeadlock) {
+  World world(2);
+  std::atomic<int64_t> finished = 0;  // of the backlog of a device
+  world.boards[1]->waits().add_source([&] { return finished.load(); });
+  BlockedScope first(world.boards[0]->waits(), "a");
+  BlockedScope second(world.boards[1]->waits(), "b");
+  const auto until = Clock::now() + kLonger;
+  while (Clock::now() < until) {
+    ++finished;
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  EXPECT_FALSE(world.boards[0]->fault());
+  ASSERT_TRUE(world.fault_at(0)) << "it has stopped";
+}
+
+TEST(Liveness, RankThatIsMissedIsNamedByAllAndNotWhoMissesIt) {
+  World world(3);
+  world.boards[2]->set_coordinates({"pp 0", "pp 1", "pp 2"});
+  world.clients[1]->leave();
+  EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
+  EXPECT_THROW(fail_because_left(*world.boards[0], 1, "gate"), PeerFailure);
+  world.clients[0]->close();
+  const auto fault = world.fault_at(2);
+  ASSERT_TRUE(fault);
+  EXPECT_EQ(fault->describe(),
+            "global_rank 1 (pp 1) has left (its script has finished) while "
+            "global_rank 0 waits for it in gate");
+}
+
+TEST(Liveness, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
+  World world(2);
+  const auto group = world.group({0, 1});
+  const WorkPtr mine = group[0]->barrier();
+  const WorkPtr yours = group[1]->barrier();
+  const WorkPtr next = group[0]->barrier();
+  world.clients[1]->leave();
+  EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
+  EXPECT_FALSE(world.boards[0]->has_left_before(1, *mine->collective()));
+  EXPECT_TRUE(world.boards[0]->has_left_before(1, *next->collective()));
+  world.leave_all();
+}
+
+// A hub that welcomes one rank and then says nothing: rank 0 is stopped.
+class StoppedHub {
+ public:
+  StoppedHub() : listener_(listen_tcp(true)), thread_([this] { welcome(); }) {}
+  ~StoppedHub() { thread_.join(); }
+  int port() const { return listener_.port; }
+
+ private:
+  void welcome() {
+    while (!(connection_ = accept_tcp(listener_.fd))) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    LivenessFrame answer;
+    answer.type = LivenessFrame::Type::kWelcome;
+    std::string bytes = encode_frame(answer);
+    write_available(connection_, bytes);
+  }
+
+  const Listener listener_;
+  OwnedFd connection_;
+  std::thread thread_;
+};
+
+TEST(Liveness, StoppedHubIsReportedByARankThatWaits) {
+  StoppedHub hub;
+  auto board = std::make_shared<FaultBoard>(1);
+  board->set_coordinates({"pp 0", "pp 1"});
+  LivenessClient client(
+      "127.0.0.1", hub.port(), kToken, 1, board,
+      {.status_every = milliseconds(50), .hang_after = milliseconds(300)});
+  testing::internal::CaptureStderr();
+  std::this_thread::sleep_for(milliseconds(600));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "it does not wait";
+  testing::internal::CaptureStderr();
+  {
+    BlockedScope waits(board->waits(), "a gate");
+    std::this_thread::sleep_for(milliseconds(600));
+  }
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("global_rank 0 (pp 0) HAS SAID NOTHING for"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("this rank waits in a gate"), std::string::npos);
+}
+
+TEST(Liveness, HubThatLivesIsNotReported) {
+  World world(2, false);
+  world.connect(0);
+  LivenessClient client(
+      "127.0.0.1", world.hub->port(), kToken, 1, world.boards[1],
+      {.status_every = milliseconds(50), .hang_after = milliseconds(1500)});
+  testing::internal::CaptureStderr();
+  BlockedScope waits(world.boards[1]->waits(), "a gate");
+  std::this_thread::sleep_for(seconds(3));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  client.leave();
+  world.leave_all();
 }
 
 TEST(Liveness, LeavingOfTheRankThatOthersWaitedForIsNoDeadlock) {

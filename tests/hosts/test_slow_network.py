@@ -1,0 +1,109 @@
+"""A slow network is no deadlock, and a deadlock on it is one.
+
+`SMP_GRID=all` runs the table: larger parameters at several speeds, a collective of a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, Ended
+from tests.hosts.network import Network, why_not
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "slow_link.py"
+DEADLOCK_S = 5.0
+needs_all = pytest.mark.skipif(os.environ.get("SMP_GRID") != "all", reason="SMP_GRID=all runs it")
+# Rows of the square parameter, Mbit/s, and what its broadcast takes at least.
+TABLE = [
+    (8192, 1000.0, 2.0),
+    (8192, 500.0, 4.0),
+    (8192, 200.0, 10.0),
+    (8192, 100.0, 20.0),
+    (4096, 8.5, 60.0),  # one collective of a minute
+]
+
+
+def seconds_of(results: list[Ended], word: str) -> float:
+    """The longest that ranks print after a word."""
+    found = [re.search(rf"^{word} ([\d.]+)", r.output, re.MULTILINE) for r in results]
+    return max(float(one[1]) for one in found if one)
+
+
+def check_trained(results: list[Ended], name: str, at_least_s: float) -> None:
+    for result in results:
+        text = f"{name}, rank {result.rank}:\n{result.output}"
+        assert not result.hung, f"hangs: {text}"
+        assert result.returncode == 0 and "FINISHED" in result.output, text
+        assert not re.search("(?i)deadlock|has left|died", result.output), text
+    broadcast_s, step_s = seconds_of(results, "BROADCAST"), seconds_of(results, "STEP")
+    print(f"{name}: broadcast {broadcast_s:.1f} s, step {step_s:.1f} s: trained")
+    assert broadcast_s > at_least_s, "the link is not as slow as it should be"
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str) -> None:
+    """4 MiB at 4.5 Mbit/s: 7.5 s for the broadcast, and as much for the reduction."""
+    with Network(2, mbit=4.5) as network:
+        results = network.run(pool, SCRIPT, ["1024"], timeout=70, env={"SMP_SHM": shared})
+    check_trained(results, f"1024 x 1024 at 4.5 Mbit/s (SMP_SHM={shared})", DEADLOCK_S)
+
+
+@needs_all
+@pytest.mark.parametrize(("rows", "mbit", "at_least_s"), TABLE)
+def test_table_of_slow_networks(pool: Pool, rows: int, mbit: float, at_least_s: float) -> None:
+    with Network(2, mbit=mbit) as network:
+        results = network.run(pool, SCRIPT, [str(rows)], timeout=500)
+    check_trained(results, f"{rows} x {rows} at {mbit:g} Mbit/s", at_least_s)
+
+
+@needs_all
+def test_time_out_shorter_than_a_collective_grows_with_its_size(pool: Pool) -> None:
+    """16 MiB at 6 Mbit/s take 22 s; SMP_TIMEOUT_S is for what the size does not explain."""
+    with Network(2, mbit=6.0) as network:
+        results = network.run(pool, SCRIPT, ["2048"], timeout=200, env={"SMP_TIMEOUT_S": "15"})
+    check_trained(results, "2048 x 2048 at 6 Mbit/s, SMP_TIMEOUT_S=15", 20.0)
+
+
+@pytest.mark.parametrize("fault", ["barrier", "receive"])
+def test_deadlock_on_a_slow_link_is_found_as_soon_as_on_a_fast_one(pool: Pool, fault: str) -> None:
+    with Network(2, mbit=50.0) as network:
+        results = network.run(pool, SCRIPT, ["64", "--steps", "3", "--fault", fault], timeout=60)
+    began = re.search(r"^FAULT ([\d.]+)", results[1].output, re.MULTILINE)
+    assert began, results[1].output
+    for result in results:
+        text = f"rank {result.rank}:\n{result.output}"
+        assert not result.hung and result.returncode != 0, text
+        assert "deadlock: every rank waits" in result.output, text
+        assert "global_rank 0" in result.output and "global_rank 1" in result.output, text
+    worst_s = max(r.time for r in results) - float(began[1])
+    print(f"deadlock ({fault}) after {worst_s:.1f} s")
+    assert worst_s < 2.5 * DEADLOCK_S
+
+
+def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:
+    """Nothing moves; but all are in one collective, so no rank has called another thing."""
+    with Network(2, mbit=4.5) as network:
+        started = network.start(pool, SCRIPT, ["1024"], timeout=40, env={"SMP_HANG_S": "8"})
+        log = started.folder / "rank1.log"
+        deadline = time.monotonic() + 30
+        while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        time.sleep(1.0)
+        network.cut(1)
+        time.sleep(12.0)
+        texts = [(started.folder / f"rank{rank}.log").read_text() for rank in range(2)]
+        for pid in started.pids:
+            pool.zygote().kill(pid)
+    assert not any("deadlock" in text for text in texts), texts
+    assert "HAS SAID NOTHING" in texts[1] and "global_rank 0" in texts[1], texts[1]
