@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -16,9 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from smp.launch import Launch, Rendezvous, plan_rendezvous
+from smp.presence import wait_for_hellos
 
 # How long a rank that already failed waits for the others to read its error.
 FAREWELL_S = 10.0
+# Number of the process that is a rank, and which; processes that it starts see it.
+_RANK_PROCESS = "SMP_RANK_PROCESS"
+# How long a folder may take to be seen on this host: network file systems remember its absence.
+_FOLDER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,34 @@ class MeetingPoint:
         """
         plan = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
         identity = f"{plan.identity} size {launch.world_size} rank {launch.global_rank}"
+        _refuse_in_worker(identity, launch.global_rank, env)
         if self._store is None or self._identity != identity:
             self._store = None
             self._store = _connect(plan, launch, timeout_s)
             self._identity = identity
         self._num_inits[identity] += 1
+        os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity}"
         self._store.set_timeout(timedelta(seconds=timeout_s))
         prefix = f"smp/{plan.attempt}/{self._num_inits[identity]}"
         return dist.PrefixStore(prefix, self._store)
+
+    def end(self) -> None:
+        """This process is no rank any more, so one that it starts may be."""
+        os.environ.pop(_RANK_PROCESS, None)
+
+
+def _refuse_in_worker(identity: str, rank: int, env: Mapping[str, str]) -> None:
+    """A process that a rank has started, with its environment, is not that rank a second time."""
+    pid, _, of_parent = env.get(_RANK_PROCESS, "").partition(" ")
+    if not pid or int(pid) == os.getpid() or of_parent != identity:
+        return
+    raise RuntimeError(
+        f"smp.init was called in process {os.getpid()}, which process {pid} has started, and that "
+        f"is rank {rank} of this job already; workers that are spawned (of a DataLoader, of "
+        "multiprocessing) run the main module of the script again: put what the script does under "
+        "`if __name__ == '__main__':`, and start other programs with RANK, WORLD_SIZE and an "
+        "address of their own"
+    )
 
 
 def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
@@ -89,6 +115,7 @@ def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
     if plan.kind == "file":
         if plan.private_folder:
             _make_private(os.path.dirname(plan.path))
+        _await_folder(os.path.dirname(plan.path))
         return dist.FileStore(plan.path, launch.world_size)
     hosts_store = launch.global_rank == 0 and not plan.use_agent_store
     try:
@@ -108,6 +135,20 @@ def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
             f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
             "port is free"
         ) from None
+
+
+def _await_folder(folder: str) -> None:
+    """The store would try until its time-out to make a file where it cannot."""
+    deadline = time.monotonic() + _FOLDER_S
+    while not os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        fault = "may not be written to" if os.path.isdir(folder) else "does not exist"
+        raise RuntimeError(
+            f"smp launch: the ranks are to meet in the folder {folder}, which {fault} on host "
+            f"{socket.gethostname()!r}; make it, on a file system that all ranks share, or correct "
+            "SMP_RENDEZVOUS"
+        )
 
 
 def _make_private(folder: str) -> None:
@@ -135,7 +176,7 @@ def exchange_hellos(
     """
     store.set(f"hello/{launch.global_rank}", json.dumps(asdict(hello)))
     keys = [f"hello/{rank}" for rank in range(launch.world_size)]
-    texts = _wait_for_all(store, keys, timeout_s)
+    texts = wait_for_hellos(store, launch.global_rank, keys, timeout_s)
     hellos = [Hello(**json.loads(text)) for text in texts]
     for rank, other in enumerate(hellos):
         if other.world_size != launch.world_size:
@@ -171,19 +212,3 @@ def say_farewell(store: dist.Store, launch: Launch) -> None:
     while arrived < launch.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         arrived = store.add("farewell", 0)
-
-
-def _wait_for_all(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-    deadline = time.monotonic() + timeout_s
-    for key in keys:
-        left_s = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([key], timedelta(seconds=left_s))
-        except Exception as error:
-            missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
-            raise RuntimeError(
-                f"smp.init: ranks {missing} of {len(keys)} did not arrive within {timeout_s:g} s "
-                f"({type(error).__name__}); check that all processes were started and call "
-                "smp.init, or raise SMP_TIMEOUT_S"
-            ) from None
-    return [store.get(key) for key in keys]

@@ -125,11 +125,7 @@ class Runtime(WrappedObjects):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        launch: Launch,
-        settings: Settings,
-        device: torch.device,
+        self, plan: Plan, launch: Launch, settings: Settings, device: torch.device
     ) -> None:
         super().__init__()
         assert plan.config is not None
@@ -286,7 +282,7 @@ class Runtime(WrappedObjects):
         """An exception that leaves the block is told to all other ranks."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # sys.exit and Ctrl-C, too
             self.report_raised(where, error)
             raise
 
@@ -536,8 +532,8 @@ def _start(runtime: Runtime) -> None:
     if runtime.world_size > 1 and not _has_hooks:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
-    hosts = runtime.launch.hosts
     process_hooks.make_log_visible(logger)
+    hosts = runtime.launch.hosts
     runtime.log_at_rank0(runtime.notes + host_advice(runtime.grid.groups("tp"), hosts))
 
 
@@ -553,9 +549,9 @@ def _on_uncaught(error: BaseException) -> None:
 
 def _at_exit() -> None:
     """Says goodbye; the runtime of a finished script is nobody's any more."""
-    transport = "" if _current is None else _current.settings.transport
+    uses_mpi = _current is not None and _current.settings.transport == "mpi"
     shutdown()
-    if transport == "mpi":
+    if uses_mpi:
         _C.mpi_finalize()
 
 
@@ -598,3 +594,4 @@ def shutdown() -> None:
     state.module_manager.translate_functions.clear()  # their models end, too
     if runtime is not None and os.getpid() == runtime.pid:
         runtime.close()
+        _meeting_point.end()

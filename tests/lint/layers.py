@@ -51,7 +51,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "tracing",
         }
     ),
-    frozenset({"fault_injection", "groups", "host_objects", "process_hooks"}),
+    frozenset({"fault_injection", "groups", "host_objects", "presence", "process_hooks"}),
     frozenset({"settings"}),
     frozenset({"links", "rendezvous", "wrapped"}),
     frozenset({"runtime"}),
