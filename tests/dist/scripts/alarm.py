@@ -1,0 +1,117 @@
+"""Ranks that are stopped, loop, leave or are ended by a signal; for tests of what the others say.
+
+Usage: alarm.py ACTION VICTIM [--pp P] [--tp T]
+
+Prints ``AT <monotonic time>`` where the test, or the victim itself, acts: `stop` and `loop` in a
+module of the victim, `exit` in it and `leave` between two steps by sys.exit, `spawn` (all ranks)
+a worker of a DataLoader that runs this file again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import smp
+
+MICROBATCHES, WIDTH, FAULTY_CALL = 4, 8, 9
+
+
+def say_where() -> None:
+    print(f"AT {time.monotonic()}", flush=True)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, action: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.action, self.num_calls = action, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += self.training
+        if self.num_calls == FAULTY_CALL:
+            self.misbehave()
+        return self.linear(x)
+
+    def misbehave(self) -> None:
+        if self.action in ("stop", "loop", "exit"):
+            say_where()
+        if self.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.action == "exit":
+            sys.exit(3)
+        while self.action == "loop":
+            pass
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("action")
+    parser.add_argument("victim", type=int)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    args = parser.parse_args()
+    if args.action == "init":
+        say_where()
+    if args.action == "init" and int(os.environ["RANK"]) != args.victim:
+        time.sleep(3.0)  # the test ends the victim meanwhile
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            time.sleep(1000.0)  # never comes
+    smp.init(
+        {
+            "pipeline_parallel_degree": args.pp,
+            "tensor_parallel_degree": args.tp,
+            "microbatches": MICROBATCHES,
+            "ddp": True,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    is_victim = smp.rank() == args.victim
+    if args.action == "barrier" and smp.rank() != smp.size() - 1:
+        say_where()
+        smp.barrier()  # the last rank does not come
+    if args.action == "barrier":
+        time.sleep(1000.0)
+    if args.action == "spawn":
+        loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+        print("SUM", sum(x.item() for x in loader), flush=True)
+    layers = []
+    for index in range(args.pp):
+        with smp.partition(index):
+            layers.append(Layer(args.action if is_victim and index == smp.pp_rank() else "none"))
+    model = smp.DistributedModel(torch.nn.Sequential(*layers))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for step in range(6):
+        if step == 2 and is_victim and args.action == "leave":
+            say_where()
+            sys.exit(3)
+        train_step(torch.randn(8, WIDTH))
+        optimizer.step()
+        optimizer.zero_grad()
+    print("FINISHED", flush=True)
+
+
+if __name__ == "__main__" or os.environ.get("ALARM_WITHOUT_GUARD"):
+    main()

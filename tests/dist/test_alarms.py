@@ -1,0 +1,181 @@
+"""Alarms that were missed, or named another rank: stopped, looping, leaving and signalled ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, Ended, Started, run_ranks, start_ranks, wait_for_ranks
+
+pytestmark = pytest.mark.alone
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
+HANG_S = 3.0
+LIMIT_S = 20.0
+
+
+def output(started: Started, rank: int) -> str:
+    log = started.folder / f"rank{rank}.log"
+    return log.read_text() if log.exists() else ""
+
+
+def wait_for(started: Started, pattern: str, ranks: list[int]) -> float:
+    """Seconds until one of the ranks has printed this."""
+    began_s = time.monotonic()
+    while not any(re.search(pattern, output(started, rank)) for rank in ranks):
+        texts = "\n".join(f"rank {rank}:\n{output(started, rank)}" for rank in ranks)
+        assert time.monotonic() < started.deadline, f"no '{pattern}' in\n{texts}"
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+def end(pool: Pool, started: Started) -> list[Ended]:
+    for pid in started.pids:
+        pool.zygote().kill(pid)
+    return wait_for_ranks(pool, started)
+
+
+def names(rank: int) -> str:
+    """A pattern: the rank, not in brackets, which hold the rank that prints."""
+    return rf"(?<!\[)global_rank {rank} \(pp"
+
+
+# ---- ranks that are stopped or loop ---------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_rank_is_reported_in_time(pool: Pool, pp: int, victim: int) -> None:
+    """Rank 0 holds the hub, so others have to notice."""
+    started = start_ranks(
+        pool, SCRIPT, pp, ["stop", str(victim), f"--pp={pp}"], env={"SMP_HANG_S": str(HANG_S)}
+    )
+    wait_for(started, "^AT |\nAT ", [victim])
+    others = [rank for rank in range(pp) if rank != victim]
+    seconds = wait_for(started, names(victim) + ".*HAS SAID NOTHING", others)
+    print(f"stopped rank {victim} of {pp}: reported after {seconds:.1f} s")
+    if victim == 0:
+        wait_for(started, "in train_step|in main", others)  # with the stack of who noticed
+    end(pool, started)
+    assert seconds < 3 * HANG_S + 3.0
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
+    started = start_ranks(
+        pool, SCRIPT, pp, ["loop", "1", f"--pp={pp}"], env={"SMP_HANG_S": str(HANG_S)}
+    )
+    wait_for(started, "^AT |\nAT ", [1])
+    seconds = wait_for(started, names(1) + ".*DOES NOT WAIT", [0])
+    print(f"looping rank 1 of {pp}: reported after {seconds:.1f} s")
+    wait_for(started, rf"---- global_rank {pp - 1}\n", [0])
+    time.sleep(0.3)
+    text = end(pool, started)[0].output
+    assert seconds < 3 * HANG_S + 3.0
+    stacks = text.split("Python stacks of all ranks")[1].split("---- global_rank ")[1:]
+    for rank in range(pp):
+        own = next(stack for stack in stacks if stack.startswith(f"{rank}\n"))
+        # The script's own thread comes first, and no thread is shown that shows nothing.
+        assert own.splitlines()[1].startswith("Thread of the script"), text
+        assert "alarm.py" in own and "no Python frame" not in own, text
+    assert "in misbehave" in next(stack for stack in stacks if stack.startswith("1\n")), text
+
+
+# ---- ranks that leave --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("action", ["exit", "leave"])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (2, 2)], ids=["pp2-dp2", "tp2-pp2"])
+def test_rank_that_exits_is_named_first_by_all_others(
+    pool: Pool, pp: int, tp: int, action: str, victim: int
+) -> None:
+    results = run_ranks(pool, SCRIPT, 4, [action, str(victim), f"--pp={pp}", f"--tp={tp}"])
+    began = re.search(r"AT ([\d.]+)", results[victim].output)
+    assert began, results[victim].output
+    for result in results:
+        text = f"rank {result.rank} ({result.returncode}):\n{result.output}"
+        assert not result.hung and result.returncode != 0, text
+        if result.rank != victim:
+            first = re.search(r"(?<!\[)global_rank (\d+) \(pp", result.output)
+            assert first and int(first[1]) == victim, text
+            assert result.time - float(began[1]) < LIMIT_S, text
+
+
+# ---- signals while ranks wait ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signal_in_a_barrier_ends_the_ranks_that_wait_with_it(
+    pool: Pool, number: signal.Signals
+) -> None:
+    started = start_ranks(pool, SCRIPT, 3, ["barrier", "1"])
+    for rank in (0, 1):
+        wait_for(started, "AT ", [rank])
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    os.kill(started.pids[1], number)
+    while any(pool.zygote().ended(started.pids[rank]) is None for rank in (0, 1)):
+        assert time.monotonic() - began_s < LIMIT_S, output(started, 0)
+        time.sleep(0.02)
+    results = end(pool, started)
+    assert re.search(names(1), results[0].output), results[0].output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_in_init_ends_all_ranks_that_have_come(pool: Pool, victim: int) -> None:
+    started = start_ranks(pool, SCRIPT, 3, ["init", str(victim)])
+    for rank in range(3):
+        wait_for(started, "AT ", [rank])
+    time.sleep(4.0)  # the victim waits in smp.init, and so does rank 0 or 1
+    began_s = time.monotonic()
+    os.kill(started.pids[victim], signal.SIGINT)
+    while any(pool.zygote().ended(started.pids[rank]) is None for rank in (0, 1)):
+        assert time.monotonic() - began_s < LIMIT_S, output(started, 1 - victim)
+        time.sleep(0.02)
+    text = end(pool, started)[1 - victim].output
+    assert f"rank {victim} was ended by KeyboardInterrupt while it waited" in text, text
+
+
+def test_killed_rank_is_missed_in_init(pool: Pool) -> None:
+    started = start_ranks(pool, SCRIPT, 3, ["init", "1"], timeout=70)
+    wait_for(started, "AT ", [0])
+    time.sleep(4.0)
+    os.kill(started.pids[1], signal.SIGKILL)
+    while pool.zygote().ended(started.pids[0]) is None:
+        assert time.monotonic() < started.deadline, output(started, 0)
+        time.sleep(0.05)
+    text = end(pool, started)[0].output
+    assert "rank 1 came and has said nothing for" in text, text
+
+
+def test_missing_folder_of_the_rendezvous_is_an_error(pool: Pool, tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/missing/rendezvous"
+    for result in run_ranks(pool, SCRIPT, 2, ["none", "0"], env={"SMP_RENDEZVOUS": place}):
+        assert not result.hung and result.returncode != 0, result.output
+        assert f"in the folder {tmp_path}/missing, which does not exist" in result.output
+
+
+# ---- workers that run the script again ---------------------------------------------
+
+
+def test_spawned_worker_reads_and_is_no_rank(pool: Pool) -> None:
+    for result in run_ranks(pool, SCRIPT, 2, ["spawn", "0"], timeout=120):
+        assert result.returncode == 0, result.output
+        assert "SUM 6.0" in result.output and "FINISHED" in result.output, result.output
+
+
+def test_spawned_worker_that_runs_the_script_again_is_refused(pool: Pool) -> None:
+    results = run_ranks(
+        pool, SCRIPT, 2, ["spawn", "0"], timeout=120, env={"ALARM_WITHOUT_GUARD": "1"}
+    )
+    for result in results:
+        assert not result.hung and result.returncode != 0, result.output
+    words = "put what the script does under `if __name__ == '__main__':`"
+    assert any(words in result.output for result in results), results[0].output
