@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from smp import _C, memory, runtime
 from smp.nn import huggingface
@@ -17,13 +17,19 @@ from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.partition import contexts
 from smp.partition.tree import READS_CHILDREN
 from smp.replacement.adapters import adapter_in
+from smp.replacement.carried import Carried, carried_by
 from smp.replacement.marks import Mark, is_candidate, mark_of
+from smp.replacement.references import References, has_tensors
+from smp.replacement.values import Values, take_over_values, values_for
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.registry import (
+    Arguments,
     Declined,
     Registration,
     Unsupported,
     arguments_of,
+    reason_of_class,
+    registered_base,
     registration_of,
 )
 
@@ -34,6 +40,13 @@ _NEW_WEIGHTS = (
     "own were never initialised; to keep values, give them by from_pretrained or load_state_dict "
     "before the model is wrapped"
 )
+
+_UNKNOWN = Declined(
+    "it is a copy, or was made before its class was registered, so the arguments of its "
+    "__init__ are not known"
+)
+
+_NUM_NAMED = 5  # in one message
 
 
 def replace_marked(root: nn.Module) -> tuple[nn.Module, list[Registration]]:
@@ -48,6 +61,7 @@ def replace_marked(root: nn.Module) -> tuple[nn.Module, list[Registration]]:
     huggingface.register_available()
     replacement = _Replacement(root)
     new_root = replacement.visit(root, "")
+    replacement.say_if_nothing_is_split(root)
     return new_root, list(replacement.used.values())
 
 
@@ -61,13 +75,11 @@ class _Replacement:
     def __init__(self, root: nn.Module) -> None:
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
+        self._declined: dict[type[nn.Module], str] = {}
         self._said: set[tuple[type[nn.Module], str]] = set()
-        self._holders: dict[Tensor, set[nn.Module]] = {}
+        self._references = References(root)
         self._readers: dict[nn.Module, nn.Module] = {}
         for module in root.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._holders.setdefault(parameter, set()).add(module)
             if isinstance(module, READS_CHILDREN):
                 inside = (part for part in module.modules() if part is not module)
                 self._readers.update(dict.fromkeys(inside, module))
@@ -88,12 +100,26 @@ class _Replacement:
             if isinstance(new, nn.Module):
                 self._done[module] = new
                 return new
+            self._declined.setdefault(type(module), f"is not distributed: {new.reason}")
             self._say(module, name, f"is not distributed: {new.reason}")
+        elif self._is_near_miss(module):
+            self._say(module, name, reason_of_class(type(module)))
         for key, child in list(module._modules.items()):
             if child is not None:
                 path = f"{name}.{key}" if name else key
                 module._modules[key] = self.visit(child, path, (module, *around))
         return module
+
+    def _is_near_miss(self, module: nn.Module) -> bool:
+        """Might the user have thought that a marked module would be split?"""
+        mark = mark_of(module)
+        return (
+            mark is not None
+            and mark.enabled
+            and module not in self._readers
+            and bool(module._parameters)
+            and registered_base(type(module)) is not None
+        )
 
     def _say(self, module: nn.Module, name: str, what: str) -> None:
         """Tells the user of rank 0, once per class."""
@@ -106,8 +132,9 @@ class _Replacement:
     ) -> nn.Module | Declined:
         registration, mark = registration_of(module), mark_of(module)
         assert registration is not None and mark is not None
-        if self._shares_weights(module):
-            return Declined("it shares parameters with modules outside of it")
+        problem = self._references.problem_of(module)
+        if problem is not None:
+            return Declined(problem)
         if module in self._readers:
             return Declined(
                 f"the {type(self._readers[module]).__name__} around it reads its parameters "
@@ -119,37 +146,109 @@ class _Replacement:
                 f"it has adapters of PEFT inside, {adapter} for one, which its distributed form "
                 "would not have; parts of it without adapters may be distributed"
             )
-        made = _construct(module, registration, mark, around)
+        arguments = arguments_of(module, around)
+        if arguments is None:
+            return _UNKNOWN
+        options = {} if registration.options_of is None else registration.options_of(module)
+        made = _construct(module, registration, mark, arguments, options)
         if isinstance(made, Declined):
             return made
-        problem = _take_over(module, made)
-        if problem is not None:
-            return problem
+        declined = _take_over(module, made)
+        if declined is not None:
+            return declined
+        carried = carried_by(module, registration, arguments, options)
+        if carried.lost is not None:
+            return Declined(f"{carried.lost}, which its distributed form would not have")
+        values = values_for(made, module, registration)
+        mismatch = _mismatch(values)
+        if mismatch and registration.is_complete:
+            return Declined(mismatch)
+        self._put(module, name, made, registration, carried, values)
+        return made
+
+    def _put(
+        self,
+        module: nn.Module,
+        name: str,
+        made: nn.Module,
+        registration: Registration,
+        carried: Carried,
+        values: Values,
+    ) -> None:
+        """Gives a distributed form all that it takes over."""
         is_worth_it = registration.was_initialised is None or registration.was_initialised(module)
         if not is_worth_it and not any(p.is_meta for p in module.parameters()):
             self._say(module, name, _NEW_WEIGHTS)
-        _take_over_values(module, made, registration, name, is_worth_it)
+        mismatch = _mismatch(values)
+        if is_worth_it and mismatch:
+            self._say(module, name, f"is distributed without some of its values: {mismatch}")
+        take_over_values(module, made, registration, name, values if is_worth_it else None)
         _install_adapter(made, registration)
         take_over_checkpointing(module, made)
+        for key, value in carried.attributes.items():
+            made.__dict__.setdefault(key, value)
         for key, parameter in module.named_parameters():
             sharding.mark_replaced(parameter, f"{name}.{key}" if name else key)
+        for part in module.modules():
+            if has_tensors(part):  # others may be in use elsewhere
+                part.__dict__["forward"] = functools.partial(_refuse_call, type(module), name)
         self.used[type(module)] = registration
-        return made
 
-    def _shares_weights(self, module: nn.Module) -> bool:
-        inside = set(module.modules())
-        return any(not self._holders[p] <= inside for p in module.parameters())
+    def say_if_nothing_is_split(self, root: nn.Module) -> None:
+        """Warns the user of rank 0 who asked for tensor parallelism and gets none."""
+        marks = ((module, mark_of(module)) for module in root.modules())
+        wanted = [module for module, mark in marks if mark is not None and mark.enabled]
+        if self.used or not wanted or runtime.current().global_rank != 0:
+            return
+        numbers: dict[type[nn.Module], list[int]] = {}
+        for module in wanted:
+            numels = [p.numel() for p in module._parameters.values() if p is not None]
+            if numels:
+                numbers.setdefault(type(module), []).append(sum(numels))
+        largest = sorted(numbers.items(), key=lambda item: -sum(item[1]))[:_NUM_NAMED]
+        reasons = [
+            f"{cls.__name__} ({len(numels)} modules, {sum(numels)} parameters) "
+            f"{self._declined.get(cls) or reason_of_class(cls)}"
+            for cls, numels in largest
+        ]
+        _log.warning(
+            "smp: tensor parallelism was asked for %s, and nothing of it is split; each rank of a "
+            "tensor-parallel group holds all of it: %s",
+            type(root).__name__,
+            "; ".join(reasons) or "it has no parameters",
+        )
+
+
+def _mismatch(values: Values) -> str:
+    """What does not find its place; empty if all does."""
+    parts = []
+    if values.missing:
+        parts.append(f"it has no values for {_some(values.missing)} of its distributed form")
+    if values.unused:
+        parts.append(f"nothing takes the place of its {_some(values.unused)}")
+    return ", and ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_NUM_NAMED])
+    return shown if len(names) <= _NUM_NAMED else f"{shown} and {len(names) - _NUM_NAMED} more"
+
+
+def _refuse_call(cls: type[nn.Module], name: str, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{_C.rank_prefix()}a {cls.__name__} ('{name}') was called whose place a distributed "
+        "module has taken when the model was wrapped; take the module from the wrapped model "
+        "instead of keeping it, or leave it whole by smp.set_tensor_parallelism(module, False)"
+    )
 
 
 def _construct(
-    module: nn.Module, registration: Registration, mark: Mark, around: Sequence[nn.Module]
+    module: nn.Module,
+    registration: Registration,
+    mark: Mark,
+    arguments: Arguments,
+    options: Mapping[str, Any],
 ) -> nn.Module | Declined:
-    arguments = arguments_of(module, around)
-    if arguments is None:
-        return Declined(
-            "it is a copy, or was made before its class was registered, so the arguments of its "
-            "__init__ are not known"
-        )
     args, kwargs = tuple(arguments[0]), dict(arguments[1])
     if registration.init_hook is not None:
         translated = registration.init_hook(*args, **kwargs)
@@ -158,8 +257,7 @@ def _construct(
         if isinstance(translated, Declined):
             return translated
         args, kwargs = tuple(translated[0]), dict(translated[1])
-    if registration.options_of is not None:
-        kwargs |= registration.options_of(module)
+    kwargs |= options
     signature = inspect.signature(registration.dist_module)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -199,64 +297,6 @@ def _take_over(module: nn.Module, made: nn.Module) -> Declined | None:
     if hasattr(module, "config"):
         made.config = module.config
     return None
-
-
-def _take_over_values(
-    module: nn.Module,
-    made: nn.Module,
-    registration: Registration,
-    name: str,
-    is_worth_it: bool,
-) -> None:
-    """Weights of the original, as far as it has them and they are worth it; new ones else."""
-    is_delayed = any(parameter.is_meta for parameter in module.parameters())
-    translate = None if registration.translators is None else registration.translators[1]
-    missing: list[str] = []
-    if is_worth_it:
-        state: Mapping[str, Tensor] = module.state_dict()
-        if translate is not None:
-            state = translate(dict(state))
-        missing = inherit(made, state)
-    if missing and registration.family is not None:
-        raise RuntimeError(
-            f"{_C.rank_prefix()}the weights of {type(module).__name__} have no entries for "
-            f"{missing} of {type(made).__name__}"
-        )
-    if is_delayed:
-        # Whole tensors of the original are made and cut one by one, when they are needed.
-        memory.keep_original(made, module if is_worth_it else None, translate)
-        return
-    if missing:
-        _log.info("smp: %s gets new values for %s", type(made).__name__, missing)
-    memory.initialise_delayed(
-        made, lambda _: True, runtime.current().device, name=name, on_ready=_move_to_cpu
-    )
-
-
-def _move_to_cpu(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data.cpu()
-
-
-def inherit(made: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Fills parameters with their slices of whole tensors; names those that ``state`` lacks.
-
-    Those whose whole tensor has no values stay what they are.
-    """
-    missing = []
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            whole = state.get(name)
-            if whole is None or list(whole.shape) != sharding.whole_shape(parameter):
-                missing.append(name)
-                continue
-            if whole.is_meta:
-                continue
-            part = sharding.slice_of(whole, sharding.interval_of(parameter))
-            memory.fill(parameter, part)
-        for name, buffer in made.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
-    return missing
 
 
 def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

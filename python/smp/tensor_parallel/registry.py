@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -102,9 +102,19 @@ class Registration:
     was_initialised: Callable[[nn.Module], bool] | None = None
     family: str | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Does the distributed form have all that the original has, under names that we know?
+
+        What users register may have parameters of its own, and leave others out.
+        """
+        return self.family is not None or self.arguments_of is not None
+
 
 _registrations: dict[type[nn.Module], Registration] = {}
 _arguments: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
+#: by module: the hooks that its own ``__init__`` has put on it and on its parts
+_own_hooks: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 _RECORDED = "_smp_records_arguments"
 
 
@@ -125,6 +135,23 @@ def registration_of(module: nn.Module) -> Registration | None:
     return _registrations.get(type(module))
 
 
+def registered_base(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class with a distributed form that this one derives from, and which is not it."""
+    bases = (base for base in cls.__mro__[1:] if base in _registrations)
+    return None if cls in _registrations else next(bases, None)
+
+
+def reason_of_class(cls: type[nn.Module]) -> str:
+    """Why modules of a class are not distributed, as the end of a sentence."""
+    base = registered_base(cls)
+    if base is None:
+        return "has no distributed form; register one by smp.tp_register_with_module"
+    return (
+        f"is not distributed: it is a subclass of {base.__name__}, and may compute something else; "
+        "register a form of its own by smp.tp_register_with_module"
+    )
+
+
 def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Arguments | None:
     """With which arguments a module was made, by reference; None if nobody knows.
 
@@ -141,6 +168,21 @@ def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Argumen
     return recorded
 
 
+def own_hooks_of(module: nn.Module) -> frozenset[int]:
+    """Ids of the hooks in a module that its own ``__init__`` has put there, if that was recorded.
+
+    Its class has them, so who registered a distributed form has thought of them.
+    """
+    return _own_hooks.get(module, frozenset())
+
+
+def _hooks_in(module: nn.Module) -> Iterator[int]:
+    for part in module.modules():
+        for name, table in part.__dict__.items():
+            if name.endswith("_hooks") and isinstance(table, Mapping):
+                yield from map(id, table.values())
+
+
 def _record_arguments(cls: type[nn.Module]) -> None:
     """Wraps ``__init__`` of a class, once, so that it notes what it was called with."""
     if _RECORDED in cls.__dict__:
@@ -152,6 +194,7 @@ def _record_arguments(cls: type[nn.Module]) -> None:
         original(self, *args, **kwargs)
         if type(self) is cls:
             _arguments[self] = (args, kwargs)
+            _own_hooks[self] = frozenset(_hooks_in(self))
 
     cls.__init__ = init  # type: ignore[method-assign]
     setattr(cls, _RECORDED, True)
