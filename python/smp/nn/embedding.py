@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from smp.nn import layout as layouts
 from smp.nn.layout import Layout, uneven
-from smp.nn.module import DistributedModule
+from smp.nn.module import ReadAsWhole
 from smp.nn.parameters import add_split, fill, split_or_refuse
-from smp.tensor_parallel import regions, sharding
+from smp.tensor_parallel import reading, regions, sharding
 from smp.tensor_parallel.registry import Unsupported
 
 
-class DistributedEmbedding(DistributedModule):
+class DistributedEmbedding(ReadAsWhole):
     """``nn.Embedding``, split over the embedding dim.
 
     Args:
@@ -82,6 +82,7 @@ class DistributedEmbedding(DistributedModule):
         """Initialises this rank's columns."""
         fill(self.weight, _normal_rows(self._std, self.padding_idx))
 
+    @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*]`` of integers to ``[*, embedding_dim]``. Collective over the group."""
         ids = input if input.dim() > 0 else input[None]

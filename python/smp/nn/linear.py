@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from smp.nn import layout as layouts
 from smp.nn.layout import Layout, uneven
-from smp.nn.module import DistributedModule
+from smp.nn.module import ReadAsWhole
 from smp.nn.parameters import add_split, fill_linear, split_or_refuse
-from smp.tensor_parallel import regions, sharding
+from smp.tensor_parallel import reading, regions, sharding
 
 
 class ColumnLinear(nn.Module):
@@ -105,7 +105,7 @@ class RowLinear(nn.Module):
         return _describe(self)
 
 
-class DistributedLinear(DistributedModule):
+class DistributedLinear(ReadAsWhole):
     """``nn.Linear``, split over its input features.
 
     Each rank holds ``weight[:, own part]``. With own batches the ranks exchange samples against
@@ -150,6 +150,7 @@ class DistributedLinear(DistributedModule):
         """Initialises this rank's part."""
         fill_linear(self.weight, self.bias, self.in_features, self._std)
 
+    @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in_features]`` to ``[*, out_features]``. Collective over the group."""
         x = input if input.dim() > 1 else input[None]

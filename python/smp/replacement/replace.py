@@ -14,6 +14,7 @@ from torch import nn
 from smp import _C, memory, runtime
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing
+from smp.nn.module import ReadAsWhole
 from smp.partition import contexts
 from smp.partition.tree import READS_CHILDREN
 from smp.replacement.adapters import adapter_in
@@ -185,6 +186,8 @@ class _Replacement:
         take_over_values(module, made, registration, name, values if is_worth_it else None)
         _install_adapter(made, registration)
         take_over_checkpointing(module, made)
+        if isinstance(made, ReadAsWhole) and registration.is_complete:
+            made.take_place_of(name)
         for key, value in carried.attributes.items():
             made.__dict__.setdefault(key, value)
         for key, parameter in module.named_parameters():

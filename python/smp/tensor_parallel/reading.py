@@ -1,0 +1,250 @@
+"""Split parameters that code outside of their module reads: it gets them whole.
+
+Models read weights of their children: a tied decoder, attention that multiplies by the weight of a
+projection, a norm. Such code was written for whole weights, and all ranks of a tensor-parallel
+group run it alike. So it gets a stand-in with the whole shape, whose values are gathered from the
+ranks when they are used for the first time, and whose gradient goes back to where the parts are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from smp import _C, runtime
+from smp.tensor_parallel import regions
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_log = logging.getLogger("smp")
+_said: set[str] = set()
+
+
+class _Here(threading.local):
+    """How many forwards of split modules this thread is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_here = _Here()
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is split.
+
+    Attributes:
+        name: of the parameter in the model.
+        dim: along which.
+        sizes: of the parts, by rank.
+        has_own_batches: the ranks apply it to different samples.
+    """
+
+    name: str
+    dim: int
+    sizes: Sequence[int]
+    has_own_batches: bool
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole parameter, differentiable. Collective over the group."""
+        grad = "sum" if self.has_own_batches else "own"
+        return regions.gather(part, self.dim, self._uneven(), grad=grad)  # type: ignore[arg-type]
+
+    def own_part(self, grad: Tensor) -> Tensor:
+        """This rank's part of a gradient of the whole. Collective where batches differ."""
+        if self.has_own_batches:
+            return regions.reduce_scatter(grad, self.dim, self._uneven())
+        begin = sum(self.sizes[: regions.rank()])
+        return grad.narrow(self.dim, begin, self.sizes[regions.rank()])
+
+    def _uneven(self) -> Sequence[int] | None:
+        return None if len(set(self.sizes)) == 1 else self.sizes
+
+
+def own_code(forward: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The forward of a module that reads its parts as such."""
+
+    @functools.wraps(forward)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _here.depth += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _here.depth -= 1
+
+    return run
+
+
+def is_outside() -> bool:
+    """Does the caller's caller run as part of a model, and not in `own_code`?
+
+    Scripts, optimizers and checkpoints, which run in no module and no step, want the parts.
+    """
+    if _here.depth > 0:
+        return False
+    if _C.in_context() or runtime.current().running_step is not None:
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code in _CALLS or frame.f_globals.get("__name__") in _RECOMPUTES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
+_RECOMPUTES = frozenset({"torch.utils.checkpoint", "smp.memory.recompute"})
+
+
+def whole(part: Tensor, split: Split) -> Tensor:
+    """What code outside of a module gets for a parameter of which this rank holds a part."""
+    made: Tensor = _Standing.apply(part, split)
+    return made
+
+
+class _Standing(torch.autograd.Function):
+    """A part of a parameter to a stand-in for the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return WholeParameter(split, part.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.split.own_part(grads[0].contiguous()), None
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_METADATA: frozenset[Any] = frozenset(
+    _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf")
+    | _getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
+    | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous}
+    | {Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex}
+    | {Tensor.element_size, Tensor.get_device, Tensor.__len__, Tensor.__hash__}
+)
+
+
+class WholeParameter(Tensor):
+    """Stands for a split parameter, or a view of it, with the shape of the whole.
+
+    Its shape, dtype and device are known without communication. It cannot be written to.
+    """
+
+    _split: Split
+    _part: Tensor | None
+    _whole: Tensor | None
+    _is_param = True
+
+    @staticmethod
+    def __new__(
+        cls, split: Split, part: Tensor | None = None, values: Tensor | None = None
+    ) -> WholeParameter:
+        like = part if values is None else values
+        assert like is not None
+        shape = list(like.shape)
+        if values is None:
+            shape[split.dim] = sum(split.sizes)
+        self: WholeParameter = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device
+        )
+        self._split, self._part, self._whole = split, part, values
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"WholeParameter('{self._split.name}', {list(self.shape)})"
+
+    def whole(self) -> Tensor:
+        """The whole; gathered once. Collective the first time."""
+        if self._whole is None:
+            assert self._part is not None
+            if self._part.numel() > 1 and not any(self._part.stride()):
+                raise _elsewhere(self._split)
+            _say(self._split)
+            with torch.no_grad():
+                self._whole = self._split.gather(self._part)
+            self._part = None
+        return self._whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA or _get_current_dispatch_mode() is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        # A trace has to see who reads what.
+        seen = pytree.tree_map_only(WholeParameter, WholeParameter._seen, (args, kwargs or {}))
+        return func(*seen[0], **seen[1])
+
+    def _seen(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole
+        assert self._part is not None
+        return self._split.gather(self._part)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        standing = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, WholeParameter)]
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(given, WholeParameter):
+                raise _written(given._split, func)
+        given_out = kwargs.get("out")
+        if isinstance(given_out, WholeParameter):
+            raise _written(given_out._split, func)
+        if func is torch.ops.aten.detach.default and standing[0]._whole is None:
+            return cls(standing[0]._split, standing[0]._part)
+        args, kwargs = pytree.tree_map_only(WholeParameter, WholeParameter.whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        if any(r.alias_info is not None for r in func._schema.returns):
+            # Writing to a view of the values would be lost.
+            split = standing[0]._split
+            return pytree.tree_map_only(Tensor, lambda t: cls(split, values=t), result)
+        return result
+
+
+def _elsewhere(split: Split) -> RuntimeError:
+    return RuntimeError(
+        f"{_C.rank_prefix()}'{split.name}' is read by code outside of its module, and lives on "
+        "another pipeline rank; put the module and who reads it on one rank (smp.set_partition)"
+    )
+
+
+def _written(split: Split, func: OpOverload) -> RuntimeError:
+    return RuntimeError(
+        f"{_C.rank_prefix()}'{split.name}' is written to ({func}) by code outside of its module, "
+        "and each tensor-parallel rank holds a part of it; leave the module whole by "
+        "smp.set_tensor_parallelism(module, False) before the model is wrapped"
+    )
+
+
+def _say(split: Split) -> None:
+    if split.name not in _said and runtime.current().global_rank == 0:
+        _said.add(split.name)
+        _log.warning(
+            "smp: '%s' is read by code outside of its module, which gets it whole: it is gathered "
+            "from the tensor-parallel ranks each time; smp.set_tensor_parallelism(module, False) "
+            "leaves the module whole where that takes too long",
+            split.name,
+        )
