@@ -413,3 +413,44 @@ def test_a_model_that_was_used_is_split_all_the_same(name: str) -> None:
     kinds = smp.nn.DistributedTransformerLMHead | smp.nn.DistributedTransformer
     assert any(isinstance(module, kinds) for module in made.modules())
     assert made.accepts_loss_kwargs is False
+
+
+# ---- what the distributed form has not
+
+
+def test_what_the_original_had_is_missed_by_name() -> None:
+    made: Any = split(hf.family("gpt2").build())
+    with pytest.raises(
+        AttributeError, match=r"taken the place of a GPT2LMHeadModel \('\(root\)'\)"
+    ):
+        made.get_input_embeddings()
+    assert not hasattr(made, "generate")
+
+
+def vision_model() -> Any:
+    import transformers
+
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = transformers.LlamaConfig(**small, vocab_size=40, max_position_embeddings=32)
+    vision = transformers.CLIPVisionConfig(**small, image_size=8, patch_size=4)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=39)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def test_models_of_several_get_split_layers(warnings: pytest.LogCaptureFixture) -> None:
+    """They ask their text model for its embedding."""
+    ids = torch.tensor([[39, 39, 39, 39, 3, 5, 7]])
+    pixels = torch.randn(1, 3, 8, 8)
+    plain, other = vision_model(), vision_model()
+    expected = plain(input_ids=ids, pixel_values=pixels)
+    made = split(other)
+    got = made(input_ids=ids, pixel_values=pixels)
+    torch.testing.assert_close(got.logits, expected.logits)
+    assert sum(isinstance(m, smp.nn.DistributedTransformerLayer) for m in made.modules()) == 2
+    assert "LlamaModel ('model.language_model') is not distributed: the LlavaModel" in warnings.text

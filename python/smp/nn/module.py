@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from smp import _C
 from smp.nn.layout import Layout
 from smp.tensor_parallel import reading
 
@@ -17,6 +18,30 @@ class DistributedModule(nn.Module):
     ``__init__`` takes sizes of the whole module and raises :class:`Unsupported` where they cannot
     be split; the module that was to be replaced stays then.
     """
+
+    _smp_took_place: tuple[str, str] | None = None
+
+    def took_place_of(self, original: nn.Module, name: str) -> None:
+        """Says that it has taken the place of a plain module.
+
+        Args:
+            original: the plain one.
+            name: where both are in the model.
+        """
+        self.__dict__["_smp_took_place"] = (type(original).__name__, name or "(root)")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if self._smp_took_place is None or name.startswith("__"):
+                raise
+            cls, place = self._smp_took_place
+            raise AttributeError(
+                f"{error}. {_C.rank_prefix()}It has taken the place of a {cls} ('{place}') when "
+                "the model was wrapped; code that needs this of the original leaves it whole by "
+                "smp.set_tensor_parallelism(module, False)"
+            ) from None
 
 
 class IndivisibleModule(DistributedModule):
@@ -36,18 +61,17 @@ class ReadAsWhole(DistributedModule):
     """
 
     _smp_split: reading.Split | None = None
-
     _sizes: list[int]
     _layout: Layout
 
-    def take_place_of(self, name: str) -> None:
-        """Says that it has taken the place of the plain module of this name in a model."""
-        if len(self._sizes) == 1:
-            return
-        weight = f"{name}.weight" if name else "weight"
-        self.__dict__["_smp_split"] = reading.Split(
-            weight, 1, tuple(self._sizes), self._layout.has_own_batches
-        )
+    def took_place_of(self, original: nn.Module, name: str) -> None:
+        super().took_place_of(original, name)
+        # A subclass of a user has a forward of its own, which wants the part.
+        if len(self._sizes) > 1 and type(self).__module__.startswith("smp."):
+            weight = f"{name}.weight" if name else "weight"
+            self.__dict__["_smp_split"] = reading.Split(
+                weight, 1, tuple(self._sizes), self._layout.has_own_batches
+            )
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)

@@ -14,7 +14,7 @@ from torch import nn
 from smp import _C, memory, runtime
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing
-from smp.nn.module import ReadAsWhole
+from smp.nn.module import DistributedModule
 from smp.partition import contexts
 from smp.partition.tree import READS_CHILDREN
 from smp.replacement.adapters import adapter_in
@@ -147,6 +147,9 @@ class _Replacement:
                 f"it has adapters of PEFT inside, {adapter} for one, which its distributed form "
                 "would not have; parts of it without adapters may be distributed"
             )
+        problem = registration.problem_in and registration.problem_in(module, around)
+        if problem is not None:
+            return Declined(problem)
         arguments = arguments_of(module, around)
         if arguments is None:
             return _UNKNOWN
@@ -185,9 +188,9 @@ class _Replacement:
             self._say(module, name, f"is distributed without some of its values: {mismatch}")
         take_over_values(module, made, registration, name, values if is_worth_it else None)
         _install_adapter(made, registration)
+        if isinstance(made, DistributedModule):
+            made.took_place_of(module, name)
         take_over_checkpointing(module, made)
-        if isinstance(made, ReadAsWhole) and registration.is_complete:
-            made.take_place_of(name)
         for key, value in carried.attributes.items():
             made.__dict__.setdefault(key, value)
         for key, parameter in module.named_parameters():

@@ -86,6 +86,8 @@ class Registration:
         deduced_from: the same for modules without a record, as they are copies or were made before
             the class was registered; out of a module and those around it, nearest first; None where
             that does not tell.
+        problem_in: why a module cannot be distributed where it is, out of it and the modules around
+            it, nearest first; None where it can.
         was_initialised: whether a module's weights are worth taking over; None: they are when they
             are real.
         family: of models, for messages.
@@ -99,6 +101,7 @@ class Registration:
     options_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
     arguments_of: Callable[[nn.Module], Arguments] | None = None
     deduced_from: Callable[[nn.Module, Sequence[nn.Module]], Arguments | None] | None = None
+    problem_in: Callable[[nn.Module, Sequence[nn.Module]], str | None] | None = None
     was_initialised: Callable[[nn.Module], bool] | None = None
     family: str | None = None
 

@@ -73,6 +73,7 @@ def _registration(family: Family, kind: Kind, module_cls: type[nn.Module]) -> Re
         # Models and encoders have their only argument as an attribute.
         arguments_of=None if kind == "layer" else _configuration_of,
         deduced_from=_deducer(family, module_cls) if kind == "layer" else None,
+        problem_in=_problem_in if kind in ("head", "base") else None,
         was_initialised=pretrained.was_initialised,
         family=family.names.family,
     )
@@ -90,6 +91,22 @@ def _padding_of(module: Any) -> dict[str, int | None]:
     """
     table = module.get_input_embeddings()
     return {"padding_idx": getattr(table, "padding_idx", None)}
+
+
+def _problem_in(module: Any, around: Sequence[nn.Module]) -> str | None:
+    """Models that are made of several, as those of images and text, do more than call their parts.
+
+    They ask for the word embedding and give embeddings of their own, which the distributed form of
+    a whole model does not take; that of its layers sees no difference.
+    """
+    for outer in around:
+        config = getattr(outer, "config", None)
+        if hasattr(config, "model_type") and type(config) is not type(module.config):
+            return (
+                f"the {type(outer).__name__} around it gives it embeddings, which its distributed "
+                "form does not take; its layers may be distributed"
+            )
+    return None
 
 
 def _deducer(
