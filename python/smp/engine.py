@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, activations, comm, data_parallel, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
+from smp.first_step import FirstStepCheck
 from smp.model_parts import ModelParts, make_whole
 from smp.open_pipeline import open_pipeline
 from smp.partition.capture import Capture
@@ -104,6 +105,7 @@ class Engine:
         self._honoured = activations.HonouredModules(root)
         self._followed: Path | None = None  # partition of a checkpoint
         self.loader = StateLoader(root, registrations)
+        self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
 
     @property
     def partitioned(self) -> bool:
@@ -167,6 +169,7 @@ class Engine:
         activations.settle_marks(decision.modules)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         local = list(self.parts.named_parameters())
+        self.first_step.before_placing(trace)
         if config.sharded_data_parallel_degree > 1:
             self.sharded = data_parallel.ShardedParameters(self._root, local)
             self.parts.place(current.device, self._seed, self.sharded.take)
@@ -187,6 +190,7 @@ class Engine:
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
+        self.first_step.placed(decision.modules, decision.names, local)
         current.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
 

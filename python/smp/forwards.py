@@ -22,6 +22,8 @@ _CHAIN = "_smp_forwards"
 class Around(enum.IntEnum):
     """Who may stand around a forward, from the inside to the outside."""
 
+    RECORD = -2
+    """Notes what the module returns in the first training step."""
     CHECKS = -1
     """Looks for NaN and infinities in what goes in and what comes out."""
     PARAMETERS = 0

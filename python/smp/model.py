@@ -168,7 +168,7 @@ class DistributedModel(ModelViews):
                 )
             return output
         args, kwargs = self._prepared((args, kwargs))
-        output = self._outgoing(self.get_module()(*args, **kwargs))
+        output = self._outgoing(self._engine.first_step.call(args, kwargs))
         self._engine.watch_backward(output)
         link.publish_output((self._engine.idx, output, share.weight))
         return output
@@ -213,10 +213,10 @@ class DistributedModel(ModelViews):
         ahead = self._runtime.config.pipeline != "simple"
         if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
-        if not ahead:
-            for root in tensors:  # its forward is over when the loss is there
-                if isinstance(root, RemoteTensor):
-                    root.wait()
+        for root in () if ahead else tensors:  # its forward is over when the loss is there
+            if isinstance(root, RemoteTensor):
+                root.wait()
+        self._engine.first_step.on_backward(tensors)
         server.begin_backward()
         with self._runtime.scaling_loss():
             run_backward(tuple(resolve(root) for root in tensors), grad_tensors)

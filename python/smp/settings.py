@@ -39,6 +39,8 @@ class Settings:
     """`SMP_FAULT`: see `fault_injection`."""
     detect_nonfinite: str = "0"
     """`SMP_DETECT_NONFINITE`: 1 or raise: see `nonfinite`."""
+    check_first_step: str = "auto"
+    """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `first_step`."""
     host_pool: bool = True
     """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
@@ -60,6 +62,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
+        check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),
         host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
     )
 

@@ -61,6 +61,7 @@ class StepRun:
         if hub is not None:
             hub.on_microbatch_done = self._microbatch_done
         for engine in self._engines:
+            engine.first_step.begin_step(self._trains, len(self._engines))
             engine.begin_step(num_microbatches, self._trains, weights, engine is first)
         self._current.num_begun += 1
         return num_microbatches
@@ -112,6 +113,8 @@ class StepRun:
         outside = _C.RandomState.capture(str(current.device))
         if any(engine.sharded is not None for engine in self._engines):
             body = self._reading(body)
+        for engine in self._engines:
+            body = engine.first_step.around_body(body)
         try:
             if self._hub is not None:
                 self._hub.server.run_step(num_microbatches, self._seed, body)
@@ -179,6 +182,8 @@ class StepRun:
         """
         for engine in self._engines:
             engine.end_step(self._trains)
+        for engine in self._engines:
+            engine.first_step.end_step()
         self._warn_of_idle_offload()
         self._let_go()
 
@@ -202,6 +207,7 @@ class StepRun:
         """Closes a step that failed; its gradients are lost. Not collective."""
         for engine in self._engines:
             engine.abandon_step()
+            engine.first_step.abandon()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -18,7 +18,8 @@ def is_tracing() -> bool:
     """True while this process runs the tracing pass of the first step.
 
     The step function runs once more for it, up to the call of the model. Side effects before that
-    call can be guarded with this.
+    call can be guarded with this. Also true while the check of the first step runs the model, and
+    only the model, once more.
     """
     return _Tracing.depth > 0
 
@@ -32,4 +33,14 @@ def tracing() -> Iterator[None]:
         yield
     finally:
         _C.set_tensor_parallel_alone(was_alone)
+        _Tracing.depth -= 1
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Marks a run of a model besides the real one; split modules communicate as ever."""
+    _Tracing.depth += 1
+    try:
+        yield
+    finally:
         _Tracing.depth -= 1

@@ -72,6 +72,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"data_parallel"}),
     frozenset({"precision", "utils"}),
+    frozenset({"first_step"}),
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"open_pipeline", "state_loading"}),
     frozenset({"backward_roots", "engine", "grad_norm", "model_views", "patches"}),

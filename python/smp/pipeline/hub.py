@@ -67,6 +67,11 @@ class PipelineHub:
             link.begin_step()
         return num_microbatches
 
+    def keep_first_apart(self, apart: bool) -> None:
+        """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""
+        for link in (self._functions, *self._links.values()):
+            link.first_apart = apart
+
     def close(self) -> None:
         """Ends the server's threads. May be called twice."""
         self.server.close()

@@ -77,6 +77,8 @@ class PipelineLink:
         self.first_id = 0  # of the modules, among those of all models
         self._mode = ""
         self._state = CallState(modules, names, writes or ModuleWrites())
+        #: what is learnt of calls in microbatch 0 is for these alone
+        self.first_apart = False
         self._undo: list[Callable[[], None]] = []
         self._remote = [
             (i, owner)
@@ -161,7 +163,7 @@ class PipelineLink:
             module_id if module_id == _FUNCTION else self.first_id + module_id,
             self._root.training,
             structure,
-            self._mode,
+            f"{self._mode}:first" if self._is_apart() else self._mode,
             [resolve(tensor) for tensor in tensors],
         )
         if request is not None and len(request.modules) > 1:
@@ -176,6 +178,9 @@ class PipelineLink:
         result, back = self._codec.unpack(answer, results, tensors)
         self._state.settle(back)
         return result
+
+    def _is_apart(self) -> bool:
+        return self.first_apart and _C.current_microbatch() == 0
 
     def _seeds_of(self, server: Server, request: Request) -> Tensor | None:
         """Where modules that run together would begin their random numbers if they did not.

@@ -1,0 +1,62 @@
+"""Does a second run of the whole model fit into this process?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from smp.partition.costs import Trace
+
+_CGROUP = Path("/sys/fs/cgroup")
+# Values kept, values on the device, gradients, and what a backward needs besides.
+_COPIES = 4
+_SHARE_OF_FREE = 0.5
+
+
+def reason_not_to_fit(
+    root: nn.Module, device: torch.device, num_processes: int, trace: Trace | None
+) -> str | None:
+    """In words why there is not enough memory; None: there is.
+
+    Args:
+        root: the model.
+        device: of this process.
+        num_processes: of this host.
+        trace: of the model; without one its activations are taken for as large as four models.
+    """
+    parameters = sum(p.numel() * p.element_size() for p in root.parameters())
+    activations = _COPIES * parameters
+    if trace is not None:
+        activations = sum(cost.activation_bytes for cost in trace.costs)
+    needed = _COPIES * parameters + activations
+    if device.type == "cuda":
+        free = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        free = _free_host_bytes() / num_processes
+    if needed <= _SHARE_OF_FREE * free:
+        return None
+    return (
+        f"the whole model in one process takes about {needed / 1e9:.2g} GB, and {free / 1e9:.2g} "
+        "GB are free"
+    )
+
+
+def _free_host_bytes() -> float:
+    free = float("inf")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = float(int(line.split()[1]) << 10)
+    for limit, used in (
+        (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+        (
+            _CGROUP / "memory" / "memory.limit_in_bytes",
+            _CGROUP / "memory" / "memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):
+            continue  # no limit, or no control groups
+    return max(free, 0.0)

@@ -1,0 +1,67 @@
+"""The graph between the outputs of a model and where a backward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_NODES = 200_000
+
+
+class TooLarge(Exception):
+    """The graph has more nodes than are worth a look."""
+
+
+#: node, and which of its outputs
+Edge = tuple[Any, int]
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """Where the gradient of a tensor goes; None without gradients."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not tensor.requires_grad:
+            return None
+        if tensor.grad_fn is not None:
+            return tensor.grad_fn, tensor.output_nr
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        return edge.node, edge.output_nr
+
+
+def reached(starts: Iterable[Edge | None], stops: Iterable[Edge]) -> tuple[set[Any], set[Edge]]:
+    """What a backward from ``starts`` passes.
+
+    Args:
+        starts: where it begins; one that is a stop is not passed.
+        stops: edges that it does not go beyond.
+
+    Returns:
+        nodes passed; stops that were met.
+
+    Raises:
+        TooLarge: the graph has too many nodes.
+    """
+    ends = set(stops)
+    seen: set[Any] = set()
+    met: set[Edge] = set()
+    stack = [edge for edge in starts if edge is not None]
+    while stack:
+        edge = stack.pop()
+        if edge in ends:
+            met.add(edge)
+            continue
+        node = edge[0]
+        if node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _MAX_NODES:
+            raise TooLarge
+        stack += [below for below in node.next_functions if below[0] is not None]
+    return seen, met
+
+
+def is_call_without_inputs(node: Any) -> bool:
+    """A call of a module on another rank whose gradient ends in that module."""
+    return "RemoteCall" in node.name() and all(below is None for below, _ in node.next_functions)

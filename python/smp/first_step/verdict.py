@@ -1,0 +1,251 @@
+"""Compares what the ranks saw of the first microbatch with what one process computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.first_step.records import Call
+
+# Both sides do the same operations, so they differ in rounding at most.
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 3e-2
+# Gradients that are this much smaller than the largest one may be nothing but rounding.
+_FLOOR = 1e-2
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Of a model with parameters and outputs of these dtypes: that of the coarsest."""
+    known = [_TOLERANCES.get(d, _HALF_TOLERANCE) for d in dtypes if d.is_floating_point]
+    return max(known, default=1e-4)
+
+
+@dataclass
+class OutputSeen:
+    """One leaf of what the model returned, on both sides.
+
+    Attributes:
+        name: where it is.
+        kinds: what must be equal.
+        sketches: None where one has no numbers to compare.
+        maker: module that returned the leaf in the reference, and its position there.
+    """
+
+    name: str
+    kinds: tuple[Any, Any]
+    sketches: tuple[Tensor | None, Tensor | None]
+    maker: tuple[Call, int] | None
+
+
+@dataclass
+class Seen:
+    """What one rank has to tell.
+
+    Attributes:
+        place: of the rank, in words.
+        pp_rank, tp_rank: of it.
+        reason: why the check says nothing; None: it does.
+        gradients: sketches by name of the parameter; None: no gradient came.
+        records: of the modules that it ran.
+        reference: the driver's.
+    """
+
+    place: str
+    pp_rank: int
+    tp_rank: int
+    reason: str | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    records: dict[Call, list[Tensor | None]] = field(default_factory=dict)
+    reference: ReferenceSeen | None = None
+
+
+@dataclass
+class ReferenceSeen:
+    """What one process computed.
+
+    Attributes:
+        tolerance: by dtype.
+        outputs: of all calls.
+        gradients: as in `Seen`; None: there was no backward.
+        records: of all modules, in the order in which they returned.
+        names: of the modules.
+    """
+
+    tolerance: float
+    outputs: list[OutputSeen]
+    gradients: dict[str, Tensor | None] | None
+    records: dict[Call, list[Tensor | None]]
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        reason: why there is no answer; None: there is one.
+        difference: in words; None: all is equal.
+    """
+
+    reason: str | None = None
+    difference: str | None = None
+
+
+def judge(seen: Sequence[Seen]) -> Verdict:
+    """The same answer on every rank that has the same arguments."""
+    for own in seen:
+        if own.reason is not None:
+            return Verdict(reason=own.reason)
+    for driver in seen:
+        if driver.reference is None:
+            continue
+        peers = [own for own in seen if own.tp_rank == driver.tp_rank]
+        comparison = _Comparison(driver.reference, peers)
+        verdict = comparison.verdict()
+        if verdict.reason is not None or verdict.difference is not None:
+            return verdict
+    return Verdict()
+
+
+def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
+    """Does one process compute the same twice?"""
+    as_rank = Seen("", 0, 0, gradients=second.gradients or {})
+    comparison = _Comparison(first, [as_rank])
+    outputs = all(
+        _differ(a.sketches[1], b.sketches[1], first.tolerance, 0.0) is None
+        for a, b in zip(first.outputs, second.outputs, strict=True)
+    )
+    return outputs and comparison.worst_gradient() is None
+
+
+class _Comparison:
+    def __init__(self, reference: ReferenceSeen, peers: Sequence[Seen]) -> None:
+        self._reference = reference
+        self._peers = peers
+
+    def verdict(self) -> Verdict:
+        output, gradient = self.first_output(), self.worst_gradient()
+        if output is None and gradient is None:
+            return Verdict()
+        if not self._is_finite():
+            return Verdict(reason="what one process computes is not finite")
+        found = [self.first_module(), output, gradient]
+        return Verdict(difference="; ".join(text for text in found if text is not None))
+
+    def _is_finite(self) -> bool:
+        sketches = [output.sketches[1] for output in self._reference.outputs]
+        sketches += (self._reference.gradients or {}).values()
+        return all(s is None or bool(s.isfinite().all()) for s in sketches)
+
+    def first_output(self) -> str | None:
+        reference = self._reference
+        sizes = [_norm(o.sketches[1]) for o in reference.outputs]
+        floor = _FLOOR * max(sizes, default=0.0)
+        for output in reference.outputs:
+            if output.kinds[0] != output.kinds[1]:
+                return f"{output.name} is {_words(output.kinds[0])} instead of " + _words(
+                    output.kinds[1]
+                )
+            real, expected = output.sketches
+            if real is None and output.maker is not None:
+                real = self._recorded(*output.maker)
+            difference = _differ(real, expected, reference.tolerance, floor)
+            if real is not None and difference is not None:
+                return f"{output.name} differs: {difference}"
+        return None
+
+    def _recorded(self, call: Call, position: int) -> Tensor | None:
+        for peer in self._peers:
+            rows = peer.records.get(call)
+            if rows is not None and position < len(rows) and rows[position] is not None:
+                return rows[position]
+        return None
+
+    def worst_gradient(self) -> str | None:
+        reference = self._reference
+        if reference.gradients is None:
+            return None
+        floor = _FLOOR * max(map(_norm, reference.gradients.values()), default=0.0)
+        worst: tuple[float, str] | None = None
+        for peer in self._peers:
+            for name, real in peer.gradients.items():
+                expected = reference.gradients.get(name)
+                difference = _differ(_filled(real), _filled(expected), reference.tolerance, floor)
+                if difference is None:
+                    continue
+                share = _share(_filled(real), _filled(expected), floor)
+                if worst is None or share > worst[0]:
+                    where = f" on {peer.place}" if peer.place else ""
+                    came = "none came" if real is None else difference
+                    worst = share, f"the gradient of '{name}'{where} differs: {came}"
+        return None if worst is None else worst[1]
+
+    def first_module(self) -> str | None:
+        """The first in the order of one process whose result is another one."""
+        reference = self._reference
+        for call, expected in reference.records.items():
+            for peer in self._peers:
+                real = peer.records.get(call)
+                if real is None:
+                    continue
+                text = _differing_rows(real, expected, reference.tolerance)
+                if text is not None:
+                    name = reference.names[call[0]] or "(root)"
+                    times = f", call {call[1]}" if call[1] else ""
+                    return f"first in the result of module '{name}'{times} on {peer.place}: {text}"
+        return None
+
+
+def _differing_rows(
+    real: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float
+) -> str | None:
+    if len(real) != len(expected):
+        return f"{len(real)} values instead of {len(expected)}"
+    for own, other in zip(real, expected, strict=True):
+        if own is not None and other is not None:
+            text = _differ(own, other, tolerance, 0.0)
+            if text is not None:
+                return text
+    return None
+
+
+def _norm(sketch: Tensor | None) -> float:
+    return 0.0 if sketch is None else float(sketch.norm().nan_to_num(0.0))
+
+
+def _filled(sketch: Tensor | None) -> Tensor:
+    return torch.zeros(1, dtype=torch.float64) if sketch is None else sketch
+
+
+def _share(real: Tensor, expected: Tensor, floor: float) -> float:
+    distance = float((real - expected).norm())
+    size = max(float(real.norm()), float(expected.norm()), floor)
+    share = distance / size if size > 0 else 0.0
+    return share if share == share else float("inf")  # NaN
+
+
+def _differ(
+    real: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
+) -> str | None:
+    """In words how two sketches differ; None: not more than rounding explains."""
+    if real is None or expected is None:
+        return None
+    both_odd = ~real.isfinite() & ~expected.isfinite()
+    real, expected = real.masked_fill(both_odd, 0.0), expected.masked_fill(both_odd, 0.0)
+    share = _share(real, expected, floor)
+    if share <= tolerance:
+        return None
+    return (
+        f"norm {float(real.norm()):.6g} instead of {float(expected.norm()):.6g}, the norm of the "
+        f"difference is {share:.2g} of it"
+    )
+
+
+def _words(kind: tuple[Any, ...]) -> str:
+    if kind[0] == "tensor":
+        return f"a tensor of shape {kind[1]} and {kind[2]}"
+    return repr(kind[1]) if kind[0] == "value" else "another object"
