@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,20 +34,66 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a part of whose results goes around those that follow."""
+    """Blocks, a head, and a loss."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    block = Block
+
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Tensor]:
-        x = self.embed(x)
+        logits = self.head(self.run_blocks(self.embed(x), mask))
+        return {"loss": nn.functional.mse_loss(logits, target), "logits": logits}
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, mask)
-        logits = self.head(x)
-        return {"loss": nn.functional.mse_loss(logits, target), "logits": logits}
+        return x
+
+
+class StaleBuffer(Net):
+    """The root writes to a buffer that another rank reads."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.blocks[2].scale.mul_(0.9)  # type: ignore[union-attr, operator]
+        return super().run_blocks(x, mask)
+
+
+class AuxBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        result = super().forward(x, mask)
+        self.aux = result.square().mean()
+        return result
+
+
+class AuxLoss(Net):
+    """The root adds up what blocks have left on themselves."""
+
+    block = AuxBlock
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x, mask, target)
+        aux = [block.aux for block in self.blocks if hasattr(block, "aux")]
+        return {**out, "loss": out["loss"] + torch.stack(aux).sum()}
+
+
+class Collected(Net):
+    """Hooks inside of blocks collect for the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        for block in self.blocks:
+            block.first.register_forward_hook(lambda *call: self.found.append(call[-1]))
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.found.clear()
+        out = super().forward(x, mask, target)
+        penalty = sum(found.square().mean() for found in self.found)
+        return {**out, "loss": out["loss"] + penalty}
 
 
 def train(
@@ -60,10 +108,14 @@ def train(
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     torch.manual_seed(3)
-    model = smp.DistributedModel(globals()[make]().double())
+    plain = globals()[make]().double()
+    if plant or make != "Net":
+        for module in (*plain.blocks[2:], plain.head):
+            smp.set_partition(module, 1)
+    model = smp.DistributedModel(plain)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     if plant:
-        model.register_post_partition_hook(lambda *_: PLANTS[plant](model))
+        PLANTS[plant][0](plain)
 
     @smp.step
     def step(x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
@@ -90,9 +142,6 @@ def train(
         "losses": losses,
         "params": {n: p.detach().clone() for n, p in local_parameters(model).items()},
         "pp": smp.pp_rank(),
-        "block owners": [model._engine.decision.partition_of[b] for b in model.module.module.blocks]
-        if hasattr(model._engine.decision, "partition_of")
-        else [],
     }
 
 
@@ -125,3 +174,438 @@ def test_a_healthy_model_is_checked_and_trains_as_without(
         assert not checked["error"] and checked["losses"] == plain["losses"]
         for name, value in checked["params"].items():
             assert torch.equal(value, plain["params"][name]), name
+
+
+# ---- planted differences
+
+
+def on_owner(change: Callable[[Any], None]) -> Callable[[nn.Module], None]:
+    """A change of block 2, on the rank that owns it."""
+
+    def plant(root: Any) -> None:
+        import smp
+
+        if smp.pp_rank() == 1:
+            change(root.blocks[2])
+
+    return plant
+
+
+def result(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """Another result of block 2, made of its result and its arguments."""
+
+    def plant(block: Any) -> None:
+        own = block.forward
+        block.forward = lambda x, mask: change(own(x, mask), x, mask)
+
+    return on_owner(plant)
+
+
+def arguments(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    """Block 2 gets other arguments."""
+
+    def plant(block: Any) -> None:
+        own = block.forward
+        block.forward = lambda x, mask: own(*change(x, mask))
+
+    return on_owner(plant)
+
+
+def weight(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """A linear map of block 2 uses something made of its weight."""
+
+    def plant(block: Any) -> None:
+        linear = getattr(block, name)
+        linear.forward = lambda x: nn.functional.linear(x, change(linear.weight), linear.bias)
+
+    return on_owner(plant)
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def other_values(only_replica: int) -> Callable[[nn.Module], None]:
+    """A weight that is not the first rank's after the partition."""
+
+    def plant(root: Any) -> None:
+        import smp
+        from smp.engine import Engine
+
+        place = Engine._place_whole
+
+        def placed(engine: Any, local: Any) -> None:
+            place(engine, local)
+            Engine._place_whole = place  # type: ignore[method-assign]
+            if smp.pp_rank() == 1 and smp.rdp_rank() == only_replica:
+                with torch.no_grad():
+                    root.blocks[2].second.weight.mul_(1.1)
+
+        Engine._place_whole = placed  # type: ignore[method-assign, assignment]
+
+    return plant
+
+
+def swap_mode(block: Any) -> None:
+    block.batch_norm.eval()
+
+
+def swap_eps(block: Any) -> None:
+    block.norm.eps = 1e-3
+
+
+def drop_bias(block: Any) -> None:
+    linear = block.first
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight)
+
+
+def freeze(block: Any) -> None:
+    block.first.weight.requires_grad_(False)
+
+
+def swap_activation(block: Any) -> None:
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.relu(block.first(block.norm(x)))
+        made: Tensor = x + block.batch_norm(block.second(hidden)) * block.scale * mask
+        return made
+
+    block.forward = forward
+
+
+def detach_branch(block: Any) -> None:
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.tanh(block.first(block.norm(x))).detach()
+        made: Tensor = x + block.batch_norm(block.second(hidden)) * block.scale * mask
+        return made
+
+    block.forward = forward
+
+
+def halves(made: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    return made.to(torch.float32).to(torch.float64)
+
+
+def lose_hook(root: Any) -> None:
+    import smp
+
+    if smp.pp_rank() == 0:
+        root.blocks[2].first.register_forward_hook(lambda module, given, made: made * 1.5)
+
+
+def replicas_differ(root: Any) -> None:
+    other_values(1)(root)
+
+
+#: what it does, where it is found, and what the message says first
+PLANTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "scaled result": (result(lambda made, x, mask: made * 1.01), "module 'blocks.2' on"),
+    "missing residual": (result(lambda made, x, mask: made - x), "module 'blocks.2' on"),
+    "added constant": (result(lambda made, x, mask: made + 1e-6), "module 'blocks.2' on"),
+    "rounded to float32": (result(halves), "module 'blocks.2' on"),
+    "NaN": (result(lambda made, x, mask: made * float("nan")), "module 'blocks.2' on"),
+    "samples in another order": (result(lambda made, x, m: made.flip(0)), "module 'blocks.2' on"),
+    "one element": (
+        result(lambda made, x, mask: made.index_fill(0, torch.tensor([1]), 0.0)),
+        "module 'blocks.2' on",
+    ),
+    "swapped arguments": (arguments(lambda x, mask: (mask, x)), "module 'blocks.2.norm' on"),
+    "dropped mask": (arguments(lambda x, m: (x, torch.ones_like(m))), "module 'blocks.2' on"),
+    "wrong mode": (on_owner(swap_mode), "module 'blocks.2.batch_norm' on"),
+    "another epsilon": (on_owner(swap_eps), "module 'blocks.2.norm' on"),
+    "no bias": (on_owner(drop_bias), "module 'blocks.2.first' on"),
+    "another activation": (on_owner(swap_activation), "module 'blocks.2.second' on"),
+    "weights of another rank": (other_values(0), "module 'blocks.2.second' on"),
+    "a hook that is lost": (lose_hook, "module 'blocks.2.second' on"),
+    "dropped gradient": (weight("first", Tensor.detach), "gradient of 'blocks.2.first.weight'"),
+    "gradient twice": (
+        weight("first", lambda w: ScaledGradient.apply(w, 2.0)),
+        "gradient of 'blocks.2.first.weight'",
+    ),
+    "gradient of the other sign": (
+        weight("second", lambda w: ScaledGradient.apply(w, -1.0)),
+        "gradient of 'blocks.2.second.weight'",
+    ),
+    "a frozen parameter": (on_owner(freeze), "gradient of 'blocks.2.first.weight'"),
+    "a detached branch": (on_owner(detach_branch), "gradient of 'blocks.2."),
+    "an input without gradient": (
+        arguments(lambda x, mask: (x.detach().requires_grad_(), mask)),
+        "the gradient of 'blocks.1.",
+    ),
+    "a scaled gradient of the input": (
+        arguments(lambda x, mask: (ScaledGradient.apply(x, 1.001), mask)),
+        "the gradient of 'blocks.1.",
+    ),
+}
+LOST = {
+    "StaleBuffer": "module 'blocks.2' on",
+    "AuxLoss": "output 0 differs",
+    "Collected": "output 0 differs",
+}
+
+
+def attempt(rank: int, config: dict[str, Any], make: str, plants: list[str]) -> list[Any]:
+    import smp
+
+    found = []
+    for plant in plants:
+        found.append(train(rank, config, 1, plant, make))
+        smp.shutdown()
+    return found
+
+
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": False}
+
+
+@pytest.mark.parametrize("first", range(0, len(PLANTS), 6))
+def test_planted_differences_are_refused_and_named(pool: Pool, first: int) -> None:
+    plants = list(PLANTS)[first : first + 6]
+    by_rank = pool.run(2, attempt, MANUAL, "Net", plants, timeout=120)
+    for results in by_rank:
+        for plant, found in zip(plants, results, strict=True):
+            error = found["error"]
+            assert error.startswith("FirstStepDifference"), (plant, found["outcome"], error)
+            assert PLANTS[plant][1] in error, (plant, error)
+
+
+@pytest.mark.parametrize("make", LOST)
+def test_state_that_stays_on_its_rank_is_refused(pool: Pool, make: str) -> None:
+    for (found,) in pool.run(2, attempt, {**MANUAL, "microbatches": 1}, make, [""]):
+        assert found["error"].startswith("FirstStepDifference"), (make, found)
+        assert LOST[make] in found["error"], (make, found["error"])
+
+
+# ---- what the check can say nothing of
+
+
+class Random(Net):
+    """Draws noise in its forward."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().run_blocks(x + 0.1 * torch.randn_like(x), mask)
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].norm = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1))
+
+
+class ByAttribute(Net):
+    """A loss that is left on the model."""
+
+    last_loss: Tensor | None = None
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Tensor]:
+        hidden = self.run_blocks(self.embed(x), mask)
+        logits = self.head(hidden)
+        self.last_loss = nn.functional.mse_loss(logits, target) + hidden.square().mean()
+        return {"logits": logits}
+
+
+class Unsteady(Net):
+    """Never computes the same twice."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().run_blocks(x * (1 + time.perf_counter() % 1), mask)
+
+
+class Talking(Net):
+    """Communicates by itself."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        import smp
+
+        torch.distributed.all_reduce(x.detach().clone(), group=smp.get_dp_process_group())
+        return super().run_blocks(x, mask)
+
+
+class Failing(Net):
+    """Fails in a second run."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        import smp
+
+        if smp.is_tracing():
+            raise LookupError("once is enough")
+        return super().run_blocks(x, mask)
+
+
+class Keeper(Net):
+    """Keeps its parameters in a list, and a tensor that it writes to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = [(self.embed.weight, self.embed.bias)]
+        self.steps = torch.zeros(())
+        self.history: list[float] = []
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        self.history.append(float(self.steps))
+        x = nn.functional.linear(x, *self.mine[0])
+        logits = self.head(self.run_blocks(x, mask))
+        return {"loss": nn.functional.mse_loss(logits, target), "logits": logits}
+
+
+class Pieces(Net):
+    """Returns views, a number, and the hidden states before the logits."""
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> dict[str, Any]:
+        hidden = self.run_blocks(self.embed(x), mask)
+        logits = self.head(hidden)
+        loss = nn.functional.mse_loss(logits, target)
+        parts = logits.split(1, dim=-1)
+        return {"loss": loss, "hidden": hidden, "parts": parts, "logits": logits, "width": WIDTH}
+
+
+class Tied(Net):
+    """One weight on both ranks' side, one parameter unused, one frozen, a block called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].first.weight = self.blocks[0].first.weight
+        self.unused = nn.Linear(2, 2)
+        self.blocks[2].second.weight.requires_grad_(False)
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().run_blocks(self.blocks[0](x, mask), mask)
+
+
+def loss_by_attribute(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    out = model(*batch)
+    return model.last_loss if model.last_loss is not None else out["logits"].mean()
+
+
+def loss_outside(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    """Of several outputs, one of which is made of the other."""
+    out = model(*batch)
+    loss: Tensor = out["loss"] + out["logits"].square().mean() * 0.1
+    return loss
+
+
+def loss_of_two_calls(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    first = model(*batch)["loss"]
+    second: Tensor = model(batch[0] * 0.5, *batch[1:])["loss"]
+    return first + 0.3 * second
+
+
+def loss_of_views(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    out = model(*batch)
+    loss: Tensor = out["loss"] + out["parts"][0].mean()
+    return loss
+
+
+def plain_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    loss: Tensor = model(*batch)["loss"]
+    return loss
+
+
+def load(model: Any) -> None:
+    state = {k: v * 1.5 if "weight" in k else v for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def write(model: Any) -> None:
+    for _, parameter in model.local_named_parameters():
+        parameter.data.mul_(0.9)
+
+
+def evaluate(model: Any) -> None:
+    import smp
+
+    @smp.step
+    def step(x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = model(x, mask, target)["loss"]
+        return loss
+
+    with torch.no_grad():
+        step(*draw_batch(7))
+
+
+def draw_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    kind = {"generator": generator, "dtype": torch.float64}
+    return (
+        torch.randn(BATCH, WIDTH, **kind),
+        torch.rand(BATCH, WIDTH, **kind),
+        torch.randn(BATCH, 3, **kind),
+    )
+
+
+def run_case(rank: int, case: str, config: dict[str, Any]) -> tuple[str, list[float]]:
+    """Outcome of the check, and losses of three steps."""
+    import smp
+
+    make, loss_of, prepare = CASES[case][:3]
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **MANUAL, **config})
+    torch.manual_seed(3)
+    plain = globals()[make]().double()
+    for module in (*plain.blocks[2:], plain.head):
+        smp.set_partition(module, 1)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    if case == "checkpointed":
+        for block in (plain.blocks[1], plain.blocks[3]):
+            smp.set_activation_checkpointing(block)
+    if prepare is not None and prepare is not evaluate:
+        model.register_post_partition_hook(lambda *_: prepare(model))
+    elif prepare is not None:
+        prepare(model)
+    has_backward = case != "no backward"
+
+    @smp.step
+    def step(x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        loss = loss_of(model, (x, mask, target))
+        if has_backward:
+            model.backward(loss)
+        return loss
+
+    losses = []
+    for index in range(3):
+        losses += [loss.item() for loss in step(*draw_batch(index)).outputs]
+        if has_backward:
+            optimizer.step()
+        optimizer.zero_grad()
+    history = getattr(plain, "history", None)
+    if history is not None and rank == 0:
+        assert history == [float(i) for i in range(1, 7)], history
+        assert float(plain.steps) == 6
+    return model._engine.first_step.outcome, losses
+
+
+CASES: dict[str, tuple[str, Callable[..., Tensor], Callable[[Any], None] | None, str]] = {
+    "random": ("Random", plain_loss, None, "inconclusive: the model draws random numbers"),
+    "dropout": ("Dropping", plain_loss, None, "inconclusive: it draws random numbers: Dropout.p"),
+    "unsteady": ("Unsteady", plain_loss, None, "inconclusive: one process does not compute"),
+    "collective": ("Talking", plain_loss, None, "inconclusive: the model communicates by itself"),
+    "failing": ("Failing", plain_loss, None, "inconclusive: the model cannot be run a second"),
+    "attribute": ("ByAttribute", loss_by_attribute, None, "inconclusive: a backward reaches"),
+    "gradient of views": ("Pieces", loss_of_views, None, "equal"),
+    "loaded": ("Net", plain_loss, load, "inconclusive: values of parameters or buffers have"),
+    "written": ("Net", plain_loss, write, "inconclusive: values of parameters or buffers have"),
+    "evaluated": ("Net", plain_loss, evaluate, "off: the first step does not train"),
+    "views": ("Pieces", plain_loss, None, "equal"),
+    "tied": ("Tied", plain_loss, None, "equal"),
+    "a list of parameters": ("Keeper", plain_loss, None, "equal"),
+    "outside": ("Net", loss_outside, None, "equal"),
+    "two calls": ("Net", loss_of_two_calls, None, "equal"),
+    "checkpointed": ("Net", plain_loss, None, "equal"),
+    "no backward": ("Net", plain_loss, None, "equal"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_cannot_tell_goes_on_and_is_said(pool: Pool, case: str) -> None:
+    config = {"ddp": case == "collective"}  # which has groups of PyTorch
+    checked = pool.run(2, run_case, case, config)
+    plain = pool.run(2, run_case, case, config, env={"SMP_CHECK_FIRST_STEP": "0"})
+    for (outcome, losses), (_, expected) in zip(checked, plain, strict=True):
+        assert outcome.startswith(CASES[case][3]), (case, outcome)
+        assert losses == expected or case == "unsteady", case

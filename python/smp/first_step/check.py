@@ -19,13 +19,15 @@ from smp.first_step import verdict as judging
 from smp.first_step.memory_needed import reason_not_to_fit
 from smp.first_step.records import Records, watch_modules
 from smp.first_step.reference import Inconclusive, Reference, draws_by_setting
-from smp.first_step.sketch import sketch, stamp
+from smp.first_step.sketch import is_plain, sketch, stamp
 from smp.first_step.watch import RealCalls, describe_leaf
 from smp.partition.costs import Trace
 from smp.pipeline import PipelineHub
 from smp.tensor_parallel.sharding import interval_of
 
 _log = logging.getLogger("smp")
+
+_SMALL = 4096  # elements of an output that is compared itself, wherever it was made
 
 
 class FirstStepDifference(RuntimeError):
@@ -200,12 +202,15 @@ class FirstStepCheck:
         if isinstance(self._current.pipeline, PipelineHub):
             self._current.pipeline.keep_first_apart(apart)
 
-    def _note_gradient(self, name: str, grad: Tensor) -> None:
-        if _in_first_microbatch() and not grad.is_sparse:
+    def _note_gradient(self, name: str, grad: Tensor | None) -> None:
+        # A custom function may give nothing at all.
+        if grad is None or self._reason is not None or not _in_first_microbatch():
+            return
+        with self._or_reason():
+            if not is_plain(grad):
+                raise Inconclusive(f"the gradient of '{name}' is no dense tensor")
             known = self._gradients[name]
             self._gradients[name] = sketch(grad) if known is None else known + sketch(grad)
-        elif grad.is_sparse:
-            self._reason = f"the gradient of '{name}' is sparse"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The real call of the model on the driver, and one in this process before it."""
@@ -270,10 +275,10 @@ class FirstStepCheck:
             for number, call in enumerate(reference.calls)
             for position, leaf in enumerate(call.leaves)
             if isinstance(leaf, Tensor)
-            and reference.records.maker(leaf) is None
+            and (leaf.numel() <= _SMALL or reference.records.maker(leaf) is None)
             and position < len(real.outputs[number])
         ]
-        real.fetch_small(unknown)
+        real.fetch(unknown)
         self._incoming = real.incoming()
         outputs = self._outputs(real, reference)
         real_outputs = real.has_backward

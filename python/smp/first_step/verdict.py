@@ -119,7 +119,7 @@ def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
         _differ(a.sketches[1], b.sketches[1], first.tolerance, 0.0) is None
         for a, b in zip(first.outputs, second.outputs, strict=True)
     )
-    return outputs and comparison.worst_gradient() is None
+    return outputs and comparison.differing_gradient() is None
 
 
 class _Comparison:
@@ -128,7 +128,8 @@ class _Comparison:
         self._peers = peers
 
     def verdict(self) -> Verdict:
-        output, gradient = self.first_output(), self.worst_gradient()
+        output = self.first_output()
+        gradient = self.differing_gradient(is_forward_equal=output is None)
         if output is None and gradient is None:
             return Verdict()
         if not self._is_finite():
@@ -165,24 +166,31 @@ class _Comparison:
                 return rows[position]
         return None
 
-    def worst_gradient(self) -> str | None:
+    def differing_gradient(self, is_forward_equal: bool = False) -> str | None:
+        """The worst one; where only gradients differ, the first that backward comes to."""
         reference = self._reference
         if reference.gradients is None:
             return None
         floor = _FLOOR * max(map(_norm, reference.gradients.values()), default=0.0)
-        worst: tuple[float, str] | None = None
-        for peer in self._peers:
-            for name, real in peer.gradients.items():
-                expected = reference.gradients.get(name)
-                difference = _differ(_filled(real), _filled(expected), reference.tolerance, floor)
-                if difference is None:
-                    continue
-                share = _share(_filled(real), _filled(expected), floor)
-                if worst is None or share > worst[0]:
-                    where = f" on {peer.place}" if peer.place else ""
-                    came = "none came" if real is None else difference
-                    worst = share, f"the gradient of '{name}'{where} differs: {came}"
-        return None if worst is None else worst[1]
+        order = self._order() if is_forward_equal else {}
+        found: list[tuple[int, float, str]] = []
+        for name, expected in reference.gradients.items():
+            # Frozen by mistake, it is on no rank.
+            holders = [peer for peer in self._peers if name in peer.gradients]
+            real = holders[0].gradients[name] if holders else None
+            share = _share(_filled(real), _filled(expected), floor)
+            if share > reference.tolerance:
+                where = f" on {holders[0].place}" if holders and holders[0].place else ""
+                text = _in_words(_filled(real), _filled(expected), share)
+                none = "none came, " if real is None else ""
+                text = f"the gradient of '{name}'{where} differs: {none}{text}"
+                found.append((order.get(name.rpartition(".")[0], -1), share, text))
+        return max(found)[2] if found else None
+
+    def _order(self) -> dict[str, int]:
+        """When modules returned for the last time."""
+        names = self._reference.names
+        return {names[idx]: i for i, (idx, _) in enumerate(self._reference.records)}
 
     def first_module(self) -> str | None:
         """The first in the order of one process whose result is another one."""
@@ -223,9 +231,10 @@ def _filled(sketch: Tensor | None) -> Tensor:
 
 def _share(real: Tensor, expected: Tensor, floor: float) -> float:
     distance = float((real - expected).norm())
+    if distance != distance:  # NaN
+        return float("inf")
     size = max(float(real.norm()), float(expected.norm()), floor)
-    share = distance / size if size > 0 else 0.0
-    return share if share == share else float("inf")  # NaN
+    return distance / size if size > 0 else 0.0
 
 
 def _differ(
@@ -239,6 +248,10 @@ def _differ(
     share = _share(real, expected, floor)
     if share <= tolerance:
         return None
+    return _in_words(real, expected, share)
+
+
+def _in_words(real: Tensor, expected: Tensor, share: float) -> str:
     return (
         f"norm {float(real.norm()):.6g} instead of {float(expected.norm()):.6g}, the norm of the "
         f"difference is {share:.2g} of it"
@@ -249,3 +262,4 @@ def _words(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
         return f"a tensor of shape {kind[1]} and {kind[2]}"
     return repr(kind[1]) if kind[0] == "value" else "another object"
+

@@ -66,8 +66,9 @@ class RealCalls:
     def _hook(self, tensor: Tensor, key: tuple[int, int]) -> None:
         grads = self._grads.setdefault(key, [])
 
-        def keep(grad: Tensor) -> None:
-            grads.append(grad if isinstance(grad, RemoteTensor) else grad.detach().clone())
+        def keep(grad: Tensor | None) -> None:
+            if grad is not None:
+                grads.append(grad if isinstance(grad, RemoteTensor) else grad.detach().clone())
 
         tensor.register_hook(keep)
 
@@ -122,7 +123,7 @@ class RealCalls:
             found[number, position] = total
         return found
 
-    def fetch_small(self, unknown: Sequence[tuple[int, int]]) -> None:
+    def fetch(self, unknown: Sequence[tuple[int, int]]) -> None:
         """Brings outputs here that nothing else tells of. In a context."""
         for number, position in unknown:
             output = self.outputs[number][position]
