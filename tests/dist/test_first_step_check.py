@@ -109,6 +109,8 @@ def train(
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     torch.manual_seed(3)
     plain = globals()[make]().double()
+    if "bf16" in config or "fp16" in config:
+        plain.float()
     if plant or make != "Net":
         for module in (*plain.blocks[2:], plain.head):
             smp.set_partition(module, 1)
@@ -145,6 +147,12 @@ def train(
     }
 
 
+def test_replicas_in_one_order_are_left_alone(pool: Pool) -> None:
+    config = {"deterministic_server": True}
+    for result in pool.run(4, train, config):
+        assert result["outcome"].startswith("off: the replicas do all in one order")
+
+
 LAYOUTS = (
     (2, {}),
     (3, {"pipeline_parallel_degree": 3}),
@@ -153,6 +161,11 @@ LAYOUTS = (
     (2, {"static_mode": True}),
     (2, {"pipeline": "simple"}),
     (2, {"deterministic_server": True}),
+    (2, {"pipeline": "zero_bubble"}),
+    (2, {"pipeline": "virtual_interleaved"}),
+    (4, {"shard_optimizer_state": True}),
+    (2, {"bf16": True}),
+    (2, {"fp16": True}),
 )
 
 
@@ -454,6 +467,21 @@ class Keeper(Net):
         return {"loss": nn.functional.mse_loss(logits, target), "logits": logits}
 
 
+class Factor(Net):
+    """Its calls depend on the call before: a running mean, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.seen = 0
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean.mul_(0.5).add_(x.detach().mean(0))  # type: ignore[operator]
+        return super().run_blocks(x * self.factor - self.mean * self.seen, mask)
+
+
 class Pieces(Net):
     """Returns views, a number, and the hidden states before the logits."""
 
@@ -502,6 +530,21 @@ def loss_of_views(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return loss
 
 
+def loss_under_autocast(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: Tensor = model(*(tensor.float() for tensor in batch))["loss"]
+    return loss
+
+
+def loss_with_a_setting(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    """The script sets an attribute between two calls."""
+    first = model(*batch)["loss"]
+    model.module.module.factor = 0.25
+    second: Tensor = model(*batch)["loss"]
+    model.module.module.factor = 1.0
+    return first + second
+
+
 def plain_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     loss: Tensor = model(*batch)["loss"]
     return loss
@@ -544,9 +587,10 @@ def run_case(rank: int, case: str, config: dict[str, Any]) -> tuple[str, list[fl
     import smp
 
     make, loss_of, prepare = CASES[case][:3]
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **MANUAL, **config})
+    count = 1 if make == "Factor" else 2  # several take turns on its state
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": count, **MANUAL, **config})
     torch.manual_seed(3)
-    plain = globals()[make]().double()
+    plain = Net().float() if make == "Net32" else globals()[make]().double()
     for module in (*plain.blocks[2:], plain.head):
         smp.set_partition(module, 1)
     model = smp.DistributedModel(plain)
@@ -596,6 +640,8 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], Callable[[Any], None] | None,
     "a list of parameters": ("Keeper", plain_loss, None, "equal"),
     "outside": ("Net", loss_outside, None, "equal"),
     "two calls": ("Net", loss_of_two_calls, None, "equal"),
+    "state from call to call": ("Factor", loss_with_a_setting, None, "equal"),
+    "autocast": ("Net32", loss_under_autocast, None, "equal"),
     "checkpointed": ("Net", plain_loss, None, "equal"),
     "no backward": ("Net", plain_loss, None, "equal"),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smp import _C, comm, data_parallel, runtime
 from smp.first_step import verdict as judging
@@ -94,6 +95,8 @@ class FirstStepCheck:
             return "there is one partition"
         if current.config.sharded_data_parallel_degree > 1:
             return "parameters are sharded over replicas"
+        if current.config.orders_replicas and current.sizes["rdp"] > 1:
+            return "the replicas do all in one order, and one of them is checked"
         if any(p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
         if setting == "auto" and self._is_driver:
@@ -187,12 +190,13 @@ class FirstStepCheck:
         for name, parameter in self._local.items():
             if parameter.requires_grad:
                 self._gradients[name] = None
+                had_none = parameter._backward_hooks is None
                 handle = parameter.register_hook(functools.partial(self._note_gradient, name))
                 # Before hooks of the user, which may change gradients.
                 table = parameter._backward_hooks
                 assert table is not None
                 table.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-                self._undo.append(handle.remove)
+                self._undo.append(functools.partial(_remove, parameter, handle, had_none))
         self._keep_apart(True)
         if self._is_driver:
             self._real = RealCalls(self._root)
@@ -280,10 +284,11 @@ class FirstStepCheck:
         ]
         real.fetch(unknown)
         self._incoming = real.incoming()
-        outputs = self._outputs(real, reference)
-        real_outputs = real.has_backward
+        outputs, has_backward = self._outputs(real, reference), real.has_backward
+        is_certain = real.are_independent()
         real.forget()
-        self._found = self._seen_of(reference, outputs, real_outputs)
+        self._found = self._seen_of(reference, outputs, has_backward)
+        self._found.is_certain &= is_certain
 
     def _outputs(self, real: RealCalls, reference: Reference) -> list[judging.OutputSeen]:
         seen = []
@@ -329,6 +334,7 @@ class FirstStepCheck:
             tolerance=judging.tolerance_of(dtypes),
             outputs=outputs,
             gradients=gradients,
+            is_certain=reference.is_certain,
             records=reference.records.on_host(),
             names=self._names,
         )
@@ -425,6 +431,12 @@ class FirstStepCheck:
         self._reference = self._real = self._found = None
         self._records = Records(_in_first_microbatch)
         self._gradients, self._incoming = {}, {}
+
+
+def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) -> None:
+    handle.remove()
+    if had_none and not parameter._backward_hooks:
+        parameter._backward_hooks = None  # later backwards do not even look
 
 
 def _in_first_microbatch() -> bool:

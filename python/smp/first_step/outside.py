@@ -65,3 +65,15 @@ def reached(starts: Iterable[Edge | None], stops: Iterable[Edge]) -> tuple[set[A
 def is_call_without_inputs(node: Any) -> bool:
     """A call of a module on another rank whose gradient ends in that module."""
     return "RemoteCall" in node.name() and all(below is None for below, _ in node.next_functions)
+
+
+def are_independent(edges: list[Edge]) -> bool:
+    """Is none of these made of another one, nor there twice?"""
+    if len(set(edges)) < len(edges):
+        return False
+    for i, (node, _) in enumerate(edges):
+        others = edges[:i] + edges[i + 1 :]
+        below = [edge for edge in node.next_functions if edge[0] is not None]
+        if others and (reached(below, others)[1] or any(node is other for other, _ in others)):
+            return False
+    return True

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import _C, autocast
+from smp.first_step.outside import are_independent
 from smp.first_step.records import Records, leaves_of, may_record
 from smp.forwards import uncover
 from smp.partition.trace import moved, ordinary
@@ -86,10 +87,13 @@ class Reference:
         self._device = device
         self._first: _State | None = None  # before the first call
         self._now: _State | None = None
+        self._left: _State | None = None  # what the last call has changed
         self._leaves_contents = False  # in containers
         self.calls: list[ReferenceCall] = []
         self.records = Records()
         self.records.keeps_makers = True
+        #: no output that gets gradients from outside is made of another one
+        self.is_certain = True
 
     def run(self, arguments: Any) -> ReferenceCall:
         """The forward of one call, with its graph.
@@ -106,8 +110,10 @@ class Reference:
         )
         if self._leaves_contents:
             raise Inconclusive("the model collects something from call to call")
-        if self._now is None:
-            self._first = self._now = _State.of(self._modules)
+        if self._now is None or self.calls:
+            # What the last call left is there in this one, and all that others have set since.
+            self._now = _State.of(self._modules).updated(self._left)
+            self._first = self._first or self._now
         with self._whole(records=True), _random_state_kept(self._device):
             args, kwargs = _copy_arguments(call.arguments)
             before = _random_state(self._device)
@@ -146,7 +152,7 @@ class Reference:
             Inconclusive, Exception: as `run`.
         """
         parameters = [p for p in self._root.parameters() if p.requires_grad]
-        roots, root_grads, handles = [], [], []
+        roots, root_grads, handles, edges = [], [], [], []
         for (call, position), grad in grads.items():
             leaf = self.calls[call].leaves[position]
             if grad is None or not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -155,8 +161,10 @@ class Reference:
                 raise Inconclusive("the model returns a parameter or an argument")
             grad = grad.to(device=leaf.device, dtype=leaf.dtype)
             roots.append(leaf)
+            edges.append((leaf.grad_fn, leaf.output_nr))
             root_grads.append(grad)
             handles.append(leaf.register_hook(functools.partial(_given, grad)))
+        self.is_certain = are_independent(edges)
         if not roots or not parameters:
             return dict.fromkeys(parameters)
         try:
@@ -188,14 +196,15 @@ class Reference:
                     if may_record(module):
                         module.__dict__["forward"] = self.records.around(idx, module.forward)
             assert self._now is not None
-            self._now.put(self._modules)
+            before = self._now
+            before.put(self._modules)
             stack.enter_context(_values_in(self._kept, self._device))
             stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
             yield
-            if records:  # what this call leaves on the modules is there in the next one
+            if records:
                 after = _State.of(self._modules)
-                self._leaves_contents |= not after.has_same_contents(self._now)
-                self._now = after
+                self._leaves_contents |= not after.has_same_contents(before)
+                self._left = after.without(before)
 
 
 @dataclass
@@ -235,11 +244,42 @@ class _State:
             module._buffers.update(_cloned(buffers, copies))
             module.__dict__.update(_cloned(attributes, copies))
 
+    def without(self, other: _State) -> _State:
+        """What is not as in another state."""
+        return _State(
+            [_changed(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)],
+            [_changed(a, b) for a, b in zip(self.attributes, other.attributes, strict=True)],
+            [],
+        )
+
+    def updated(self, changes: _State | None) -> _State:
+        """With what `without` has found."""
+        if changes is None:
+            return self
+        return _State(
+            [a | b for a, b in zip(self.buffers, changes.buffers, strict=True)],
+            [a | b for a, b in zip(self.attributes, changes.attributes, strict=True)],
+            self.contents,
+        )
+
     def has_same_contents(self, other: _State) -> bool:
         return len(self.contents) == len(other.contents) and all(
             len(a) == len(b) and all(map(_is_same, a, b))
             for a, b in zip(self.contents, other.contents, strict=True)
         )
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for name, value in now.items():
+        known = before.get(name, before)
+        if isinstance(value, Tensor) and isinstance(known, Tensor) and not value.requires_grad:
+            is_same = value.shape == known.shape and bool((value == known).all())
+        else:
+            is_same = value is known
+        if not is_same:
+            changed[name] = value
+    return changed
 
 
 def _is_same(first: Any, second: Any) -> bool:
@@ -274,7 +314,7 @@ def _values_in(values: Mapping[nn.Parameter, Tensor], device: torch.device) -> I
     before = [(parameter, parameter.data) for parameter in values]
     try:
         for parameter, value in values.items():
-            parameter.data = value.to(device)
+            parameter.data = value.to(device, parameter.dtype)  # as it was cast since
         yield
     finally:
         for parameter, data in before:

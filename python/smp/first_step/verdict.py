@@ -73,11 +73,15 @@ class ReferenceSeen:
         gradients: as in `Seen`; None: there was no backward.
         records: of all modules, in the order in which they returned.
         names: of the modules.
+        is_certain: the gradients that flow into the model are known one by one. Otherwise one
+            output is made of another one, or is it, and views and copies may tell them apart on
+            one side only; equal gradients are equal all the same.
     """
 
     tolerance: float
     outputs: list[OutputSeen]
     gradients: dict[str, Tensor | None] | None
+    is_certain: bool
     records: dict[Call, list[Tensor | None]]
     names: Sequence[str]
 
@@ -134,6 +138,10 @@ class _Comparison:
             return Verdict()
         if not self._is_finite():
             return Verdict(reason="what one process computes is not finite")
+        if output is None and not self._reference.is_certain:
+            return Verdict(
+                reason="the loss is made of several outputs, one of which is made of another"
+            )
         found = [self.first_module(), output, gradient]
         return Verdict(difference="; ".join(text for text in found if text is not None))
 
@@ -160,6 +168,9 @@ class _Comparison:
         return None
 
     def _recorded(self, call: Call, position: int) -> Tensor | None:
+        """What a rank has noted of the only call of a module."""
+        if sum(idx == call[0] for idx, _ in self._reference.records) > 1:
+            return None  # which is which is not known where several ranks call it
         for peer in self._peers:
             rows = peer.records.get(call)
             if rows is not None and position < len(rows) and rows[position] is not None:
@@ -196,15 +207,16 @@ class _Comparison:
         """The first in the order of one process whose result is another one."""
         reference = self._reference
         for call, expected in reference.records.items():
+            text = None
             for peer in self._peers:
-                real = peer.records.get(call)
-                if real is None:
-                    continue
-                text = _differing_rows(real, expected, reference.tolerance)
-                if text is not None:
-                    name = reference.names[call[0]] or "(root)"
-                    times = f", call {call[1]}" if call[1] else ""
-                    return f"first in the result of module '{name}'{times} on {peer.place}: {text}"
+                # Several ranks may call a module, in another order.
+                calls = [rows for known, rows in peer.records.items() if known[0] == call[0]]
+                texts = [_differing_rows(rows, expected, reference.tolerance) for rows in calls]
+                if texts and all(found is not None for found in texts):
+                    text = f"{peer.place}: {texts[min(call[1], len(texts) - 1)]}"
+            if text is not None:
+                name = reference.names[call[0]] or "(root)"
+                return f"first in the result of module '{name}' on {text}"
         return None
 
 
@@ -262,4 +274,3 @@ def _words(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
         return f"a tensor of shape {kind[1]} and {kind[2]}"
     return repr(kind[1]) if kind[0] == "value" else "another object"
-

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp.first_step.outside import Edge, TooLarge, edge_of, is_call_without_inputs, reached
+from smp.first_step.outside import (
+    Edge,
+    TooLarge,
+    are_independent,
+    edge_of,
+    is_call_without_inputs,
+    reached,
+)
 from smp.first_step.records import leaves_of
 from smp.first_step.reference import Inconclusive
 from smp.first_step.sketch import is_plain, sketch
@@ -55,6 +62,8 @@ class RealCalls:
         self._argument_edges.append([e for e in map(edge_of, tensors) if e is not None])
         own = []
         for position, leaf in enumerate(leaves_of(output)):
+            if isinstance(leaf, Tensor):
+                leaf = resolve(leaf)  # a handle may have been changed in place
             edge = edge_of(leaf) if isinstance(leaf, Tensor) else None
             is_view = isinstance(leaf, RemoteTensor) and leaf._whole is not None
             can_hook = edge is not None and not is_view and not _is_leaf(leaf)
@@ -122,6 +131,11 @@ class RealCalls:
                 total = value.clone() if total is None else total + value
             found[number, position] = total
         return found
+
+    def are_independent(self) -> bool:
+        """Is no output that a backward begins at made of another one?"""
+        edges = [self.outputs[number][position].edge for number, position in self._met]
+        return are_independent([edge for edge in edges if edge is not None])
 
     def fetch(self, unknown: Sequence[tuple[int, int]]) -> None:
         """Brings outputs here that nothing else tells of. In a context."""
