@@ -503,6 +503,8 @@ class Engine:
         if self.sharded is not None:
             self.sharded.end_step()
         if trains:
+            if self.parts is not None and self.link is not None:
+                self.parts.refuse_lost_gradients()
             self._dtypes.check()
             for reducer in self.reducers:
                 reducer.end_step()

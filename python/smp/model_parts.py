@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import memory, roll_call
+from smp import _C, memory, roll_call
 from smp.data_parallel import ShardedParameters, holding_of
 from smp.precision import load_value, reload_masters
 from smp.tensor_parallel import partial, sharding
@@ -131,6 +131,23 @@ class ModelParts:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+
+    def refuse_lost_gradients(self) -> None:
+        """Raises when something was computed with a parameter that is on another rank.
+
+        Raises:
+            RuntimeError: a parameter of another rank has a gradient here.
+        """
+        for name, parameter in self.root.named_parameters():
+            if parameter.grad is not None and not self.is_local_parameter(parameter):
+                holder = name.rpartition(".")[0] or "(root)"
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}parameter '{name}' got a gradient here, but it lives on "
+                    f"pp_rank {self._parameter_partition.get(parameter)}: code of this rank has "
+                    f"computed with it without calling its module '{holder}', so results are "
+                    "wrong. Call the module, or put it on the rank of the code that reads it "
+                    "(smp.set_partition; pp_rank 0 for the code of modules that are split)"
+                )
 
     def is_local_parameter(self, parameter: Tensor) -> bool:
         return self._parameter_partition.get(parameter) == self._pp_rank

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.reference import shared_state
@@ -65,3 +65,58 @@ def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -
             assert (grad is None) == (found[name] is None), name
             if grad is not None:
                 torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+class ReadsWeight(nn.Module):
+    """Computes with the weight of a child that it does not call, or that it calls with others."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "read":
+            return (x @ self.second.weight + self.second(x)).square().mean()
+        doubled = {name: 2 * p for name, p in self.second.named_parameters()}
+        return torch.func.functional_call(self.second, doubled, x).square().mean()
+
+
+def train_apart(rank: int, how: str) -> None:
+    import smp
+
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": 2,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    plain = ReadsWeight(how)
+    smp.set_partition(plain.second, 1)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    train_step(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        ("read", "parameter 'second.weight' got a gradient here, but it lives on pp_rank 1"),
+        ("functional_call", "parameter 'weight' has been replaced here"),
+    ],
+)
+def test_parameters_of_another_rank_are_not_computed_with(
+    pool: Pool, how: str, expected: str
+) -> None:
+    outcomes = pool.outcomes(2, train_apart, how, env={"SMP_CHECK_FIRST_STEP": "0"})
+    assert all(outcome.error for outcome in outcomes)
+    assert expected in outcomes[0].message and "[global_rank 0 | pp 0" in outcomes[0].message
