@@ -21,19 +21,19 @@ class ModuleWrites:
             they have to be on one rank.
         observed: modules with hooks that write to something outside of modules; what calls them
             has to run where the step body does.
-        repeated: modules that change buffers in place and are called several times.
+        mixed: modules that keep something of one microbatch where the next one would find it.
     """
 
     own: frozenset[Key] = frozenset()
     users: frozenset[tuple[int, int, str]] = frozenset()
     ties: frozenset[tuple[int, int]] = frozenset()
     observed: frozenset[int] = frozenset()
-    repeated: frozenset[int] = frozenset()
+    mixed: frozenset[int] = frozenset()
 
     @property
     def reasons_for_order(self) -> frozenset[int]:
         """Modules because of which microbatches have to come one after the other."""
-        return self.observed | self.repeated | frozenset(idx for _, idx in self.ties)
+        return self.observed | self.mixed | frozenset(idx for _, idx in self.ties)
 
     @property
     def in_order(self) -> bool:
@@ -47,5 +47,5 @@ class ModuleWrites:
             users=frozenset((idxs[user], idxs[idx], name) for user, idx, name in self.users),
             ties=frozenset((idxs[a], idxs[b]) for a, b in self.ties),
             observed=frozenset(idxs[idx] for idx in self.observed),
-            repeated=frozenset(idxs[idx] for idx in self.repeated),
+            mixed=frozenset(idxs[idx] for idx in self.mixed),
         )

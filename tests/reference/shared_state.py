@@ -252,6 +252,97 @@ class ParameterAsArgument(Stack):
         return (x * x).mean()
 
 
+class LeavingBlock(Block):
+    """The first call of a microbatch leaves something for the second."""
+
+    left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.left is None:
+            self.left = super().forward(x)
+            return self.left
+        x, self.left = x + self.left, None
+        return super().forward(x)
+
+
+class LeftForSecondCall(Stack):
+    block = LeavingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = super().forward(x)
+        return first + super().forward(x * first)
+
+
+class CountingCalls(Stack):
+    """What a layer does depends on how often it was called."""
+
+    class Warming(Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * min(1.0, self.calls / 6)
+
+    block = Warming
+
+
+class FeaturesOfRoot(Stack):
+    """Hooks of layers write to a dictionary of the root, by way of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            block.register_forward_hook(lambda m, args, out, i=i: self.kept.update({i: out}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(kept.abs().mean() for kept in self.kept.values())
+
+
+class GradientForNext(Stack):
+    """A hook on an activation keeps a number of the backward for the next forward."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = x * self.scale
+        x.register_hook(self.keep)
+        return (x * x).mean()
+
+    def keep(self, grad: Tensor) -> None:
+        self.scale = 1.0 + float(grad.abs().mean())
+
+
+class MovingAverage(Stack):
+    """The forward writes to parameters of a part that is not trained (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = Block()
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.blocks[0].parameters(), self.target.parameters(), strict=True)
+            for online, target in pairs:
+                target.mul_(0.9).add_(online, alpha=0.1)
+            goal = self.target(x)
+        for block in self.blocks:
+            x = block(x)
+        return ((x - goal) ** 2).mean()
+
+
+class ParameterHooks(Stack):
+    """Hooks of parameters change gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.weight.register_hook(lambda grad: 2 * grad)
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -263,7 +354,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
             BufferInPlace,
             SharedList,
         ),
-        *(ContextCollector, HookedFeatures, FrozenInForward, ParameterAsArgument),
+        *(LeftForSecondCall, CountingCalls, FeaturesOfRoot, GradientForNext, MovingAverage),
+        *(ParameterHooks, ContextCollector, HookedFeatures, FrozenInForward, ParameterAsArgument),
     )
 }
 
@@ -289,8 +381,11 @@ def train_alone(case: str, steps: int, microbatches: int) -> dict[str, Any]:
         optimizer.zero_grad()
         for part in batch(step).chunk(microbatches):
             loss = model(part)
-            (loss / microbatches).backward()
+            loss.backward()
             losses.append(loss.item())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= microbatches
         grads.append(
             {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         )

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from smp.module_writes import Key, ModuleWrites
 from smp.partition.containers import Containers, reachable_from_hook
@@ -22,6 +26,20 @@ _NOT_STATE = frozenset(vars(nn.Module())) | {
 }
 
 
+@dataclass(frozen=True)
+class Use:
+    """Code of module ``user`` reads or writes attribute ``name`` of module ``idx``."""
+
+    user: int
+    idx: int
+    name: str
+    writes: bool
+
+    @property
+    def key(self) -> Key:
+        return self.idx, self.name
+
+
 class StateWatch:
     """Compares the attributes of modules after a forward with those before.
 
@@ -32,11 +50,12 @@ class StateWatch:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._before = [_state_of(module) for module in modules]
+        self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
         self.assigned: set[Key] = set()  # another value
         self.mutated: set[Key] = set()  # a container or tensor with other contents
         self.observed: set[int] = set()  # modules with hooks that wrote to something
-        self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
         self._counters: set[Key] = set()
+        self._of_tensors: set[int] = set()  # modules with a changed container of tensors
         self._containers: dict[int, set[int]] = {}  # modules that have it, by its identity
 
     def compare(self) -> bool:
@@ -50,49 +69,97 @@ class StateWatch:
                     if isinstance(new[0], int | float):
                         self._counters.add((idx, name))
                 elif not _same_items(old[1], new[1]):
-                    self.mutated.add((idx, name))
-                    if not isinstance(new[0], Tensor):
-                        self._containers.setdefault(id(new[0]), set()).add(idx)
+                    self._note_mutated(idx, name, new[0])
         self.observed = {idx for idx, reached in self._hooks.items() if reached.has_changed()}
         return bool(self.assigned or self.mutated or self.observed)
 
-    def conclude(self, uses: Set[tuple[int, int, str]], num_calls: Sequence[int]) -> ModuleWrites:
-        """What follows for a model of several ranks.
+    def _note_mutated(self, idx: int, name: str, value: Any) -> None:
+        self.mutated.add((idx, name))
+        if isinstance(value, Tensor):
+            return
+        self._containers.setdefault(id(value), set()).add(idx)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+            self._of_tensors.add(idx)
+
+    def conclude(
+        self, uses: Sequence[Use], hooking: Set[int], num_calls: Sequence[int]
+    ) -> ModuleWrites:
+        """What follows for a model of several ranks, if this is what each forward writes.
 
         Args:
+            uses: of attributes that are written, in their order.
+            hooking: modules whose code puts hooks that write to something on tensors.
             num_calls: of each module.
-            uses: (module whose code it was, module, attribute), as `around_uses` has seen them.
         """
-        foreign = {(user, idx, name) for user, idx, name in uses if user != idx}
-        shared = {(idx, name) for _, idx, name in foreign} & self.assigned
-        ties = {(user, idx) for user, idx, name in foreign if (idx, name) in self.mutated}
+        written = self.assigned | {use.key for use in uses if use.writes}
+        first = {use.key: use for use in reversed(uses)}
+        foreign = [use for use in uses if use.user != use.idx]
+        shared = {use.key for use in foreign} & written
+        ties = {(use.user, use.idx) for use in foreign if use.key in self.mutated}
         for holders in self._containers.values():
             ties |= {(min(holders), idx) for idx in holders if idx != min(holders)}
+        # What a microbatch reads before it writes is what the one before has left.
+        carried = {key for key, use in first.items() if key in written and not use.writes}
+        buffers = {key for key in self.mutated if key[1] in self._modules[key[0]]._buffers}
+        mixed = {idx for idx, _ in carried} | {idx for idx, _ in buffers if num_calls[idx] > 1}
+        # Gradients go from one call to the other by way of their caller.
+        shared |= {key for key in written if num_calls[key[0]] > 1} - self._counters
         return ModuleWrites(
-            own=frozenset(self.assigned - (self._counters - shared)),
-            users=frozenset(use for use in uses if use[1:] in shared),
+            own=frozenset(written - (self._counters - shared)),
+            users=frozenset((use.user, *use.key) for use in uses if use.key in shared),
             ties=frozenset(ties),
             observed=frozenset(self.observed),
-            repeated=frozenset(
-                idx
-                for idx, name in self.mutated
-                if num_calls[idx] > 1 and name in self._modules[idx]._buffers
-            ),
+            mixed=frozenset(mixed | self._of_tensors | hooking),
         )
+
+
+class HookWatch(TorchFunctionMode):
+    """Notices hooks on tensors that code of a forward registers and that write to something.
+
+    Args:
+        running: the module whose code runs now.
+    """
+
+    def __init__(self, running: Callable[[], int]) -> None:
+        super().__init__()
+        self._running = running
+        self.found: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.register_hook and _may_write([*args, *(kwargs or {}).values()][1]):
+            self.found.add(self._running())
+        return func(*args, **(kwargs or {}))
+
+
+def _may_write(hook: Callable[..., Any]) -> bool:
+    if isinstance(getattr(hook, "__self__", None), nn.Module):
+        return True
+    cells = getattr(hook, "__closure__", None) or ()
+    modules = [cell for cell in cells if isinstance(_content(cell), nn.Module)]
+    return bool(modules or [c for c in reachable_from_hook(hook) if not isinstance(c, CellType)])
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 @contextmanager
 def around_uses(
-    modules: Sequence[nn.Module], keys: Set[Key], note: Callable[[int, str], None]
+    modules: Sequence[nn.Module], keys: Set[Key], note: Callable[[int, str, bool], None]
 ) -> Iterator[None]:
-    """Calls ``note(idx, name)`` for each use of the attributes ``keys`` of the modules."""
+    """Calls ``note(idx, name, writes)`` for each use of the attributes ``keys`` of the modules."""
     names: dict[int, list[str]] = {}
     for idx, name in keys:
         names.setdefault(idx, []).append(name)
     bases = {idx: type(modules[idx]) for idx in names}
     try:
         for idx, base in bases.items():
-            body: dict[str, Any] = {name: _noted(idx, name, note) for name in names[idx]}
+            body: dict[str, Any] = {name: _noted(base, idx, name, note) for name in names[idx]}
             body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
             modules[idx].__class__ = type(base.__name__, (base,), body)
         yield
@@ -101,19 +168,21 @@ def around_uses(
             modules[idx].__class__ = base
 
 
-def _noted(idx: int, name: str, note: Callable[[int, str], None]) -> property:
+def _noted(base: type, idx: int, name: str, note: Callable[[int, str, bool], None]) -> property:
     def get(module: nn.Module) -> Any:
-        note(idx, name)
+        note(idx, name, False)
         if name in module.__dict__:
             return module.__dict__[name]
+        if hasattr(base, name):
+            return getattr(base, name)
         return nn.Module.__getattr__(module, name)
 
     def set_(module: nn.Module, value: Any) -> None:
-        note(idx, name)
+        note(idx, name, True)
         module.__dict__[name] = value
 
     def delete(module: nn.Module) -> None:
-        note(idx, name)
+        note(idx, name, True)
         del module.__dict__[name]
 
     return property(get, set_, delete)

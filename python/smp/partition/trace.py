@@ -21,7 +21,7 @@ from smp.module_writes import ModuleWrites
 from smp.partition import trace_flops
 from smp.partition.costs import ModuleCost, Trace, TracedValue
 from smp.partition.fake_leaks import nothing_kept
-from smp.partition.state_watch import StateWatch, around_uses
+from smp.partition.state_watch import HookWatch, StateWatch, Use, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import MemoryGauge, Stopwatch
 from smp.partition.trace_recorder import Recorder, around_forwards
@@ -165,22 +165,51 @@ class _Run:
     def _recorded(self, call: Any, how: str) -> Trace:
         with untouched(self._modules, keep_values=how != "fake"):
             watch, dtypes = StateWatch(self._modules), dtypes_of(self._modules)
-            recorder = self._watched(call)
-            has_written = watch.compare()
+            hooks = HookWatch(lambda: recorder.running)
+            recorder = self._recorder()
+            with hooks:
+                self._watched(call, recorder)
             casts = tuple(
                 (*place, dtype)
                 for place, dtype in dtypes_of(self._modules).items()
                 if dtypes.get(place, dtype) != dtype
             )
-        writes = ModuleWrites()
-        if has_written:
             num_calls = [cost.num_calls for cost in recorder.costs]
-            writes = watch.conclude(self._uses(watch, call, how), num_calls)
+            if watch.compare():
+                writes = self._writes(watch, call, how, hooks.found, num_calls)
+            else:
+                writes = ModuleWrites(mixed=frozenset(hooks.found))
         return self._trace_of(recorder, how, writes, casts)
 
-    def _watched(self, call: Any, recorder: Recorder | None = None) -> Recorder:
+    def _writes(
+        self,
+        first: StateWatch,
+        call: Any,
+        how: str,
+        hooking: set[int],
+        num_calls: Sequence[int],
+    ) -> ModuleWrites:
+        """Runs the model again: what is written each time, and whose code uses it.
+
+        What only the first forward writes is made once and kept.
+        """
+        uses: list[Use] = []
+        recorder = self._recorder()
+
+        def note(idx: int, name: str, writes: bool) -> None:
+            uses.append(Use(recorder.running, idx, name, writes))
+
+        again = StateWatch(self._modules)
+        with around_uses(self._modules, first.assigned | first.mutated, note):
+            try:
+                self._watched(call if how == "fake" else self._fresh_call(), recorder)
+            except TraceError:  # a forward that cannot be repeated: each may be written and read
+                uses += [Use(0, *key, True) for key in first.assigned | first.mutated]
+        again.compare()
+        return again.conclude(uses, hooking, num_calls)
+
+    def _watched(self, call: Any, recorder: Recorder) -> None:
         """Runs the model once."""
-        recorder = recorder or self._recorder()
         recorder.add_inputs(call)
         args, kwargs = call
         try:
@@ -189,26 +218,6 @@ class _Run:
                 self._root(*args, **kwargs)
         except Exception as error:
             raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
-        return recorder
-
-    def _uses(self, watch: StateWatch, call: Any, how: str) -> set[tuple[int, int, str]]:
-        """Whose code uses what the forward has written: a second forward tells."""
-        uses: set[tuple[int, int, str]] = set()
-        recorder = self._recorder()
-
-        def note(idx: int, name: str) -> None:
-            uses.add((recorder.running, idx, name))
-
-        keys = watch.assigned | watch.mutated
-        with (
-            untouched(self._modules, keep_values=how != "fake"),
-            around_uses(self._modules, keys, note),
-        ):
-            try:
-                self._watched(call if how == "fake" else self._fresh_call(), recorder)
-            except TraceError:  # a forward that cannot be repeated
-                uses |= {(user, idx, name) for idx, name in keys for user in (0, idx)}
-        return uses
 
     def _recorder(self) -> Recorder:
         return Recorder(
