@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 #include "csrc/common/without_gil.h"
 
 namespace smp::comm {
@@ -23,6 +24,9 @@ using Clock = WaitWatch::Clock;
 
 // Stands for "no time-out" where the library would overflow with more.
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+// How long a collective takes to notice that its connections are closed.
+constexpr std::chrono::milliseconds kEndTimeout{2000};
 
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
   return Clock::now() + std::min(timeout, kForever);
@@ -49,18 +53,31 @@ C10dShared::C10dShared(C10dBackendPtr backend)
 C10dShared::~C10dShared() {
   // Gloo's destructor joins threads that may be dropping tensors.
   without_gil([this] {
-    end_collectives();
+    if (!end_collectives()) {
+      // The destructor of the backend would wait for ever. This happens after
+      // a failure only, so what is left behind ends with the process.
+      SMP_LOG(kWarning,
+              "a collective that was cut off in the middle of its transfer "
+              "keeps its connections until this process ends");
+      new std::vector<C10dWorkPtr>(std::move(collectives));
+      new std::vector<C10dWorkPtr>(std::move(messages));
+      (void)backend.release();
+      return;
+    }
     messages.clear();
     collectives.clear();
     backend.reset();
   });
 }
 
-void C10dShared::end_collectives() {
-  const bool some_run =
-      std::any_of(collectives.begin(), collectives.end(),
-                  [](const C10dWorkPtr& work) { return !work->isCompleted(); });
-  if (!some_run) return;
+bool C10dShared::some_collective_runs() const {
+  return std::any_of(
+      collectives.begin(), collectives.end(),
+      [](const C10dWorkPtr& work) { return !work->isCompleted(); });
+}
+
+bool C10dShared::end_collectives() {
+  if (!some_collective_runs()) return true;
   constexpr int kUnusedTag = 0x7ffffffe;
   for (int peer = 0; peer < backend->getSize(); ++peer) {
     if (peer == backend->getRank()) continue;
@@ -72,6 +89,12 @@ void C10dShared::end_collectives() {
       // Expected: timed out, or closed by the one before.
     }
   }
+  const Clock::time_point deadline = Clock::now() + kEndTimeout;
+  while (some_collective_runs()) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return true;
 }
 
 namespace {

@@ -44,7 +44,10 @@ struct C10dShared {
   // Ends collectives that still run in Gloo's threads, because the backend's
   // destructor waits for these. A receive that times out inside Gloo closes all
   // connections of the group, which is what we want here, and only here.
-  void end_collectives();
+  // @return false if one still runs: Gloo forgets to wake one whose bytes are
+  //         on their way when its connection is closed
+  bool end_collectives();
+  bool some_collective_runs() const;
 };
 
 using C10dSharedPtr = std::shared_ptr<C10dShared>;

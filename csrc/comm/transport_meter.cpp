@@ -18,6 +18,10 @@
 namespace smp::comm {
 namespace {
 
+// Less between two looks is talk, such as that of the liveness channel, which
+// may be in step with the looks.
+constexpr uint64_t kTransferBytes = 16 << 10;
+
 bool is_tcp(int fd) {
   int protocol = 0;
   int domain = 0;
@@ -62,7 +66,7 @@ int64_t TransportMeter::look() {
     const Seen found{*acknowledged, queued > 0};
     const auto before = seen_.find(status.st_ino);
     if (before != seen_.end() && before->second.has_queue && found.has_queue &&
-        found.acknowledged > before->second.acknowledged) {
+        found.acknowledged >= before->second.acknowledged + kTransferBytes) {
       num_bytes_ += static_cast<int64_t>(found.acknowledged -
                                          before->second.acknowledged);
     }

@@ -8,8 +8,9 @@ namespace smp::comm {
 /// How many bytes the TCP connections of this process have got through to
 /// their other ends, as the system counts them: Gloo, MPI and NCCL have sockets
 /// of their own, and none of them tells how far it is. A connection counts
-/// while bytes wait in it at two looks in a row, as they do on a slow link: the
-/// odd message of somebody's logging is no transfer.
+/// if bytes wait in it at two looks in a row, as they do on a slow link, and
+/// some packets got through in between: the odd message of somebody's logging
+/// is no transfer, nor is what ranks say regularly.
 class TransportMeter {
  public:
   /// Looks, and returns what was counted so far. One thread.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended
+from tests.dist.processes import REPO, Ended, wait_for_ranks
 from tests.hosts.network import Network, why_not
 
 pytestmark = [
@@ -88,6 +89,27 @@ def test_deadlock_on_a_slow_link_is_found_as_soon_as_on_a_fast_one(pool: Pool, f
     worst_s = max(r.time for r in results) - float(began[1])
     print(f"deadlock ({fault}) after {worst_s:.1f} s")
     assert worst_s < 2.5 * DEADLOCK_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
+    pool: Pool, number: signal.Signals
+) -> None:
+    """The rest of the broadcast would take a minute; nobody waits for it."""
+    with Network(2, mbit=0.6) as network:
+        started = network.start(pool, SCRIPT, ["1024"], timeout=60)
+        log = started.folder / "rank1.log"
+        while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < started.deadline, log.read_text()
+            time.sleep(0.05)
+        time.sleep(3.0)
+        began_s = time.monotonic()
+        os.kill(started.pids[1], number)
+        results = wait_for_ranks(pool, started)
+    for result in results:
+        assert not result.hung and result.returncode != 0, result.output
+        assert result.time - began_s < 20.0, result.output
+    assert re.search(r"(?<!\[)global_rank 1 \(pp", results[0].output), results[0].output
 
 
 def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:

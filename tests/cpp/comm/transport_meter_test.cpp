@@ -1,6 +1,7 @@
 #include "csrc/comm/transport_meter.h"
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -53,6 +54,23 @@ TEST(TransportMeter, CountsWhatWaitedAndGotThrough) {
     std::this_thread::sleep_for(milliseconds(2));
   }
   EXPECT_GT(meter.look(), before);
+}
+
+TEST(TransportMeter, TalkThatIsInStepWithTheLooksIsNoTransfer) {
+  Pair pair;
+  const int little = 1;  // a receiver that always has something left to take
+  ASSERT_EQ(::setsockopt(pair.reader.get(), SOL_SOCKET, SO_RCVBUF, &little,
+                         sizeof(little)),
+            0);
+  TransportMeter meter;
+  std::vector<char> arrived(1 << 10);
+  for (int i = 0; i < 20; ++i) {
+    std::string talk(2 << 10, 'x');
+    write_available(pair.writer, talk);
+    (void)!::read(pair.reader.get(), arrived.data(), arrived.size());
+    std::this_thread::sleep_for(milliseconds(20));
+    EXPECT_EQ(meter.look(), 0);
+  }
 }
 
 TEST(TransportMeter, SmallTalkIsNoTransfer) {
