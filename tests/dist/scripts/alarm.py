@@ -1,10 +1,11 @@
 """Ranks that are stopped, loop, leave or are ended by a signal; for tests of what the others say.
 
-Usage: alarm.py ACTION VICTIM [--pp P] [--tp T]
+Usage: alarm.py ACTION VICTIM [--pp P] [--tp T] [--call C] [--step S]
 
-Prints ``AT <monotonic time>`` where the test, or the victim itself, acts: `stop` and `loop` in a
-module of the victim, `exit` in it and `leave` between two steps by sys.exit, `spawn` (all ranks)
-a worker of a DataLoader that runs this file again.
+Prints ``AT <monotonic time>`` where the test, or the victim itself, acts: `stop`, `loop`, `kill`,
+`raise` and `exit` (sys.exit) in call C of a module of the victim; `leave` (sys.exit), `die` and
+`throw` between two steps, before step S; `spawn` (all ranks): a worker of a DataLoader runs this
+file again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import smp
 
-MICROBATCHES, WIDTH, FAULTY_CALL = 4, 8, 9
+MICROBATCHES, WIDTH, NUM_STEPS = 4, 8, 6
 
 
 def say_where() -> None:
@@ -28,20 +29,24 @@ def say_where() -> None:
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, action: str) -> None:
+    def __init__(self, action: str, faulty_call: int) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        self.action, self.num_calls = action, 0
+        self.action, self.faulty_call, self.num_calls = action, faulty_call, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += self.training
-        if self.num_calls == FAULTY_CALL:
+        if self.num_calls == self.faulty_call:
             self.misbehave()
         return self.linear(x)
 
     def misbehave(self) -> None:
-        if self.action in ("stop", "loop", "exit"):
+        if self.action in ("stop", "loop", "exit", "kill", "raise"):
             say_where()
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "raise":
+            raise ZeroDivisionError("the layer broke")
         if self.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.action == "exit":
@@ -64,6 +69,8 @@ def main() -> None:
     parser.add_argument("victim", type=int)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--call", type=int, default=9)
+    parser.add_argument("--step", type=int, default=2)
     args = parser.parse_args()
     if args.action == "init":
         say_where()
@@ -93,7 +100,8 @@ def main() -> None:
     layers = []
     for index in range(args.pp):
         with smp.partition(index):
-            layers.append(Layer(args.action if is_victim and index == smp.pp_rank() else "none"))
+            is_bad = is_victim and index == smp.pp_rank()
+            layers.append(Layer(args.action if is_bad else "none", args.call))
     model = smp.DistributedModel(torch.nn.Sequential(*layers))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -103,9 +111,13 @@ def main() -> None:
         model.backward(loss)
         return loss
 
-    for step in range(6):
-        if step == 2 and is_victim and args.action == "leave":
+    for step in range(NUM_STEPS):
+        if step == args.step and is_victim and args.action in ("leave", "die", "throw"):
             say_where()
+            if args.action == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if args.action == "throw":
+                raise ZeroDivisionError("the script broke")
             sys.exit(3)
         train_step(torch.randn(8, WIDTH))
         optimizer.step()
