@@ -18,8 +18,6 @@ from smp.optimizer_state import OptimizerState
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
 from smp.tensor_parallel.sharding import replaced_name
 
-_SCALER = "loss_scaler"
-
 
 class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
@@ -83,8 +81,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         _check_none_replaced(optimizer)
         self.optimizer = optimizer
         self._is_scaled = current.config.fp16
-        #: what decides on the loss scale; a static one of 1 unless training is in fp16
-        self.loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
+        self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
         # Knows nothing of this object, whose life ends when nobody else has it.
         self._gradients = ScaledGradients(optimizer, self.loss_scaler, is_scaled=self._is_scaled)
         self._fused = FusedUpdates(optimizer)
@@ -326,13 +323,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.loss_scale = float(value)
 
-    @property
-    def overflow(self) -> bool:
-        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16.
-
-        Waits for the device, once per step.
-        """
-        return bool(self._gradients.overflow)
+    overflow = LegacyNames.overflow
 
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
@@ -426,6 +417,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """State of the parameters of this rank with their masters, marked as partial.
 
+        In 16-bit training it has keys of apex' FP16 optimizer: ``loss_scaler``,
+        ``dynamic_loss_scale``, ``overflow`` and ``first_closure_call_this_step``.
+
         Args:
             gather_if_shard: where the state is sharded, ``rdp_rank`` 0 gets whole entries, which
                 is collective over the RDP group; all others, and everybody if False, get what they
@@ -434,7 +428,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Raises:
             PeerFailure, RuntimeError: it is collective, and some ranks have not called it.
         """
-        return {**self._state().of_rank(gather_if_shard), **self._scaler_state()}
+        return {**self._state().of_rank(gather_if_shard), **self._half_state()}
 
     def state_dict(self) -> dict[str, Any]:
         """State of all parameters of the model, as the wrapped optimizer would have it alone.
@@ -448,7 +442,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """
         state = self._state()
         whole = state.whole() if self._is_partitioned(any) else state.local()
-        return {**whole, **self._scaler_state()}
+        return {**whole, **self._half_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a full state dict, or the partial one that this rank saved.
@@ -478,14 +472,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         given, self._pending_load = self._pending_load, None
         if given is None:
             return
-        scaler = given.pop(_SCALER, None)
-        if scaler is not None and self._is_scaled:
-            self.loss_scaler.load_state_dict(scaler)
+        self._take_half_state(given)
         self._state().load(given)
         self._spread()
-
-    def _scaler_state(self) -> dict[str, Any]:
-        return {_SCALER: self.loss_scaler.state_dict()} if self._is_scaled else {}
 
     def _state(self) -> OptimizerState:
         return OptimizerState(self.optimizer, self._locality())

@@ -127,6 +127,11 @@ class ScaledGradients:
         self.renewed.clear()
         self.shown.clear()
 
+    @property
+    def is_checked(self) -> bool:
+        """Is it known of the gradients that are there whether they are finite?"""
+        return self._is_checked
+
     def is_used(self, parameter: Tensor) -> bool:
         """Has an update been made with the gradient that a parameter of the model still has?"""
         return self._are_applied and parameter not in self.renewed

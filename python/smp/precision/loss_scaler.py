@@ -191,6 +191,13 @@ class DynamicLossScaler:
             int(state.get("hysteresis", self.delayed_shift)),
         )
 
+    def take_over(self, other: DynamicLossScaler) -> None:
+        """Goes on as another one would: with its scale, its counters and its arguments."""
+        for name in DYNAMIC_ARGUMENTS:
+            if name != "init_scale":
+                setattr(self, name, getattr(other, name))
+        self.load_state_dict(other.state_dict())
+
     def _numbers(self) -> list[float]:
         if self._known is None:
             self._known = [number.item() for number in self._state.cpu()]
