@@ -10,9 +10,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,26 +42,11 @@ from smp.settings import (
     read_settings,
     shares_gpus,
 )
-from smp.wrapped import WrappedObjects
+from smp.wrapped import ModuleManager, WrappedObjects
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 
 logger = logging.getLogger("smp")
-
-
-@dataclass
-class ModuleManager:
-    """Place where supported model families leave their state-dict translators."""
-
-    translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = field(
-        default_factory=list
-    )
-
-    def add(self, translators: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-        """Adds pairs of functions that are not there yet."""
-        for pair in translators:
-            if pair not in self.translate_functions:
-                self.translate_functions.append(pair)
 
 
 class State:
@@ -492,7 +476,7 @@ def init(config: UserConfig = None) -> None:
         )
     except BaseException as error:
         runtime.report_raised("smp.init", error)
-        shutdown()
+        _end()
         raise
 
 
@@ -550,7 +534,7 @@ def _on_uncaught(error: BaseException) -> None:
 def _at_exit() -> None:
     """Says goodbye; the runtime of a finished script is nobody's any more."""
     uses_mpi = _current is not None and _current.settings.transport == "mpi"
-    shutdown()
+    _end()
     if uses_mpi:
         _C.mpi_finalize()
 
@@ -586,9 +570,22 @@ def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) ->
 def shutdown() -> None:
     """Says goodbye to the other ranks and ends everything that `init` started.
 
-    Waits until the other ranks call it too (or fail). May be called at any time, and twice;
-    `init` may follow, with another layout. Runs by itself at the end of the process.
+    Waits until the other ranks call it too (or fail). May be called at any time outside of step
+    functions, and twice; `init` may follow, with another layout. Runs by itself at the end of the
+    process.
+
+    Raises:
+        RuntimeError: a step function runs, whose threads and messages cannot end in the middle.
     """
+    if _current is not None and _current.running_step is not None:
+        raise RuntimeError(
+            f"{_current.prefix}smp.shutdown was called inside step '{_current.running_step}'; call "
+            "it when the step function has returned (or raise an exception, which ends all ranks)"
+        )
+    _end()
+
+
+def _end() -> None:
     global _current
     runtime, _current = _current, None
     state.module_manager.translate_functions.clear()  # their models end, too

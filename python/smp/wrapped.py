@@ -1,14 +1,30 @@
-"""What users have wrapped: models and optimizers, as long as they live."""
+"""What users have wrapped: models and optimizers, as long as they live, and their translators."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from smp import _C
 
 _T = TypeVar("_T")
+
+
+@dataclass
+class ModuleManager:
+    """Place where supported model families leave their state-dict translators."""
+
+    translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = field(
+        default_factory=list
+    )
+
+    def add(self, translators: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Adds pairs of functions that are not there yet."""
+        for pair in translators:
+            if pair not in self.translate_functions:
+                self.translate_functions.append(pair)
 
 
 class WrappedModel(Protocol):

@@ -207,6 +207,38 @@ def test_a_backward_of_something_else_is_an_error(
         assert re.search(text, outcome.message, re.DOTALL), outcome.traceback
 
 
+def shut_down_inside(rank: int, where: str) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+    if where == "module":
+        remote = model.get_module().layers[1]
+        remote.register_forward_pre_hook(lambda *_: smp.shutdown())
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if where == "everywhere" or (where == "driver" and rank == 0):
+            smp.shutdown()
+        model.backward(loss)
+        return loss
+
+    train(torch.randn(8, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("where", ["everywhere", "driver", "module"])
+def test_shutdown_inside_a_step_is_an_error_on_all_ranks(pool: Pool, where: str) -> None:
+    expect_everywhere(
+        pool,
+        2,
+        shut_down_inside,
+        where,
+        error="RuntimeError",
+        text="smp.shutdown was called inside",
+    )
+
+
 def nested_steps(rank: int) -> None:
     import smp
 

@@ -145,6 +145,19 @@ def test_malformed_safetensors_are_refused(tmp_path: Path, header: Any) -> None:
         huggingface.read_safetensors(path)
 
 
+def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        text = (opening * 10**5 + "0" + closing * 10**5).encode()
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
+        with pytest.raises(ValueError, match="x.safetensors is no safetensors file"):
+            huggingface.read_safetensors(path)
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_bytes(text)
+        with pytest.raises(ValueError, match="no index of weights"):
+            huggingface.open_weights(index)
+
+
 def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
     (tmp_path / "in").mkdir()

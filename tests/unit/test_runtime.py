@@ -130,6 +130,22 @@ def test_nested_steps_are_refused() -> None:
         pass
 
 
+def test_shutdown_inside_a_step_is_refused() -> None:
+    smp.init({"microbatches": 2})
+    calls = []
+
+    @smp.step
+    def step(x: torch.Tensor) -> None:
+        calls.append(1)
+        smp.shutdown()
+
+    with pytest.raises(RuntimeError, match=r"smp.shutdown was called inside step '.*step'"):
+        step(torch.ones(2))
+    assert smp.is_initialized() and len(calls) == 1
+    smp.shutdown()
+    assert not smp.is_initialized()
+
+
 def test_finished_steps_are_counted_and_announced() -> None:
     smp.init()
     durations: list[float] = []

@@ -80,7 +80,7 @@ def _open_index(path: Path) -> dict[str, Any]:
         files = sorted(set(weight_map.values()))
         if not all(isinstance(name, str) and _PLAIN_NAME.match(name) for name in files):
             raise ValueError("weight_map names files that are not in this folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is no index of weights: {error}") from None
     state: dict[str, Any] = {}
     for name in files:
@@ -145,7 +145,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         header = json.loads(memory[8 : 8 + size])
         header.pop("__metadata__", None)
         return {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is no safetensors file: {error}") from None
 
 
