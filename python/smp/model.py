@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, data_parallel, memory, microbatch, nonfinite, runtime
+from smp import _C, data_parallel, loss_checks, memory, microbatch, nonfinite, runtime
 from smp.backward_roots import is_one, listed, run_backward, weighted
 from smp.data_parallel import master_of, model_parameter_of
 from smp.engine import Engine
@@ -194,7 +194,7 @@ class DistributedModel(ModelViews):
         if server is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if server is None or server.is_driver:
-            nonfinite.check_loss(self._runtime, tensors)
+            loss_checks.before_backward(self._runtime, tensors)
         if server is None:
             self._engine.begin_backward_alone()
             scale = self._engine.root_weight(1.0)

@@ -235,6 +235,49 @@ def test_writing_to_a_split_weight_is_refused(pool: Pool, write: str) -> None:
         pool.run(2, write_once, write)
 
 
+class Summing(Reader):
+    """A penalty that goes through all parameters."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.kind == "squares":
+            penalty = sum(p.pow(2).sum() for p in self.parameters())
+        elif self.kind == "norms":
+            penalty = sum(p.norm() for p in self.parameters())
+        elif self.kind == "vector":
+            penalty = nn.utils.parameters_to_vector(self.parameters()).abs().mean()
+        else:
+            penalty = sum((p * p).mean() for p in self.parameters())
+        return super().forward(ids) + 0.1 * penalty
+
+
+def sum_once(rank: int, kind: str) -> None:
+    import smp
+
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
+    plain = Summing(kind)
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids)
+        model.backward(loss)
+        return loss
+
+    train_step(batch_of(0))
+
+
+@pytest.mark.parametrize("kind", ["squares", "norms", "vector", "products"])
+def test_a_penalty_of_parts_is_refused(pool: Pool, kind: str) -> None:
+    message = r"the loss depends on the parameter '(table|first|last).weight' outside of its module"
+    with pytest.raises(RankFailure, match=message):
+        pool.run(2, sum_once, kind)
+
+
 def read_in_a_script(rank: int) -> tuple[list[int], bool, bool]:
     import smp
 
