@@ -427,7 +427,7 @@ def test_what_the_original_had_is_missed_by_name() -> None:
     assert not hasattr(made, "generate")
 
 
-def vision_model() -> Any:
+def vision_model(family: str) -> Any:
     import transformers
 
     small = {
@@ -436,21 +436,30 @@ def vision_model() -> Any:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    text = transformers.LlamaConfig(**small, vocab_size=40, max_position_embeddings=32)
+    configs = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
+    text = configs[family](
+        **small, num_key_value_heads=2, vocab_size=40, max_position_embeddings=32
+    )
     vision = transformers.CLIPVisionConfig(**small, image_size=8, patch_size=4)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=39)
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-def test_models_of_several_get_split_layers(warnings: pytest.LogCaptureFixture) -> None:
-    """They ask their text model for its embedding."""
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_models_of_several_get_split_layers(
+    family: str, warnings: pytest.LogCaptureFixture
+) -> None:
+    """They ask their text model for its embedding, and pass arguments on that are not for it."""
     ids = torch.tensor([[39, 39, 39, 39, 3, 5, 7]])
     pixels = torch.randn(1, 3, 8, 8)
-    plain, other = vision_model(), vision_model()
-    expected = plain(input_ids=ids, pixel_values=pixels)
+    plain, other = vision_model(family), vision_model(family)
+    more = {"logits_to_keep": 2}
+    expected = plain(input_ids=ids, pixel_values=pixels, **more)
     made = split(other)
-    got = made(input_ids=ids, pixel_values=pixels)
+    got = made(input_ids=ids, pixel_values=pixels, **more)
     torch.testing.assert_close(got.logits, expected.logits)
     assert sum(isinstance(m, smp.nn.DistributedTransformerLayer) for m in made.modules()) == 2
-    assert "LlamaModel ('model.language_model') is not distributed: the LlavaModel" in warnings.text
+    assert "('model.language_model') is not distributed: the LlavaModel" in warnings.text
+    with pytest.raises(ValueError, match="argument 'softcap' has no effect"):
+        made(input_ids=ids, pixel_values=pixels, softcap=1.0)

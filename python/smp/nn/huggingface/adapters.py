@@ -69,6 +69,15 @@ class _Given:
             if max((int(length_of(i)) for i in range(num_layers)), default=0) <= length:
                 del self._values[name]
 
+    def take_what_attention_ignores(self) -> None:
+        """Takes out what models of several pass on to everybody, and no layer makes use of.
+
+        Layers hand all arguments that they do not name to a function for attention.
+        """
+        used = _used_by_attention()
+        for name in [name for name in self._values if used and name not in used]:
+            del self._values[name]
+
     def refuse_rest(self) -> None:
         """Refuses whatever is left and would have an effect."""
         for name, value in self._values.items():
@@ -195,7 +204,7 @@ class StackAdapter:
         for name in ("use_cache", "position_embeddings", "cache_position"):
             given.take(name)
         if "output_attentions" not in self._signature.parameters:
-            given.take("num_items_in_batch")  # passed on by the model to everybody
+            given.take_what_attention_ignores()
         given.refuse_rest()
         additive = _additive(given, "attention_mask", mask, hidden, hidden.shape[1])
         inputs: tuple[Tensor | None, ...] = (hidden, additive)
@@ -234,6 +243,22 @@ def adapter_maker(
         return cls(family, kind, signature, module)
 
     return make
+
+
+def _used_by_attention() -> frozenset[str]:
+    """Arguments that some function for attention makes use of; empty where there are none such."""
+    models = sys.modules.get("transformers.modeling_utils")
+    flash = sys.modules.get("transformers.modeling_flash_attention_utils")
+    functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
+    if functions is None or flash is None:
+        return frozenset()
+    names = {*flash.FlashAttentionKwargs.__annotations__, "head_mask", "output_hidden_states"}
+    for function in (*functions.values(), flash._flash_attention_forward):
+        function = inspect.unwrap(function)
+        names.update(inspect.signature(function).parameters)
+        code = getattr(function, "__code__", None)  # kwargs.get("softcap")
+        names.update(c for c in getattr(code, "co_consts", ()) if isinstance(c, str))
+    return frozenset(names | set(_CACHES) | set(_CROSS))
 
 
 def _is_crossing(module: nn.Module) -> bool:
