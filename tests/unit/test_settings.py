@@ -24,9 +24,18 @@ def test_values_are_read() -> None:
         "SMP_SHM_RING_MB": "2",
         "SMP_HOST_POOL": "0",
         "SMP_DETECT_NONFINITE": "raise",
+        "SMP_CHECK_FIRST_STEP": "1",
     }
     expected = settings.Settings(
-        2.5, "cpu", True, "mpi", False, 2, host_pool=False, detect_nonfinite="raise"
+        2.5,
+        "cpu",
+        True,
+        "mpi",
+        False,
+        2,
+        host_pool=False,
+        detect_nonfinite="raise",
+        check_first_step="1",
     )
     assert settings.read_settings(env) == expected
 
@@ -46,6 +55,7 @@ def test_values_are_read() -> None:
         ("SMP_SHM_RING_MB", "9999"),
         ("SMP_HOST_POOL", "off"),
         ("SMP_DETECT_NONFINITE", "yes"),
+        ("SMP_CHECK_FIRST_STEP", "always"),
     ],
 )
 def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:

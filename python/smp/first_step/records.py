@@ -27,6 +27,14 @@ def may_record(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Does torch.compile stand behind a call of this module?"""
+    called = (module.forward, getattr(module, "_compiled_call_impl", None))
+    return type(module).__name__ == "OptimizedModule" or any(
+        hasattr(function, "_torchdynamo_orig_callable") for function in called
+    )
+
+
 class Records:
     """Sketches of the outputs of modules, in the order in which they returned.
 
@@ -46,6 +54,8 @@ class Records:
         """The forward of a module with a note behind it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
             # What a checkpoint computes again in backward is no call.
             if torch._C._current_graph_task_id() != -1 or not self._wanted():
                 return forward(*args, **kwargs)
