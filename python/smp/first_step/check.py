@@ -265,6 +265,7 @@ class FirstStepCheck:
         except Exception as error:
             lines = str(error).strip().splitlines()
             text = lines[0] if lines else ""
+            _log.debug("smp: the second run of %s failed", self._label, exc_info=error)
             self._give_up(f"the model cannot be run a second time: {type(error).__name__}: {text}")
 
     def _give_up(self, reason: str) -> None:
@@ -309,7 +310,7 @@ class FirstStepCheck:
                 is_tensor = isinstance(leaf, Tensor)
                 sketches = (
                     None if value.sketch is None else value.sketch.cpu(),
-                    sketch(leaf).cpu() if is_tensor and leaf.layout is torch.strided else None,
+                    sketch(leaf).cpu() if is_plain(leaf) else None,
                 )
                 seen.append(
                     judging.OutputSeen(
@@ -333,12 +334,14 @@ class FirstStepCheck:
             }
         dtypes = {p.dtype for p in self._root.parameters()}
         dtypes |= {dtype for call in reference.calls for _, dtype in call.casts}
-        tensors = (leaf for call in reference.calls for leaf in call.leaves)
-        dtypes |= {leaf.dtype for leaf in tensors if isinstance(leaf, Tensor)}
+        leaves = [leaf for call in reference.calls for leaf in call.leaves]
+        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
+        own_outputs = [sketch(leaf).cpu() if is_plain(leaf) else None for leaf in leaves]
         reference.forget_graph()
         return judging.ReferenceSeen(
             tolerance=judging.tolerance_of(dtypes),
             outputs=outputs,
+            own_outputs=own_outputs,
             gradients=gradients,
             is_certain=reference.is_certain,
             records=reference.records.on_host(),
@@ -400,14 +403,7 @@ class FirstStepCheck:
             return None
         with self._or_reason(), torch.enable_grad():
             again = reference.again()
-            outputs = [
-                judging.OutputSeen("", ((), ()), (None, sketch(leaf).cpu()), None)
-                if isinstance(leaf, Tensor)
-                else judging.OutputSeen("", ((), ()), (None, None), None)
-                for call in again.calls
-                for leaf in call.leaves
-            ]
-            second = self._seen_of(again, outputs, found.gradients is not None)
+            second = self._seen_of(again, [], found.gradients is not None)
             if not judging.agrees(found, second):
                 return "one process does not compute the same twice"
         return self._reason

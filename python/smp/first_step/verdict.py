@@ -69,7 +69,8 @@ class ReferenceSeen:
 
     Attributes:
         tolerance: by dtype.
-        outputs: of all calls.
+        outputs: of all calls, on both sides.
+        own_outputs: sketches of all its leaves.
         gradients: as in `Seen`; None: there was no backward.
         records: of all modules, in the order in which they returned.
         names: of the modules.
@@ -80,6 +81,7 @@ class ReferenceSeen:
 
     tolerance: float
     outputs: list[OutputSeen]
+    own_outputs: list[Tensor | None]
     gradients: dict[str, Tensor | None] | None
     is_certain: bool
     records: dict[Call, list[Tensor | None]]
@@ -119,9 +121,9 @@ def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
     """Does one process compute the same twice?"""
     as_rank = Seen("", 0, 0, gradients=second.gradients or {})
     comparison = _Comparison(first, [as_rank])
-    outputs = all(
-        _differ(a.sketches[1], b.sketches[1], first.tolerance, 0.0) is None
-        for a, b in zip(first.outputs, second.outputs, strict=True)
+    outputs = len(first.own_outputs) == len(second.own_outputs) and all(
+        _differ(a, b, first.tolerance, 0.0) is None
+        for a, b in zip(first.own_outputs, second.own_outputs, strict=True)
     )
     return outputs and comparison.differing_gradient() is None
 
@@ -273,4 +275,4 @@ def _in_words(real: Tensor, expected: Tensor, share: float) -> str:
 def _words(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
         return f"a tensor of shape {kind[1]} and {kind[2]}"
-    return repr(kind[1]) if kind[0] == "value" else "another object"
+    return str(kind[1]) if kind[0] == "value" else "another object"
