@@ -169,7 +169,7 @@ class Engine:
         activations.settle_marks(decision.modules)
         self.parts = ModelParts(self._root, decision.partition_of, current.ranks["pp"])
         local = list(self.parts.named_parameters())
-        self.first_step.before_placing(trace)
+        self.first_step.before_placing(trace, local)
         if config.sharded_data_parallel_degree > 1:
             self.sharded = data_parallel.ShardedParameters(self._root, local)
             self.parts.place(current.device, self._seed, self.sharded.take)
@@ -190,7 +190,7 @@ class Engine:
         self.make_reducers()
         if current.sizes["pp"] > 1:
             self._join_pipeline(decision, schedule)
-        self.first_step.placed(decision.modules, decision.names, local)
+        self.first_step.placed(decision.modules, decision.names)
         current.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
 

@@ -55,6 +55,7 @@ class FirstStepCheck:
         self._label = label
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._stamps: list[tuple[float, float]] = []
+        self._made: dict[str, tuple[float, float]] = {}  # stamps from before the partition
         self._modules: Sequence[nn.Module] = ()
         self._names: Sequence[str] = ()
         self._local: dict[str, nn.Parameter] = {}
@@ -80,13 +81,25 @@ class FirstStepCheck:
         """The other replicas do the same with other data."""
         return self._current.ranks["rdp"] == 0
 
-    def before_placing(self, trace: Trace | None) -> None:
-        """Keeps the values of the whole model where that is to be run as a whole."""
+    def before_placing(
+        self, trace: Trace | None, local: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
+        """Keeps the values of the whole model where that is to be run as a whole.
+
+        Args:
+            trace: of the model, on the first rank, if there is one.
+            local: the parameters of this rank.
+        """
+        self._local = dict(local)
         self._reason = self._reason_against(trace)
         # The ranks of a tensor-parallel group take whole parameters of its first one.
         keeps = self._takes_part or self._current.sizes["tp"] > 1
         if self._is_driver and self._reason is None and keeps:
             self._kept = {p: p.data for p in self._root.parameters()}
+        if self._reason is None and self._takes_part:
+            known = self._root.named_parameters() if self._is_driver else local
+            self._made = {name: stamp(p) for name, p in known}
+            self._made |= _stamps_of_state(self._root)
 
     def _reason_against(self, trace: Trace | None) -> str | None:
         current = self._current
@@ -105,18 +118,12 @@ class FirstStepCheck:
             return reason_not_to_fit(self._root, current.device, current.local_size, trace)
         return None
 
-    def placed(
-        self,
-        modules: Sequence[nn.Module],
-        names: Sequence[str],
-        local: Sequence[tuple[str, nn.Parameter]],
-    ) -> None:
+    def placed(self, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
         """The model is partitioned. Collective over all ranks.
 
         Args:
             modules: all, in one order on all ranks.
             names: of the modules.
-            local: the parameters of this rank.
 
         Raises:
             FirstStepDifference: replicas hold different values, on all ranks.
@@ -129,7 +136,7 @@ class FirstStepCheck:
         if reason is not None:
             self._end(f"off: {reason}")
             return
-        self._modules, self._names, self._local = modules, names, dict(local)
+        self._modules, self._names = modules, names
         self._stamps = self._stamps_now()
         self._compare_replicas()
         for parameter in self._local.values():
@@ -139,9 +146,25 @@ class FirstStepCheck:
             data_parallel.broadcast_from_first(whole)
         if not self._takes_part:
             self._kept.clear()
+        else:
+            self._compare_makers()
 
     def _stamps_now(self) -> list[tuple[float, float]]:
         return [stamp(t) for t in (*self._local.values(), *self._root.buffers())]
+
+    def _compare_makers(self) -> None:
+        """Ranks that drew other values train a model that this process never had."""
+        ranks = self._current.ranks
+        told = comm.allgather((ranks["tp"], self._is_driver, self._made), comm.MP_GROUP)
+        split = {n for n, p in self._root.named_parameters() if interval_of(p) is not None}
+        for tp_rank, is_driver, expected in told:
+            peers = [made for tp, driver, made in told if tp == tp_rank and not driver]
+            for name, value in ((n, v) for made in peers for n, v in made.items()):
+                # Of whole parameters those of the first tensor-parallel rank count.
+                counts = is_driver and (tp_rank == 0 or name in split)
+                if counts and not _is_near(expected.get(name, value), value):
+                    self._end(f"inconclusive: ranks have made other values of '{name}'")
+                    return
 
     def _compare_replicas(self) -> None:
         own = [(name, stamp(p)) for name, p in self._local.items() if interval_of(p) is None]
@@ -429,7 +452,7 @@ class FirstStepCheck:
             level = logging.INFO if outcome == "equal" else logging.WARNING
         if self._current.global_rank == 0:
             _log.log(level, "smp: check of the first training step of %s: %s", self._label, outcome)
-        self._kept, self._local, self._modules = {}, {}, ()
+        self._kept, self._local, self._modules, self._made = {}, {}, (), {}
         self._reference = self._real = self._found = None
         self._records = Records(_in_first_microbatch)
         self._gradients, self._incoming = {}, {}
@@ -443,6 +466,16 @@ def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) ->
 
 def _in_first_microbatch() -> bool:
     return _C.current_microbatch() == 0
+
+
+def _stamps_of_state(root: nn.Module) -> dict[str, tuple[float, float]]:
+    """Of buffers, and of tensors that are attributes."""
+    return {
+        f"{name}.{key}": stamp(value)
+        for name, module in root.named_modules()
+        for key, value in (*module._buffers.items(), *module.__dict__.items())
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    }
 
 
 def _is_same(first: tuple[float, float], second: tuple[float, float]) -> bool:
