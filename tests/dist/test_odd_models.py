@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -61,7 +62,11 @@ def check_equal(pool: Pool, make: Any, pp: int = 2, **options: Any) -> None:
     got = {name: grad for part, _ in parts for name, grad in part.items()}
     expected = plain_gradients(make, **options)
     assert {n: g.dtype for n, g in got.items()} == {n: g.dtype for n, g in expected.items()}
-    assert_close(got, expected, torch.float32, make.__name__)
+    assert_close(_real(got), _real(expected), torch.float32, make.__name__)
+
+
+def _real(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: torch.view_as_real(v) if v.is_complex() else v for n, v in values.items()}
 
 
 # ---- forwards that convert their layers ----------------------------------------------
@@ -246,3 +251,183 @@ def test_layers_that_transformers_checkpoints_are_not_cut_without_need(pool: Poo
     parts = pool.run(2, switched_on)
     assert [places for places, _ in parts] == [[1, 1, 1]] * 2
     assert any(again for _, seen in parts for again in seen)
+
+
+# ---- code that uses parameters of other modules --------------------------------------
+
+
+class Penalty(nn.Module):
+    """Adds the squares of all parameters in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(2).mean() + sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Momentum(nn.Module):
+    """Moves one encoder after the other in its forward, as MoCo and BYOL do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return (self.online(x) - self.target(x).detach()).pow(2).mean()
+
+
+class Tied(nn.Module):
+    """Decodes with the weight of its encoder; what is between them is free to go."""
+
+    def __init__(self, num_between: int = 0) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+        self.between = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_between)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.between(torch.tanh(self.encoder(x)))
+        return (nn.functional.linear(hidden, self.encoder.weight.t()) - x).pow(2).mean()
+
+
+class TiedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.first(x)))
+        back = torch.tanh(nn.functional.linear(hidden, self.second.weight.t()))
+        return (nn.functional.linear(back, self.first.weight.t()) - x).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "reads"),
+    [
+        (Penalty, r"\(root\) \(Penalty\) uses those of 'layers.0', 'layers.1', 'layers.2'\."),
+        (Momentum, r"\(root\) \(Momentum\) uses those of 'online', 'target'\."),
+        (TiedTwice, r"\(root\) \(TiedTwice\) uses those of 'first', 'second'\."),
+    ],
+)
+def test_a_model_that_reads_all_its_parameters_is_refused_with_that_reason(
+    pool: Pool, make: Any, reads: str
+) -> None:
+    config = {"pipeline_parallel_degree": 2, "ddp": False}
+    for outcome in pool.outcomes(2, gradients, make, config, {}):
+        assert outcome.error == "ValueError", outcome
+        assert re.search(reads, outcome.message), outcome.message
+        assert "Call a module instead of reading its weight" in outcome.message
+
+
+def test_a_tied_autoencoder_trains_with_its_layers_between_elsewhere(pool: Pool) -> None:
+    check_equal(pool, Tied, num_between=4)
+
+
+class Mapped(nn.Module):
+    """Calls some of its layers inside of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for idx, layer in enumerate(self.layers):
+            x = x + (torch.func.vmap(layer)(x) if idx >= 3 else layer(x))
+        return x.pow(2).mean()
+
+
+def test_layers_that_are_called_inside_of_vmap_stay_with_their_caller(pool: Pool) -> None:
+    check_equal(pool, Mapped)
+
+
+def test_vmap_of_a_layer_that_is_elsewhere_is_refused(pool: Pool) -> None:
+    config = {"pipeline_parallel_degree": 2, "ddp": False, "skip_tracing": True}
+    outcomes = pool.outcomes(2, gradients, Mapped, config, {})
+    (refused,) = [o for o in outcomes if o.error == "ValueError"]
+    assert "called inside of a transform of torch.func" in refused.message
+    assert "'layers." in refused.message
+
+
+class Spectral(nn.Module):
+    """Complex weights and activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.complex64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.fft(self.begin(x))
+        for layer in self.layers:
+            y = y + layer(y)
+        return self.end(torch.fft.ifft(y).real).pow(2).mean()
+
+
+def test_complex_parameters_train_like_one_process(pool: Pool) -> None:
+    check_equal(pool, Spectral)
+
+
+# ---- tensor parallelism --------------------------------------------------------------
+
+
+def images_and_text() -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    text = transformers.LlamaConfig(
+        **sizes, vocab_size=41, num_attention_heads=4, num_key_value_heads=2
+    )
+    vision = transformers.CLIPVisionConfig(
+        **sizes, num_attention_heads=2, image_size=8, patch_size=4, projection_dim=8
+    )
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=text, vision_config=vision, image_token_index=40, image_seq_length=4
+        )
+    )
+
+
+def split_llava(rank: int, as_told: bool) -> tuple[float, int]:
+    """The loss, and how many layers of attention were split."""
+    import smp
+    from smp.nn import DistributedTransformerLayer
+
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    plain = images_and_text()
+    smp.set_tensor_parallelism(plain, True)
+    if as_told:
+        language_model = plain.model.language_model
+        smp.set_tensor_parallelism(language_model, False)
+        for layer in language_model.layers:
+            smp.set_tensor_parallelism(layer, True)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def evaluate(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    ids = torch.arange(10).view(2, 5)
+    loss = evaluate(ids).outputs[0].item()
+    return loss, sum(isinstance(m, DistributedTransformerLayer) for m in model.modules())
+
+
+def test_a_language_model_that_gets_vectors_is_not_split_as_a_whole_and_says_so(
+    pool: Pool,
+) -> None:
+    for outcome in pool.outcomes(2, split_llava, False):
+        assert outcome.error == "NotImplementedError", outcome
+        assert "keep the language model and split its layers" in outcome.message
+    ids = torch.arange(10).view(2, 5)
+    expected = images_and_text()(input_ids=ids, labels=ids).loss.item()
+    for loss, num_split in pool.run(2, split_llava, True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert num_split == 2

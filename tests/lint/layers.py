@@ -49,6 +49,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
             "optimizers",
             "schedule",
             "tracing",
+            "transforms",
         }
     ),
     frozenset({"fault_injection", "groups", "host_objects", "presence", "process_hooks"}),

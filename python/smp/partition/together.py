@@ -12,11 +12,19 @@ from torch import nn
 from smp import _C, comm, memory, runtime
 from smp.module_writes import ModuleWrites
 from smp.partition.costs import Trace
-from smp.partition.decide import Decision, PartitionConfig, agree, decide
+from smp.partition.decide import (
+    Decision,
+    PartitionConfig,
+    agree,
+    decide,
+    partition_options,
+)
 from smp.partition.tree import ModuleIndex, build_tree
 
 # What the largest load of a rank may grow by, so that no checkpointed module is cut.
 _MOST_FOR_WHOLE = 1.25
+# Modules that an error names.
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,50 @@ def _decide(
             f"{_C.rank_prefix()}partition file {wishes.plan}: {error.strerror or error}; only the "
             "first rank reads it, check the path there"
         ) from None
+    except ValueError as error:
+        reads = _reads_in_the_way(root, config, pp_size, trace, wishes)
+        if not reads:
+            raise
+        raise ValueError(_C.rank_prefix() + reads) from error
     if decision.decided_by == "auto" and any(_is_cut(decision, m) for m in wishes.whole):
         return _with_whole(root, trace, wishes.whole, decision) or decision
     return decision
+
+
+def _reads_in_the_way(
+    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
+) -> str:
+    """Why a model cannot be split that could be, if its modules left parameters of others alone."""
+    if trace is None or not trace.parameter_reads or not config.auto_partition:
+        return ""
+    options = partition_options(
+        config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes, wishes.kept
+    )
+    alone = build_tree(root, replace(trace, parameter_reads=frozenset()))
+    try:
+        _C.solve_partition(alone.tree, options)
+    except ValueError:
+        return ""
+    names = {module: name or "(root)" for name, module in root.named_modules()}
+    read: dict[int, list[str]] = {}
+    for reader, holder in sorted(trace.parameter_reads):
+        read.setdefault(reader, []).append(f"'{names[trace.modules[holder]]}'")
+    told = []
+    for reader, holders in list(read.items())[:_MOST_NAMED]:
+        module = trace.modules[reader]
+        more = f" and {len(holders) - _MOST_NAMED} more" if len(holders) > _MOST_NAMED else ""
+        told.append(
+            f"{names[module]} ({type(module).__name__}) uses those of "
+            f"{', '.join(holders[:_MOST_NAMED])}{more}"
+        )
+    return (
+        f"partition: the model cannot be split into {pp_size} partitions, because code of modules "
+        "reads parameters of others (or calls them inside of a transform of torch.func), and must "
+        f"be on one rank with them: {'; '.join(told)}. Call a module instead of reading its "
+        "weight; take averages of weights, penalties and norms over parameters out of the forward "
+        "(behind the step, over model.local_parameters(), or as weight_decay); or set "
+        "pipeline_parallel_degree to 1"
+    )
 
 
 def _is_cut(decision: Decision, module: nn.Module) -> bool:

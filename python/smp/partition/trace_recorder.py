@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.partition import trace_flops
 from smp.partition.trace_state import written_tensors
 from smp.partition.trace_values import KnownValues
+from smp.transforms import is_transformed, unwrapped
 
 Forward = Callable[..., Any]
 
@@ -84,7 +85,8 @@ def _key(tensor: Tensor) -> StorageWeakRef:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return [unwrapped(tensor) for tensor in leaves]
 
 
 @contextmanager
@@ -181,6 +183,8 @@ class Recorder(TorchDispatchMode):
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._stack:
                 self.calls.add((self._stack[-1], idx))
+                if is_transformed((args, kwargs)):
+                    self.parameter_reads.add((self._stack[-1], idx))
             cost = self.costs[idx]
             if cost.num_calls == 0:
                 self.order.append(idx)

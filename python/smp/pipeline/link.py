@@ -20,6 +20,7 @@ from smp.pipeline.call_state import Along, CallState
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
+from smp.transforms import is_transformed
 
 if TYPE_CHECKING:
     from smp._C import Server
@@ -151,6 +152,13 @@ class PipelineLink:
     ) -> Any:
         state = autocast.capture(self.device)
         seeds = None if request is None else self._seeds_of(server, request)
+        if is_transformed((args, kwargs)):
+            raise ValueError(
+                f"{_C.rank_prefix()}module '{self._name(module_id)}' on another rank is called "
+                "inside of a transform of torch.func (vmap, grad, jvp), which does not reach other "
+                "ranks; let the partition be traced (skip_tracing=False), which keeps the module "
+                "with its caller, or place both on one partition with smp.set_partition"
+            )
         along = None if module_id == _FUNCTION else self._state.along(module_id)
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along)
