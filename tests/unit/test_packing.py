@@ -110,11 +110,14 @@ def test_each_rank_has_an_attention_cache_of_its_own_without_contents() -> None:
     contextvars.copy_context().run(travel)
 
 
-def test_a_cache_that_a_remote_layer_would_have_to_read_is_refused_with_the_remedy() -> None:
+def test_a_cache_that_a_remote_layer_would_have_to_read_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cache = pytest.importorskip("transformers").DynamicCache()
     cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
     caches.check_unfilled(cache, frozenset({0}), "h.0")
-    with pytest.raises(ValueError, match="use_cache=False"):
+    monkeypatch.setattr(caches._C, "rank_prefix", lambda: "[rank] ")
+    with pytest.raises(ValueError, match=r"^\[rank\] .*use_cache=False"):
         caches.check_unfilled(cache, frozenset({1}), "h.1")
 
 

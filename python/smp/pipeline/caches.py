@@ -161,9 +161,9 @@ def check_unfilled(
             is_filled = any(map(any, filled))
         if is_filled:
             raise ValueError(
-                f"the attention cache for layer {idx} in {where} is filled already; contents "
-                "are not shared between pipeline ranks: set use_cache=False in the model's "
-                "configuration or in its call"
+                f"{_C.rank_prefix()}the attention cache for layer {idx} in {where} is filled "
+                "already; contents are not shared between pipeline ranks: set use_cache=False in "
+                "the model's configuration or in its call"
             )
 
 
