@@ -1,0 +1,185 @@
+"""Compares what the ranks saw with one process, and names the outcome."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dist.pool import Outcome, Pool, RankFailure
+from tests.reference.tolerances import FLOOR_FRACTION, largest, relative_difference
+from tests.zoo.modes import Mode
+from tests.zoo.running import Job, Record, Tensors, train_together
+
+TIMEOUT_S = 45.0
+# Models cast to float32 inside whatever their dtype is; only other orders of sums come on top.
+LIMITS = {torch.float64: 1e-6, torch.float32: 2e-4}
+HALF_LIMIT = 0.1
+# What begins with the rank is an error of ours.
+_OURS = re.compile(r"^\s*\[(pp|rank|smp)|\[pp_rank|\[rank \d")
+
+EQUAL, REFUSED, CRASH, DIFFERENT = "equal", "refused", "crash", "different"
+NAN, HANG, SKIPPED = "nan", "hang", "skipped"
+
+
+@dataclass
+class Result:
+    """How one model did in one mode.
+
+    Attributes:
+        model, family, mode: what ran.
+        outcome: equal, refused, crash, different, nan, hang; skipped where nothing gave a loss.
+        reason: the error, or what differs and how much.
+        bitwise: whether all numbers are the same, not only near.
+        first_step_s: time of the first step with smp.
+        step_s, alone_s: times of the last step with smp and in one process.
+        remote_calls: between pipeline ranks; none means that one rank computed everything.
+    """
+
+    model: str
+    family: str
+    mode: str
+    outcome: str
+    reason: str = ""
+    bitwise: bool = False
+    first_step_s: float = 0.0
+    step_s: float = 0.0
+    alone_s: float = 0.0
+    remote_calls: int = 0
+    details: str = field(default="", repr=False)
+
+
+def run(pool: Pool, job: Job, alone: list[Record]) -> Result:
+    """Runs a job in the pool and judges it."""
+    entry = job.plan.entry
+    result = Result(str(entry), entry.family, job.mode.name, EQUAL)
+    start = time.perf_counter()
+    try:
+        outcomes = pool.outcomes(job.mode.world_size, train_together, job, timeout=TIMEOUT_S)
+    except RankFailure as failure:
+        result.outcome, result.reason = HANG, first_line(str(failure))
+        result.details = str(failure)
+        return result
+    finally:
+        result.first_step_s = time.perf_counter() - start
+    failed = sorted((o for o in outcomes if o.error), key=lambda o: o.time)
+    if failed:
+        return _failed(result, failed)
+    return judge(result, [outcome.value for outcome in outcomes], alone, job)
+
+
+def _failed(result: Result, failed: list[Outcome]) -> Result:
+    """Other ranks only say that one failed; the one that says what comes first."""
+    own = [o for o in failed if "PeerFailure" not in o.bases] or failed
+    first = own[0]
+    result.outcome = REFUSED if _OURS.search(first.message) else CRASH
+    result.reason = f"{first.error}: {first_line(first.message)}"
+    result.details = first.traceback
+    return result
+
+
+def first_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+def judge(result: Result, records: list[Record], alone: list[Record], job: Job) -> Result:
+    """Losses, gradients, parameters; the first difference is the reason."""
+    result.first_step_s = max(record.seconds[0] for record in records)
+    result.step_s = max(record.seconds[-1] for record in records)
+    result.alone_s = alone[0].seconds[-1]
+    result.remote_calls = sum(record.remote_calls for record in records)
+    comparison = Comparison(HALF_LIMIT if job.mode.half else LIMITS[job.plan.dtype])
+    for record in records:
+        comparison.losses(record, alone[record.replica])
+    if job.mode.gradients:
+        for step, expected in enumerate(alone[0].grads):
+            parts = [record.grads[step] for record in records if record.replica == 0]
+            comparison.tensors(f"gradient of step {step + 1}", _joined(parts), expected)
+    if records[0].params:
+        parts = [r.params for r in records if r.replica == 0 or not job.mode.gradients]
+        comparison.tensors("parameter", _joined(parts), alone[0].params)
+    result.bitwise = not comparison.differences
+    if comparison.over:
+        result.outcome = NAN if comparison.is_nan else DIFFERENT
+        result.reason = comparison.over[0]
+        result.details = "\n".join(comparison.over[:40])
+    return result
+
+
+def _joined(parts: list[Tensors]) -> Tensors:
+    joined: Tensors = {}
+    for part in parts:
+        joined.update(part)
+    return joined
+
+
+class Comparison:
+    """Collects what differs."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.differences: list[str] = []
+        self.over: list[str] = []
+        self.is_nan = False
+
+    def losses(self, record: Record, alone: Record) -> None:
+        for step, (got, expected) in enumerate(zip(record.losses, alone.losses, strict=True)):
+            self._one(
+                f"loss of step {step + 1} on pp_rank {record.pp_rank}",
+                torch.tensor(got, dtype=torch.float64),
+                torch.tensor(expected, dtype=torch.float64),
+                0.0,
+            )
+
+    def tensors(self, what: str, got: Tensors, expected: Tensors) -> None:
+        floor = FLOOR_FRACTION * largest(expected)
+        for name in sorted(set(expected) - set(got)):
+            self._over(f"{what} {name}: on no rank")
+        for name, reference in expected.items():
+            value = got.get(name)
+            if value is None or reference is None:
+                if name in got and (value is None) != (reference is None):
+                    self._none(f"{what} {name}", value, reference)
+                continue
+            self._one(f"{what} {name}", value, reference, floor)
+
+    def _none(self, what: str, value: Any, reference: Any) -> None:
+        some = value if reference is None else reference
+        if float(some.abs().max()) == 0.0:  # a gradient of zeros says the same as none
+            return
+        here, there = ("none", "a value") if value is None else ("a value", "none")
+        self._over(f"{what}: {here} instead of {there}")
+
+    def _one(self, what: str, value: Tensor, reference: Tensor, floor: float) -> None:
+        if value.shape == reference.shape and torch.equal(value, reference):
+            return
+        self.differences.append(what)
+        if bool(torch.isnan(reference).any()):
+            return
+        difference = relative_difference(value, reference, floor)
+        if difference > self.limit:
+            self.is_nan |= bool(torch.isnan(value).any())
+            shown = f": {value.tolist()} for {reference.tolist()}" if "loss" in what else ""
+            self._over(f"{what} differs by {difference:.1e}{shown}")
+
+    def _over(self, text: str) -> None:
+        self.differences.append(text)
+        self.over.append(text)
+
+
+def is_bad(result: Result) -> bool:
+    """What must not be: everything but equal and refused."""
+    return result.outcome in (CRASH, DIFFERENT, NAN, HANG)
+
+
+def modes_of(results: list[Result]) -> list[str]:
+    return list(dict.fromkeys(result.mode for result in results))
+
+
+def find(results: list[Result], model: str, mode: Mode) -> Result | None:
+    return next((r for r in results if r.model == model and r.mode == mode.name), None)

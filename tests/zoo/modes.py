@@ -1,0 +1,69 @@
+"""The layouts in which the zoo runs each model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MICROBATCHES = 2
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One layout.
+
+    Attributes:
+        name: for the command and the table.
+        world_size: ranks.
+        config: further keys for ``smp.init``.
+        replicas: different batches per step.
+        split: whether layers are marked for tensor parallelism.
+        checkpointed: whether repeated layers are checkpointed.
+        outputs: whether optional outputs are on.
+        half: train in bfloat16.
+        gradients: whether local gradients are whole, and can be compared by name.
+    """
+
+    name: str
+    world_size: int = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+    split: bool = False
+    checkpointed: bool = False
+    outputs: bool = False
+    half: bool = False
+    gradients: bool = True
+
+    @property
+    def pipeline(self) -> int:
+        return int(self.config.get("pipeline_parallel_degree", 1))
+
+
+def _pipeline(degree: int) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": degree}
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("pp2", config=_pipeline(2)),
+        Mode("outputs", config=_pipeline(2), outputs=True),
+        Mode("pp3", 3, _pipeline(3)),
+        Mode("pp2dp2", 4, {**_pipeline(2), "ddp": True}, replicas=2),
+        Mode("dp2", config={"ddp": True}, replicas=2),
+        Mode(
+            "sdp2",
+            config={"sharded_data_parallel_degree": 2, "ddp": True,
+                    "sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9},
+            replicas=2, gradients=False,
+        ),
+        Mode(
+            "tp2", config={"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True},
+            split=True, gradients=False,
+        ),
+        Mode("checkpointing", config=_pipeline(2), checkpointed=True),
+        Mode("bf16", config=_pipeline(2), half=True),
+    )
+}  # fmt: skip

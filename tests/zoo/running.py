@@ -1,0 +1,203 @@
+"""What the ranks of one model of the zoo do, and what one process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.building import Plan, build, seed_everything
+from tests.zoo.inputs import Inputs, loss_of
+from tests.zoo.modes import MICROBATCHES, STEPS, Mode
+
+Tensors = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model in one mode.
+
+    Attributes:
+        plan: the model.
+        mode: the layout.
+        batches: inputs by replica, step and microbatch.
+    """
+
+    plan: Plan
+    mode: Mode
+    batches: list[list[list[Inputs]]]
+
+
+@dataclass
+class Record:
+    """What one rank, or the one process, saw; names as in the plain model."""
+
+    pp_rank: int = 0
+    replica: int = 0
+    losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
+    grads: list[Tensors] = field(default_factory=list)  # [step]
+    params: Tensors = field(default_factory=dict)  # after the last step
+    buffers: Tensors = field(default_factory=dict)  # after the last step
+    seconds: list[float] = field(default_factory=list)  # [step]
+    remote_calls: int = 0
+    split: int = 0  # modules that tensor parallelism replaced
+    partition: dict[str, int] = field(default_factory=dict)
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    # Where a gradient is zero but for rounding, a tiny epsilon makes full steps of it.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
+
+
+def _model(job: Job) -> nn.Module:
+    model = build(job.plan.entry, job.plan.dtype, job.plan.training, job.mode.outputs)
+    return model.to(torch.bfloat16) if job.mode.half else model
+
+
+def _loss(job: Job, model: Callable[..., Any], inputs: Inputs) -> Tensor:
+    if job.mode.half:
+        inputs = {name: _to_half(value) for name, value in inputs.items()}
+    return loss_of(model(**inputs), job.plan.recipe.own_loss, job.mode.outputs)
+
+
+def _to_half(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(torch.bfloat16)
+    if isinstance(value, list):
+        return [_to_half(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _to_half(item) for name, item in value.items()}
+    return value
+
+
+def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
+    """Inputs by replica, step and microbatch; made by a model that nobody trains."""
+    model = build(plan.entry, plan.dtype, plan.training)
+    return [
+        [
+            [
+                plan.recipe.inputs(model, plan.dtype, plan.seed + 7919 * (8 * replica + step) + mb)
+                for mb in range(MICROBATCHES)
+            ]
+            for step in range(STEPS)
+        ]
+        for replica in range(replicas)
+    ]
+
+
+# ---- one process -----------------------------------------------------------
+
+
+def train_alone(job: Job) -> list[Record]:
+    """Plain PyTorch over the same microbatches; one record for each replica's losses."""
+    model = _model(job)
+    if job.mode.checkpointed and hasattr(model, "gradient_checkpointing_disable"):
+        model.gradient_checkpointing_disable()
+    optimizer = make_optimizer(model.parameters())
+    records = [Record(replica=replica) for replica in range(job.mode.replicas)]
+    seed_everything(3)
+    for step in range(STEPS):
+        start = time.perf_counter()
+        total: dict[nn.Parameter, Tensor] = {}
+        for record in records:
+            losses = []
+            for inputs in job.batches[record.replica][step]:
+                loss = _loss(job, model, inputs)
+                loss.backward()
+                losses.append(loss.item())
+            record.losses.append(losses)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    before = total.get(parameter)
+                    grad = parameter.grad
+                    total[parameter] = grad if before is None else before + grad
+                    parameter.grad = None
+        for parameter, grad in total.items():
+            parameter.grad = grad / (MICROBATCHES * len(records))
+        records[0].grads.append(_grads(model.named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        records[0].seconds.append(time.perf_counter() - start)
+    records[0].params = _copies(model.named_parameters())
+    records[0].buffers = _copies(model.named_buffers())
+    return records
+
+
+def _grads(named: Any) -> Tensors:
+    return {_plain(n): None if p.grad is None else _copy(p.grad) for n, p in named}
+
+
+def _copies(named: Any) -> Tensors:
+    return {_plain(name): _copy(tensor) for name, tensor in named}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().cpu()
+
+
+def _plain(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+# ---- several ranks ---------------------------------------------------------
+
+
+def train_together(rank: int, job: Job) -> Record:
+    """The same with smp; `tests.dist.pool` shuts it down."""
+    import smp
+
+    torch.set_num_threads(1)
+    model = _model(job)
+    smp.init({"microbatches": MICROBATCHES, **job.mode.config})
+    if job.mode.split:
+        smp.set_tensor_parallelism(model, True)
+    wrapped = smp.DistributedModel(model)
+    if job.mode.checkpointed:
+        _checkpoint_layers(wrapped)
+    optimizer = smp.DistributedOptimizer(make_optimizer(wrapped.parameters()))
+    replica = smp.rdp_rank() if job.mode.replicas > 1 else 0
+    record = Record(smp.pp_rank(), replica)
+
+    @smp.step
+    def train_step(index: Tensor) -> Tensor:
+        loss = _loss(job, wrapped, batch[int(index)])
+        wrapped.backward(loss)
+        return loss
+
+    seed_everything(3)
+    for step in range(STEPS):
+        batch = job.batches[replica][step]
+        start = time.perf_counter()
+        output = train_step(torch.arange(MICROBATCHES))
+        record.losses.append([float(loss.detach()) for loss in output.outputs])
+        if job.mode.gradients:
+            record.grads.append(_grads(wrapped.local_named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        record.seconds.append(time.perf_counter() - start)
+    if job.mode.gradients:
+        record.params = _copies(wrapped.local_named_parameters())
+        if hasattr(wrapped, "local_named_buffers"):
+            record.buffers = _copies(wrapped.local_named_buffers())
+    elif not job.mode.split:
+        record.params = _copies(wrapped.state_dict().items())
+    record.remote_calls = smp.metrics.server_stats()["remote_calls"]
+    return record
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    """Marks every layer of the lists of layers."""
+    import smp
+
+    for module in model.get_module().modules():  # type: ignore[operator]
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            kinds = {type(child) for child in module}
+            if len(kinds) == 1 and any(True for _ in module[0].children()):
+                for child in module:
+                    smp.set_activation_checkpointing(child)
