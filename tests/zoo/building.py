@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.zoo.catalogue import Entry
-from tests.zoo.configs import tiny
-from tests.zoo.inputs import NoRecipe, Recipe, find_recipe
+from tests.zoo.configs import VARIANTS, Variant, tiny
+from tests.zoo.inputs import NoRecipe, PatternRecipe, Recipe, find_recipe, loss_of
 
 LARGEST = 30_000_000  # parameters; a default that no rule has shrunk
 
@@ -26,14 +27,14 @@ class Plan:
         recipe: its inputs.
         dtype: float64 where the model can.
         training: False where training draws random numbers that no configuration switches off.
-        outputs: whether all optional outputs are on, and count in the loss.
+        variant: how its configuration was shrunk.
     """
 
     entry: Entry
-    recipe: Recipe
+    recipe: Recipe | PatternRecipe
     dtype: torch.dtype = torch.float64
     training: bool = True
-    outputs: bool = False
+    variant: Variant = VARIANTS[0]
 
     @property
     def seed(self) -> int:
@@ -50,18 +51,30 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def build(entry: Entry, dtype: torch.dtype, training: bool = True, outputs: bool = False) -> Any:
+def build(plan: Plan, outputs: bool = False) -> Any:
     """The model, with the same values wherever it is built."""
+    if plan.entry.source == "patterns":
+        return _build_pattern(plan)
     seed_everything(1)
-    cls = entry.load()
-    config = tiny(cls.config_class())
+    cls = plan.entry.load()
+    config = tiny(cls.config_class(), plan.variant)
     if outputs:
         switch_outputs_on(config)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise NoRecipe(f"the model is not tiny: {size} parameters")
+    seed_everything(1)
     model: nn.Module = cls(config)
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
-        raise NoRecipe("the model is not tiny")
     fill_(model)
-    return model.to(dtype).train(training)
+    return model.to(plan.dtype).train(plan.training)
+
+
+def _build_pattern(plan: Plan) -> nn.Module:
+    seed_everything(1)
+    model: nn.Module = plan.entry.load()()
+    fill_(model)
+    return model.to(plan.dtype).train(plan.training)
 
 
 def switch_outputs_on(config: Any) -> None:
@@ -93,27 +106,31 @@ def fill_(model: nn.Module) -> None:
             parameter.copy_(torch.where(strange, torch.zeros_like(value), value) + 0.05 * noise)
 
 
-def make_plan(entry: Entry, outputs: bool = False) -> Plan:
-    """Finds out how to feed a model: in float64, else in float32.
+def make_plan(entry: Entry) -> Plan:
+    """Finds out how to shrink and feed a model: in float64, else in float32.
 
     Raises:
         NoRecipe: nothing gave a loss.
     """
-    try:
-        plan = _plan_in(entry, torch.float64, outputs)
-    except NoRecipe as error:
-        try:
-            plan = _plan_in(entry, torch.float32, outputs)
-        except NoRecipe:
-            raise error from None
-    return plan
+    if entry.source == "patterns":
+        return Plan(entry, PatternRecipe())
+    reasons = []
+    for variant in VARIANTS:
+        for dtype in (torch.float64, torch.float32):
+            try:
+                return _plan_in(Plan(entry, Recipe(0, 0, True), dtype, variant=variant))
+            except NoRecipe as error:
+                reasons.append(str(error))
+            except ImportError:
+                raise
+            except Exception as error:  # configurations and models raise what they like
+                reasons.append(f"{type(error).__name__}: {str(error)[:200]}")
+                break
+    raise NoRecipe(" | ".join(dict.fromkeys(reasons)))
 
 
-def _plan_in(entry: Entry, dtype: torch.dtype, outputs: bool) -> Plan:
-    model = build(entry, dtype)
-    seed = zlib.crc32(str(entry).encode())
-    recipe = find_recipe(model, dtype, seed)
-    plan = Plan(entry, recipe, dtype, outputs=outputs)
+def _plan_in(plan: Plan) -> Plan:
+    plan = replace(plan, recipe=find_recipe(build(plan), plan.dtype, plan.seed))
     for training in (True, False):
         plan = replace(plan, training=training)
         if is_repeatable(plan):
@@ -123,22 +140,10 @@ def _plan_in(entry: Entry, dtype: torch.dtype, outputs: bool) -> Plan:
 
 def is_repeatable(plan: Plan) -> bool:
     """Whether the loss is the same after other random numbers."""
-    from tests.zoo.inputs import loss_of
-
     losses = []
     for seed in (1, 2):
-        model = build(plan.entry, plan.dtype, plan.training, plan.outputs)
+        model = build(plan)
         inputs = plan.recipe.inputs(model, plan.dtype, plan.seed)
         seed_everything(seed)
-        losses.append(loss_of(model(**inputs), plan.recipe.own_loss, plan.outputs).item())
+        losses.append(loss_of(model(**inputs), plan.recipe.own_loss, everything=False).item())
     return losses[0] == losses[1]
-
-
-def microbatches(plan: Plan, model: nn.Module, count: int, step: int, replica: int = 0) -> list[Any]:
-    """The inputs of one step of one replica."""
-    base = plan.seed + 1000 * step + 100_000 * replica
-    return [plan.recipe.inputs(model, plan.dtype, base + number) for number in range(count)]
-
-
-def loss_tensor(value: Tensor) -> float:
-    return float(value.detach())

@@ -64,6 +64,17 @@ def transformers_entries() -> list[Entry]:
     return found
 
 
+def pattern_entries() -> list[Entry]:
+    """Every hand-written pattern."""
+    from tests.zoo import hooks, patterns
+
+    assert hooks is not None  # has put its patterns among the others
+    return [
+        Entry("patterns", "patterns", make.__module__, name)
+        for name, make in patterns.PATTERNS.items()
+    ]
+
+
 def _has_target(cls: type) -> bool:
     try:
         names = list(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
@@ -93,5 +104,5 @@ def families() -> dict[str, list[Entry]]:
 def entries(all_classes: bool = False) -> list[Entry]:
     """Models to run: one of each family first, then the others."""
     by_family = list(families().values())
-    firsts = [found[0] for found in by_family]
+    firsts = pattern_entries() + [found[0] for found in by_family]
     return firsts + ([e for found in by_family for e in found[1:]] if all_classes else [])

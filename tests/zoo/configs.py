@@ -49,6 +49,9 @@ def _keep(value: int) -> int:
     return value
 
 
+_TO_WIDTH, _TO_HEAD_DIM = _to(WIDTH), _to(HEAD_DIM)
+_WIDTHS = (_TO_WIDTH, _TO_HEAD_DIM)
+
 # The first pattern that matches a name decides. Zero, negative numbers and None always stay.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"ignore_index|_every_|_interval$|_period$|_step$|_frequency$|_offset$|_stride$", _keep),
@@ -63,10 +66,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"max_(source|target|text|seq|sequence|len|relative).*(positions|len|length)", _at_most(POSITIONS)),
     (r"(key_value|kv)_?(n_)?heads|^num_kv_heads|num_query_groups|multi_query_group", _key_value_heads),
     (r"(^|_)(n_|num_)\w*heads?$|^(n|num)_heads?$|attention_heads$|_heads$|^heads$", _heads),
-    (r"(head_dim|head_size|d_kv|d_head|dim_head|_head_dim|kv_channels)$", _to(HEAD_DIM)),
+    (r"(head_dim|head_size|d_kv|d_head|dim_head|_head_dim|kv_channels)$", _TO_HEAD_DIM),
+    (r"rotary_dim$|^rotary_dim|rotary_ndims", _TO_HEAD_DIM),
     (r"lora_rank|rank$", _to(8)),
-    (r"experts?_per_tok|^moe_k$|top_?k(_|$)|_k$", _at_most(2)),
     (r"n_group$|topk_group|expert_group|^num_groups", _to(1)),
+    (r"experts?_per_tok|^moe_k$|top_?k(_|$)|_k$", _at_most(2)),
     (r"(n|num)_shared_experts?$", _at_most(1)),
     (r"experts?$|^num_local_experts|moe_num_experts|^n_routed", _at_most(EXPERTS)),
     (r"first_k_dense|num_dense_layers|max_window_layers|num_kv_shared|num_feature_levels", _at_most(1)),
@@ -80,16 +84,19 @@ RULES: tuple[tuple[str, Rule], ...] = (
      r"|mm_tokens_per_image|image_seq_length|num_proposals", _at_most(8)),
     (r"train_num_points", _at_most(32)),
     (r"num_codevectors_per_group|codebook_size", _at_most(32)),
-    (r"_channels?$|^num_channels|^channels", _to(WIDTH)),
+    (r"_channels?$|^num_channels|^channels", _TO_WIDTH),
     (r"num_mel_bins|feature_size|^input_dim$", _at_most(WIDTH)),
     (r"intermediate|ffn_dim|ffn_hidden|d_ff$|^dff$|d_inner|n_inner|feedforward_dim|dim_ff|mlp_dim"
-     r"|dim_feedforward|feed_?forward_size", _to(WIDTH)),
+     r"|dim_feedforward|feed_?forward_size", _TO_WIDTH),
     (r"(hidden|embed|embedding|projection|proj|width|project|feature|features|output|model|latent"
-     r"|condition|pooler|backbone|fusion|mask)\w*_(size|dim|dims|width|sizes)$", _to(WIDTH)),
+     r"|condition|pooler|backbone|fusion|mask)\w*_(size|dim|dims|width|sizes)$", _TO_WIDTH),
     (r"^(d_model|n_embd|dim|hidden|width|embed_dim|embedding_size|hidden_sizes?|d_embed|n_state"
-     r"|num_filters|codevector_dim|\w+_dim|\w+_units|conv_dim)$|_dim$", _to(WIDTH)),
+     r"|num_filters|codevector_dim|\w+_dim|\w+_units|conv_dim)$|_dim$", _TO_WIDTH),
     (r"(^|_)(d_)?state(_size)?$", _at_most(8)),
 )  # fmt: skip
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
+_HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_COUNTS_OF_HEADS = (_heads, _key_value_heads)
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in RULES)
 
 # Probabilities of what makes two runs differ, and noise.
@@ -101,20 +108,76 @@ _TOKEN = re.compile(
 )
 _NO_TOKEN = re.compile(r"ignore|loss|layer|insert|in_index|lang_id|head_|eval_idx|dataset")
 
+# Fields that a configuration leaves open and its model needs.
+_OPEN: dict[str, Any] = {
+    "pad_token_id": 0,  # heads for sequences look for padding
+    "vocab_size": VOCABULARY,
+    "n_routed_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "prediction_length": 4,
+    "num_key_value_heads": HEADS,
+}
+
 # (model type, field) -> value and why no rule knows it.
-OVERRIDES: dict[tuple[str, str], tuple[Any, str]] = {}
+OVERRIDES: dict[tuple[str, str], tuple[Any, str]] = {
+    ("reformer", "axial_pos_embds_dim"): ([16, 16], "adds up to the width"),
+    ("reformer", "axial_pos_shape"): ([2, 4], "multiplies to the length in training"),
+    ("reformer", "local_attn_chunk_length"): (4, "divides the length"),
+    ("reformer", "lsh_attn_chunk_length"): (4, "divides the length"),
+    ("lilt", "hidden_size"): (48, "a sixth of it, six times, is the width of a box"),
+    ("layoutlmv3", "coordinate_size"): (6, "four of it and two shapes are the width"),
+    ("layoutlmv3", "shape_size"): (4, "four coordinates and two of it are the width"),
+    ("xmod", "default_language"): ("en_XX", "training needs one"),
+    ("xmod", "languages"): (["en_XX"], "one adapter per language"),
+    ("chameleon_vlm", "vocabulary_map"): ({"<image>": 10}, "is filled from the tokenizer"),
+    ("chameleon", "vocabulary_map"): ({"<image>": 10}, "is filled from the tokenizer"),
+    ("lfm2_moe", "layer_types"): (["conv", "full_attention"], "has no default"),
+    ("mpnet", "relative_attention_num_buckets"): (32, "is fixed in the code"),
+    ("gpt_neo", "attention_types"): ([[["global", "local"], 1]], "a pattern and how often"),
+    ("bros", "dim_bbox_sinusoid_emb_2d"): (32, "a number for each of eight corners, four apart"),
+    ("bros", "dim_bbox_sinusoid_emb_1d"): (4, "an eighth of the other"),
+    ("bros", "dim_bbox_projection"): (8, "the width of a head"),
+    ("bridgetower", "num_attention_heads"): (4, "is divided by 64 in the code"),
+    ("granite_speech5", "context_size"): (16, "below the number of positions"),
+}
 
 
-def tiny(config: Any, **changes: Any) -> Any:
-    """A new configuration of the same class with small numbers.
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way of shrinking; which one a configuration stands is found out by trying.
 
-    Args:
-        config: of transformers.
-        changes: fields of the outermost one, after all rules.
+    Attributes:
+        derived: hand on fields that have no default, too; else the configuration makes them.
+        grouped: fewer heads of keys than of queries, where the configuration has that.
+        layers: how many.
+        scaled: divide all widths by one factor and keep the numbers of heads, so that sums and
+            products of widths stay right.
+        widths: whether widths become small at all.
     """
+
+    derived: bool = True
+    grouped: bool = True
+    layers: int = LAYERS
+    scaled: bool = False
+    widths: bool = True
+
+
+VARIANTS = (
+    Variant(),
+    Variant(derived=False),
+    Variant(derived=False, grouped=False),
+    Variant(layers=6),
+    Variant(scaled=True),
+    Variant(scaled=True, derived=False),
+    Variant(widths=False),
+)
+
+
+def tiny(config: Any, variant: Variant = VARIANTS[0]) -> Any:
+    """A new configuration of the same class with small numbers."""
     tokens: dict[int, int] = {}
     _collect_tokens(config, tokens)
-    return _shrink(config, tokens, changes)
+    return _Shrinking(variant, tokens).shrink(config)
 
 
 def nested(config: Any) -> dict[str, Any]:
@@ -128,9 +191,17 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, PretrainedConfig)
 
 
-def field_names(config: Any) -> list[str]:
-    """What the class takes by name."""
-    return [f.name for f in dataclasses.fields(config) if f.init and not f.name.startswith("_")]
+def _fields(config: Any) -> list[tuple[str, Any]]:
+    """What the class takes by name, with its default."""
+    fields = [f for f in dataclasses.fields(config) if f.init and not f.name.startswith("_")]
+    return [(f.name, f.default if f.default_factory is dataclasses.MISSING else 0) for f in fields]
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a field without a default has to be handed on: other code cannot make it again."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and isinstance(value[0], (str, bool))
+    return _is_config(value) or (isinstance(value, dict) and bool(value))
 
 
 def _is_token(name: str, value: Any) -> bool:
@@ -153,83 +224,136 @@ def _collect_tokens(config: Any, tokens: dict[int, int]) -> None:
             tokens[value] = value if value < 10 else next(free)
 
 
-def _shrink(config: Any, tokens: dict[int, int], changes: dict[str, Any]) -> Any:
-    old_layers = _layer_counts(config)
-    kinds = _most_kinds(config, old_layers)
-    arguments: dict[str, Any] = {}
-    for name in field_names(config):
-        value = getattr(config, name, None)
-        new = _shrunk(name, value, tokens, old_layers, max(LAYERS, kinds))
-        if new is not value:
-            arguments[name] = new
-    for (model_type, name), (value, _) in OVERRIDES.items():
-        if model_type == config.model_type:
-            arguments[name] = value
-    return type(config)(**arguments | changes)
+class _Shrinking:
+    """One variant over one tree of configurations."""
 
+    def __init__(self, variant: Variant, tokens: dict[int, int]) -> None:
+        self.variant = variant
+        self.tokens = tokens
+        # Of the configuration in hand:
+        self.old_layers: set[int] = set()
+        self.layers = variant.layers
+        self.factor = 1
+        self.grouped = True
 
-def _shrunk(
-    name: str, value: Value, tokens: dict[int, int], old_layers: set[int], layers: int
-) -> Value:
-    if _is_config(value):
-        return _shrink(value, tokens, {})
-    if isinstance(value, bool) or value is None:
+    def shrink(self, config: Any) -> Any:
+        outer = (self.old_layers, self.layers, self.factor, self.grouped)
+        self.grouped = _is_grouped(config)
+        self.old_layers = _layer_counts(config)
+        self.layers = max(self.variant.layers, _most_kinds(config, self.old_layers))
+        if self.variant.scaled:
+            self.factor = max(_factor(config), 1)
+        values = vars(config)
+        arguments: dict[str, Any] = {}
+        for name, default in _fields(config):
+            value = values.get(name)
+            if value is None and name in _OPEN:
+                arguments[name] = _OPEN[name]
+                continue
+            if default is None and not self.variant.derived and not _is_given(value):
+                continue
+            new = self.shrunk(name, value)
+            if new is not value:
+                arguments[name] = new
+        for (model_type, name), (value, _) in OVERRIDES.items():
+            if model_type == config.model_type:
+                arguments[name] = value
+        self.old_layers, self.layers, self.factor, self.grouped = outer
+        return type(config)(**arguments)
+
+    def shrunk(self, name: str, value: Value) -> Value:
+        if _is_config(value):
+            return self.shrink(value)
+        if isinstance(value, bool) or value is None or name in ("id2label", "label2id"):
+            return value
+        if _is_token(name, value):
+            return self.tokens[value]
+        if isinstance(value, float):
+            return 0.0 if _RANDOM.search(name) else value
+        if isinstance(value, int):
+            return self.integer(name, value)
+        if isinstance(value, (list, tuple)):
+            return self.sequence(name, value)
+        if isinstance(value, dict):
+            return _shrunk_dict(value, self.factor if self.variant.scaled else None)
         return value
-    if _is_token(name, value):
-        return tokens[value]
-    if name in ("id2label", "label2id"):
-        return value
-    if isinstance(value, float):
-        return 0.0 if _RANDOM.search(name) else value
-    if isinstance(value, int):
+
+    def integer(self, name: str, value: int) -> int:
+        if value <= 0:
+            return value
         if _RANDOM.search(name) and not re.search(r"length|masks", name):
             return 0
-        if value in old_layers and _is_layer_count(name):
-            return layers
-        return _small(name, value)
-    if isinstance(value, (list, tuple)):
-        return _shrunk_list(name, value, old_layers, layers)
-    if isinstance(value, dict):
-        return _shrunk_dict(value)
-    return value
-
-
-def _small(name: str, value: int) -> int:
-    if value <= 0:
+        if value in self.old_layers and _is_layer_count(name):
+            return self.layers
+        for pattern, rule in _COMPILED:
+            if pattern.search(name):
+                return self.by_rule(rule, value)
         return value
-    for pattern, rule in _COMPILED:
-        if pattern.search(name):
-            return rule(value)
-    return value
+
+    def by_rule(self, rule: Rule, value: int) -> int:
+        if rule is _key_value_heads and not (self.grouped and self.variant.grouped):
+            rule = _heads
+        if rule in _WIDTHS:
+            if not self.variant.widths:
+                return value
+            if self.variant.scaled:
+                divides = value % self.factor == 0
+                return value // self.factor if divides else value
+        if rule in _COUNTS_OF_HEADS and (self.variant.scaled or not self.variant.widths):
+            return value
+        return rule(value)
+
+    def sequence(self, name: str, value: Any) -> Any:
+        items = list(value)
+        if len(items) in self.old_layers and len(items) > self.layers:
+            firsts = [i for i, item in enumerate(items) if item not in items[:i]]
+            rest = [i for i in range(len(items)) if i not in firsts]
+            items = [items[i] for i in sorted((firsts + rest)[: self.layers])]
+        if items and all(type(item) is int for item in items):
+            if name.endswith(("indices", "indexes", "idxs", "idx")):
+                items = sorted({min(item, self.layers - 1) for item in items})
+            else:
+                items = [self.integer(name, item) for item in items]
+        elif items and all(isinstance(item, (list, tuple)) for item in items):
+            items = [self.sequence(name, item) for item in items]
+        return type(value)(items)
 
 
-def _shrunk_list(name: str, value: Any, old_layers: set[int], layers: int) -> Any:
-    items = list(value)
-    if len(items) in old_layers and len(items) > layers:
-        firsts = [i for i, item in enumerate(items) if item not in items[:i]]
-        rest = [i for i in range(len(items)) if i not in firsts]
-        items = [items[i] for i in sorted((firsts + rest)[:layers])]
-    if all(type(item) is int for item in items):
-        if name.endswith(("indices", "indexes", "idxs", "idx")) or name in ("layers_to_use",):
-            items = sorted({min(item, layers - 1) for item in items})
-        else:
-            items = [_small(name, item) for item in items]
-    elif items and all(isinstance(item, (list, tuple)) for item in items):
-        items = [_shrunk_list(name, item, set(), layers) for item in items]
-    return type(value)(items)
+def _is_grouped(config: Any) -> bool:
+    """Whether there are fewer heads of keys than of queries."""
+    values = vars(config)
+    heads = next((values[n] for n in _HEAD_COUNTS if isinstance(values.get(n), int)), None)
+    groups = values.get("num_key_value_heads")
+    return heads is None or groups is None or groups < heads
 
 
-def _shrunk_dict(value: dict[str, Any]) -> dict[str, Any]:
+def _factor(config: Any) -> int:
+    """By what widths are divided: heads become as wide as `HEAD_DIM`."""
+    values = vars(config)
+    width = next((values[n] for n in ("head_dim", "d_kv", "d_head") if values.get(n)), None)
+    if width is None:
+        hidden = next((values[n] for n in _HIDDEN if isinstance(values.get(n), int)), 0)
+        heads = next((values[n] for n in _HEAD_COUNTS if isinstance(values.get(n), int)), 0)
+        width = hidden // heads if heads else hidden // 4
+    power = 1
+    while isinstance(width, int) and width // (2 * power) >= HEAD_DIM:
+        power *= 2
+    return power
+
+
+def _shrunk_dict(value: dict[str, Any], factor: int | None) -> dict[str, Any]:
     """Rotary parameters: lists have a number for each pair of a head's dimensions."""
     result = dict(value)
     half = HEAD_DIM // 2
     for name, item in value.items():
-        if name == "mrope_section":
+        if name == "mrope_section" and factor is not None:
+            result[name] = [max(1, number // factor) for number in item]
+        elif name == "mrope_section":
             result[name] = [half - (len(item) - 1), *[1] * (len(item) - 1)]
         elif name in ("short_factor", "long_factor"):
             result[name] = list(item)[:half]
         elif isinstance(item, dict):
-            result[name] = _shrunk_dict(item)
+            result[name] = _shrunk_dict(item, factor)
     return result
 
 

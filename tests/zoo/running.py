@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.zoo.building import Plan, build, seed_everything
 from tests.zoo.inputs import Inputs, loss_of
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
+from tests.zoo.patterns import LOSSES
 
 Tensors = dict[str, Tensor | None]
 
@@ -54,14 +55,26 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _model(job: Job) -> nn.Module:
-    model = build(job.plan.entry, job.plan.dtype, job.plan.training, job.mode.outputs)
+    model = build(job.plan, job.mode.outputs)
     return model.to(torch.bfloat16) if job.mode.half else model
 
 
-def _loss(job: Job, model: Callable[..., Any], inputs: Inputs) -> Tensor:
+def _loss(job: Job, model: Callable[..., Any], plain: nn.Module, inputs: Inputs) -> Any:
+    """The loss of one microbatch.
+
+    Args:
+        job: says which.
+        model: what is called.
+        plain: the module that the user wrote; some leave the loss on it.
+        inputs: of the microbatch.
+    """
     if job.mode.half:
         inputs = {name: _to_half(value) for name, value in inputs.items()}
-    return loss_of(model(**inputs), job.plan.recipe.own_loss, job.mode.outputs)
+    output = model(**inputs)
+    found = LOSSES.get(job.plan.entry.name)
+    if found is not None:
+        return found(output, plain)
+    return loss_of(output, job.plan.recipe.own_loss, job.mode.outputs)
 
 
 def _to_half(value: Any) -> Any:
@@ -76,7 +89,7 @@ def _to_half(value: Any) -> Any:
 
 def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
     """Inputs by replica, step and microbatch; made by a model that nobody trains."""
-    model = build(plan.entry, plan.dtype, plan.training)
+    model = build(plan)
     return [
         [
             [
@@ -106,7 +119,7 @@ def train_alone(job: Job) -> list[Record]:
         for record in records:
             losses = []
             for inputs in job.batches[record.replica][step]:
-                loss = _loss(job, model, inputs)
+                loss = _loss(job, model, model, inputs)
                 loss.backward()
                 losses.append(loss.item())
             record.losses.append(losses)
@@ -166,7 +179,7 @@ def train_together(rank: int, job: Job) -> Record:
 
     @smp.step
     def train_step(index: Tensor) -> Tensor:
-        loss = _loss(job, wrapped, batch[int(index)])
+        loss = _loss(job, wrapped, model, batch[int(index)])
         wrapped.backward(loss)
         return loss
 
