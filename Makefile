@@ -28,8 +28,8 @@ THREADS_OF_TWO := $(shell n=$$(($$(nproc) / 2)); echo $$((n > 0 ? n : 1)))
 
 .PHONY: help
 help:  ## show this list
-	@grep -E '^[a-z_]+:.*##' $(MAKEFILE_LIST) | \
-	  sed -E 's/^([a-z_]+):[^#]*## /\1|/' | \
+	@grep -E '^[a-z_-]+:.*##' $(MAKEFILE_LIST) | \
+	  sed -E 's/^([a-z_-]+):[^#]*## /\1|/' | \
 	  awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 	@echo "  NO_VENV=1 PYTHON=python3 uses the packages of the machine"
 
@@ -58,6 +58,16 @@ endif
 test: build transformers  ## run every test: C++, lint rules, one process, several processes
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure
 	$(RUN) scripts/pytest.sh $(PY) $(PYTEST_ARGS)
+
+# One class of each family on two ranks, then a sample in the other modes.
+.PHONY: test-all
+test-all: test zoo  ## `make test`, and every model of the zoo (tests/zoo)
+
+.PHONY: zoo
+zoo: build  ## every model of the zoo: one of each family on two ranks, samples in other modes
+	$(RUN) $(PY) -m tests.zoo --mode pp2 --check
+	$(RUN) $(PY) -m tests.zoo --mode outputs --mode pp3 --mode pp2dp2 --mode dp2 --mode sdp2 \
+	  --mode tp2 --mode checkpointing --mode bf16 --sample 16 --check
 
 .PHONY: quick
 quick: build  ## C++ and one-process tests only

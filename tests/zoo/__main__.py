@@ -14,9 +14,11 @@ from pathlib import Path
 from tests.dist.pool import Pool
 from tests.zoo.building import make_plan
 from tests.zoo.catalogue import Entry, entries
-from tests.zoo.judging import CRASH, SKIPPED, Result, first_line, run
+from tests.zoo.judging import CRASH, SKIPPED, Result, first_line, is_bad, run
+from tests.zoo.known import reason_for
 from tests.zoo.modes import MODES, Mode
 from tests.zoo.running import Job, make_batches, train_alone
+from tests.zoo.table import read, write
 
 
 def run_entry(pool: Pool, entry: Entry, modes: list[Mode]) -> list[Result]:
@@ -28,6 +30,8 @@ def run_entry(pool: Pool, entry: Entry, modes: list[Mode]) -> list[Result]:
         reason = f"{type(error).__name__}: {first_line(str(error))[:600]}"
         return [Result(str(entry), entry.family, mode.name, SKIPPED, reason) for mode in modes]
     for mode in modes:
+        if mode.outputs and entry.source == "patterns":
+            continue  # have no optional outputs
         try:
             batches = make_batches(plan, mode.replicas)
             job = Job(plan, mode, batches)
@@ -44,22 +48,39 @@ def run_entry(pool: Pool, entry: Entry, modes: list[Mode]) -> list[Result]:
     return results
 
 
+def choose(only: str | None, all_classes: bool) -> list[Entry]:
+    """Entries that a pattern names; the first of each family, unless it names others only."""
+    for every in (all_classes, True):
+        found = [e for e in entries(every) if only is None or _is_named(e, only)]
+        if found:
+            return found
+    raise SystemExit(f"no model is called *{only}*")
+
+
+def _is_named(entry: Entry, only: str) -> bool:
+    return any(fnmatch.fnmatch(str(entry), f"*{pattern}*") for pattern in only.split(","))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo")
     parser.add_argument("--mode", action="append", choices=sorted(MODES), help="default: pp2")
-    parser.add_argument("--only", help="pattern of source/family/class")
+    parser.add_argument("--only", help="patterns of source/family/class, with commas between")
     parser.add_argument("--all-classes", action="store_true", help="not one of each family only")
     parser.add_argument("--json", type=Path, help="results, a line each; kept up to date")
     parser.add_argument("--table", type=Path, help="page to write")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="results of earlier runs; nothing is run, for --table"
+    )
+    parser.add_argument("--sample", type=int, default=1, metavar="N", help="every Nth model only")
+    parser.add_argument("--check", action="store_true", help="fail on defects that are not known")
     parser.add_argument("--details", action="store_true", help="whole errors")
     options = parser.parse_args()
+    if options.read:
+        write(options.table, read(options.read))
+        return 0
     warnings.filterwarnings("ignore")
     modes = [MODES[name] for name in options.mode or ["pp2"]]
-    chosen = [
-        entry
-        for entry in entries(options.all_classes or bool(options.only))
-        if options.only is None or fnmatch.fnmatch(str(entry), f"*{options.only}*")
-    ]
+    chosen = choose(options.only, options.all_classes)[:: options.sample]
     results: list[Result] = []
     start = time.monotonic()
     pool = Pool()
@@ -81,16 +102,19 @@ def main() -> int:
         bitwise = sum(r.bitwise for r in results if r.mode == mode.name)
         print(f"{mode.name}: {dict(counts)}, {bitwise} bitwise; {time.monotonic() - start:.0f} s")
     if options.table:
-        from tests.zoo.table import write
-
         write(options.table, results)
-    return 0
+    defects = [r for r in results if is_bad(r) and reason_for(r) is None]
+    for result in defects if options.check else []:
+        print(f"defect: {_line(result)}")
+    return 1 if options.check and defects else 0
 
 
 def _line(result: Result) -> str:
     exact = " bitwise" if result.bitwise else ""
     times = f"{result.first_step_s:.2f} s" if result.first_step_s else ""
-    return f"{result.outcome:9}{exact:8} {result.mode:6} {result.model} {times} {result.reason[:300]}"
+    return (
+        f"{result.outcome:9}{exact:8} {result.mode:6} {result.model} {times} {result.reason[:300]}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,8 @@ from tests.zoo.catalogue import Entry
 from tests.zoo.configs import VARIANTS, Variant, tiny
 from tests.zoo.inputs import NoRecipe, PatternRecipe, Recipe, find_recipe, loss_of
 
-LARGEST = 30_000_000  # parameters; a default that no rule has shrunk
+PATIENCE_S = 10.0  # for one model's search
+LARGEST = 20_000_000  # parameters; a default that no rule has shrunk
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,11 @@ def make_plan(entry: Entry) -> Plan:
     """
     if entry.source == "patterns":
         return Plan(entry, PatternRecipe())
-    reasons = []
+    reasons: list[str] = []
+    start = time.monotonic()
     for variant in VARIANTS:
+        if time.monotonic() - start > PATIENCE_S:
+            break
         for dtype in (torch.float64, torch.float32):
             try:
                 return _plan_in(Plan(entry, Recipe(0, 0, True), dtype, variant=variant))

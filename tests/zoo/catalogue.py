@@ -66,9 +66,9 @@ def transformers_entries() -> list[Entry]:
 
 def pattern_entries() -> list[Entry]:
     """Every hand-written pattern."""
-    from tests.zoo import hooks, patterns
+    from tests.zoo import calls, hooks, patterns
 
-    assert hooks is not None  # has put its patterns among the others
+    assert calls is not None and hooks is not None  # have put their patterns among the others
     return [
         Entry("patterns", "patterns", make.__module__, name)
         for name, make in patterns.PATTERNS.items()

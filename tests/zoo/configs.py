@@ -63,9 +63,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_conv_pos_embeddings", _at_most(8)),
     (r"(^|_)(max_)?(\w*position\w*_embeddings|n_positions|n_ctx|context_length|seq_len(gth)?)$",
      _at_most(POSITIONS)),
-    (r"max_(source|target|text|seq|sequence|len|relative).*(positions|len|length)", _at_most(POSITIONS)),
-    (r"(key_value|kv)_?(n_)?heads|^num_kv_heads|num_query_groups|multi_query_group", _key_value_heads),
-    (r"(^|_)(n_|num_)\w*heads?$|^(n|num)_heads?$|attention_heads$|_heads$|^heads$", _heads),
+    (r"max_(source|target|text|seq|sequence|len|relative).*(positions|len|length)",
+     _at_most(POSITIONS)),
+    (r"(key_value|kv)_?(n_)?heads|^num_kv_heads|num_query_groups|multi_query_group",
+     _key_value_heads),
+    (r"_heads$|^heads$|(^|_)(n|num)_(\w*_)?head$", _heads),
     (r"(head_dim|head_size|d_kv|d_head|dim_head|_head_dim|kv_channels)$", _TO_HEAD_DIM),
     (r"rotary_dim$|^rotary_dim|rotary_ndims", _TO_HEAD_DIM),
     (r"lora_rank|rank$", _to(8)),
@@ -73,12 +75,14 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"experts?_per_tok|^moe_k$|top_?k(_|$)|_k$", _at_most(2)),
     (r"(n|num)_shared_experts?$", _at_most(1)),
     (r"experts?$|^num_local_experts|moe_num_experts|^n_routed", _at_most(EXPERTS)),
-    (r"first_k_dense|num_dense_layers|max_window_layers|num_kv_shared|num_feature_levels", _at_most(1)),
+    (r"first_k_dense|num_dense_layers|max_window_layers|num_kv_shared|num_feature_levels",
+     _at_most(1)),
     (r"layers?$|^(encoder|decoder)_layers|^n_layers?$|(^|_)depths?$|num_blocks|_blocks$|_repeats$"
      r"|^n_block|num_block_|numb_of_layers", _at_most(LAYERS)),
     (r"image_size|img_size|^resolution$|crop_size|^spec_size", _at_most(IMAGE)),
     (r"patch_size", _at_most(PATCH)),
-    (r"window_size|sliding_window|local_attention$|attention_window|chunk_size|_window$", _at_most(4)),
+    (r"window_size|sliding_window|local_attention$|attention_window|chunk_size|_window$",
+     _at_most(4)),
     (r"num_frames", _at_most(2)),
     (r"num_queries|num_denoising|num_query_tokens|num_latents|latent_query_num|num_image_tokens"
      r"|mm_tokens_per_image|image_seq_length|num_proposals", _at_most(8)),
@@ -197,6 +201,10 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
     return [(f.name, f.default if f.default_factory is dataclasses.MISSING else 0) for f in fields]
 
 
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
 def _is_given(value: Any) -> bool:
     """Whether a field without a default has to be handed on: other code cannot make it again."""
     if isinstance(value, (list, tuple)):
@@ -253,7 +261,7 @@ class _Shrinking:
             if default is None and not self.variant.derived and not _is_given(value):
                 continue
             new = self.shrunk(name, value)
-            if new is not value:
+            if new is not value or (value is not None and not _same(value, default)):
                 arguments[name] = new
         for (model_type, name), (value, _) in OVERRIDES.items():
             if model_type == config.model_type:

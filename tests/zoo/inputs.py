@@ -259,7 +259,6 @@ _SOUNDS = (_features, _features_last, _wave, _wave_channel)
 
 def _main_inputs(source: Source) -> Iterator[Inputs]:
     """Kinds of main inputs, the most telling first."""
-    required = {n for n, p in source.parameters.items() if p.default is p.empty}
     makers: list[Maker] = []
     if source.takes("past_values"):
         makers.append(_series)
@@ -289,8 +288,6 @@ def _main_inputs(source: Source) -> Iterator[Inputs]:
         if not all(source.takes(name) for name in inputs):
             inputs = {name: value for name, value in inputs.items() if source.takes(name)}
         yield _with_decoder(source, inputs)
-        del required
-        required = set()
 
 
 # ---- targets ---------------------------------------------------------------
@@ -351,10 +348,12 @@ def _length(inputs: Inputs) -> int:
 
 # By the end of the class name: what labels are tried first.
 _BY_NAME: tuple[tuple[str, Any], ...] = (
-    ("SequenceClassification", _class), ("ImageClassification", _class), ("VideoClassification", _class),
+    ("SequenceClassification", _class), ("ImageClassification", _class),
+    ("VideoClassification", _class),
     ("AudioClassification", _class), ("NextSentencePrediction", _class), ("MultipleChoice", _class),
     ("TokenClassification", _class_per_word), ("FrameClassification", _class_per_word),
-    ("SemanticSegmentation", _class_per_pixel), ("ObjectDetection", _boxes), ("Segmentation", _boxes),
+    ("SemanticSegmentation", _class_per_pixel), ("ObjectDetection", _boxes),
+    ("Segmentation", _boxes),
     ("DepthEstimation", _real_per_pixel), ("CTC", _sound_words), ("RNNT", _sound_words),
     ("TDT", _sound_words), ("SuperResolution", _picture), ("ImageMatting", _picture),
     ("XVector", _class),
@@ -519,7 +518,9 @@ def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
                 fallback = recipe
         if fallback is not None:
             return fallback
-    raise NoRecipe("; ".join(dict.fromkeys([*errors[:2], *errors[-2:]])) or "no kind of inputs fits")
+    raise NoRecipe(
+        "; ".join(dict.fromkeys([*errors[:2], *errors[-2:]])) or "no kind of inputs fits"
+    )
 
 
 def _try(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> None:

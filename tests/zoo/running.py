@@ -188,7 +188,8 @@ def train_together(rank: int, job: Job) -> Record:
         batch = job.batches[replica][step]
         start = time.perf_counter()
         output = train_step(torch.arange(MICROBATCHES))
-        record.losses.append([float(loss.detach()) for loss in output.outputs])
+        if output is not None:  # a loss that is left on the module is the driver's alone
+            record.losses.append([float(loss.detach()) for loss in output.outputs])
         if job.mode.gradients:
             record.grads.append(_grads(wrapped.local_named_parameters()))
         optimizer.step()

@@ -1,0 +1,193 @@
+"""The zoo's own rules, and a sample of its models on two ranks.
+
+``make test-all`` runs all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.dist.pool import Outcome, Pool
+from tests.zoo.__main__ import choose, run_entry
+from tests.zoo.catalogue import families
+from tests.zoo.configs import LAYERS, VARIANTS, VOCABULARY, tiny
+from tests.zoo.judging import (
+    DIFFERENT,
+    EQUAL,
+    NAN,
+    REFUSED,
+    Result,
+    is_ours,
+    judge,
+)
+from tests.zoo.known import reason_for
+from tests.zoo.modes import MODES
+from tests.zoo.running import Job, Record, make_batches, train_alone
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SAMPLE = (
+    "NanoGPT", "MovingAverageBuffer", "ChildsParameterAsArgument", "WeightNorm", "Dataclasses",
+    "DictChangedInPlace", "RoutedByData", "ForwardHooksChangeOutputs",
+    "transformers/gpt2", "transformers/t5", "transformers/vit", "transformers/mixtral",
+    "transformers/wav2vec2",
+)  # fmt: skip
+
+
+# ---- configurations by rule ------------------------------------------------
+
+
+def test_widths_heads_layers_and_words_become_small() -> None:
+    small = tiny(transformers.LlamaConfig(num_key_value_heads=8))
+    assert small.hidden_size == 32 and small.num_attention_heads == 4
+    assert small.num_hidden_layers == LAYERS and small.vocab_size == VOCABULARY
+    assert small.num_key_value_heads == 2, "there were fewer heads of keys"
+    assert type(small) is transformers.LlamaConfig
+
+
+def test_heads_of_keys_stay_as_many_as_heads_of_queries() -> None:
+    small = tiny(transformers.LlamaConfig(num_key_value_heads=32))
+    assert small.num_key_value_heads == small.num_attention_heads == 4
+
+
+def test_probabilities_of_dropout_are_zero_and_other_numbers_stay() -> None:
+    small = tiny(transformers.BertConfig(hidden_dropout_prob=0.3, layer_norm_eps=1e-7))
+    assert small.hidden_dropout_prob == small.attention_probs_dropout_prob == 0.0
+    assert small.layer_norm_eps == 1e-7
+
+
+def test_special_tokens_are_words_and_stay_different() -> None:
+    small = tiny(transformers.Qwen2VLConfig())
+    ids = [small.image_token_id, small.video_token_id, small.vision_start_token_id]
+    assert len(set(ids)) == 3 and all(0 <= i < small.text_config.vocab_size for i in ids)
+
+
+def test_nested_configurations_become_small_too() -> None:
+    small = tiny(transformers.CLIPConfig())
+    assert small.text_config.hidden_size == small.vision_config.hidden_size == 32
+    assert small.vision_config.image_size // small.vision_config.patch_size == 4
+
+
+def test_kinds_of_layers_are_kept() -> None:
+    config = transformers.Qwen3NextConfig()
+    small = tiny(config)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers <= 4
+
+
+def test_lists_of_stages_keep_their_length() -> None:
+    config = transformers.SegformerConfig()
+    small = tiny(config)
+    assert len(small.hidden_sizes) == len(small.depths) == len(config.depths)
+    assert max(small.depths) <= LAYERS and max(small.hidden_sizes) <= 32
+
+
+def test_scaled_widths_keep_their_proportions() -> None:
+    config = transformers.Mamba2Config()
+    small = tiny(config, next(v for v in VARIANTS if v.scaled))
+    assert small.hidden_size * small.expand == small.num_heads * small.head_dim
+    assert small.hidden_size < config.hidden_size
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:2], ids=["derived", "plain"])
+def test_a_model_of_a_tiny_configuration_is_tiny(variant: Any) -> None:
+    config = tiny(transformers.GPT2Config(), variant)
+    model = transformers.GPT2LMHeadModel(config)
+    assert sum(p.numel() for p in model.parameters()) < 50_000
+
+
+def test_models_come_from_the_installed_release() -> None:
+    found = families()
+    assert len(found) > 100
+    assert found["gpt2"][0].name == "GPT2LMHeadModel"
+    assert found["gpt2"][0].load() is transformers.GPT2LMHeadModel
+
+
+# ---- judging ---------------------------------------------------------------
+
+
+def _job_and_record() -> tuple[Job, list[Record]]:
+    from tests.zoo.building import make_plan
+
+    plan = make_plan(choose("patterns/*/SharedLayer", False)[0])
+    job = Job(plan, MODES["pp2"], make_batches(plan, 1))
+    return job, train_alone(job)
+
+
+def _judged(change: Any) -> Result:
+    job, alone = _job_and_record()
+    record = dataclasses.replace(
+        alone[0],
+        losses=[list(losses) for losses in alone[0].losses],
+        grads=[dict(grads) for grads in alone[0].grads],
+        params=dict(alone[0].params),
+    )
+    change(record)
+    return judge(Result("a/b/c", "b", "pp2", EQUAL), [record], alone, job)
+
+
+def test_the_same_numbers_are_equal_bit_by_bit() -> None:
+    result = _judged(lambda record: None)
+    assert result.outcome == EQUAL and result.bitwise
+
+
+def _change_loss(record: Record) -> None:
+    record.losses[1][0] += 1e-3
+
+
+def _lose_gradient(record: Record) -> None:
+    record.grads[0][next(iter(record.grads[0]))] = None
+
+
+def _change_parameter(record: Record) -> None:
+    name = next(iter(record.params))
+    record.params[name] = record.params[name] * 1.01  # type: ignore[operator]
+
+
+def _lose_parameter(record: Record) -> None:
+    del record.params[next(iter(record.params))]
+
+
+@pytest.mark.parametrize(
+    "change", [_change_loss, _lose_gradient, _change_parameter, _lose_parameter]
+)
+def test_a_difference_is_named(change: Any) -> None:
+    result = _judged(change)
+    assert result.outcome == DIFFERENT and result.reason
+
+
+def test_nan_is_an_outcome_of_its_own() -> None:
+    def change(record: Record) -> None:
+        name = next(iter(record.params))
+        record.params[name] = record.params[name] * float("nan")  # type: ignore[operator]
+
+    assert _judged(change).outcome == NAN
+
+
+def test_an_error_of_ours_is_one_that_we_raise() -> None:
+    frame = '  File "{}", line 3, in call\n    {}\n'
+    ours = frame.format("/x/python/smp/step.py", 'raise ValueError("no")')
+    theirs = frame.format("/x/python/smp/step.py", "value = function(x)")
+    assert is_ours(Outcome(0, error="ValueError", message="no", traceback=ours))
+    assert not is_ours(Outcome(0, error="TypeError", message="no", traceback=theirs))
+    assert not is_ours(Outcome(0, error="TypeError", message="no", traceback=""))
+    prefixed = "[global_rank 1 | pp 1 tp 0 rdp 0] no"
+    assert is_ours(Outcome(0, error="RuntimeError", message=prefixed, traceback=theirs))
+
+
+# ---- a sample of the models ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample_has_the_numbers_of_one_process_or_is_refused(pool: Pool, name: str) -> None:
+    [result] = run_entry(pool, choose(name, False)[0], [MODES["pp2"]])
+    known = reason_for(result)
+    if known is None:
+        assert result.outcome in (EQUAL, REFUSED), f"{result.reason}\n{result.details}"
+    else:
+        assert result.outcome != EQUAL, f"{name} is equal: take it out of tests/zoo/known.py"
+    if result.outcome == EQUAL:
+        assert result.remote_calls > 0, "one rank computed everything"
