@@ -120,6 +120,11 @@ _OPEN: dict[str, Any] = {
     "num_experts": EXPERTS,
     "prediction_length": 4,
     "num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+    "n_group": 1,
 }
 
 # (model type, field) -> value and why no rule knows it.
@@ -157,6 +162,8 @@ class Variant:
         scaled: divide all widths by one factor and keep the numbers of heads, so that sums and
             products of widths stay right.
         widths: whether widths become small at all.
+        sections: say how rotary dimensions are divided among axes; some code has that as a
+            constant.
     """
 
     derived: bool = True
@@ -164,12 +171,14 @@ class Variant:
     layers: int = LAYERS
     scaled: bool = False
     widths: bool = True
+    sections: bool = False
 
 
 VARIANTS = (
     Variant(),
     Variant(derived=False),
     Variant(derived=False, grouped=False),
+    Variant(sections=True),
     Variant(layers=6),
     Variant(scaled=True),
     Variant(scaled=True, derived=False),
@@ -248,7 +257,11 @@ class _Shrinking:
         outer = (self.old_layers, self.layers, self.factor, self.grouped)
         self.grouped = _is_grouped(config)
         self.old_layers = _layer_counts(config)
-        self.layers = max(self.variant.layers, _most_kinds(config, self.old_layers))
+        self.layers = max(
+            self.variant.layers,
+            _most_kinds(config, self.old_layers),
+            _most_indices(config) if self.old_layers else 0,
+        )
         if self.variant.scaled:
             self.factor = max(_factor(config), 1)
         values = vars(config)
@@ -283,6 +296,8 @@ class _Shrinking:
         if isinstance(value, (list, tuple)):
             return self.sequence(name, value)
         if isinstance(value, dict):
+            if self.variant.sections and "rope_theta" in value:
+                value = {"mrope_section": [1, 1, 1], **value}
             return _shrunk_dict(value, self.factor if self.variant.scaled else None)
         return value
 
@@ -311,6 +326,12 @@ class _Shrinking:
             return value
         return rule(value)
 
+    def indices(self, items: list[int]) -> list[int]:
+        """As many, different, and none behind the last layer."""
+        if not self.old_layers or max(items) < self.layers:
+            return items
+        return list(range(self.layers - len(items), self.layers))
+
     def sequence(self, name: str, value: Any) -> Any:
         items = list(value)
         if len(items) in self.old_layers and len(items) > self.layers:
@@ -318,13 +339,19 @@ class _Shrinking:
             rest = [i for i in range(len(items)) if i not in firsts]
             items = [items[i] for i in sorted((firsts + rest)[: self.layers])]
         if items and all(type(item) is int for item in items):
-            if name.endswith(("indices", "indexes", "idxs", "idx")):
-                items = sorted({min(item, self.layers - 1) for item in items})
+            if name.endswith(_INDICES):
+                items = self.indices(items)
             else:
                 items = [self.integer(name, item) for item in items]
         elif items and all(isinstance(item, (list, tuple)) for item in items):
             items = [self.sequence(name, item) for item in items]
         return type(value)(items)
+
+
+def _most_indices(config: Any) -> int:
+    """How many layers lists of indices name, and one more."""
+    lists = [v for n, v in vars(config).items() if n.endswith(_INDICES) and isinstance(v, list)]
+    return max((len(v) + 1 for v in lists if len(v) > 1), default=0)
 
 
 def _is_grouped(config: Any) -> bool:
@@ -333,6 +360,9 @@ def _is_grouped(config: Any) -> bool:
     heads = next((values[n] for n in _HEAD_COUNTS if isinstance(values.get(n), int)), None)
     groups = values.get("num_key_value_heads")
     return heads is None or groups is None or groups < heads
+
+
+_INDICES = ("indices", "indexes", "idxs", "idx")
 
 
 def _factor(config: Any) -> int:
@@ -350,16 +380,17 @@ def _factor(config: Any) -> int:
 
 
 def _shrunk_dict(value: dict[str, Any], factor: int | None) -> dict[str, Any]:
-    """Rotary parameters: lists have a number for each pair of a head's dimensions."""
+    """Rotary parameters: lists have a number for each pair of a head's rotated dimensions."""
     result = dict(value)
-    half = HEAD_DIM // 2
+    pairs = int(HEAD_DIM * value.get("partial_rotary_factor", 1.0)) // 2
     for name, item in value.items():
         if name == "mrope_section" and factor is not None:
             result[name] = [max(1, number // factor) for number in item]
         elif name == "mrope_section":
-            result[name] = [half - (len(item) - 1), *[1] * (len(item) - 1)]
+            ones = min(len(item), pairs) - 1
+            result[name] = [pairs - ones, *[1] * ones, *[0] * (len(item) - 1 - ones)]
         elif name in ("short_factor", "long_factor"):
-            result[name] = list(item)[:half]
+            result[name] = list(item)[:pairs]
         elif isinstance(item, dict):
             result[name] = _shrunk_dict(item, factor)
     return result

@@ -503,7 +503,9 @@ def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
     fallback: Recipe | None = None
     for main, inputs in enumerate(_main_inputs(Source(model, dtype, seed))):
         kinds = list(_targets(Source(model, dtype, seed), inputs))
-        for target in range(len(kinds)):
+        # What does not run without targets hardly runs with others than the likeliest.
+        runs = _runs(model, dtype, seed, Recipe(main, len(kinds) - 1, False))
+        for target in range(len(kinds) if runs else 1):
             for own in (True, False):
                 if fallback is not None and not own:
                     continue
@@ -521,6 +523,15 @@ def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
     raise NoRecipe(
         "; ".join(dict.fromkeys([*errors[:2], *errors[-2:]])) or "no kind of inputs fits"
     )
+
+
+def _runs(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> bool:
+    try:
+        with torch.no_grad():
+            model(**recipe.inputs(model, dtype, seed))
+    except Exception:  # models raise what they like
+        return False
+    return True
 
 
 def _try(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> None:
