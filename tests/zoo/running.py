@@ -45,8 +45,7 @@ class Record:
     buffers: Tensors = field(default_factory=dict)  # after the last step
     seconds: list[float] = field(default_factory=list)  # [step]
     remote_calls: int = 0
-    split: int = 0  # modules that tensor parallelism replaced
-    partition: dict[str, int] = field(default_factory=dict)
+    elements: int = 0  # of the parameters that this rank holds
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -135,6 +134,7 @@ def train_alone(job: Job) -> list[Record]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         records[0].seconds.append(time.perf_counter() - start)
+    records[0].elements = sum(p.numel() for p in model.parameters())
     records[0].params = _copies(model.named_parameters())
     records[0].buffers = _copies(model.named_buffers())
     return records
@@ -201,6 +201,7 @@ def train_together(rank: int, job: Job) -> Record:
             record.buffers = _copies(wrapped.local_named_buffers())
     elif not job.mode.split:
         record.params = _copies(wrapped.state_dict().items())
+    record.elements = sum(p.numel() for p in wrapped.local_parameters())
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     return record
 

@@ -108,7 +108,7 @@ def _row(model: str, results: list[Result], modes: list[str]) -> str:
         mark = " =" if result is not None and result.bitwise else ""
         cells.append(_word(result) + mark if result is not None else "")
     seconds = f"{results[0].first_step_s:.2f} s"
-    reasons = [reason_for(r) or r.reason for r in results if r.outcome != EQUAL]
+    reasons = [reason_for(r) or r.reason for r in results if r.outcome != EQUAL or r.reason]
     reason = _plain(reasons[0]) if reasons else ""
     return f"| {_name(model)} | {' | '.join(cells)} | {seconds} | {reason} |"
 
