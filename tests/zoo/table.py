@@ -78,7 +78,7 @@ def _note(tried: list[Result]) -> str:
     return (
         f"A first step, with trace and partition, takes {first[len(first) // 2]:.2f} s (median; "
         f"longest {first[-1]:.1f} s), and a later step {steps[len(steps) // 2]:.1f} times (median) "
-        "what one process takes. These models are so small that this is overhead alone."
+        "what one process takes, for models as small as these."
     )
 
 
