@@ -71,12 +71,13 @@ def main() -> int:
     parser.add_argument(
         "--read", type=Path, nargs="+", help="results of earlier runs; nothing is run, for --table"
     )
+    parser.add_argument("--note", default="", help="a sentence for the page: what was run how")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="every Nth model only")
     parser.add_argument("--check", action="store_true", help="fail on defects that are not known")
     parser.add_argument("--details", action="store_true", help="whole errors")
     options = parser.parse_args()
     if options.read:
-        write(options.table, read(options.read))
+        write(options.table, read(options.read), options.note)
         return 0
     warnings.filterwarnings("ignore")
     modes = [MODES[name] for name in options.mode or ["pp2"]]
@@ -102,7 +103,7 @@ def main() -> int:
         bitwise = sum(r.bitwise for r in results if r.mode == mode.name)
         print(f"{mode.name}: {dict(counts)}, {bitwise} bitwise; {time.monotonic() - start:.0f} s")
     if options.table:
-        write(options.table, results)
+        write(options.table, results, options.note)
     defects = [r for r in results if is_bad(r) and reason_for(r) is None]
     for result in defects if options.check else []:
         print(f"defect: {_line(result)}")

@@ -48,7 +48,7 @@ def read(files: list[Path]) -> list[Result]:
     return list(found.values())
 
 
-def write(page: Path, results: list[Result]) -> None:
+def write(page: Path, results: list[Result], note: str = "") -> None:
     modes = modes_of(results)
     lines = [
         _HEAD,
