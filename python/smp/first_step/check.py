@@ -219,10 +219,13 @@ class FirstStepCheck:
                 self._gradients[name] = None
                 had_none = parameter._backward_hooks is None
                 handle = parameter.register_hook(functools.partial(self._note_gradient, name))
-                # Before hooks of the user, which may change gradients.
+                # Before hooks of the user, which may change gradients. PyTorch goes by the order of
+                # insertion, whatever an OrderedDict says.
                 table = parameter._backward_hooks
                 assert table is not None
-                table.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+                *others, own = list(table.items())
+                table.clear()
+                table.update([own, *others])
                 self._undo.append(functools.partial(_remove, parameter, handle, had_none))
         self._keep_apart(True)
         if self._is_driver:

@@ -22,6 +22,8 @@ from smp.first_step.records import Records, leaves_of, may_record
 from smp.forwards import uncover
 from smp.partition.trace import moved, ordinary
 from smp.partition.trace_guard import untouched
+from smp.partition.trace_state import KeptValues
+from smp.pipeline.module_state import apart
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.tracing import running_again
 
@@ -188,6 +190,7 @@ class Reference:
         """The model as in one process; afterwards it is as before."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(running_again())
+            stack.enter_context(apart())
             stack.enter_context(untouched(self._modules, keep_values=False))
             for module in self._modules:
                 uncover(module)
@@ -199,6 +202,9 @@ class Reference:
             before = self._now
             before.put(self._modules)
             stack.enter_context(_values_in(self._kept, self._device))
+            written = KeptValues(self._modules)
+            stack.callback(written.restore)
+            stack.enter_context(written)
             stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
             yield
             if records:

@@ -12,7 +12,8 @@ attributes these are (`smp.partition.module_writes`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,6 +55,16 @@ def begin_context(values: dict[tuple[int, str], Any]) -> None:
         values: what this rank has written in the microbatch so far.
     """
     _values.set(values)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, what is written belongs to no microbatch."""
+    token = _values.set(None)
+    try:
+        yield
+    finally:
+        _values.reset(token)
 
 
 def _read(base: type, name: str, module: nn.Module) -> Any:
