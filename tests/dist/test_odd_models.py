@@ -394,7 +394,7 @@ def images_and_text() -> nn.Module:
     )
 
 
-def split_llava(rank: int, as_told: bool) -> tuple[float, int]:
+def split_llava(rank: int) -> tuple[float, int]:
     """The loss, and how many layers of attention were split."""
     import smp
     from smp.nn import DistributedTransformerLayer
@@ -402,11 +402,6 @@ def split_llava(rank: int, as_told: bool) -> tuple[float, int]:
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     plain = images_and_text()
     smp.set_tensor_parallelism(plain, True)
-    if as_told:
-        language_model = plain.model.language_model
-        smp.set_tensor_parallelism(language_model, False)
-        for layer in language_model.layers:
-            smp.set_tensor_parallelism(layer, True)
     model = smp.DistributedModel(plain)
 
     @smp.step
@@ -420,14 +415,9 @@ def split_llava(rank: int, as_told: bool) -> tuple[float, int]:
     return loss, sum(isinstance(m, DistributedTransformerLayer) for m in model.modules())
 
 
-def test_a_language_model_that_gets_vectors_is_not_split_as_a_whole_and_says_so(
-    pool: Pool,
-) -> None:
-    for outcome in pool.outcomes(2, split_llava, False):
-        assert outcome.error == "NotImplementedError", outcome
-        assert "keep the language model and split its layers" in outcome.message
+def test_a_language_model_that_gets_vectors_is_split_layer_by_layer(pool: Pool) -> None:
     ids = torch.arange(10).view(2, 5)
     expected = images_and_text()(input_ids=ids, labels=ids).loss.item()
-    for loss, num_split in pool.run(2, split_llava, True):
+    for loss, num_split in pool.run(2, split_llava):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert num_split == 2

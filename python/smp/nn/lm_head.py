@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from smp import _C
 from smp.nn import functional
 from smp.nn import layout as layouts
 from smp.nn.embedding import VocabularyEmbedding, WholeEmbedding
@@ -164,20 +163,6 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         counted = (targets != IGNORE_INDEX).sum()
         loss = layout.own_samples(losses).sum() / counted
         return LMHeadOutput(loss, local, hidden, borders)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Not there: who embeds tokens itself would hand over vectors, and this takes numbers.
-
-        Raises:
-            NotImplementedError: always; the text says what to split instead.
-        """
-        raise NotImplementedError(
-            f"{_C.rank_prefix()}a distributed language model takes token numbers, and the code "
-            "around it embeds tokens itself (get_input_embeddings, inputs_embeds), as models of "
-            "images and text do; keep the language model and split its layers: "
-            "smp.set_tensor_parallelism(language_model, False), then "
-            "smp.set_tensor_parallelism(layer, True) for each of its layers"
-        )
 
     def _run(self, ids: Tensor, given: dict[str, Tensor | None]) -> Tensor:
         """Hidden states before the head, in the layout."""
