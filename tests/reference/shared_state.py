@@ -343,6 +343,18 @@ class ParameterHooks(Stack):
             block.up.weight.register_hook(lambda grad: 2 * grad)
 
 
+class Normalised(Stack):
+    """Pre-hooks of linear layers make their weights, and write to buffers (spectral norm)."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.nn.utils.spectral_norm(self.up)
+            torch.nn.utils.weight_norm(self.down)
+
+    block = Block
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -355,7 +367,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
             SharedList,
         ),
         *(LeftForSecondCall, CountingCalls, FeaturesOfRoot, GradientForNext, MovingAverage),
-        *(ParameterHooks, ContextCollector, HookedFeatures, FrozenInForward, ParameterAsArgument),
+        *(
+            Normalised,
+            ParameterHooks,
+            ContextCollector,
+            HookedFeatures,
+            FrozenInForward,
+            ParameterAsArgument,
+        ),
     )
 }
 

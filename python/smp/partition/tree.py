@@ -116,7 +116,7 @@ def build_tree(
     for tie in shared:
         tree.tie(tie.owner_idx, tie.alias_idx)
     if trace is not None:
-        _pin_writers(tree, _writes_of(trace, index_of), modules, index_of)
+        _tie_users(tree, trace, modules, index_of)
     further = _further_places(root, index_of, parents)
     if trace is not None:
         further |= _add_trace(tree, trace, index_of, parents)
@@ -143,24 +143,52 @@ def _writes_of(trace: Trace, index_of: dict[nn.Module, int]) -> ModuleWrites:
     return trace.writes.renumbered([index_of[module] for module in trace.modules])
 
 
-def _pin_writers(
+def _tie_users(
     tree: _C.ModuleTree,
-    writes: ModuleWrites,
+    trace: Trace,
     modules: Sequence[nn.Module],
     index_of: Mapping[nn.Module, int],
 ) -> None:
-    """Keeps together what uses one container or buffer that changes in place.
+    """Keeps together what reads parameters of others, or uses what changes in place.
 
-    Leaves of the tree are put on one rank. The code of other modules is brought to the first one,
-    by way of the smallest module below them: the code of a module that is split runs there.
+    A small module that does so with modules below it stays whole. Leaves of the tree are put on
+    one rank. The code of other modules is brought to the first one, by way of the smallest module
+    below them: the code of a module that is split runs there.
     """
-    for pair in sorted(writes.ties):
-        if all(_is_leaf(modules[idx]) for idx in pair):
-            tree.tie(*pair)
+    idxs = [index_of[module] for module in trace.modules]
+    small = sum(_bytes_of(p) for p in modules[0].parameters()) / 4
+    pairs = {(pair, True) for pair in trace.parameter_reads}
+    pairs |= {(pair, False) for pair in trace.writes.ties}
+    for (trace_user, trace_idx), reads_parameter in sorted(pairs):
+        user, idx = idxs[trace_user], idxs[trace_idx]
+        if user != 0 and modules[idx] in modules[user].children():
+            if sum(_bytes_of(p) for p in modules[user].parameters()) <= small:
+                _keep_whole(tree, modules[user], index_of)
+                continue
+        if reads_parameter or (_is_leaf(modules[user]) and _is_leaf(modules[idx])):
+            # A module without parameters of its own is called in a way that cannot travel.
+            own = any(True for _ in modules[idx].parameters(recurse=False))
+            for part in [idx] if own else _holders_below(modules[idx], index_of):
+                tree.tie(user, part)
             continue
-        for idx in pair:
-            if (smallest := smallest_below(modules[idx])) is not None:
+        for module in (modules[user], modules[idx]):
+            if (smallest := smallest_below(module)) is not None:
                 tree.tie(0, index_of[smallest])
+
+
+def _keep_whole(tree: _C.ModuleTree, module: nn.Module, index_of: Mapping[nn.Module, int]) -> None:
+    first, *others = _holders_below(module, index_of)
+    for other in others:
+        tree.tie(first, other)
+
+
+def _holders_below(module: nn.Module, index_of: Mapping[nn.Module, int]) -> list[int]:
+    """Of a module and those below it, the ones with parameters of their own."""
+    return [
+        index_of[part]
+        for part in module.modules()
+        if any(True for _ in part.parameters(recurse=False))
+    ]
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -213,8 +241,6 @@ def _add_trace(
     for idx, cost in zip(idxs, trace.costs, strict=True):
         tree.set_costs(idx, cost.compute, cost.activation_bytes)
     tree.set_order([idxs[i] for i in trace.order])
-    for reader, holder in sorted(trace.parameter_reads):
-        tree.tie(idxs[reader], idxs[holder])
     _add_values(tree, trace, idxs)
     tree.compute_per_byte = trace.cost_per_link_byte
     return {
