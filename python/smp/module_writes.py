@@ -21,6 +21,7 @@ class ModuleWrites:
             they have to be on one rank.
         observed: modules with hooks that write to something outside of modules; what calls them
             has to run where the step body does.
+        replaced: children that are other modules after the first forward.
         mixed: modules that keep something of one microbatch where the next one would find it.
     """
 
@@ -29,6 +30,7 @@ class ModuleWrites:
     ties: frozenset[tuple[int, int]] = frozenset()
     observed: frozenset[int] = frozenset()
     mixed: frozenset[int] = frozenset()
+    replaced: frozenset[Key] = frozenset()
 
     @property
     def reasons_for_order(self) -> frozenset[int]:
@@ -48,4 +50,5 @@ class ModuleWrites:
             ties=frozenset((idxs[a], idxs[b]) for a, b in self.ties),
             observed=frozenset(idxs[idx] for idx in self.observed),
             mixed=frozenset(idxs[idx] for idx in self.mixed),
+            replaced=frozenset((idxs[idx], name) for idx, name in self.replaced),
         )

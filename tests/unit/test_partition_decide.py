@@ -20,6 +20,8 @@ from smp.partition.decide import (
     first_difference,
     kept_microbatches,
 )
+from smp.partition.trace import trace
+from smp.partition.tree import build_tree
 
 
 @dataclass(frozen=True)
@@ -281,3 +283,21 @@ def test_different_decisions_name_rank_and_module(monkeypatch: pytest.MonkeyPatc
         agree(decide(TiedModel(), MANUAL, 2))
     assert "ranks [1] have another model or partition" in str(caught.value)
     assert "rank 0 has layers.1 on 0, rank 1 has layers.1 on 1" in str(caught.value)
+
+
+def test_a_forward_that_replaces_modules_is_refused_by_name() -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if type(self.second) is nn.Linear:  # as BigBird does with its attention
+                self.second = nn.Sequential(self.second, nn.ReLU())
+            return self.second(self.first(x))
+
+    model = Switching()
+    result = trace(model, (torch.randn(2, 4),), {}, device=torch.device("cpu"))
+    assert type(model.second) is nn.Linear
+    with pytest.raises(ValueError, match="puts other modules into the place of 'second'"):
+        decide(model, Config(), 2, index=build_tree(model, result))

@@ -11,20 +11,7 @@ import fnmatch
 from tests.zoo.judging import Result
 
 # (pattern of the model, mode or "*") -> reason
-KNOWN: dict[tuple[str, str], str] = {
-    ("patterns/*/GradientsKeptByHooks", "*"): (
-        "a hook in the backward of one microbatch writes what the forward of the next one reads; "
-        "a pipeline runs that forward first"
-    ),
-    ("patterns/*/CalledTwiceWithState", "*"): (
-        "the first call of a remote layer leaves a tensor with a graph for the second one"
-    ),
-    ("patterns/*/Vmap", "*"): "a module on another rank does not run under vmap",
-    ("*/big_bird/*", "*"): (
-        "the model writes attributes of its layers (set_attention_type) in forward; a layer on "
-        "another rank does not see them"
-    ),
-}
+KNOWN: dict[tuple[str, str], str] = {}
 
 
 def reason_for(result: Result) -> str | None:

@@ -270,6 +270,7 @@ def decide(
 
 def _solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
     """The best partition in which hooks that keep something run where the step body does."""
+    _refuse_new_modules(index)
     assignment = _C.solve_partition(index.tree, options)
     pinned: set[int] = set()
     while away := _callers_away(index, assignment.partition_idxs) - pinned:
@@ -288,6 +289,19 @@ def _solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
                 "leaves too few others; remove the hooks, or use fewer partitions"
             ) from None
     return assignment
+
+
+def _refuse_new_modules(index: ModuleIndex) -> None:
+    names = sorted(
+        f"{index.names[idx][0]}.{name}".lstrip(".") for idx, name in index.writes.replaced
+    )
+    if names:
+        raise ValueError(
+            f"{_C.rank_prefix()}partition: the first forward puts other modules into the place of "
+            f"{', '.join(map(repr, names[:4]))}{' and others' if len(names) > 4 else ''}, which "
+            "other ranks would not see; call what does so before smp.DistributedModel (for example "
+            "one forward on a batch of the same shapes), so that all ranks have the new ones"
+        )
 
 
 def _callers_away(index: ModuleIndex, partition_idxs: Sequence[int]) -> set[int]:

@@ -50,10 +50,12 @@ class StateWatch:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._before = [_state_of(module) for module in modules]
+        self._children = [dict(module._modules) for module in modules]
         self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
         self.assigned: set[Key] = set()  # another value
         self.mutated: set[Key] = set()  # a container or tensor with other contents
         self.observed: set[int] = set()  # modules with hooks that wrote to something
+        self.replaced: set[Key] = set()  # children
         self._counters: set[Key] = set()
         self._of_tensors: set[int] = set()  # modules with a changed container of tensors
         self._containers: dict[int, set[int]] = {}  # modules that have it, by its identity
@@ -70,8 +72,13 @@ class StateWatch:
                         self._counters.add((idx, name))
                 elif not _same_items(old[1], new[1]):
                     self._note_mutated(idx, name, new[0])
+            children, before_it = module._modules, self._children[idx]
+            names = children.keys() | before_it.keys()
+            self.replaced |= {
+                (idx, name) for name in names if children.get(name) is not before_it.get(name)
+            }
         self.observed = {idx for idx, reached in self._hooks.items() if reached.has_changed()}
-        return bool(self.assigned or self.mutated or self.observed)
+        return bool(self.assigned or self.mutated or self.observed or self.replaced)
 
     def _note_mutated(self, idx: int, name: str, value: Any) -> None:
         self.mutated.add((idx, name))

@@ -206,7 +206,8 @@ class _Run:
             except TraceError:  # a forward that cannot be repeated: each may be written and read
                 uses += [Use(0, *key, True) for key in first.assigned | first.mutated]
         again.compare()
-        return again.conclude(uses, hooking, num_calls)
+        writes = again.conclude(uses, hooking, num_calls)
+        return replace(writes, replaced=frozenset(first.replaced | again.replaced))
 
     def _watched(self, call: Any, recorder: Recorder) -> None:
         """Runs the model once."""
