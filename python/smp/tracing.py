@@ -12,6 +12,7 @@ class _Tracing:
     """How many traces run now; the flag behind `smp.is_tracing`."""
 
     depth = 0
+    recorded = 0  # of these, how many look at operators and modules
 
 
 def is_tracing() -> bool:
@@ -24,15 +25,22 @@ def is_tracing() -> bool:
     return _Tracing.depth > 0
 
 
+def is_recorded() -> bool:
+    """Does a trace look at what a model does now?"""
+    return _Tracing.recorded > 0
+
+
 @contextmanager
 def tracing() -> Iterator[None]:
     """Marks the tracing pass, see `is_tracing`. Split modules run on this rank alone."""
     _Tracing.depth += 1
+    _Tracing.recorded += 1
     was_alone = _C.set_tensor_parallel_alone(True)
     try:
         yield
     finally:
         _C.set_tensor_parallel_alone(was_alone)
+        _Tracing.recorded -= 1
         _Tracing.depth -= 1
 
 

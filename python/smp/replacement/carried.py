@@ -83,8 +83,13 @@ def carried_by(
     )
     # Classes of users are not made once more: what else their __init__ does is not known.
     if result.lost is None and registration.is_complete:
-        fresh = _made_alike(module, arguments)
+        fresh = _made_alike(module, arguments, torch.get_default_dtype())
         result.lost = _lost_of_structure(module, fresh, options)
+        # Made in 16 bits, as `from_pretrained(dtype=...)` does, buffers have other values.
+        for dtype in {p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16}:
+            if result.lost is not None:
+                fresh = _made_alike(module, arguments, dtype)
+                result.lost = _lost_of_structure(module, fresh, options)
         result.attributes = {
             key: value
             for key, value in module.__dict__.items()
@@ -184,11 +189,16 @@ def _mode(module: nn.Module) -> str:
 # ---- structure
 
 
-def _made_alike(module: nn.Module, arguments: Arguments) -> nn.Module:
+def _made_alike(module: nn.Module, arguments: Arguments, dtype: torch.dtype) -> nn.Module:
     """What a class makes of the same arguments: parameters without values, buffers with theirs."""
     args, kwargs = arguments
-    with torch.random.fork_rng(devices=[]), memory.on_meta():
-        return type(module)(*args, **kwargs)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[]), memory.on_meta():
+            return type(module)(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _lost_of_structure(

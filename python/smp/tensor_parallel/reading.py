@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from smp import _C, runtime
 from smp.tensor_parallel import regions
+from smp.tracing import is_recorded
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -187,7 +187,7 @@ class WholeParameter(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA or _get_current_dispatch_mode() is None:
+        if func in _METADATA or not is_recorded():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         # A trace has to see who reads what.
