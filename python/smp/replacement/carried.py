@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -90,6 +91,12 @@ def carried_by(
             if result.lost is not None:
                 fresh = _made_alike(module, arguments, dtype)
                 result.lost = _lost_of_structure(module, fresh, options)
+        if result.lost is not None:
+            former = _made_alike(module, _with_former(arguments), torch.get_default_dtype())
+            # Scripts set another activation function in the configuration of a made model: it is
+            # for the distributed form.
+            if _lost_of_structure(module, former, options) is None:
+                result.lost = None
         result.attributes = {
             key: value
             for key, value in module.__dict__.items()
@@ -199,6 +206,27 @@ def _made_alike(module: nn.Module, arguments: Arguments, dtype: torch.dtype) -> 
             return type(module)(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
+
+
+def _with_former(arguments: Arguments) -> Arguments:
+    """Arguments with the activation functions that configurations of their classes begin with."""
+    args, kwargs = arguments
+    return (
+        tuple(_former(value) for value in args),
+        {key: _former(value) for key, value in kwargs.items()},
+    )
+
+
+def _former(value: Any) -> Any:
+    names = [
+        n for n in ("hidden_act", "activation_function") if isinstance(getattr(value, n, 0), str)
+    ]
+    if not names:
+        return value
+    former, default = copy.deepcopy(value), type(value)()
+    for name in names:
+        setattr(former, name, getattr(default, name))
+    return former
 
 
 def _lost_of_structure(
