@@ -18,7 +18,7 @@ from smp import _C, activations, comm, data_parallel, runtime
 from smp.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.first_step import FirstStepCheck
 from smp.model_parts import ModelParts, make_whole
-from smp.open_pipeline import open_pipeline
+from smp.open_pipeline import check_order, open_pipeline
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
@@ -364,6 +364,7 @@ class Engine:
         if hub is None:
             hub = current.pipeline = open_pipeline(current, schedule, decision)
         assert isinstance(hub, PipelineHub)
+        check_order(current, hub, decision)
         self.server = hub.server
         owners = [
             None if idx is None else current.groups["pp"][idx] for idx in decision.owner_partitions

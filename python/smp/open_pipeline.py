@@ -25,6 +25,11 @@ def open_pipeline(
     links, config = current.links, current.config
     assert links is not None and links.mailbox is not None and links.board is not None
     in_order = needs_order(current, decision)
+    if in_order and schedule.lists:
+        raise ValueError(
+            f"{_C.rank_prefix()}smp config: lists of schedule_file let microbatches overlap, which "
+            "would mix what forwards of this model keep in one place; leave it out"
+        )
     current.server = _C.Server(
         links.mailbox,
         links.board,
@@ -44,7 +49,22 @@ def open_pipeline(
         timeline=current.timeline,
     )
     current.server.set_error_reporter(links.report_raised)
-    return PipelineHub(current.server, current.global_rank, current.device)
+    hub = PipelineHub(current.server, current.global_rank, current.device)
+    hub.in_order = in_order or config.active_microbatches == 1
+    return hub
+
+
+def check_order(current: runtime.Runtime, hub: PipelineHub, decision: Decision) -> None:
+    """For a further model, when the pipeline runs already.
+
+    Raises:
+        ValueError: microbatches overlap, and must not for this model. On every rank.
+    """
+    if not hub.in_order and needs_order(current, decision):
+        raise ValueError(
+            f"{_C.rank_prefix()}a model that needs its microbatches one after the other cannot "
+            "join others whose microbatches overlap; set active_microbatches=1 in smp.init"
+        )
 
 
 def needs_order(current: runtime.Runtime, decision: Decision) -> bool:

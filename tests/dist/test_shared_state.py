@@ -67,6 +67,49 @@ def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -
                 torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+# LeftForSecondCall with virtual stages is a limit (docs/limits.md), hence another case.
+@pytest.mark.parametrize("case", ["StateOnSelf", "FeaturesOfRoot", "AuxByAttribute"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline": "simple"},
+        {"pipeline": "zero_bubble"},
+        {"pipeline": "virtual_interleaved", "virtual_stages": 2},
+        {"static_mode": True},
+    ],
+    ids=lambda config: next(iter(config.values())),
+)
+def test_state_is_shared_under_every_schedule(
+    pool: Pool, case: str, config: dict[str, Any]
+) -> None:
+    expected = shared_state.train_alone(case, STEPS, MICROBATCHES)
+    for rank in pool.run(2, train, case, 2, config):
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        for name, value in rank["state"].items():
+            torch.testing.assert_close(value, expected["state"][name], rtol=1e-9, atol=1e-12)
+
+
+def train_two(rank: int, first: str, second: str, config: dict[str, Any]) -> None:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, **config})
+    models = [smp.DistributedModel(shared_state.make(case)) for case in (first, second)]
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = sum(model(x) for model in models)
+        models[0].backward(loss)
+        return loss
+
+    train_step(shared_state.batch(0))
+
+
+def test_a_second_model_that_needs_order_is_refused_where_microbatches_overlap(pool: Pool) -> None:
+    outcomes = pool.outcomes(2, train_two, "AuxByAttribute", "FeaturesOfRoot", {})
+    assert all("set active_microbatches=1" in outcome.message for outcome in outcomes)
+    pool.run(2, train_two, "AuxByAttribute", "FeaturesOfRoot", {"active_microbatches": 1})
+
+
 class ReadsWeight(nn.Module):
     """Computes with the weight of a child that it does not call, or that it calls with others."""
 

@@ -29,6 +29,8 @@ class PipelineHub:
 
     def __init__(self, server: Server, global_rank: int, device: torch.device) -> None:
         self.server = server
+        #: microbatches run one after the other
+        self.in_order = False
         self._links: dict[int, PipelineLink] = {}
         self._owner_of: list[int] = []  # first id of the model, by module id
         # For what runs at the home of a tensor, whichever model has made it.
