@@ -57,6 +57,11 @@ std::string seconds_text(std::chrono::duration<double> duration) {
   return text;
 }
 
+std::string rank_text(int global_rank, const std::string& where) {
+  return "global_rank " + std::to_string(global_rank) +
+         (where.empty() ? "" : " (" + where + ")");
+}
+
 }  // namespace
 
 struct LivenessHub::Impl {
@@ -85,6 +90,7 @@ struct LivenessHub::Impl {
   void report_hang();
   void settle_stop();
   std::string deadlock_table(const std::vector<const Connection*>& ranks) const;
+  std::string deadlock_headline() const;
   void tell_others(int global_rank, const LivenessFrame& frame);
   void tell_fault(int global_rank, const LivenessFrame& frame);
   void close(milliseconds linger);
@@ -221,7 +227,7 @@ void LivenessHub::Impl::handle(Connection& connection,
       return hangs.on_stacks(rank, frame.text);
     case Type::kLeft:
       hangs.on_gone(rank);
-      left.emplace(rank, frame);
+      left.emplace(rank, frame).first->second.where = connection.status.where;
       gone.insert(rank);
       // The last thing it did may free others, whose reports are older.
       for (const auto& one : connections) one->stuck_since = Clock::now();
@@ -393,22 +399,37 @@ std::string LivenessHub::Impl::deadlock_table(
             [](const Connection* a, const Connection* b) {
               return a->global_rank < b->global_rank;
             });
-  std::string table =
-      "every rank waits and nothing has moved for " +
-      seconds_text(options.deadlock_after) +
-      "; the ranks probably called different things, or in another order:";
+  std::string table = deadlock_headline();
   for (const Connection* one : sorted) {
     const LivenessFrame& status = one->status;
-    table += "\n  global_rank " + std::to_string(one->global_rank);
-    if (!status.where.empty()) table += " (" + status.where + ")";
-    table += ": in " + status.text + " since " +
+    table += "\n  " + rank_text(one->global_rank, status.where) + ": in " +
+             status.text + " since " +
              seconds_text(milliseconds(status.blocked_ms) +
                           (Clock::now() - *one->status_at));
   }
   for (const auto& [rank, goodbye] : left) {
-    table += "\n  global_rank " + std::to_string(rank) + ": has left";
+    table += "\n  " + rank_text(rank, goodbye.where) + ": has left";
   }
   return table;
+}
+
+// Ranks that have left come first: nobody else can be the reason.
+std::string LivenessHub::Impl::deadlock_headline() const {
+  const std::string moved =
+      "nothing has moved for " + seconds_text(options.deadlock_after);
+  if (left.empty()) {
+    return "every rank waits and " + moved +
+           "; the ranks probably called different things, or in another order:";
+  }
+  std::string names;
+  for (const auto& [rank, goodbye] : left) {
+    if (!names.empty()) names += ", ";
+    names += rank_text(rank, goodbye.where);
+  }
+  return names +
+         (left.size() == 1 ? " has left (its script has finished)"
+                           : " have left (their scripts have finished)") +
+         ", every other rank waits, and " + moved + ":";
 }
 
 void LivenessHub::Impl::tell_others(int global_rank,

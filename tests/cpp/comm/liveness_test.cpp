@@ -205,6 +205,29 @@ TEST(Liveness, EveryRankBlockedIsADeadlockWithATable) {
   }
 }
 
+TEST(Liveness, DeadlockOfThoseThatStayedNamesWhoHasLeftFirst) {
+  World world(3);
+  world.boards[1]->set_coordinates({"pp 0", "pp 1", "pp 2"});
+  {
+    BlockedScope waits(world.boards[1]->waits(), "tells where it is");
+  }
+  std::this_thread::sleep_for(milliseconds(200));
+  world.clients[1]->leave();
+  BlockedScope first(world.boards[0]->waits(), "recv_from(2)");
+  BlockedScope second(world.boards[2]->waits(), "recv_from(0)");
+  for (const int rank : {0, 2}) {
+    const auto fault = world.fault_at(rank);
+    ASSERT_TRUE(fault);
+    EXPECT_EQ(fault->describe().find(
+                  "deadlock: global_rank 1 (pp 1) has left (its script has "
+                  "finished), every other rank waits, and nothing has moved"),
+              0u)
+        << fault->text;
+    EXPECT_NE(fault->text.find("global_rank 0: in recv_from(2) since"),
+              std::string::npos);
+  }
+}
+
 TEST(Liveness, RankThatComputesIsNoDeadlock) {
   World world(3);
   BlockedScope first(world.boards[0]->waits(), "a");
