@@ -67,8 +67,9 @@ def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -
                 torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-# LeftForSecondCall with virtual stages is a limit (docs/limits.md), hence another case.
-@pytest.mark.parametrize("case", ["StateOnSelf", "FeaturesOfRoot", "AuxByAttribute"])
+@pytest.mark.parametrize(
+    "case", ["StateOnSelf", "FeaturesOfRoot", "AuxByAttribute", "LeftForSecondCall"]
+)
 @pytest.mark.parametrize(
     "config",
     [

@@ -31,12 +31,14 @@ class Along:
         attributes: what was written to the callee and to modules below it.
         flags: modes of these modules and flags of their parameters, if they are not what they were
             when the model was partitioned.
+        is_of_owner: the caller is on the rank of the callee.
     """
 
     containers: dict[str, Any] | None = None
     hooked: tuple[int, ...] = ()
     attributes: dict[Key, Any] | None = None
     flags: tuple[bool, ...] | None = None
+    is_of_owner: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class CallState:
 
     # ---- caller
 
-    def along(self, module_id: int) -> Along | None:
+    def along(self, module_id: int, is_of_owner: bool) -> Along | None:
         """What goes with a call of a module; None if nothing does."""
         containers = collectors.collectors()
         attributes = self._attributes.values(module_id)
@@ -113,15 +115,16 @@ class CallState:
             hooked=tuple(self._ids[model] for model in hooked),
             attributes=attributes,
             flags=flags,
+            is_of_owner=is_of_owner,
         )
 
-    def settle(self, back: Back | None) -> None:
+    def settle(self, back: Back | None, is_of_owner: bool) -> None:
         """Takes over what a call has left behind."""
         if back is None:
             return
         if back.additions:
             collectors.add(collectors.collectors(), back.additions)
-        self._attributes.take(back.attributes)
+        self._attributes.take(back.attributes, is_of_owner)
 
     # ---- callee
 
@@ -132,7 +135,7 @@ class CallState:
         along = along or Along()
         if along.containers:
             collectors.install(along.containers, [self._modules[i] for i in along.hooked])
-        self._attributes.take(along.attributes)
+        self._attributes.take(along.attributes, along.is_of_owner)
         with self._flags_of(module_id).set_to(along.flags, self._flags_at_first):
             yield
 

@@ -159,7 +159,8 @@ class PipelineLink:
                 "ranks; let the partition be traced (skip_tracing=False), which keeps the module "
                 "with its caller, or place both on one partition with smp.set_partition"
             )
-        along = None if module_id == _FUNCTION else self._state.along(module_id)
+        is_here = module_id in self._later_stages
+        along = None if module_id == _FUNCTION else self._state.along(module_id, is_here)
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along)
         )
@@ -184,7 +185,7 @@ class PipelineLink:
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
         result, back = self._codec.unpack(answer, results, tensors)
-        self._state.settle(back)
+        self._state.settle(back, is_here)
         return result
 
     def _is_apart(self) -> bool:

@@ -184,12 +184,19 @@ class ModuleState:
                 found[idx, name] = self._fit_to_travel(idx, name, written[key])
         return found or None
 
-    def take(self, values: Mapping[Key, Any] | None) -> None:
-        """Writes what came from another rank."""
+    def take(self, values: Mapping[Key, Any] | None, is_of_here: bool = False) -> None:
+        """Writes what came from another rank.
+
+        Args:
+            values: by module and name.
+            is_of_here: code of this rank wrote them to the same modules. Only the microbatch takes
+                them over: caller and callee do not wait for each other.
+        """
         for (idx, name), value in (values or {}).items():
             module = self._modules[idx]
-            if name in module._buffers and (written := _values.get()) is not None:
-                written[id(module), name] = value  # the buffer itself is its owner's
+            is_apart = is_of_here or name in module._buffers  # a buffer itself is its owner's
+            if is_apart and (written := _values.get()) is not None:
+                written[id(module), name] = value
             else:
                 setattr(module, name, value)
 
