@@ -415,10 +415,9 @@ std::string LivenessHub::Impl::deadlock_table(
 
 // Ranks that have left come first: nobody else can be the reason.
 std::string LivenessHub::Impl::deadlock_headline() const {
-  const std::string moved =
-      "nothing has moved for " + seconds_text(options.deadlock_after);
+  const std::string after = seconds_text(options.deadlock_after);
   if (left.empty()) {
-    return "every rank waits and " + moved +
+    return "every rank waits and nothing has moved for " + after +
            "; the ranks probably called different things, or in another order:";
   }
   std::string names;
@@ -429,7 +428,7 @@ std::string LivenessHub::Impl::deadlock_headline() const {
   return names +
          (left.size() == 1 ? " has left (its script has finished)"
                            : " have left (their scripts have finished)") +
-         ", every other rank waits, and " + moved + ":";
+         ", every other rank waits, and nothing has moved for " + after + ":";
 }
 
 void LivenessHub::Impl::tell_others(int global_rank,
