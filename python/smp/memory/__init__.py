@@ -3,6 +3,7 @@ kept of a forward until its backward."""
 
 from smp.memory.delay import delay_param_initialization, on_meta
 from smp.memory.flat import is_cache, tensors_in
+from smp.memory.given import Change, Given, Kept, Own
 from smp.memory.initialise import initialise_again, initialise_delayed
 from smp.memory.materialize import cast, fill, make_placeholder, make_real
 from smp.memory.originals import keep_original
@@ -10,6 +11,10 @@ from smp.memory.recompute import is_recomputing, recompute
 from smp.memory.requests import Request, asking, fulfil, take_request
 
 __all__ = [
+    "Change",
+    "Given",
+    "Kept",
+    "Own",
     "Request",
     "asking",
     "cast",

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from smp import _C, autocast, runtime
-from smp.memory.flat import Flat, contents_of, is_cache, is_changed
+from smp.memory.flat import Flat, contents_of, is_cache, is_changed, tensors_in
+from smp.memory.given import Given, copies
 from smp.tracing import is_tracing
 
 
@@ -51,8 +52,10 @@ def recompute(
             are parameters of its modules.
         args, kwargs: anything; tensors may be in containers, registered classes, dataclasses and
             attributes of other objects, not in closures. An object with a tensor that needs a
-            gradient reaches the function as another one of its class. Attention caches of
-            transformers are left out, since the second run would fill them once more.
+            gradient reaches the function as another one of its class; lists, dictionaries and sets
+            do so always, and what the first run puts into them is put into those of the caller.
+            Attention caches of transformers are left out, since the second run would fill them once
+            more.
         preserve_rng_state: repeat the random numbers of the CPU and of the device.
         modules: what the function runs, to find parameters that need gradients.
 
@@ -61,8 +64,8 @@ def recompute(
         floating-point tensors are others of their class.
 
     Raises:
-        ValueError: the function changes an argument in place, or takes or returns tensors in an
-            object that cannot be made anew; in backward: it returned other tensors than before, or
+        ValueError: the function puts tensors into an object among its arguments, or takes or
+            returns tensors in an object that cannot be made anew; in backward: it returned other tensors than before, or
             gradients are wanted for some tensors only.
 
     Source: arXiv:1604.06174.
@@ -88,7 +91,13 @@ class _Call:
     ) -> None:
         self._function = function
         self._modules = modules
-        self._arguments = Flat((tuple(args), dict(kwargs)), counts=_needs_grad)
+        arguments = _without_caches(tuple(args), dict(kwargs))
+        # Of the caller, until the first run is over. Each run has lists, dictionaries and sets of
+        # its own; what the first one does to them is done to the caller's.
+        self._given: Given | None = Given(arguments, objects=False)
+        self._objects: Given | None = Given(arguments)
+        self._templates = self._given.templates()
+        self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
         self._result: Flat | None = None  # of the first run, its tensors taken out
         self._context = contextvars.copy_context()
         self._current = runtime.current() if runtime.is_initialized() else None
@@ -110,7 +119,11 @@ class _Call:
         assert self._result is not None
         # What passed through unchanged is what the caller has.
         same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
-        return self._result.filled([same.get(id(result), result) for result in results])
+        result, changes = self._result.filled([same.get(id(result), result) for result in results])
+        assert self._given is not None
+        settled = self._given.settle(changes, result)
+        self._given = self._objects = None  # else results would keep the graph, and it them
+        return settled
 
     def _needs_grad(self, tensors: Sequence[Tensor]) -> bool:
         return any(tensor.requires_grad for tensor in tensors) or any(
@@ -121,20 +134,30 @@ class _Call:
         if self._result is not None:
             return self._context.copy().run(self._again, tensors)
         made: dict[int, Any] = {}
-        args, kwargs = self._arguments.filled(tensors, made)
-        args, kwargs = _without_caches(args, kwargs)
+        arguments = self._copies(tensors, made)
         before = [contents_of(value) for value in made.values()]
         with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
-            result = Flat(self._function(*args, **kwargs), counts=_may_have_grad)
+            result = self._call(arguments)
         _check_unchanged(made.values(), before)
+        assert self._objects is not None
+        _check_objects(self._objects)
         self._result = result
         return result.take()
 
     def _again(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        args, kwargs = self._arguments.filled(tensors)
-        args, kwargs = _without_caches(args, kwargs)
+        arguments = self._copies(tensors)
         with autocast.restore(self._autocast, self._device), _statistics_kept(self._modules):
-            return Flat(self._function(*args, **kwargs), counts=_may_have_grad).take()
+            return self._call(arguments).take()
+
+    def _copies(self, tensors: list[Tensor], made: dict[int, Any] | None = None) -> Any:
+        return copies(self._templates, *self._arguments.filled(tensors, made))
+
+    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Flat:
+        """The result, and what was done to containers among the arguments."""
+        given = Given(arguments, objects=False)
+        args, kwargs = arguments
+        result = self._function(*args, **kwargs)
+        return Flat((given.told(result), given.changes()), counts=_may_have_grad)
 
 
 def _needs_grad(tensor: Tensor) -> bool:
@@ -154,6 +177,17 @@ def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[An
                 f"{_C.rank_prefix()}a checkpointed module has changed an argument of class "
                 f"{type(value).__name__}, in which there are tensors that need gradients; return "
                 "what the module computes instead of storing it there"
+            )
+
+
+def _check_objects(objects: Given) -> None:
+    """The first run has no gradients, and the caller would find what it has made."""
+    for value, items in objects.new_items():
+        if tensors_in(items):
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module has put tensors into an argument of "
+                f"class {type(value).__name__}; return what the module computes, or put it into a "
+                "list or a dictionary"
             )
 
 

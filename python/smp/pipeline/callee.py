@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import _C
+from smp.memory import Kept, Own
 from smp.pipeline.remote_tensor import RemoteTensor
 
 _aten = torch.ops.aten
@@ -75,12 +76,13 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 def is_certain(result: Any) -> bool:
-    """Whether a result holds nothing but tensors, so that its structure tells all but the data.
+    """Whether a result holds nothing but tensors and what the caller has, so that its structure
+    tells all but the data.
 
     A number that a module returns may be another one next time, although its arguments look the
     same.
     """
-    if result is None or isinstance(result, Tensor):
+    if result is None or isinstance(result, Tensor | Own | Kept):
         return True
     if isinstance(result, dict):
         return all(isinstance(key, str) for key in result) and all(map(is_certain, result.values()))

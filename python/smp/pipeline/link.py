@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smp import _C, autocast
 from smp.forwards import Around, Forward, wrap_forward
-from smp.memory import Request, fulfil, take_request
+from smp.memory import Given, Request, fulfil, take_request
 from smp.module_writes import ModuleWrites
 from smp.pipeline import caches, functions
 from smp.pipeline.call_state import Along, CallState
@@ -80,6 +80,7 @@ class PipelineLink:
         self._state = CallState(modules, names, writes or ModuleWrites())
         #: what is learnt of calls in microbatch 0 is for these alone
         self.first_apart = False
+        self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
         self._remote = [
             (i, owner)
@@ -110,6 +111,7 @@ class PipelineLink:
 
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
+        self._filled.clear()  # of a step that failed
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
         self._mode = f"{hash(tuple(flags)):x}"
@@ -161,6 +163,7 @@ class PipelineLink:
             )
         is_here = module_id in self._later_stages
         along = None if module_id == _FUNCTION else self._state.along(module_id, is_here)
+        given = Given((args, kwargs))
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along)
         )
@@ -184,9 +187,24 @@ class PipelineLink:
             results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
-        result, back = self._codec.unpack(answer, results, tensors)
+        result, back, filled = self._codec.unpack(answer, results, tensors)
         self._state.settle(back, is_here)
-        return result
+        if filled:
+            self._note_filled(module_id, [given.containers[number] for number, _ in filled])
+        return given.settle(filled, result)
+
+    def _note_filled(self, module_id: int, containers: Sequence[Any]) -> None:
+        """Raises when another microbatch, which is still under way, fills one of them too."""
+        mb = _C.current_microbatch()
+        for container in containers:
+            _, other = self._filled.setdefault(id(container), (container, mb))
+            if other != mb:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}module '{self._name(module_id)}' on another rank has "
+                    f"changed a {type(container).__name__} among its arguments in microbatch {mb}, "
+                    f"and so has a module in microbatch {other}, which is not done yet: they would "
+                    "mix. Make a new one in each call of the model, or set active_microbatches=1"
+                )
 
     def _is_apart(self) -> bool:
         return self.first_apart and _C.current_microbatch() == 0
@@ -253,6 +271,7 @@ class PipelineLink:
         if request is not None:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
+        given = Given((args, kwargs))
         before = self._codec.pack_result((args, kwargs), tensors) if is_first else None
         watch, back = ValueWatch(), None
         with (
@@ -263,15 +282,27 @@ class PipelineLink:
             result = function(*args, **kwargs)
             if module_id != _FUNCTION:
                 back = self._state.back(module_id, along)
-        if before is not None and before != self._codec.pack_result((args, kwargs), tensors):
+        filled = given.changes()
+        if before is not None:
+            with given.as_before():
+                self._check_unchanged(module_id, before, (args, kwargs), tensors)
+        result = given.told(result)
+        answer, results = self._codec.pack_result((result, back, filled), tensors)
+        certain = is_certain(result) and (back is None or back.is_certain)
+        certain = certain and all(is_certain(contents) for _, contents in filled)
+        return answer, [localize(t) for t in results], watch.seen or not certain
+
+    def _check_unchanged(
+        self, module_id: int, before: Any, arguments: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        """What holds things in its own way, arrays for one, is not followed."""
+        if before != self._codec.pack_result(arguments, tensors):
             raise RuntimeError(
-                f"{_C.rank_prefix()}module '{self._name(module_id)}' changed a container or an "
-                "object among its arguments, which its caller on another rank cannot see; let it "
+                f"{_C.rank_prefix()}module '{self._name(module_id)}' changed an object among its "
+                "arguments, which its caller on another rank cannot see (lists, dictionaries, "
+                "sets of numbers and texts, and objects with attributes are followed); let it "
                 "return what it makes, or put both on one partition"
             )
-        answer, results = self._codec.pack_result((result, back), tensors)
-        certain = is_certain(result) and (back is None or back.is_certain)
-        return answer, [localize(t) for t in results], watch.seen or not certain
 
     def _as_at_the_caller(
         self, module_id: int, mb: int, along: Along | None
@@ -294,6 +325,8 @@ class PipelineLink:
     def microbatch_done(self, mb: int) -> None:
         """Forgets what a finished microbatch left."""
         self._own_caches.pop(mb, None)
+        for key in [key for key, (_, filler) in list(self._filled.items()) if filler == mb]:
+            del self._filled[key]
         self._state.microbatch_done(mb)
 
     def publish_output(self, output: Any) -> None:

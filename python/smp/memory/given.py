@@ -1,0 +1,379 @@
+"""Containers and plain objects among the arguments of a call, and what the call does to them.
+
+On another rank, and as a checkpoint, a function gets copies of its arguments. What it puts into the
+copies is told in a form that travels and that can be taken apart into tensors, and is then done to
+the caller's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp import _C
+from smp.memory.flat import is_cache
+
+
+class _Kind(Enum):
+    LIST = auto()
+    DICT = auto()
+    SET = auto()
+    OBJECT = auto()  # attributes, and nothing else
+    TUPLE = auto()  # holds others and does not change
+    NUMBER = auto()  # or text: an equal one is as good
+    OTHER = auto()
+
+
+_KINDS: dict[type, _Kind] = {
+    list: _Kind.LIST,
+    deque: _Kind.LIST,
+    dict: _Kind.DICT,
+    OrderedDict: _Kind.DICT,
+    defaultdict: _Kind.DICT,
+    set: _Kind.SET,
+    tuple: _Kind.TUPLE,
+    types.SimpleNamespace: _Kind.OBJECT,
+    **dict.fromkeys((type(None), bool, int, float, complex, str, bytes), _Kind.NUMBER),
+    **dict.fromkeys((Tensor, nn.Parameter), _Kind.OTHER),
+}
+_NO_OBJECTS = (
+    *(Tensor, nn.Module, Enum, type, types.ModuleType),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+)
+
+
+def _kind_of(value: Any) -> _Kind:
+    cls = type(value)
+    kind = _KINDS.get(cls)
+    if kind is None:
+        if issubclass(cls, tuple):
+            kind = _Kind.TUPLE
+        else:
+            kind = _Kind.OBJECT if _is_plain(cls) and not is_cache(value) else _Kind.OTHER
+        _KINDS[cls] = kind
+    return kind
+
+
+def _is_plain(cls: type) -> bool:
+    """Are instances what their attributes are, and does pickle think so too?"""
+    if issubclass(cls, _NO_OBJECTS) or getattr(cls, "__dictoffset__", 0) == 0:
+        return False
+    own: Any = cls
+    if own.__reduce_ex__ is not object.__reduce_ex__ or own.__reduce__ is not object.__reduce__:
+        return False
+    if getattr(own, "__getstate__", None) is not getattr(object, "__getstate__", None):
+        return False
+    special = ("__setstate__", "__getnewargs__", "__getnewargs_ex__")
+    if any(hasattr(own, name) for name in special):
+        return False
+    return all(base.__dict__.get("__slots__", ()) == () for base in cls.__mro__)
+
+
+@dataclass(frozen=True)
+class Own:
+    """Stands for one of the caller's containers."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Stands for what the caller has had in one of its containers."""
+
+    number: int
+    position: int
+
+
+#: Number of a container, and what is in it now: a list, or a dictionary for dictionaries and
+#: attributes.
+Change = tuple[int, list[Any] | dict[Any, Any]]
+
+
+class Given:
+    """The containers among some arguments, in an order that copies of the arguments have as well.
+
+    Args:
+        value: arguments.
+        objects: objects count as containers of their attributes.
+    """
+
+    def __init__(self, value: Any, objects: bool = True) -> None:
+        self.containers: list[Any] = []
+        self._objects = objects
+        self._find(value, set())
+        self._before = [_contents(container) for container in self.containers]
+
+    def _find(self, value: Any, seen: set[int]) -> None:
+        kind = _kind_of(value)
+        if kind is _Kind.NUMBER or kind is _Kind.OTHER:
+            return
+        if kind is _Kind.TUPLE:
+            for item in value:
+                self._find(item, seen)
+        elif id(value) not in seen and (self._objects or kind is not _Kind.OBJECT):
+            seen.add(id(value))
+            self.containers.append(value)
+            if kind is not _Kind.SET:  # has no order that copies share
+                for item in _contents(value):
+                    self._find(item, seen)
+
+    # ---- who has the copies
+
+    def changed(self) -> list[int]:
+        """Numbers of the containers in which there is something else now."""
+        return [
+            number
+            for number, (container, before) in enumerate(
+                zip(self.containers, self._before, strict=True)
+            )
+            if not _are_same(_contents(container), before)
+        ]
+
+    def new_items(self) -> Iterator[tuple[Any, list[Any]]]:
+        """Each container that was changed, and what is in it now and was not."""
+        for number in self.changed():
+            container, before = self.containers[number], self._before[number]
+            known = set(map(id, before))
+            yield container, [item for item in _contents(container) if id(item) not in known]
+
+    def changes(self) -> list[Change]:
+        """What was done to the containers; tensors are in it as they are.
+
+        Raises:
+            TypeError: a set has got something that cannot be told apart in a copy of the set.
+        """
+        numbers = self.changed()
+        if not numbers:
+            return []
+        references: dict[int, Any] = {}
+        for number, before in enumerate(self._before):
+            if _kind_of(self.containers[number]) is _Kind.SET:
+                continue
+            for position, item in enumerate(before):
+                if _kind_of(item) is not _Kind.NUMBER:
+                    references.setdefault(id(item), Kept(number, position))
+        replace = _Replacing(references | self._own())
+        return [(number, self._told(number, replace)) for number in numbers]
+
+    def _told(self, number: int, replace: _Replacing) -> list[Any] | dict[Any, Any]:
+        container, before = self.containers[number], self._before[number]
+        kind = _kind_of(container)
+        if kind is _Kind.SET:
+            _check_elements(container)
+            return list(container)
+        items = _contents(container)
+        if kind is _Kind.LIST:
+            return [
+                Kept(number, i) if i < len(before) and item is before[i] else replace(item)
+                for i, item in enumerate(items)
+            ]
+        half, half_before = len(items) // 2, len(before) // 2
+        known = {key: half_before + i for i, key in enumerate(before[:half_before])}
+        found = {}
+        for key, item in zip(items[:half], items[half:], strict=True):
+            position = known.get(key)
+            is_kept = position is not None and item is before[position]
+            found[replace(key)] = Kept(number, position) if is_kept else replace(item)
+        return found
+
+    def told(self, result: Any) -> Any:
+        """A result, with `Own` for each of the containers in it."""
+        return _Replacing(self._own())(result) if self.containers else result
+
+    def _own(self) -> dict[int, Any]:
+        return {id(container): Own(number) for number, container in enumerate(self.containers)}
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the containers are what they were."""
+        now = {number: _contents(self.containers[number]) for number in self.changed()}
+        try:
+            for number in now:
+                _fill(self.containers[number], self._before[number])
+            yield
+        finally:
+            for number, contents in now.items():
+                _fill(self.containers[number], contents)
+
+    # ---- who has the originals
+
+    def settle(self, changes: Sequence[Change], result: Any) -> Any:
+        """Does to these containers what was done to copies of them.
+
+        Args:
+            changes: see `changes`.
+            result: see `told`.
+
+        Returns:
+            the result, with these containers in it.
+        """
+        resolve = _Resolving(self.containers, self._before)
+        found = [(self.containers[number], resolve(contents)) for number, contents in changes]
+        for container, contents in found:
+            _fill(container, _flat(contents))
+        return resolve(result) if self.containers else result
+
+    # ---- copies
+
+    def apart(self, value: Any) -> tuple[Any, list[Any]]:
+        """A value with `Own` for each container, and what is in these, in the same form."""
+        replace = _Replacing(self._own())
+        return replace(value), [list(map(replace, before)) for before in self._before]
+
+    def templates(self) -> list[Any]:
+        """Empty containers like these; see `copies`."""
+        return list(map(_empty_like, self.containers))
+
+
+def copies(templates: Sequence[Any], value: Any, contents: Sequence[list[Any]]) -> Any:
+    """The value that was taken apart, with containers of its own.
+
+    Args:
+        templates: see `Given.templates`.
+        value, contents: see `Given.apart`.
+    """
+    made = list(map(_empty_like, templates))
+    resolve = _Resolving(made, ())
+    for container, items in zip(made, contents, strict=True):
+        _fill(container, list(map(resolve, items)))
+    return resolve(value)
+
+
+def _contents(container: Any) -> list[Any]:
+    """Items; of dictionaries and objects keys and then values."""
+    kind = _kind_of(container)
+    if kind is _Kind.OBJECT:
+        container = container.__dict__
+    elif kind is not _Kind.DICT:
+        return list(container)
+    return [*container.keys(), *container.values()]
+
+
+def _check_elements(container: set[Any]) -> None:
+    if not all(map(_is_number, container)):
+        raise TypeError(
+            f"{_C.rank_prefix()}a set among the arguments of a module that runs on another rank, "
+            "or as a checkpoint, has other elements now, and not only numbers and texts are in it; "
+            "use a list or a dict"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    kind = _kind_of(value)
+    return kind is _Kind.NUMBER or (kind is _Kind.TUPLE and all(map(_is_number, value)))
+
+
+def _flat(contents: list[Any] | dict[Any, Any]) -> list[Any]:
+    return contents if isinstance(contents, list) else [*contents.keys(), *contents.values()]
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _fill(container: Any, contents: list[Any]) -> None:
+    kind = _kind_of(container)
+    if kind is _Kind.LIST:
+        container.clear()
+        container.extend(contents)
+    elif kind is _Kind.SET:
+        container.clear()
+        container.update(contents)
+    else:
+        items = container.__dict__ if kind is _Kind.OBJECT else container
+        half = len(contents) // 2
+        items.clear()
+        items.update(zip(contents[:half], contents[half:], strict=True))
+
+
+def _empty_like(container: Any) -> Any:
+    if isinstance(container, defaultdict):
+        return defaultdict(container.default_factory)
+    if isinstance(container, deque):
+        return deque(maxlen=container.maxlen)
+    return type(container)()
+
+
+class _Replacing:
+    """Puts references into the place of objects, in new containers around them.
+
+    Args:
+        references: by id of the object.
+    """
+
+    def __init__(self, references: dict[int, Any]) -> None:
+        self._references = references
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        kind = _kind_of(value)
+        if kind is _Kind.NUMBER:
+            return value
+        known = self._references.get(id(value))
+        if known is not None:
+            return known
+        if kind in (_Kind.OTHER, _Kind.OBJECT, _Kind.SET) or not self._holds(value, set()):
+            return value
+        if kind is _Kind.TUPLE:
+            return _tuple_like(value, map(self, value))
+        made = self._made.get(id(value))
+        if made is None:
+            made = self._made[id(value)] = _empty_like(value)
+            _fill(made, list(map(self, _contents(value))))
+        return made
+
+    def _holds(self, value: Any, seen: set[int]) -> bool:
+        """Is there one of the objects in it?"""
+        kind = _kind_of(value)
+        if kind is _Kind.NUMBER:
+            return False
+        if id(value) in self._references:
+            return True
+        if kind not in (_Kind.LIST, _Kind.DICT, _Kind.TUPLE) or id(value) in seen:
+            return False
+        seen.add(id(value))
+        items = value if kind is _Kind.TUPLE else _contents(value)
+        return any(self._holds(item, seen) for item in items)
+
+
+class _Resolving:
+    """Puts objects into the place of references; lists and dictionaries stay the same ones.
+
+    Args:
+        containers: that `Own` stands for.
+        contents: of these, which `Kept` stands for.
+    """
+
+    def __init__(self, containers: Sequence[Any], contents: Sequence[list[Any]]) -> None:
+        self._containers = containers
+        self._contents = contents
+        self._seen: dict[int, Any] = {id(container): container for container in containers}
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) is Own:
+            return self._containers[value.number]
+        if type(value) is Kept:
+            return self._contents[value.number][value.position]
+        kind = _kind_of(value)
+        if kind is _Kind.TUPLE:
+            items = list(map(self, value))
+            return value if _are_same(items, list(value)) else _tuple_like(value, items)
+        if kind in (_Kind.LIST, _Kind.DICT) and id(value) not in self._seen:
+            self._seen[id(value)] = value  # keeps it, too: an id says nothing without its owner
+            items = list(map(self, before := _contents(value)))
+            if not _are_same(items, before):
+                _fill(value, items)
+        return value
+
+
+def _tuple_like(value: Any, items: Any) -> Any:
+    if hasattr(value, "_make"):
+        return value._make(items)
+    return tuple(items) if type(value) is tuple else type(value)(items)
