@@ -393,7 +393,11 @@ def batch(step: int, samples: int = 8) -> Tensor:
 
 def train_alone(case: str, steps: int, microbatches: int) -> dict[str, Any]:
     """Losses, gradients by name of each step, and parameters and buffers at the end."""
-    model = make(case)
+    return train_plain(make(case), steps, microbatches)
+
+
+def train_plain(model: nn.Module, steps: int, microbatches: int) -> dict[str, Any]:
+    """The same of a model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads = [], []
     for step in range(steps):

@@ -7,7 +7,6 @@ the caller's own.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -190,18 +189,6 @@ class Given:
     def _own(self) -> dict[int, Any]:
         return {id(container): Own(number) for number, container in enumerate(self.containers)}
 
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Inside, the containers are what they were."""
-        now = {number: _contents(self.containers[number]) for number in self.changed()}
-        try:
-            for number in now:
-                _fill(self.containers[number], self._before[number])
-            yield
-        finally:
-            for number, contents in now.items():
-                _fill(self.containers[number], contents)
-
     # ---- who has the originals
 
     def settle(self, changes: Sequence[Change], result: Any) -> Any:
@@ -223,7 +210,10 @@ class Given:
     # ---- copies
 
     def apart(self, value: Any) -> tuple[Any, list[Any]]:
-        """A value with `Own` for each container, and what is in these, in the same form."""
+        """A value with `Own` for each container, and what was in these, in the same form.
+
+        Changes of the containers do not show there, those of objects of other kinds do.
+        """
         replace = _Replacing(self._own())
         return replace(value), [list(map(replace, before)) for before in self._before]
 

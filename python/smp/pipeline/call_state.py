@@ -118,10 +118,8 @@ class CallState:
             is_of_owner=is_of_owner,
         )
 
-    def settle(self, back: Back | None, is_of_owner: bool) -> None:
+    def settle(self, back: Back, is_of_owner: bool) -> None:
         """Takes over what a call has left behind."""
-        if back is None:
-            return
         if back.additions:
             collectors.add(collectors.collectors(), back.additions)
         self._attributes.take(back.attributes, is_of_owner)
@@ -139,14 +137,14 @@ class CallState:
         with self._flags_of(module_id).set_to(along.flags, self._flags_at_first):
             yield
 
-    def back(self, module_id: int, along: Along | None) -> Back | None:
-        """What goes with the answer, inside of `as_at_the_caller`; None if nothing does."""
+    def back(self, module_id: int, along: Along | None) -> Back:
+        """What goes with the answer, inside of `as_at_the_caller`."""
         attributes = self._attributes.values(module_id)
         found = None
         if along is not None and along.containers:
             name = self._names[module_id]
             found = collectors.additions(along.containers, name)
-        return Back(found, attributes) if found or attributes else None
+        return Back(found or None, attributes)
 
     def _flags_of(self, module_id: int) -> _Flags:
         flags = self._flags.get(module_id)

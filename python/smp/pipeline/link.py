@@ -16,7 +16,7 @@ from smp.forwards import Around, Forward, wrap_forward
 from smp.memory import Given, Request, fulfil, take_request
 from smp.module_writes import ModuleWrites
 from smp.pipeline import caches, functions
-from smp.pipeline.call_state import Along, CallState
+from smp.pipeline.call_state import Along, Back, CallState
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
@@ -187,11 +187,12 @@ class PipelineLink:
             results[view.result_idx] = view_of(tensors[view.argument_idx], view)
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
-        result, back, filled = self._codec.unpack(answer, results, tensors)
-        self._state.settle(back, is_here)
+        result, attributes, additions, filled = self._codec.unpack(answer, results, tensors)
         if filled:
             self._note_filled(module_id, [given.containers[number] for number, _ in filled])
-        return given.settle(filled, result)
+        result, attributes = given.settle(filled, (result, attributes))
+        self._state.settle(Back(additions, attributes), is_here)
+        return result
 
     def _note_filled(self, module_id: int, containers: Sequence[Any]) -> None:
         """Raises when another microbatch, which is still under way, fills one of them too."""
@@ -271,9 +272,9 @@ class PipelineLink:
         if request is not None:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
-        given = Given((args, kwargs))
-        before = self._codec.pack_result((args, kwargs), tensors) if is_first else None
-        watch, back = ValueWatch(), None
+        given = Given(called := (args, kwargs))
+        before = self._codec.pack_result(given.apart(called), tensors) if is_first else None
+        watch, back = ValueWatch(), Back()
         with (
             autocast.apply(state),
             watch if is_first else contextlib.nullcontext(),
@@ -283,26 +284,19 @@ class PipelineLink:
             if module_id != _FUNCTION:
                 back = self._state.back(module_id, along)
         filled = given.changes()
-        if before is not None:
-            with given.as_before():
-                self._check_unchanged(module_id, before, (args, kwargs), tensors)
-        result = given.told(result)
-        answer, results = self._codec.pack_result((result, back, filled), tensors)
-        certain = is_certain(result) and (back is None or back.is_certain)
-        certain = certain and all(is_certain(contents) for _, contents in filled)
-        return answer, [localize(t) for t in results], watch.seen or not certain
-
-    def _check_unchanged(
-        self, module_id: int, before: Any, arguments: Any, tensors: Sequence[Tensor]
-    ) -> None:
-        """What holds things in its own way, arrays for one, is not followed."""
-        if before != self._codec.pack_result(arguments, tensors):
+        if before is not None and before != self._codec.pack_result(given.apart(called), tensors):
             raise RuntimeError(
                 f"{_C.rank_prefix()}module '{self._name(module_id)}' changed an object among its "
                 "arguments, which its caller on another rank cannot see (lists, dictionaries, "
                 "sets of numbers and texts, and objects with attributes are followed); let it "
                 "return what it makes, or put both on one partition"
             )
+        result, attributes = given.told((result, back.attributes))
+        told = (result, attributes, back.additions, filled)
+        answer, results = self._codec.pack_result(told, tensors)
+        certain = is_certain(result) and Back(back.additions, attributes).is_certain
+        certain = certain and all(is_certain(contents) for _, contents in filled)
+        return answer, [localize(t) for t in results], watch.seen or not certain
 
     def _as_at_the_caller(
         self, module_id: int, mb: int, along: Along | None
