@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp import _C, data_parallel, loss_checks, memory, microbatch, nonfinite, runtime
@@ -28,8 +28,8 @@ from smp.partition.decide import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
-from smp.precision import cast_inputs, cast_outputs
 from smp.replacement import replace_marked
+from smp.root_call import RootCall
 from smp.tracing import is_tracing as is_tracing
 
 Hook = Callable[["DistributedModel", Any], Any]
@@ -143,34 +143,33 @@ class DistributedModel(ModelViews):
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
         if self._engine.capture is not None:
-            args, kwargs = self._prepared((args, kwargs))
-            return self._outgoing(self._engine.capture.on_call(self.get_module(), args, kwargs))
+            on_call = functools.partial(self._engine.capture.on_call, self.get_module())
+            return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
         link = self._engine.link
         if link is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
             self._engine.honour_checkpointing()
-            args, kwargs = self._prepared((args, kwargs))
-            output = self._outgoing(self.get_module()(*args, **kwargs))
+            output = self._root_call(args, kwargs).run(self.get_module())
             self._engine.watch_backward(output)
             if self._engine.uneven is not None:
                 self._engine.uneven.watch(output)
             return output
         self._check_in_step("called")
         share = microbatch.current_share()
+        call = self._root_call(args, kwargs)
         if not self._engine.is_driver:
-            called_idx, output, share.weight = link.await_output()
+            called_idx, output, share.weight, filled = link.await_output()
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
                     f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
                     f"their models in one order ({self._runtime.candidates})"
                 )
-            return output
-        args, kwargs = self._prepared((args, kwargs))
-        output = self._outgoing(self._engine.first_step.call(args, kwargs))
+            return call.settle(filled, output)
+        output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
         self._engine.watch_backward(output)
-        link.publish_output((self._engine.idx, output, share.weight))
+        link.publish_output((self._engine.idx, output, share.weight, call.filled))
         return output
 
     def backward(
@@ -246,15 +245,9 @@ class DistributedModel(ModelViews):
             "into a function decorated with @smp.step"
         )
 
-    def _prepared(self, arguments: Any) -> Any:
-        """Arguments as the module takes them: on its device, and in 16 bits if it is."""
-        dtype = self._half_dtype()
-        if dtype is not None:
-            arguments = cast_inputs(arguments, dtype)
-        return self._on_device(arguments)
-
-    def _outgoing(self, output: Any) -> Any:
-        return output if self._engine.half_dtype is None else cast_outputs(output)
+    def _root_call(self, *arguments: Any) -> RootCall:
+        casts = self._engine.half_dtype is not None
+        return RootCall(arguments, self._runtime.device, self._half_dtype(), casts)
 
     def _half_dtype(self) -> torch.dtype | None:
         """Of a model that trains in 16 bits, once it is cast."""
@@ -264,12 +257,6 @@ class DistributedModel(ModelViews):
         dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
         dtype = next(dtypes, None)
         return dtype if dtype in (torch.float16, torch.bfloat16) else None
-
-    def _on_device(self, arguments: Any) -> Any:
-        device = self._runtime.device
-        if device.type == "cpu":
-            return arguments
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), arguments)
 
     def prepare(self, trace: Trace | None = None) -> None:
         """Partitions the model unless that has happened. Collective.

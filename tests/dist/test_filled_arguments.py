@@ -118,3 +118,126 @@ def test_checkpoints_fill_containers_once(pool: Pool, case: str, pp: int) -> Non
         for rank in ranks:
             rank["calls"], rank["checked"] = 1, "equal"
     assert_equal_to_one_process(case, ranks)
+
+
+# ---- containers of the step function
+
+
+class FillsItsOwn(Stack):
+    """Layers fill a list that the step function has made."""
+
+    block = filled_arguments.ListBlock
+
+    def forward(self, x: Tensor, out: list[Tensor], *, more: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x, out)
+        more["last"] = out[-1]
+        more["given"] = x.dtype
+        return (x * x).mean()
+
+
+def train_with_list(rank: int, pp: int, config: dict[str, Any]) -> Any:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": pp, "microbatches": 2, **config})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(FillsItsOwn())
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        out: list[Tensor] = []
+        more: dict[str, Any] = {}
+        loss = model(x, out, more=more)
+        assert len(out) == 4 and torch.equal(more["last"], out[-1])
+        assert out[0].dtype == torch.float32 and ("bf16" in config) == (
+            more["given"] == torch.bfloat16
+        )
+        loss = loss + sum(hidden.abs().mean() for hidden in out)
+        model.backward(loss)
+        return loss
+
+    losses = [loss.item() for loss in train_step(batch(0).float()).outputs]
+    grads = {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None}
+    return losses, grads
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_containers_of_the_step_function_are_filled_on_all_ranks(
+    pool: Pool, config: dict[str, Any]
+) -> None:
+    ((losses, grads),) = pool.run(1, train_with_list, 1, config)
+    ranks = pool.run(2, train_with_list, 2, config)
+    tolerance = 2e-2 if config else 1e-5
+    for rank_losses, rank_grads in ranks:
+        assert rank_losses == pytest.approx(losses, rel=tolerance)
+        for name, grad in rank_grads.items():
+            torch.testing.assert_close(grad, grads[name], rtol=tolerance, atol=tolerance)
+    assert {name for _, found in ranks for name in found} == grads.keys()
+
+
+# ---- refused
+
+
+class Counting(Block):
+    """Changes what cannot be followed."""
+
+    def forward(self, x: Tensor, counts: Counter[str]) -> Tensor:  # type: ignore[override]
+        counts["calls"] += 1
+        return super().forward(x)
+
+
+class ChangesCounter(Stack):
+    block = Counting
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts: Counter[str] = Counter()
+        for block in self.blocks:
+            x = block(x, counts)
+        return (x * x).mean()
+
+
+class Mixing(Stack):
+    """All microbatches have one dictionary."""
+
+    block = filled_arguments.DictBlock
+    shared: dict[str, Any] = {"count": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        import smp
+
+        shared = {"count": 0} if smp.is_tracing() else self.shared
+        shared["x"] = x
+        for i, block in enumerate(self.blocks):
+            block(shared, name=f"mean{i}")
+        return (shared["x"] ** 2).mean()
+
+
+def train_refused(rank: int, kind: type[nn.Module], config: dict[str, Any]) -> None:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, **config})
+    model = smp.DistributedModel(kind())
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    train_step(batch(0).float())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (ChangesCounter, "module 'blocks.2' changed an object among its arguments"),
+        (Mixing, "they would mix. Make a new one in each call of the model"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    pool: Pool, kind: type[nn.Module], expected: str
+) -> None:
+    outcomes = pool.outcomes(2, train_refused, kind, {}, env={"SMP_CHECK_FIRST_STEP": "0"})
+    assert all(outcome.error for outcome in outcomes)
+    assert any(expected in outcome.message for outcome in outcomes), outcomes[0].message
+    assert "[global_rank" in outcomes[0].message

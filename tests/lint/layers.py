@@ -76,7 +76,17 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"first_step"}),
     frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
     frozenset({"open_pipeline", "state_loading"}),
-    frozenset({"backward_roots", "engine", "grad_norm", "loss_checks", "model_views", "patches"}),
+    frozenset(
+        {
+            "backward_roots",
+            "engine",
+            "grad_norm",
+            "loss_checks",
+            "model_views",
+            "patches",
+            "root_call",
+        }
+    ),
     frozenset({"join"}),
     frozenset({"model", "step_run"}),
     frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -42,6 +42,7 @@ _KINDS: dict[type, _Kind] = {
     **dict.fromkeys((type(None), bool, int, float, complex, str, bytes), _Kind.NUMBER),
     **dict.fromkeys((Tensor, nn.Parameter), _Kind.OTHER),
 }
+_WITHOUT: set[type] = set()  # numbers and others that were met
 _NO_OBJECTS = (
     *(Tensor, nn.Module, Enum, type, types.ModuleType),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
@@ -106,22 +107,28 @@ class Given:
     def __init__(self, value: Any, objects: bool = True) -> None:
         self.containers: list[Any] = []
         self._objects = objects
-        self._find(value, set())
+        self._find((value,), set())
         self._before = [_contents(container) for container in self.containers]
 
-    def _find(self, value: Any, seen: set[int]) -> None:
-        kind = _kind_of(value)
-        if kind is _Kind.NUMBER or kind is _Kind.OTHER:
-            return
-        if kind is _Kind.TUPLE:
-            for item in value:
+    @classmethod
+    def to(cls, args: Sequence[Any], kwargs: Mapping[str, Any], objects: bool = True) -> Given:
+        """Those among the arguments of a call."""
+        return cls((*args, *kwargs.values()), objects)
+
+    def _find(self, items: Sequence[Any], seen: set[int]) -> None:
+        for item in items:
+            if type(item) in _WITHOUT:
+                continue
+            kind = _kind_of(item)
+            if kind is _Kind.TUPLE:
                 self._find(item, seen)
-        elif id(value) not in seen and (self._objects or kind is not _Kind.OBJECT):
-            seen.add(id(value))
-            self.containers.append(value)
-            if kind is not _Kind.SET:  # has no order that copies share
-                for item in _contents(value):
-                    self._find(item, seen)
+            elif kind is _Kind.NUMBER or kind is _Kind.OTHER:
+                _WITHOUT.add(type(item))
+            elif id(item) not in seen and (self._objects or kind is not _Kind.OBJECT):
+                seen.add(id(item))
+                self.containers.append(item)
+                if kind is not _Kind.SET:  # has no order that copies share
+                    self._find(_contents(item), seen)
 
     # ---- who has the copies
 
@@ -148,7 +155,7 @@ class Given:
         Raises:
             TypeError: a set has got something that cannot be told apart in a copy of the set.
         """
-        numbers = self.changed()
+        numbers = self.changed() if self.containers else []
         if not numbers:
             return []
         references: dict[int, Any] = {}
@@ -177,8 +184,8 @@ class Given:
         known = {key: half_before + i for i, key in enumerate(before[:half_before])}
         found = {}
         for key, item in zip(items[:half], items[half:], strict=True):
-            position = known.get(key)
-            is_kept = position is not None and item is before[position]
+            position = known.get(key, -1)
+            is_kept = position >= 0 and item is before[position]
             found[replace(key)] = Kept(number, position) if is_kept else replace(item)
         return found
 
@@ -201,11 +208,13 @@ class Given:
         Returns:
             the result, with these containers in it.
         """
+        if not self.containers:
+            return result
         resolve = _Resolving(self.containers, self._before)
         found = [(self.containers[number], resolve(contents)) for number, contents in changes]
         for container, contents in found:
             _fill(container, _flat(contents))
-        return resolve(result) if self.containers else result
+        return resolve(result)
 
     # ---- copies
 

@@ -65,8 +65,8 @@ def recompute(
 
     Raises:
         ValueError: the function puts tensors into an object among its arguments, or takes or
-            returns tensors in an object that cannot be made anew; in backward: it returned other tensors than before, or
-            gradients are wanted for some tensors only.
+            returns tensors in one that cannot be made anew; in backward: it returned other tensors
+            than before, or gradients are wanted for some tensors only.
 
     Source: arXiv:1604.06174.
     """
@@ -94,8 +94,8 @@ class _Call:
         arguments = _without_caches(tuple(args), dict(kwargs))
         # Of the caller, until the first run is over. Each run has lists, dictionaries and sets of
         # its own; what the first one does to them is done to the caller's.
-        self._given: Given | None = Given(arguments, objects=False)
-        self._objects: Given | None = Given(arguments)
+        self._given: Given | None = Given.to(*arguments, objects=False)
+        self._objects: Given | None = Given.to(*arguments)
         self._templates = self._given.templates()
         self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
         self._result: Flat | None = None  # of the first run, its tensors taken out
@@ -154,8 +154,8 @@ class _Call:
 
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Flat:
         """The result, and what was done to containers among the arguments."""
-        given = Given(arguments, objects=False)
         args, kwargs = arguments
+        given = Given.to(args, kwargs, objects=False)
         result = self._function(*args, **kwargs)
         return Flat((given.told(result), given.changes()), counts=_may_have_grad)
 

@@ -163,7 +163,7 @@ class PipelineLink:
             )
         is_here = module_id in self._later_stages
         along = None if module_id == _FUNCTION else self._state.along(module_id, is_here)
-        given = Given((args, kwargs))
+        given = Given.to(args, kwargs)
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along)
         )
@@ -272,7 +272,7 @@ class PipelineLink:
         if request is not None:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
-        given = Given(called := (args, kwargs))
+        given, called = Given.to(args, kwargs), (args, kwargs)
         before = self._codec.pack_result(given.apart(called), tensors) if is_first else None
         watch, back = ValueWatch(), Back()
         with (
