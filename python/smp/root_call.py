@@ -26,7 +26,7 @@ class RootCall:
     def __init__(
         self, arguments: Any, device: torch.device, dtype: torch.dtype | None, casts: bool
     ) -> None:
-        self._given = memory.Given.to(*arguments, objects=False)
+        self._given = _given(arguments)
         self._casts = casts
         prepared = arguments if dtype is None else cast_inputs(arguments, dtype)
         if device.type != "cpu":
@@ -34,9 +34,7 @@ class RootCall:
                 Tensor, lambda t: t.to(device, non_blocking=True), prepared
             )
         # Casts have made copies of containers.
-        self._taken = (
-            self._given if prepared is arguments else memory.Given.to(*prepared, objects=False)
-        )
+        self._taken = self._given if prepared is arguments else _given(prepared)
         self._prepared = prepared
         #: number of containers among the arguments, and what the module has done to them
         self.filled: tuple[int, list[memory.Change]] = (0, [])
@@ -78,3 +76,8 @@ class RootCall:
                 "all ranks, and with each container once"
             )
         return self._given.settle(changes, output)
+
+
+def _given(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> memory.Given:
+    args, kwargs = arguments
+    return memory.Given.to(args, kwargs, objects=False)
