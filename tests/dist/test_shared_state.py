@@ -12,15 +12,20 @@ from tests.dist.pool import Pool
 from tests.reference import shared_state
 
 STEPS, MICROBATCHES = 3, 4
+CHECKPOINTED = ["ContextCollector", "AuxByAttribute", "HookedFeatures", "FeaturesOfRoot", "StateOnSelf", "AssignedBuffer", "ParentWritesChild", "BufferInPlace", "SharedList", "LeftForSecondCall", "CountingCalls", "MovingAverage","Normalised","FrozenInForward","ParameterAsArgument"]
 
 
-def train(rank: int, case: str, pp: int, config: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int, case: str, pp: int, config: dict[str, Any], checkpoints: bool = False
+) -> dict[str, Any]:
     import smp
 
     smp.init({"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES, **config})
     plain = shared_state.make(case)
     class_of = {name: type(module) for name, module in plain.named_modules()}
     model = smp.DistributedModel(plain)
+    if checkpoints:
+        smp.set_activation_checkpointing(plain.blocks)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
     @smp.step
@@ -50,10 +55,14 @@ def train(rank: int, case: str, pp: int, config: dict[str, Any]) -> dict[str, An
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("case", shared_state.CASES)
 def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -> None:
-    expected = shared_state.train_alone(case, STEPS, MICROBATCHES)
     ranks: list[dict[str, Any]] = pool.run(pp, train, case, pp, {})
     assert sum(rank["calls"] for rank in ranks) > 0, "nothing was remote"
     assert all(rank["grads"][0] for rank in ranks), "a rank has no parameters"
+    assert_equal_to_one_process(case, ranks)
+
+
+def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
+    expected = shared_state.train_alone(case, STEPS, MICROBATCHES)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         for name, value in rank["state"].items():
@@ -65,6 +74,13 @@ def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -
             assert (grad is None) == (found[name] is None), name
             if grad is not None:
                 torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# What checkpointed layers leave behind is made in a run without gradients.
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("case", CHECKPOINTED)
+def test_checkpointed_modules_share_state(pool: Pool, case: str, pp: int) -> None:
+    assert_equal_to_one_process(case, pool.run(pp, train, case, pp, {}, True))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from smp import _C, autocast, runtime
+from smp.memory import collected
 from smp.memory.flat import Flat, contents_of, is_cache, is_changed, tensors_in
 from smp.memory.given import Given, copies
 from smp.tracing import is_tracing
@@ -99,7 +100,15 @@ class _Call:
         self._templates = self._given.templates()
         self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
         self._result: Flat | None = None  # of the first run, its tensors taken out
+        # Nor are the containers of context variables kept, to which a run adds: both runs find
+        # their outlines.
+        self._collectors: list[Any] | None = []
+        self._outlines: list[tuple[contextvars.ContextVar[Any], Any]] = []
         self._context = contextvars.copy_context()
+        for var, container in collected.in_context():
+            self._collectors.append(container)
+            self._outlines.append((var, collected.outline(container)))
+            self._context.run(var.set, None)
         self._current = runtime.current() if runtime.is_initialized() else None
 
     def run(self, preserve_rng_state: bool) -> Any:
@@ -119,10 +128,13 @@ class _Call:
         assert self._result is not None
         # What passed through unchanged is what the caller has.
         same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
-        result, changes = self._result.filled([same.get(id(result), result) for result in results])
-        assert self._given is not None
+        result, changes, found = self._result.filled([same.get(id(t), t) for t in results])
+        assert self._given is not None and self._collectors is not None
+        for idx, path, items in found:
+            collected.add(self._collectors[idx], path, items)
         settled = self._given.settle(changes, result)
-        self._given = self._objects = None  # else results would keep the graph, and it them
+        # Else results would keep the graph, and it them.
+        self._given = self._objects = self._collectors = None
         return settled
 
     def _needs_grad(self, tensors: Sequence[Tensor]) -> bool:
@@ -156,8 +168,27 @@ class _Call:
         """The result, and what was done to containers among the arguments."""
         args, kwargs = arguments
         given = Given.to(args, kwargs, objects=False)
-        result = self._function(*args, **kwargs)
-        return Flat((given.told(result), given.changes()), counts=_may_have_grad)
+        with self._collecting() as found:
+            result = self._function(*args, **kwargs)
+        return Flat((given.told(result), given.changes(), found), counts=_may_have_grad)
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[list[tuple[int, tuple[Any, ...], Any]]]:
+        """Gives what is added, inside, to containers of context variables: their number, path."""
+        found: list[tuple[int, tuple[Any, ...], Any]] = []
+        tokens = [(var, var.set(collected.outline(before))) for var, before in self._outlines]
+        try:
+            yield found
+            for idx, (var, before) in enumerate(self._outlines):
+                found += [(idx, *one) for one in collected.added((), before, var.get())]
+        except collected.Replaced:
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module replaced or removed what is in the "
+                f"context variable '{var.name}'; only additions can be followed"
+            ) from None
+        finally:
+            for var, token in tokens:
+                var.reset(token)
 
 
 def _needs_grad(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from smp import _C
+from smp.memory import collected
 from smp.module_writes import Key, ModuleWrites
 from smp.pipeline import collectors, module_state
 from smp.pipeline.callee import is_certain
@@ -111,7 +112,7 @@ class CallState:
             return None
         hooked = collectors.hooked_models(self._modules) if containers else ()
         return Along(
-            containers={name: collectors.outline(value) for name, value in containers.items()},
+            containers={name: collected.outline(value) for name, value in containers.items()},
             hooked=tuple(self._ids[model] for model in hooked),
             attributes=attributes,
             flags=flags,

@@ -11,27 +11,19 @@ import importlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from smp import _C
+from smp.memory import collected
 
 _log = logging.getLogger("smp")
 
-_LEAVES = (Tensor, bool, int, float, type(None))
-_OF_TRANSFORMERS = "output_collector"  # empty where nothing is asked for
 _INSTALLED = "_output_capturing_hooks_installed"  # transformers 5: on a model whose hooks are there
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Stands for something that the caller has in a container, and the callee need not have."""
-
-    position: int
 
 
 @dataclass(frozen=True)
@@ -51,37 +43,9 @@ def collectors() -> dict[str, Any]:
     """The containers that are in context variables now, by location of the variable."""
     return {
         location: value
-        for var, value in copy_context().items()
-        if isinstance(value, dict | list)
-        and (value or var.name != _OF_TRANSFORMERS)
-        and not var.name.startswith("smp_")
-        and _collects(value)
-        and (location := _location_of(var)) is not None
+        for var, value in collected.in_context()
+        if (location := _location_of(var)) is not None
     }
-
-
-def _collects(value: Any) -> bool:
-    """Is it a container of tensors and containers, and not one of settings or texts?"""
-    if isinstance(value, dict):
-        return all(_collects(item) for item in value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_collects(item) for item in value)
-    return isinstance(value, _LEAVES)
-
-
-def outline(value: Any, count: list[int] | None = None) -> Any:
-    """The same containers with the tensors in them replaced by `Kept`."""
-    count = [0] if count is None else count
-    if isinstance(value, dict):
-        return {key: outline(item, count) for key, item in value.items()}
-    if isinstance(value, list):
-        return [outline(item, count) for item in value]
-    if isinstance(value, Kept):
-        return value
-    if isinstance(value, tuple | Tensor):
-        count[0] += 1
-        return Kept(count[0] - 1)
-    return value
 
 
 def install(outlines: Mapping[str, Any], hooked: Sequence[nn.Module]) -> None:
@@ -92,7 +56,8 @@ def install(outlines: Mapping[str, Any], hooked: Sequence[nn.Module]) -> None:
         hooked: models whose outputs the caller captures by hooks.
     """
     for name, value in outlines.items():
-        _variable(name).set(outline(value))  # a copy: what the code does to it is compared
+        # A copy: what the code does to it is compared.
+        _variable(name).set(collected.outline(value))
     for model in hooked:
         _hook(model)
 
@@ -109,42 +74,23 @@ def additions(before: Mapping[str, Any], module: str) -> list[Addition]:
     """
     found: list[Addition] = []
     for name, value in before.items():
-        _compare((name,), value, _variable(name).get(), found, module)
+        try:
+            for path, items in collected.added((name,), value, _variable(name).get()):
+                found.append(Addition(path, items))
+        except collected.Replaced as replaced:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}module '{module}' replaced or removed what its caller on "
+                f"another rank keeps in the context variable '{name}' (at "
+                f"{list(replaced.path[1:])}); only additions can be followed. Put the module and "
+                "its caller on one partition"
+            ) from None
     return found
-
-
-def _compare(
-    path: tuple[Any, ...], before: Any, after: Any, found: list[Addition], module: str
-) -> None:
-    if isinstance(before, list) and isinstance(after, list) and len(after) >= len(before):
-        if len(after) > len(before):
-            found.append(Addition(path, list(after[len(before) :])))
-        for i, item in enumerate(before):
-            _compare((*path, i), item, after[i], found, module)
-    elif isinstance(before, dict) and isinstance(after, dict) and before.keys() <= after.keys():
-        new = {key: item for key, item in after.items() if key not in before}
-        if new:
-            found.append(Addition(path, new))
-        for key, item in before.items():
-            _compare((*path, key), item, after[key], found, module)
-    elif isinstance(after, Tensor) or before != after:
-        raise RuntimeError(
-            f"{_C.rank_prefix()}module '{module}' replaced or removed what its caller on another "
-            f"rank keeps in the context variable '{path[0]}' (at {list(path[1:])}); only additions "
-            "can be followed. Put the module and its caller on one partition"
-        )
 
 
 def add(containers: Mapping[str, Any], found: Sequence[Addition]) -> None:
     """Does to the caller's containers what the callee has done to its own."""
     for addition in found:
-        container = containers[addition.path[0]]
-        for key in addition.path[1:]:
-            container = container[key]
-        if isinstance(container, list):
-            container.extend(addition.items)
-        else:
-            container.update(addition.items)
+        collected.add(containers[addition.path[0]], addition.path[1:], addition.items)
 
 
 _variables: dict[str, ContextVar[Any]] = {}
