@@ -12,7 +12,23 @@ from tests.dist.pool import Pool
 from tests.reference import shared_state
 
 STEPS, MICROBATCHES = 3, 4
-CHECKPOINTED = ["ContextCollector", "AuxByAttribute", "HookedFeatures", "FeaturesOfRoot", "StateOnSelf", "AssignedBuffer", "ParentWritesChild", "BufferInPlace", "SharedList", "LeftForSecondCall", "CountingCalls", "MovingAverage","Normalised","FrozenInForward","ParameterAsArgument"]
+CHECKPOINTED = [
+    "ContextCollector",
+    "AuxByAttribute",
+    "HookedFeatures",
+    "FeaturesOfRoot",
+    "StateOnSelf",
+    "AssignedBuffer",
+    "ParentWritesChild",
+    "BufferInPlace",
+    "SharedList",
+    "LeftForSecondCall",
+    "CountingCalls",
+    "MovingAverage",
+    "Normalised",
+    "FrozenInForward",
+    "ParameterAsArgument",
+]
 
 
 def train(

@@ -108,7 +108,7 @@ class Given:
         self.containers: list[Any] = []
         self._objects = objects
         self._find((value,), set())
-        self._before = [_contents(container) for container in self.containers]
+        self._before = [contents_of(container) for container in self.containers]
 
     @classmethod
     def to(cls, args: Sequence[Any], kwargs: Mapping[str, Any], objects: bool = True) -> Given:
@@ -128,7 +128,7 @@ class Given:
                 seen.add(id(item))
                 self.containers.append(item)
                 if kind is not _Kind.SET:  # has no order that copies share
-                    self._find(_contents(item), seen)
+                    self._find(contents_of(item), seen)
 
     # ---- who has the copies
 
@@ -139,15 +139,22 @@ class Given:
             for number, (container, before) in enumerate(
                 zip(self.containers, self._before, strict=True)
             )
-            if not _are_same(_contents(container), before)
+            if not _are_same(contents_of(container), before)
         ]
 
     def new_items(self) -> Iterator[tuple[Any, list[Any]]]:
         """Each container that was changed, and what is in it now and was not."""
         for number in self.changed():
-            container, before = self.containers[number], self._before[number]
-            known = set(map(id, before))
-            yield container, [item for item in _contents(container) if id(item) not in known]
+            yield self.containers[number], self.new_items_of(number)
+
+    def new_items_of(self, number: int) -> list[Any]:
+        """What is in one container now and was not."""
+        known = set(map(id, self._before[number]))
+        return [item for item in contents_of(self.containers[number]) if id(item) not in known]
+
+    def changed_from(self) -> list[tuple[int, list[Any]]]:
+        """Numbers of containers in which there is something else now, and what was in them."""
+        return [(number, self._before[number]) for number in self.changed()]
 
     def changes(self) -> list[Change]:
         """What was done to the containers; tensors are in it as they are.
@@ -174,7 +181,7 @@ class Given:
         if kind is _Kind.SET:
             _check_elements(container)
             return list(container)
-        items = _contents(container)
+        items = contents_of(container)
         if kind is _Kind.LIST:
             return [
                 Kept(number, i) if i < len(before) and item is before[i] else replace(item)
@@ -213,7 +220,7 @@ class Given:
         resolve = _Resolving(self.containers, self._before)
         found = [(self.containers[number], resolve(contents)) for number, contents in changes]
         for container, contents in found:
-            _fill(container, _flat(contents))
+            fill(container, _flat(contents))
         return resolve(result)
 
     # ---- copies
@@ -241,11 +248,22 @@ def copies(templates: Sequence[Any], value: Any, contents: Sequence[list[Any]]) 
     made = list(map(_empty_like, templates))
     resolve = _Resolving(made, ())
     for container, items in zip(made, contents, strict=True):
-        _fill(container, list(map(resolve, items)))
+        fill(container, list(map(resolve, items)))
     return resolve(value)
 
 
-def _contents(container: Any) -> list[Any]:
+def exchanged(value: Any, others: Mapping[int, Any]) -> Any:
+    """A value with other objects in the place of some, which are named by id."""
+    return _Replacing(others)(value)
+
+
+def exchange(container: Any, others: Mapping[int, Any]) -> None:
+    """The same for what is in a container, which stays the same one."""
+    if _kind_of(container) is not _Kind.SET:
+        fill(container, list(map(_Replacing(others), contents_of(container))))
+
+
+def contents_of(container: Any) -> list[Any]:
     """Items; of dictionaries and objects keys and then values."""
     kind = _kind_of(container)
     if kind is _Kind.OBJECT:
@@ -277,7 +295,8 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _fill(container: Any, contents: list[Any]) -> None:
+def fill(container: Any, contents: list[Any]) -> None:
+    """Gives a container other contents; see `contents_of`."""
     kind = _kind_of(container)
     if kind is _Kind.LIST:
         container.clear()
@@ -307,7 +326,7 @@ class _Replacing:
         references: by id of the object.
     """
 
-    def __init__(self, references: dict[int, Any]) -> None:
+    def __init__(self, references: Mapping[int, Any]) -> None:
         self._references = references
         self._made: dict[int, Any] = {}
 
@@ -325,7 +344,7 @@ class _Replacing:
         made = self._made.get(id(value))
         if made is None:
             made = self._made[id(value)] = _empty_like(value)
-            _fill(made, list(map(self, _contents(value))))
+            fill(made, list(map(self, contents_of(value))))
         return made
 
     def _holds(self, value: Any, seen: set[int]) -> bool:
@@ -338,7 +357,7 @@ class _Replacing:
         if kind not in (_Kind.LIST, _Kind.DICT, _Kind.TUPLE) or id(value) in seen:
             return False
         seen.add(id(value))
-        items = value if kind is _Kind.TUPLE else _contents(value)
+        items = value if kind is _Kind.TUPLE else contents_of(value)
         return any(self._holds(item, seen) for item in items)
 
 
@@ -366,9 +385,9 @@ class _Resolving:
             return value if _are_same(items, list(value)) else _tuple_like(value, items)
         if kind in (_Kind.LIST, _Kind.DICT) and id(value) not in self._seen:
             self._seen[id(value)] = value  # keeps it, too: an id says nothing without its owner
-            items = list(map(self, before := _contents(value)))
+            items = list(map(self, before := contents_of(value)))
             if not _are_same(items, before):
-                _fill(value, items)
+                fill(value, items)
         return value
 
 

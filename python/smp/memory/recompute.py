@@ -21,6 +21,7 @@ from smp import _C, autocast, runtime
 from smp.memory import collected
 from smp.memory.flat import Flat, contents_of, is_cache, is_changed, tensors_in
 from smp.memory.given import Given, copies
+from smp.memory.left_behind import Earlier, Flags, Watch, flags_of
 from smp.tracing import is_tracing
 
 
@@ -109,11 +110,16 @@ class _Call:
             self._collectors.append(container)
             self._outlines.append((var, collected.outline(container)))
             self._context.run(var.set, None)
+        self._left: tuple[Watch, list[int]] | None = None
+        self._modes = Flags(modules)
+        self._earlier: Earlier | None = None  # the state that the first run has found
+        self._flags: tuple[bool, ...] = ()  # which of the tensors left behind are results
         self._current = runtime.current() if runtime.is_initialized() else None
 
     def run(self, preserve_rng_state: bool) -> Any:
         given = self._arguments.take()
         tensors = [_local(tensor) for tensor in given]
+        self._needing = [_needs_grad(tensor) for tensor in tensors]
         device = _device_of(self._current, tensors)
         self._device = device
         self._autocast = autocast.capture(device)
@@ -128,10 +134,15 @@ class _Call:
         assert self._result is not None
         # What passed through unchanged is what the caller has.
         same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
-        result, changes, found = self._result.filled([same.get(id(t), t) for t in results])
+        filled = self._result.filled([same.get(id(t), t) for t in results])
+        result, changes, found, left = filled
         assert self._given is not None and self._collectors is not None
         for idx, path, items in found:
             collected.add(self._collectors[idx], path, items)
+        if self._left is not None:
+            watch, ids = self._left
+            watch.replace(dict(zip(ids, left, strict=True)))
+            self._left = None
         settled = self._given.settle(changes, result)
         # Else results would keep the graph, and it them.
         self._given = self._objects = self._collectors = None
@@ -148,29 +159,62 @@ class _Call:
         made: dict[int, Any] = {}
         arguments = self._copies(tensors, made)
         before = [contents_of(value) for value in made.values()]
+        watch = Watch(self._modules)
         with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
-            result = self._call(arguments)
+            told = self._call(arguments)
         _check_unchanged(made.values(), before)
         assert self._objects is not None
         _check_objects(self._objects)
-        self._result = result
-        return result.take()
+        self._earlier = earlier = watch.compare().earlier()
+        if watch.tensors:
+            try_out = functools.partial(self._try_out, tensors, earlier)
+            self._flags = flags_of(self._modules, watch, try_out)
+        left = self._flagged(watch)
+        self._left = (watch, list(map(id, left))) if left else None
+        self._result = Flat((*told, left), counts=_may_have_grad)
+        return self._result.take()
+
+    def _flagged(self, watch: Watch) -> list[Tensor]:
+        if not self._flags:
+            return []
+        return [t for t, flag in zip(watch.tensors, self._flags, strict=True) if flag]
 
     def _again(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         arguments = self._copies(tensors)
-        with autocast.restore(self._autocast, self._device), _statistics_kept(self._modules):
-            return self._call(arguments).take()
+        assert self._earlier is not None
+        casts = autocast.restore(self._autocast, self._device)
+        modes = self._modes.again()
+        with casts, modes, _statistics_kept(self._modules), self._earlier.again():
+            watch = Watch(self._modules, copies=False) if self._flags else None
+            told = self._call(arguments)
+            left = [] if watch is None else self._flagged(watch.compare())
+            return Flat((*told, left), counts=_may_have_grad).take()
+
+    def _try_out(self, tensors: Sequence[Tensor], earlier: Earlier) -> Watch:
+        """Runs the function with a graph, of which nothing is kept."""
+        random_state = _C.RandomState.capture(str(self._device))
+        casts = autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext()
+        with torch.enable_grad(), casts, _statistics_kept(self._modules), earlier.again():
+            own = [
+                t.detach().requires_grad_().clone() if needs else t.detach().clone()
+                for t, needs in zip(tensors, self._needing, strict=True)
+            ]
+            watch = Watch(self._modules, copies=False)
+            self._context.copy().run(self._call, self._copies(own))
+            watch.compare()
+        random_state.restore()
+        return watch
 
     def _copies(self, tensors: list[Tensor], made: dict[int, Any] | None = None) -> Any:
         return copies(self._templates, *self._arguments.filled(tensors, made))
 
-    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Flat:
+    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
         """The result, and what was done to containers among the arguments."""
         args, kwargs = arguments
         given = Given.to(args, kwargs, objects=False)
         with self._collecting() as found:
             result = self._function(*args, **kwargs)
-        return Flat((given.told(result), given.changes(), found), counts=_may_have_grad)
+        return given.told(result), given.changes(), found
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[tuple[int, tuple[Any, ...], Any]]]:

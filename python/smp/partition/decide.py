@@ -256,7 +256,7 @@ def decide(
                 "smp: partitions set by smp.partition or set_partition are ignored, because "
                 "auto_partition is True; set it to False to use them"
             )
-        return Decision.of(index, _solve(index, options), options)
+        return Decision.of(index, solve(index, options), options)
     if num_chunks > 1:
         raise ValueError(
             f"{_C.rank_prefix()}partition: {num_chunks} chunks per rank need auto_partition=True "
@@ -268,7 +268,7 @@ def decide(
     return Decision.of(index, assignment, options, "marks")
 
 
-def _solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
+def solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
     """The best partition in which hooks that keep something run where the step body does."""
     _refuse_new_modules(index)
     assignment = _C.solve_partition(index.tree, options)

@@ -18,6 +18,7 @@ from smp.partition.decide import (
     agree,
     decide,
     partition_options,
+    solve,
 )
 from smp.partition.tree import ModuleIndex, build_tree
 
@@ -161,7 +162,7 @@ def _with_whole(
     assert free.options is not None
     index = build_tree(root, trace, whole)
     try:
-        found = Decision.of(index, _C.solve_partition(index.tree, free.options), free.options)
+        found = Decision.of(index, solve(index, free.options), free.options)
     except ValueError:  # too few modules, or too much on one rank
         return None
     loads = [

@@ -92,7 +92,11 @@ def _delete(name: str, module: nn.Module) -> None:
     values = _values.get()
     if values is not None:
         values.pop((id(module), name), None)
-    nn.Module.__delattr__(module, name)
+    # PyTorch's own would come here again.
+    table = module._buffers if name in module._buffers else module.__dict__
+    if name not in table:
+        raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
+    del table[name]
 
 
 def _reduce(base: type, module: nn.Module, protocol: int) -> Any:
