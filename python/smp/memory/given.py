@@ -274,7 +274,7 @@ def contents_of(container: Any) -> list[Any]:
 
 
 def _check_elements(container: set[Any]) -> None:
-    if not all(map(_is_number, container)):
+    if not all(map(is_number, container)):
         raise TypeError(
             f"{_C.rank_prefix()}a set among the arguments of a module that runs on another rank, "
             "or as a checkpoint, has other elements now, and not only numbers and texts are in it; "
@@ -282,9 +282,10 @@ def _check_elements(container: set[Any]) -> None:
         )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """A number, a text, None, or a tuple of such."""
     kind = _kind_of(value)
-    return kind is _Kind.NUMBER or (kind is _Kind.TUPLE and all(map(_is_number, value)))
+    return kind is _Kind.NUMBER or (kind is _Kind.TUPLE and all(map(is_number, value)))
 
 
 def _flat(contents: list[Any] | dict[Any, Any]) -> list[Any]:

@@ -5,8 +5,8 @@ a dictionary. The first run of a checkpoint makes them without a graph, so those
 without a checkpoint have to be results of it. Others must not: a moving average would be tied to
 the graph of the step before. A run with a graph tells them apart, once.
 
-The second run finds the tensors that the first one has found, such as the state of a recurrence, and
-those that it leaves are taken away. Numbers, and lists of them, are changed by both runs.
+The second run finds the tensors and numbers that the first one has found, such as a counter, and
+those that it leaves are taken away. Lists of numbers are changed by both runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from smp import _C
 from smp.memory.flat import tensors_in
-from smp.memory.given import Given, contents_of, exchange, exchanged, fill
+from smp.memory.given import Given, contents_of, exchange, exchanged, fill, is_number
 
 # What PyTorch and this library keep in a module; no state of its forward.
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
@@ -57,6 +57,7 @@ class Watch:
         self.tensors: list[Tensor] = []
         self.places: list[Any] = []
         self._left: list[tuple[nn.Module, str, Any, Any]] = []  # value, and value before
+        self._numbers: list[tuple[nn.Module, str, Any]] = []  # value before
 
     def _copied(self, copies: bool) -> Iterator[tuple[tuple[int, str], Tensor, int, Tensor | None]]:
         written = None if self._first is None else _written.get(self._first)
@@ -73,8 +74,12 @@ class Watch:
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             for name, value in _state_of(module).items():
                 old = before.get(name, _MISSING)
-                if value is not old and self._note((idx, name), [value]):
+                if value is old:
+                    continue
+                if self._note((idx, name), [value]):
                     self._left.append((module, name, value, old))
+                elif is_number(value) and (old is _MISSING or is_number(old)):
+                    self._numbers.append((module, name, old))
         for number in self._given.changed():
             self._note(number, self._given.new_items_of(number))
         return self
@@ -114,7 +119,7 @@ class Watch:
         if self._first is not None:
             _written.setdefault(self._first, set()).update(key for key, _, _ in buffers)
         return Earlier(
-            [(module, name, _without_graph(old)) for module, name, _, old in self._left],
+            self._numbers + [(m, name, _without_graph(old)) for m, name, _, old in self._left],
             [
                 (self._given.containers[number], _without_graph(before))
                 for number, before in self._given.changed_from()
@@ -128,7 +133,7 @@ class Watch:
 class Earlier:
     """What modules had in places that a run has changed.
 
-    What hangs on a graph is `_AS_NOW`: to keep it would keep that graph.
+    What hangs on a graph is there without it.
 
     Attributes:
         attributes: module, name, value.
@@ -167,7 +172,28 @@ class Earlier:
 
 
 def _without_graph(value: Any) -> Any:
-    return _AS_NOW if any(tensor.requires_grad for tensor in tensors_in(value)) else value
+    """The value with tensors that gradients must not reach, instead of those with a graph."""
+    with_graph = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if not with_graph:
+        return value
+    found = exchanged(value, {id(t): _guard(t) for t in with_graph if type(t) is Tensor})
+    ids = set(map(id, with_graph))
+    return _AS_NOW if any(id(tensor) in ids for tensor in tensors_in(found)) else found
+
+
+def _guard(tensor: Tensor) -> Tensor:
+    guard = tensor.detach().requires_grad_()
+    guard.register_hook(_refuse_gradient)
+    return guard
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise ValueError(
+        f"{_C.rank_prefix()}a checkpointed module computes with a tensor that was left by an "
+        "earlier call, in an attribute or a container, and needs a gradient there, which a second "
+        "run cannot give; hand such a state over as an argument and a result, detach it, or do "
+        "not checkpoint the module"
+    )
 
 
 def flags_of(
