@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from smp.memory.given import Given, contents_of, exchange, exchanged, fill, is_n
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
 _MISSING = object()
 _AS_NOW = object()
+_CONTAINERS = (list, dict, set, tuple, OrderedDict, defaultdict, deque)
 
 #: Which of the tensors that are left hang on a graph, by the first module and where they are.
 _known: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, ...]]] = WeakKeyDictionary()
@@ -46,8 +48,13 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module], copies: bool = True) -> None:
         self._first = modules[0] if modules else None
         self._modules = list(dict.fromkeys(sub for module in modules for sub in module.modules()))
-        self._before = [_state_of(module) for module in self._modules]
-        values = [value for state in self._before for value in state.values()]
+        self._before = [_snapshot(module) for module in self._modules]
+        values = [
+            value
+            for state in self._before
+            for name, value in state.items()
+            if type(value) in _CONTAINERS and name not in _NOT_STATE
+        ]
         for module in self._modules:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 values += _held_by(hook)
@@ -72,9 +79,9 @@ class Watch:
     def compare(self) -> Watch:
         """Finds what there is now and was not."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
-            for name, value in _state_of(module).items():
+            for name, value in _snapshot(module).items():
                 old = before.get(name, _MISSING)
-                if value is old:
+                if value is old or name in _NOT_STATE or name.startswith("_smp_"):
                     continue
                 if self._note((idx, name), [value]):
                     self._left.append((module, name, value, old))
@@ -149,7 +156,7 @@ class Earlier:
     def again(self) -> Iterator[None]:
         """Inside, modules are as they were; behind it they are as they are."""
         now = Earlier(
-            [(m, name, _state_of(m).get(name, _MISSING)) for m, name, _ in self.attributes],
+            [(m, name, _value_of(m, name)) for m, name, _ in self.attributes],
             [(container, contents_of(container)) for container, _ in self.containers],
             [(buffer, buffer.detach().clone()) for buffer, _ in self.buffers],
         )
@@ -161,7 +168,7 @@ class Earlier:
 
     def _establish(self) -> None:
         for module, name, value in self.attributes:
-            if value is not _AS_NOW and _state_of(module).get(name, _MISSING) is not value:
+            if value is not _AS_NOW and _value_of(module, name) is not value:
                 _set(module, name, value)
         for container, contents in self.containers:
             if contents is not _AS_NOW:
@@ -244,14 +251,19 @@ class Flags:
                 parameter.requires_grad_(needed)
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    own = _properties_of(_class_of(module))
-    state = {
-        name: getattr(module, name) if name in own else value
-        for name, value in module.__dict__.items()
-        if name not in _NOT_STATE and not name.startswith("_smp_")
-    }
-    return state | module._buffers
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """Attributes and buffers, and what is no state."""
+    found = {**module.__dict__, **module._buffers}
+    for name in _properties_of(_class_of(module)):
+        if name in found:
+            found[name] = getattr(module, name)
+    return found
+
+
+def _value_of(module: nn.Module, name: str) -> Any:
+    if name in _properties_of(_class_of(module)):
+        return getattr(module, name, _MISSING)
+    return module._buffers.get(name, module.__dict__.get(name, _MISSING))
 
 
 def _class_of(module: nn.Module) -> Any:
@@ -287,6 +299,7 @@ def _held_by(hook: Any) -> Iterator[Any]:
     for value in held:
         yield value
         if isinstance(value, nn.Module):
-            yield from _state_of(value).values()
+            state = _snapshot(value)
+            yield from (state[name] for name in state if name not in _NOT_STATE)
         elif not isinstance(value, type):
             yield from getattr(value, "__dict__", {}).values()
