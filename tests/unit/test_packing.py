@@ -197,3 +197,35 @@ def test_states_of_a_recurrence_that_a_remote_layer_would_have_to_read_are_refus
     cache.update_recurrent_state(torch.ones(1, 2, 4), 1)
     with pytest.raises(ValueError, match="layer 1"):
         caches.check_unfilled(cache, frozenset({1}), "h.1", frozenset({1}))
+
+
+class Attention(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+
+class Numbered(nn.Module):
+    """A layer whose number is no place of its own; its attentions have places."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attentions = nn.ModuleList(Attention(2 * layer_idx + i) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class UsesItsOwn(Numbered):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return [x * self.layer_idx for _ in "1"][0]
+
+
+def test_the_number_of_a_layer_is_no_place_in_a_cache_unless_its_code_uses_it() -> None:
+    assert caches.layer_idxs(Numbered(1)) == {2, 3}
+    assert caches.layer_idxs(UsesItsOwn(1)) == {1, 2, 3}
+    assert caches.layer_idxs(Attention(1)) == {1}
+    assert caches.layer_idxs_beside(Attention(7), Numbered(1).modules()) == {2, 3}
+    assert caches.layer_idxs_beside(Attention(7), UsesItsOwn(1).modules()) == {1, 2, 3}

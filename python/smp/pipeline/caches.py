@@ -8,10 +8,12 @@ per microbatch, in which the layers of that rank leave their keys and values.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
+from types import CodeType, FunctionType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -179,8 +181,38 @@ def _filled(layer: Any) -> list[bool]:
 
 def layer_idxs(module: nn.Module) -> frozenset[int]:
     """Places in a cache that a module and those below it use."""
-    idxs = (getattr(child, "layer_idx", None) for child in module.modules())
-    return frozenset(idx for idx in idxs if isinstance(idx, int) and idx >= 0)
+    idxs = map(_place_of, module.modules())
+    return frozenset(idx for idx in idxs if idx is not None and idx >= 0)
+
+
+def _place_of(module: nn.Module) -> int | None:
+    """The place that code of a module uses.
+
+    A layer may have a number and be made of modules with others, of which alone are places
+    (LongCat). It uses its own if code that runs in a call names it.
+    """
+    idx = getattr(module, "layer_idx", None)
+    if not isinstance(idx, int):
+        return None
+    below = (child for child in module.modules() if child is not module)
+    if any(isinstance(getattr(child, "layer_idx", None), int) for child in below):
+        return idx if _names_place(cast("Any", type(module))) else None
+    return idx
+
+
+@functools.cache
+def _names_place(cls: type) -> bool:
+    return any(
+        isinstance(function, FunctionType) and _is_named(inspect.unwrap(function).__code__)
+        for base in cls.__mro__
+        for name, function in vars(base).items()
+        if name != "__init__"
+    )
+
+
+def _is_named(code: CodeType) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return "layer_idx" in code.co_names or any(map(_is_named, inner))
 
 
 def layer_idxs_beside(module: nn.Module, modules: Iterable[nn.Module]) -> frozenset[int]:
@@ -193,9 +225,9 @@ def layer_idxs_beside(module: nn.Module, modules: Iterable[nn.Module]) -> frozen
     idxs: set[int] = set()
     below = set(module.modules())
     for other in modules:
-        idx = getattr(other, "layer_idx", None)
+        idx = _place_of(other)
         # A negative number: the place is told in each call.
-        if isinstance(idx, int) and max(idx, ALL_PLACES) not in idxs and other not in below:
+        if idx is not None and max(idx, ALL_PLACES) not in idxs and other not in below:
             if all(child is not module for child in other.modules()):
                 idxs.add(max(idx, ALL_PLACES))
     return frozenset(idxs)
