@@ -73,7 +73,9 @@ class RemoteTensor(Tensor):
         """What stands behind this handle. Waits for the data the first time."""
         if self._local is None:
             if self._whole is not None:
-                local = functions.apply(self.steps(), localize(self._whole))
+                # Who asks first may be without gradients (a matcher in a loss); others are not.
+                with torch.enable_grad():
+                    local = functions.apply(self.steps(), localize(self._whole))
             else:
                 local = self._link.server.materialize(self)
             self._mark = _state(local)
