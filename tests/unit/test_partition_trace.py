@@ -578,3 +578,18 @@ def test_tree_has_costs_order_and_the_places_of_reused_modules() -> None:
         "again",
         "last",
     ]
+
+
+class _Sealed(dict[str, Any]):
+    def __delitem__(self, key: str) -> None:
+        raise RuntimeError("outputs of transformers do not let go of what they were given")
+
+
+def test_error_of_a_trace_is_told_though_an_output_cannot_be_emptied() -> None:
+    class Matching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            output = _Sealed(logits=super().forward(x))
+            return output["logits"] * float(output["logits"].sum())
+
+    with pytest.raises(TraceError):
+        traced(Matching(4, 4), torch.randn(3, 4))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -45,7 +45,9 @@ def _clear_dictionaries(fakes: list[Any]) -> None:
     for holder in gc.get_referrers(*fakes) if fakes else ():
         if isinstance(holder, dict) and not _is_namespace(holder):
             for key in [key for key, value in holder.items() if id(value) in ids]:
-                del holder[key]
+                # An output of a model that forbids it is no cache: the trace's error holds it.
+                with suppress(Exception):
+                    del holder[key]
 
 
 def _caches() -> list[Any]:
