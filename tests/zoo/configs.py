@@ -1,154 +1,40 @@
 """Configurations of transformers made tiny by rule.
 
 `tiny` walks the fields of a configuration and of those nested in it. What a field is follows from
-its name (`RULES`); what a number becomes, from its old value, so that numbers which were equal
-stay equal. Derived fields are left to the configuration's own code. `OVERRIDES` has what no name
-tells, each with its reason.
+its name (`tests.zoo.rules`); what a number becomes, from its old value, so that numbers which were
+equal stay equal. Derived fields are left to the configuration's own code. What several fields have
+to agree about is in `tests.zoo.relations`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
-WIDTH = 32
-HEADS = 4
-HEAD_DIM = WIDTH // HEADS
-LAYERS = 2
-POSITIONS = 64
-VOCABULARY = 99
-FIRST_WORD = 50  # token ids below are for special tokens
-EXPERTS = 4
-IMAGE = 32
-PATCH = 8
-
-Value = Any
-Rule = Callable[[int], int]
-
-
-def _at_most(limit: int) -> Rule:
-    return lambda value: min(value, limit)
-
-
-def _to(target: int) -> Rule:
-    """Large numbers become `target`, small ones stay."""
-    return lambda value: target if value > target else value
-
-
-def _heads(value: int) -> int:
-    return max(power for power in (1, 2, 4) if power <= max(1, min(value, HEADS)))
-
-
-def _key_value_heads(value: int) -> int:
-    return 1 if value == 1 else 2
-
-
-def _keep(value: int) -> int:
-    return value
-
-
-_TO_WIDTH, _TO_HEAD_DIM = _to(WIDTH), _to(HEAD_DIM)
-_WIDTHS = (_TO_WIDTH, _TO_HEAD_DIM)
-
-# The first pattern that matches a name decides. Zero, negative numbers and None always stay.
-RULES: tuple[tuple[str, Rule], ...] = (
-    (r"ignore_index|_every_|_interval$|_period$|_step$|_frequency$|_offset$|_stride$", _keep),
-    (r"vocab_size_per_layer|^vocab_size$|_vocab_size$|^n_vocab$|^vocab$", _to(VOCABULARY)),
-    (r"^type_vocab|max_2d_position", _keep),
-    (r"num_position_embeddings|position_embedding_size", _at_most(POSITIONS)),
-    (r"relative_attention_(num_buckets|max_distance)|_num_buckets|^num_buckets", _at_most(8)),
-    (r"num_conv_pos_embedding_groups|num_groups|norm_groups", _at_most(2)),
-    (r"num_conv_pos_embeddings", _at_most(8)),
-    (r"(^|_)(max_)?(\w*position\w*_embeddings|n_positions|n_ctx|context_length|seq_len(gth)?)$",
-     _at_most(POSITIONS)),
-    (r"max_(source|target|text|seq|sequence|len|relative).*(positions|len|length)",
-     _at_most(POSITIONS)),
-    (r"(key_value|kv)_?(n_)?heads|^num_kv_heads|num_query_groups|multi_query_group",
-     _key_value_heads),
-    (r"_heads$|^heads$|(^|_)(n|num)_(\w*_)?head$", _heads),
-    (r"(head_dim|head_size|d_kv|d_head|dim_head|_head_dim|kv_channels)$", _TO_HEAD_DIM),
-    (r"rotary_dim$|^rotary_dim|rotary_ndims", _TO_HEAD_DIM),
-    (r"lora_rank|rank$", _to(8)),
-    (r"n_group$|topk_group|expert_group|^num_groups", _to(1)),
-    (r"experts?_per_tok|^moe_k$|top_?k(_|$)|_k$", _at_most(2)),
-    (r"(n|num)_shared_experts?$", _at_most(1)),
-    (r"experts?$|^num_local_experts|moe_num_experts|^n_routed", _at_most(EXPERTS)),
-    (r"first_k_dense|num_dense_layers|max_window_layers|num_kv_shared|num_feature_levels",
-     _at_most(1)),
-    (r"layers?$|^(encoder|decoder)_layers|^n_layers?$|(^|_)depths?$|num_blocks|_blocks$|_repeats$"
-     r"|^n_block|num_block_|numb_of_layers", _at_most(LAYERS)),
-    (r"image_size|img_size|^resolution$|crop_size|^spec_size", _at_most(IMAGE)),
-    (r"patch_size", _at_most(PATCH)),
-    (r"window_size|sliding_window|local_attention$|attention_window|chunk_size|_window$",
-     _at_most(4)),
-    (r"num_frames", _at_most(2)),
-    (r"num_queries|num_denoising|num_query_tokens|num_latents|latent_query_num|num_image_tokens"
-     r"|mm_tokens_per_image|image_seq_length|num_proposals", _at_most(8)),
-    (r"train_num_points", _at_most(32)),
-    (r"num_codevectors_per_group|codebook_size", _at_most(32)),
-    (r"_channels?$|^num_channels|^channels", _TO_WIDTH),
-    (r"num_mel_bins|feature_size|^input_dim$", _at_most(WIDTH)),
-    (r"intermediate|ffn_dim|ffn_hidden|d_ff$|^dff$|d_inner|n_inner|feedforward_dim|dim_ff|mlp_dim"
-     r"|dim_feedforward|feed_?forward_size", _TO_WIDTH),
-    (r"(hidden|embed|embedding|projection|proj|width|project|feature|features|output|model|latent"
-     r"|condition|pooler|backbone|fusion|mask)\w*_(size|dim|dims|width|sizes)$", _TO_WIDTH),
-    (r"^(d_model|n_embd|dim|hidden|width|embed_dim|embedding_size|hidden_sizes?|d_embed|n_state"
-     r"|num_filters|codevector_dim|\w+_dim|\w+_units|conv_dim)$|_dim$", _TO_WIDTH),
-    (r"(^|_)(d_)?state(_size)?$", _at_most(8)),
-)  # fmt: skip
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
-_HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
-_COUNTS_OF_HEADS = (_heads, _key_value_heads)
-_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in RULES)
-
-# Probabilities of what makes two runs differ, and noise.
-_RANDOM = re.compile(
-    r"drop|mask_(time|feature)_prob|jitter|noise(?!_scheduler)|layerdrop|mask_ratio_never"
+from tests.zoo import relations
+from tests.zoo.rules import (
+    COMPILED,
+    COUNTS_OF_HEADS,
+    FIRST_WORD,
+    HEAD_COUNTS,
+    HEAD_DIM,
+    HIDDEN,
+    LAYERS,
+    NO_TOKEN,
+    OVERRIDES,
+    RANDOM,
+    TOKEN,
+    WIDTHS,
+    Rule,
+    Value,
+    at_most_layers,
+    heads,
+    key_value_heads,
+    patch,
+    side,
 )
-_TOKEN = re.compile(
-    r"(_token_(id|index|ids)|_tok_id|_id|_index)$|^(bos|eos|pad|unk|mask|sep|cls)_(index|token_id)$"
-)
-_NO_TOKEN = re.compile(r"ignore|loss|layer|insert|in_index|lang_id|head_|eval_idx|dataset")
-
-# Fields that a configuration leaves open and its model needs.
-_OPEN: dict[str, Any] = {
-    "pad_token_id": 0,  # heads for sequences look for padding
-    "vocab_size": VOCABULARY,
-    "n_routed_experts": EXPERTS,
-    "num_experts": EXPERTS,
-    "prediction_length": 4,
-    "num_key_value_heads": HEADS,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "topk_group": 1,
-    "n_group": 1,
-}
-
-# (model type, field) -> value and why no rule knows it.
-OVERRIDES: dict[tuple[str, str], tuple[Any, str]] = {
-    ("reformer", "axial_pos_embds_dim"): ([16, 16], "adds up to the width"),
-    ("reformer", "axial_pos_shape"): ([2, 4], "multiplies to the length in training"),
-    ("reformer", "local_attn_chunk_length"): (4, "divides the length"),
-    ("reformer", "lsh_attn_chunk_length"): (4, "divides the length"),
-    ("lilt", "hidden_size"): (48, "a sixth of it, six times, is the width of a box"),
-    ("layoutlmv3", "coordinate_size"): (6, "four of it and two shapes are the width"),
-    ("layoutlmv3", "shape_size"): (4, "four coordinates and two of it are the width"),
-    ("xmod", "default_language"): ("en_XX", "training needs one"),
-    ("xmod", "languages"): (["en_XX"], "one adapter per language"),
-    ("chameleon_vlm", "vocabulary_map"): ({"<image>": 10}, "is filled from the tokenizer"),
-    ("chameleon", "vocabulary_map"): ({"<image>": 10}, "is filled from the tokenizer"),
-    ("lfm2_moe", "layer_types"): (["conv", "full_attention"], "has no default"),
-    ("mpnet", "relative_attention_num_buckets"): (32, "is fixed in the code"),
-    ("gpt_neo", "attention_types"): ([[["global", "local"], 1]], "a pattern and how often"),
-    ("bros", "dim_bbox_sinusoid_emb_2d"): (32, "a number for each of eight corners, four apart"),
-    ("bros", "dim_bbox_sinusoid_emb_1d"): (4, "an eighth of the other"),
-    ("bros", "dim_bbox_projection"): (8, "the width of a head"),
-    ("bridgetower", "num_attention_heads"): (4, "is divided by 64 in the code"),
-    ("granite_speech5", "context_size"): (16, "below the number of positions"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +50,9 @@ class Variant:
         widths: whether widths become small at all.
         sections: say how rotary dimensions are divided among axes; some code has that as a
             constant.
+        filled: give values to fields that stayed open, too.
+        times: widths and heads are so many times as wide.
+        pictures: pictures and patches are so many times as large.
     """
 
     derived: bool = True
@@ -172,6 +61,9 @@ class Variant:
     scaled: bool = False
     widths: bool = True
     sections: bool = False
+    filled: bool = False
+    times: int = 1
+    pictures: int = 1
 
 
 VARIANTS = (
@@ -182,6 +74,9 @@ VARIANTS = (
     Variant(layers=6),
     Variant(scaled=True),
     Variant(scaled=True, derived=False),
+    Variant(filled=True),
+    Variant(filled=True, times=4, sections=True),
+    Variant(filled=True, pictures=4),
     Variant(widths=False),
 )
 
@@ -223,10 +118,7 @@ def _is_given(value: Any) -> bool:
 
 def _is_token(name: str, value: Any) -> bool:
     return (
-        type(value) is int
-        and value >= 0
-        and bool(_TOKEN.search(name))
-        and not _NO_TOKEN.search(name)
+        type(value) is int and value >= 0 and bool(TOKEN.search(name)) and not NO_TOKEN.search(name)
     )
 
 
@@ -254,6 +146,10 @@ class _Shrinking:
         self.grouped = True
 
     def shrink(self, config: Any) -> Any:
+        if config.model_type == "timm_backbone":
+            return relations.small_backbone(config)
+        if config.model_type == "timm_wrapper":
+            return relations.small_wrapper(config)
         outer = (self.old_layers, self.layers, self.factor, self.grouped)
         self.grouped = _is_grouped(config)
         self.old_layers = _layer_counts(config)
@@ -264,12 +160,21 @@ class _Shrinking:
         )
         if self.variant.scaled:
             self.factor = max(_factor(config), 1)
+        arguments = self.arguments(config)
+        self.old_layers, self.layers, self.factor, self.grouped = outer
+        new = type(config)(**arguments)
+        relations.set_stages(config, new)
+        if self.variant.filled:
+            relations.add_missing(new)
+        return new
+
+    def arguments(self, config: Any) -> dict[str, Any]:
         values = vars(config)
         arguments: dict[str, Any] = {}
         for name, default in _fields(config):
             value = values.get(name)
-            if value is None and name in _OPEN:
-                arguments[name] = _OPEN[name]
+            if value is None and name in relations.OPEN:
+                arguments[name] = relations.OPEN[name]
                 continue
             if default is None and not self.variant.derived and not _is_given(value):
                 continue
@@ -279,8 +184,10 @@ class _Shrinking:
         for (model_type, name), (value, _) in OVERRIDES.items():
             if model_type == config.model_type:
                 arguments[name] = value
-        self.old_layers, self.layers, self.factor, self.grouped = outer
-        return type(config)(**arguments)
+        relations.agree(config, arguments)
+        if self.variant.filled:
+            relations.fill(config, arguments, self.layers)
+        return arguments
 
     def shrunk(self, name: str, value: Value) -> Value:
         if _is_config(value):
@@ -289,8 +196,10 @@ class _Shrinking:
             return value
         if _is_token(name, value):
             return self.tokens[value]
+        if name == "mode" and value == "inference":
+            return "train"
         if isinstance(value, float):
-            return 0.0 if _RANDOM.search(name) else value
+            return 0.0 if RANDOM.search(name) else value
         if isinstance(value, int):
             return self.integer(name, value)
         if isinstance(value, (list, tuple)):
@@ -304,45 +213,56 @@ class _Shrinking:
     def integer(self, name: str, value: int) -> int:
         if value <= 0:
             return value
-        if _RANDOM.search(name) and not re.search(r"length|masks", name):
+        if RANDOM.search(name) and not re.search(r"length|masks", name):
             return 0
         if value in self.old_layers and _is_layer_count(name):
             return self.layers
-        for pattern, rule in _COMPILED:
+        for pattern, rule in COMPILED:
             if pattern.search(name):
                 return self.by_rule(rule, value)
         return value
 
     def by_rule(self, rule: Rule, value: int) -> int:
-        if rule is _key_value_heads and not (self.grouped and self.variant.grouped):
-            rule = _heads
-        if rule in _WIDTHS:
+        if rule is key_value_heads and not (self.grouped and self.variant.grouped):
+            rule = heads
+        if rule in WIDTHS:
             if not self.variant.widths:
                 return value
             if self.variant.scaled:
                 divides = value % self.factor == 0
                 return value // self.factor if divides else value
-        if rule in _COUNTS_OF_HEADS and (self.variant.scaled or not self.variant.widths):
+            return min(value, rule(value) * self.variant.times)
+        if rule in COUNTS_OF_HEADS and (self.variant.scaled or not self.variant.widths):
             return value
+        if rule is at_most_layers:
+            return min(value, self.variant.layers)
+        if rule in (side, patch):
+            return min(value, rule(value) * self.variant.pictures)
         return rule(value)
 
     def indices(self, items: list[int]) -> list[int]:
         """As many, different, and none behind the last layer."""
-        if not self.old_layers or max(items) < self.layers:
+        if not self.old_layers or max(items, default=0) < self.layers:
             return items
-        return list(range(self.layers - len(items), self.layers))
+        return list(range(max(0, self.layers - len(items)), self.layers))
 
     def sequence(self, name: str, value: Any) -> Any:
         items = list(value)
         if len(items) in self.old_layers and len(items) > self.layers:
-            firsts = [i for i, item in enumerate(items) if item not in items[:i]]
-            rest = [i for i in range(len(items)) if i not in firsts]
-            items = [items[i] for i in sorted((firsts + rest)[: self.layers])]
-        if items and all(type(item) is int for item in items):
-            if name.endswith(_INDICES):
+            # The first of each kind, then a second of each, then the others.
+            order = sorted(range(len(items)), key=lambda i: min(items[:i].count(items[i]), 2))
+            items = [items[i] for i in sorted(order[: self.layers])]
+        if len(items) > 1 and name.endswith("_feature_layer"):
+            items = list(range(-1, -1 - len(items), -1))  # of another configuration: from behind
+        elif items and all(type(item) is int for item in items):
+            if _is_indices(name, items) and (self.old_layers or name.endswith(_INDICES)):
                 items = self.indices(items)
+            elif _is_indices(name, items):  # of layers of another configuration
+                items = [min(item, LAYERS) for item in items]
             else:
                 items = [self.integer(name, item) for item in items]
+        elif items and all(isinstance(item, float) for item in items):
+            items = [self.shrunk(name, item) for item in items]
         elif items and all(isinstance(item, (list, tuple)) for item in items):
             items = [self.sequence(name, item) for item in items]
         return type(value)(items)
@@ -350,19 +270,31 @@ class _Shrinking:
 
 def _most_indices(config: Any) -> int:
     """How many layers lists of indices name, and one more."""
-    lists = [v for n, v in vars(config).items() if n.endswith(_INDICES) and isinstance(v, list)]
-    return max((len(v) + 1 for v in lists if len(v) > 1), default=0)
+    lists = {n: list(v) for n, v in vars(config).items() if isinstance(v, (list, tuple))}
+    named = [items for name, items in lists.items() if _is_indices(name, items)]
+    return max((len(items) + 1 for items in named if 1 < len(items) < _MANY), default=0)
+
+
+def _is_indices(name: str, items: list[Any]) -> bool:
+    """Whether a list has numbers of layers; where the name leaves that open, growing ones."""
+    if name.endswith(_INDICES):
+        return True
+    if not re.search(r"(^|_)(layers|blocks)$", name) or "num" in name:
+        return False
+    numbers = all(type(item) is int for item in items)
+    return numbers and len(items) > 1 and all(a < b for a, b in itertools.pairwise(items))
 
 
 def _is_grouped(config: Any) -> bool:
     """Whether there are fewer heads of keys than of queries."""
     values = vars(config)
-    heads = next((values[n] for n in _HEAD_COUNTS if isinstance(values.get(n), int)), None)
+    count = next((values[n] for n in HEAD_COUNTS if isinstance(values.get(n), int)), None)
     groups = values.get("num_key_value_heads")
-    return heads is None or groups is None or groups < heads
+    return count is None or groups is None or groups < count
 
 
 _INDICES = ("indices", "indexes", "idxs", "idx")
+_MANY = 6  # indices: all layers, not some of them
 
 
 def _factor(config: Any) -> int:
@@ -370,9 +302,9 @@ def _factor(config: Any) -> int:
     values = vars(config)
     width = next((values[n] for n in ("head_dim", "d_kv", "d_head") if values.get(n)), None)
     if width is None:
-        hidden = next((values[n] for n in _HIDDEN if isinstance(values.get(n), int)), 0)
-        heads = next((values[n] for n in _HEAD_COUNTS if isinstance(values.get(n), int)), 0)
-        width = hidden // heads if heads else hidden // 4
+        hidden = next((values[n] for n in HIDDEN if isinstance(values.get(n), int)), 0)
+        count = next((values[n] for n in HEAD_COUNTS if isinstance(values.get(n), int)), 0)
+        width = hidden // count if count else hidden // 4
     power = 1
     while isinstance(width, int) and width // (2 * power) >= HEAD_DIM:
         power *= 2
@@ -401,7 +333,7 @@ def _is_layer_count(name: str) -> bool:
 
 
 def _layer_counts(config: Any) -> set[int]:
-    counts = {getattr(config, n, None) for n in vars(config) if _is_layer_count(n)}
+    counts = [getattr(config, n, None) for n in vars(config) if _is_layer_count(n)]
     return {count for count in counts if isinstance(count, int) and count > LAYERS}
 
 

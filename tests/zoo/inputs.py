@@ -1,94 +1,22 @@
-"""Inputs that give a loss, made from the signature of ``forward`` and the configuration.
+"""Main inputs, made from the signature of ``forward`` and the configuration.
 
-`find_recipe` tries a few kinds of main inputs (a picture may come as a grid of pixels, as one of
-several, or as patches) with a few kinds of targets, and takes the first with which the model in
-one process gives a loss and gradients. A model that gives no loss of its own gets one from its
-outputs.
+`main_inputs` has a few kinds (a picture may come as a grid of pixels, as one of several, or as
+patches), the most telling first; `tests.zoo.recipes` tries them.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.zoo.configs import FIRST_WORD, nested
+from tests.zoo.named import with_named
+from tests.zoo.source import BATCH, FRAMES, SAMPLES, SEQUENCE, Inputs, NoRecipe, Source
 
-BATCH = 2  # samples of a microbatch
-SEQUENCE = 8
-CLASSES = 2
-FRAMES = 64
-SAMPLES = 1600
-
-Inputs = dict[str, Any]
-Maker = Callable[["Source"], Any]
-
-
-class NoRecipe(RuntimeError):
-    """Nothing that was tried gave a loss."""
-
-
-class Source:
-    """Random values of one microbatch for one model."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, seed: int) -> None:
-        self.model = model
-        self.config: Any = model.config
-        self.dtype = dtype
-        self.parameters = inspect.signature(model.forward).parameters
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def setting(self, *names: str, default: Any = None) -> Any:
-        """The first of these fields that the configuration or a nested one has."""
-        for name in names:
-            for config in _all_configs(self.config):
-                value = getattr(config, name, None)
-                if value is not None:
-                    return value
-        return default
-
-    def number(self, *names: str, default: int) -> int:
-        value = self.setting(*names, default=default)
-        return int(value[0] if isinstance(value, (list, tuple)) else value)
-
-    def real(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, max(high, low + 1), shape, generator=self.generator)
-
-    def words(self, *shape: int) -> Tensor:
-        size = self.number("vocab_size", default=99)
-        return self.integers(min(FIRST_WORD, size // 2), size, *shape)
-
-    def takes(self, name: str) -> bool:
-        return name in self.parameters
-
-    @property
-    def channels(self) -> int:
-        return self.number("num_channels", "in_channels", "in_chans", default=3)
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        value = self.setting("image_size", "img_size", "crop_size", "resolution", default=32)
-        if isinstance(value, dict):
-            value = [value["height"], value["width"]]
-        sides = list(value) if isinstance(value, (list, tuple)) else [value, value]
-        return int(sides[0]), int(sides[-1])
-
-
-def _all_configs(config: Any) -> Iterator[Any]:
-    yield config
-    for inner in nested(config).values():
-        yield from _all_configs(inner)
-
-
-# ---- main inputs -----------------------------------------------------------
+Maker = Callable[[Source], Any]
 
 
 def _text(source: Source) -> Inputs:
@@ -108,8 +36,19 @@ def _text(source: Source) -> Inputs:
 
 def _with_decoder(source: Source, inputs: Inputs) -> Inputs:
     if source.takes("decoder_input_ids"):
-        inputs["decoder_input_ids"] = source.words(BATCH, SEQUENCE)
+        shape: tuple[int, ...] = (BATCH, SEQUENCE)
+        channels = _decoder_channels(source)
+        if channels is not None:
+            shape = (*shape, channels)
+        inputs["decoder_input_ids"] = source.words(*shape)
     return inputs
+
+
+def _decoder_channels(source: Source) -> int | None:
+    """How many words a decoder of sounds takes at once."""
+    decoder = getattr(source.config, "decoder_config", None)
+    count: int | None = getattr(decoder, "num_channels", None)
+    return count
 
 
 def _pixels(source: Source) -> Inputs:
@@ -172,10 +111,96 @@ def _wave_channel(source: Source) -> Inputs:
     return {"input_values": source.real(BATCH, 1, SAMPLES)}
 
 
+def _long_wave(source: Source) -> Inputs:
+    return {"input_values": source.real(BATCH, 1, 8 * SAMPLES)}
+
+
+def _features_channel(source: Source) -> Inputs:
+    """A spectrogram as a picture with one channel."""
+    bins = source.number("num_mel_bins", default=32)
+    frames = source.number("spec_size", default=FRAMES)
+    return {"input_features": source.real(BATCH, 1, frames, bins)}
+
+
+def _features_wide(source: Source) -> Inputs:
+    """Several frames in one, as wide as the model's first layer takes them."""
+    first = next((m for m in source.model.modules() if isinstance(m, nn.Linear)), None)
+    if first is None:
+        raise NoRecipe("no layer tells the width")
+    return {"input_features": source.real(BATCH, FRAMES, first.in_features)}
+
+
+def _flattened(source: Source) -> Inputs:
+    """Patches, each after its row and its column."""
+    width = source.channels * source.number("patch_size", default=8) ** 2
+    width = source.number("patch_embed_hidden_size", default=width)
+    places = torch.tensor([[row, column] for row in (1, 2) for column in (1, 2)])
+    patches = source.real(BATCH, len(places), width)
+    inputs = torch.cat([places.expand(BATCH, -1, -1).to(patches.dtype), patches], dim=-1)
+    return {
+        "flattened_patches": inputs,
+        "attention_mask": torch.ones(BATCH, len(places), dtype=torch.long),
+    }
+
+
+def _rows(source: Source) -> Inputs:
+    """One row for each patch of a picture, and how many there are."""
+    side, patch = 2, source.number("patch_size", default=8)
+    count = source.number("num_patches", default=side * side)
+    mask = torch.zeros(BATCH, count, dtype=torch.long)
+    mask[:, : side * side] = 1
+    return {
+        "pixel_values": source.real(BATCH, count, source.channels * patch * patch),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[side, side]] * BATCH),
+    }
+
+
+def _half_pixels(source: Source) -> Inputs:
+    """The lower half of a picture; its prompt is the upper one."""
+    height, width = source.sides
+    return {"pixel_values": source.real(BATCH, source.channels, height // 2, width)}
+
+
+def _codebooks(source: Source) -> int:
+    count: int | None = source.setting("num_codebooks")
+    if count is None:
+        raise NoRecipe("no codebooks")
+    return count
+
+
+def _codes_in_rows(source: Source) -> Inputs:
+    """Codes of sounds: the words of each codebook are a row."""
+    ids = source.words(BATCH * _codebooks(source), SEQUENCE)
+    return _text(source) | {"input_ids": ids}
+
+
+def _codes_last(source: Source) -> Inputs:
+    """The same with the codebooks as the last axis, after the text."""
+    ids = source.words(BATCH, SEQUENCE, _codebooks(source) + 1)
+    return _text(source) | {"input_ids": ids}
+
+
+def _text_with_fractions(source: Source) -> Inputs:
+    """Text with boxes in fractions of the page."""
+    media = _pixels(source) if source.takes("pixel_values") else {}
+    text = _text(source)
+    return media | text | {"bbox": text["bbox"].to(source.dtype) / 32}
+
+
+def _vectors(source: Source) -> Inputs:
+    """In the place of words."""
+    width = source.number("hidden_size", default=32)
+    inputs = {"inputs_embeds": source.real(BATCH, SEQUENCE, width)}
+    if source.takes("attention_mask"):
+        inputs["attention_mask"] = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+    return inputs
+
+
 def _series(source: Source) -> Inputs:
     lags = max(source.setting("lags_sequence", default=[0]))
     length = source.number("context_length", default=16) + lags
-    ahead = source.number("prediction_length", default=4)
+    ahead = source.number("prediction_length", "horizon_length", default=4)
     times = source.number("num_time_features", default=1)
     channels = source.number("num_input_channels", default=1)
     shape = (BATCH, length, channels) if source.setting("num_input_channels") else (BATCH, length)
@@ -186,8 +211,9 @@ def _series(source: Source) -> Inputs:
         "past_observed_mask": torch.ones(*shape),
         "future_values": source.real(*future),
         "future_time_features": source.real(BATCH, ahead, times),
-        "static_categorical_features": torch.zeros(BATCH, 1, dtype=torch.long),
     }
+    if source.setting("num_static_categorical_features") != 0:
+        all_values["static_categorical_features"] = torch.zeros(BATCH, 1, dtype=torch.long)
     return {name: value for name, value in all_values.items() if source.takes(name)}
 
 
@@ -257,297 +283,66 @@ _IMAGES = (_patches, _sized_pixels, _pixels, _tiles)
 _SOUNDS = (_features, _features_last, _wave, _wave_channel)
 
 
-def _main_inputs(source: Source) -> Iterator[Inputs]:
-    """Kinds of main inputs, the most telling first."""
+def main_inputs(source: Source) -> Iterator[Inputs]:
+    """Kinds of main inputs, the most telling first; then the same with all that a name tells."""
+    for optional in (False, True):
+        for maker in _makers(source):
+            try:
+                plain = maker(source)
+                inputs = with_named(source, plain, optional)
+            except (NoRecipe, KeyError):
+                continue
+            if optional and len(inputs) == len(plain):
+                continue
+            inputs = {name: value for name, value in inputs.items() if source.takes(name)}
+            yield _with_decoder(source, inputs)
+
+
+def _makers(source: Source) -> list[Maker]:
     makers: list[Maker] = []
     if source.takes("past_values"):
         makers.append(_series)
+    if source.takes("flattened_patches"):
+        makers.append(_flattened)
     if source.takes("input_ids") and source.takes("pixel_values"):
         makers += [_with_places("image", _IMAGES), _plain_pixels_and_text]
         makers += [lambda s: _frames(s) | _text(s), lambda s: _tiles(s) | _text(s)]
+        makers.append(_with_places("video", (_frames,)))
     if source.takes("input_ids"):
-        for name, kinds in (("input_features", _SOUNDS[:2]), ("input_values", _SOUNDS[2:])):
-            if source.takes(name):
-                makers.append(_with_places("audio", kinds))
-                makers += [lambda s, k=kind: k(s) | _text(s) for kind in kinds]
+        makers += _sounds_and_text(source)
+    if source.takes("input_ids") and source.takes("pixel_values_videos"):
+        makers.append(lambda s: _frames(s) | _text(s))
     if source.takes("pixel_values") or source.takes("pixel_values_videos"):
         makers += [_pixels, _frames, _sized_pixels]
+    if source.takes("spatial_shapes"):
+        makers.append(_rows)
+    if source.takes("prompt_pixel_values"):
+        makers.append(_half_pixels)
     if source.takes("input_features"):
-        makers += [_features, _features_last]
+        makers += [_features, _features_last, _features_wide]
     if source.takes("input_values"):
         makers += [_wave, _wave_channel, _spectrogram]
     if source.takes("input_ids"):
-        makers.append(_text)
+        makers += [_text, _codes_in_rows, _codes_last]
+        if source.takes("bbox"):
+            makers.append(_text_with_fractions)
+    if source.takes("inputs_embeds"):
+        makers.append(_vectors)
     if source.takes("inputs"):
         makers.append(lambda s: {"inputs": s.words(BATCH, SEQUENCE)})
-    for maker in makers:
-        try:
-            inputs = maker(source)
-        except NoRecipe:
-            continue
-        if not all(source.takes(name) for name in inputs):
-            inputs = {name: value for name, value in inputs.items() if source.takes(name)}
-        yield _with_decoder(source, inputs)
+    return makers
 
 
-# ---- targets ---------------------------------------------------------------
-
-
-def _next_words(source: Source, inputs: Inputs) -> Any:
-    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    if ids is None or ids.dim() != 2:
-        return source.words(BATCH, SEQUENCE)
-    return torch.where(ids >= FIRST_WORD, ids, -100) if bool((ids >= FIRST_WORD).any()) else ids
-
-
-def _class(source: Source, inputs: Inputs) -> Tensor:
-    return source.integers(0, CLASSES, BATCH)
-
-
-def _class_per_word(source: Source, inputs: Inputs) -> Tensor:
-    return source.integers(0, CLASSES, BATCH, _length(inputs))
-
-
-def _class_per_pixel(source: Source, inputs: Inputs) -> Tensor:
-    return source.integers(0, CLASSES, BATCH, *source.sides)
-
-
-def _real_per_pixel(source: Source, inputs: Inputs) -> Tensor:
-    return source.real(BATCH, *source.sides).abs()
-
-
-def _sound_words(source: Source, inputs: Inputs) -> Tensor:
-    return source.integers(1, min(20, source.number("vocab_size", default=20)), BATCH, 2)
-
-
-def _boxes(source: Source, inputs: Inputs) -> list[dict[str, Tensor]]:
-    boxes = torch.tensor([[0.5, 0.5, 0.3, 0.4], [0.3, 0.6, 0.2, 0.2]], dtype=source.dtype)
-    return [
-        {
-            "class_labels": source.integers(0, CLASSES, 2),
-            "boxes": boxes.clone(),
-            "masks": (source.real(2, *source.sides) > 0).to(source.dtype),
-        }
-        for _ in range(BATCH)
-    ]
-
-
-def _picture(source: Source, inputs: Inputs) -> Tensor:
-    value: Tensor = inputs["pixel_values"]
-    return value.clone()
-
-
-def _real_vector(source: Source, inputs: Inputs) -> Tensor:
-    return source.real(BATCH, CLASSES)
-
-
-def _length(inputs: Inputs) -> int:
-    ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
-    return SEQUENCE if ids is None else int(ids.shape[-1])
-
-
-# By the end of the class name: what labels are tried first.
-_BY_NAME: tuple[tuple[str, Any], ...] = (
-    ("SequenceClassification", _class), ("ImageClassification", _class),
-    ("VideoClassification", _class),
-    ("AudioClassification", _class), ("NextSentencePrediction", _class), ("MultipleChoice", _class),
-    ("TokenClassification", _class_per_word), ("FrameClassification", _class_per_word),
-    ("SemanticSegmentation", _class_per_pixel), ("ObjectDetection", _boxes),
-    ("Segmentation", _boxes),
-    ("DepthEstimation", _real_per_pixel), ("CTC", _sound_words), ("RNNT", _sound_words),
-    ("TDT", _sound_words), ("SuperResolution", _picture), ("ImageMatting", _picture),
-    ("XVector", _class),
-)  # fmt: skip
-_LABELS = (
-    _next_words, _class, _class_per_word, _class_per_pixel, _real_per_pixel, _boxes, _sound_words,
-    _real_vector,
-)  # fmt: skip
-
-
-def _targets(source: Source, inputs: Inputs) -> Iterator[Inputs]:
-    """Kinds of targets, the likeliest first, at last none."""
-    name = type(source.model).__name__
-    if source.takes("start_positions"):
-        yield {
-            "start_positions": source.integers(0, SEQUENCE, BATCH),
-            "end_positions": source.integers(0, SEQUENCE, BATCH),
-        }
-    if source.takes("return_loss"):
-        yield {"return_loss": True}
-    if source.takes("next_sentence_label") and source.takes("labels"):
-        words = _next_words(source, inputs)
-        yield {"labels": words, "next_sentence_label": _class(source, inputs)}
-    if source.takes("sentence_order_label"):
-        words = _next_words(source, inputs)
-        yield {"labels": words, "sentence_order_label": _class(source, inputs)}
-    if source.takes("bool_masked_pos"):
-        count = _patch_count(source)
-        yield {"bool_masked_pos": source.integers(0, 2, BATCH, count).bool()}
-    if source.takes("mask_labels") and source.takes("class_labels"):
-        items = _boxes(source, inputs)
-        yield {
-            "mask_labels": [item["masks"] for item in items],
-            "class_labels": [item["class_labels"] for item in items],
-        }
-    if source.takes("labels"):
-        first = [maker for ending, maker in _BY_NAME if name.endswith(ending)]
-        for maker in dict.fromkeys([*first, *_LABELS]):
-            yield {"labels": maker(source, inputs)}
-    yield {}
-
-
-def _patch_count(source: Source) -> int:
-    height, width = source.sides
-    patch = source.number("patch_size", default=8)
-    frames = source.number("num_frames", default=1) if source.setting("tubelet_size") else 1
-    tubes = max(1, frames // source.number("tubelet_size", default=1))
-    return tubes * (height // patch) * (width // patch)
-
-
-# ---- the loss --------------------------------------------------------------
-
-
-def loss_of(output: Any, own: bool, everything: bool) -> Tensor:
-    """The loss to train with.
-
-    Args:
-        output: of the model.
-        own: whether the model gives a loss.
-        everything: whether all other outputs count as well.
-    """
-    terms: list[Tensor] = []
-    if own:
-        loss = _own_loss(output)
-        assert loss is not None
-        terms.append(loss)
-    if everything or not own:
-        tensors = [t for t in tensors_in(output) if t.dim() > 0]
-        terms += [0.1 * _mean_square(tensor) for tensor in tensors]
-    if not terms:
-        raise NoRecipe("no output has a gradient")
-    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
-
-
-def _mean_square(tensor: Tensor) -> Tensor:
-    """Of the finite part: masks of attention are outputs of some models."""
-    kept = torch.where(tensor.detach().abs() < 1e3, tensor, torch.zeros_like(tensor))
-    return (kept * kept).mean()
-
-
-def _own_loss(output: Any) -> Tensor | None:
-    loss = output if isinstance(output, Tensor) else None
-    if loss is None and hasattr(output, "keys"):
-        loss = output["loss"] if "loss" in output else None
-        if loss is None:
-            loss = next((output[name] for name in output if name.endswith("loss")), None)
-    elif isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(())
-    return None
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor of real numbers in an output, in order."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() and value.numel() else []
-    if hasattr(value, "keys") and hasattr(value, "values"):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
-# ---- recipes ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Which of the kinds of inputs a model takes.
-
-    Attributes:
-        main, target: numbers in `_main_inputs` and `_targets`.
-        own_loss: whether the model gives a loss.
-    """
-
-    main: int
-    target: int
-    own_loss: bool
-
-    def inputs(self, model: nn.Module, dtype: torch.dtype, seed: int) -> Inputs:
-        """One microbatch."""
-        source = Source(model, dtype, seed)
-        main = _nth(_main_inputs(source), self.main)
-        return main | _nth(_targets(source, main), self.target)
-
-
-@dataclass(frozen=True)
-class PatternRecipe:
-    """What all patterns take."""
-
-    own_loss: bool = True
-
-    def inputs(self, model: nn.Module, dtype: torch.dtype, seed: int) -> Inputs:
-        from tests.zoo.patterns import inputs_of
-
-        return inputs_of(torch.Generator().manual_seed(seed), dtype)
-
-
-def _nth(values: Iterator[Inputs], number: int) -> Inputs:
-    return next(itertools.islice(values, number, None))
-
-
-def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
-    """The first kinds of inputs with which the model gives a loss and gradients."""
-    errors: list[str] = []
-    fallback: Recipe | None = None
-    for main, inputs in enumerate(_main_inputs(Source(model, dtype, seed))):
-        kinds = list(_targets(Source(model, dtype, seed), inputs))
-        # What does not run without targets hardly runs with others than the likeliest.
-        runs = _runs(model, dtype, seed, Recipe(main, len(kinds) - 1, False))
-        for target in range(len(kinds) if runs else 1):
-            for own in (True, False):
-                if fallback is not None and not own:
-                    continue
-                recipe = Recipe(main, target, own)
-                try:
-                    _try(model, dtype, seed, recipe)
-                except Exception as error:
-                    errors.append(f"{main}.{target}: {type(error).__name__}: {str(error)[:150]}")
-                    continue
-                if own:
-                    return recipe
-                fallback = recipe
-        if fallback is not None:
-            return fallback
-    raise NoRecipe(
-        "; ".join(dict.fromkeys([*errors[:2], *errors[-2:]])) or "no kind of inputs fits"
-    )
-
-
-def _runs(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> bool:
-    try:
-        with torch.no_grad():
-            model(**recipe.inputs(model, dtype, seed))
-    except Exception:  # models raise what they like
-        return False
-    return True
-
-
-def _try(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> None:
-    inputs = recipe.inputs(model, dtype, seed)
-    output = model(**inputs)
-    if recipe.own_loss and _own_loss(output) is None:
-        raise NoRecipe("no loss among the outputs")
-    loss = loss_of(output, recipe.own_loss, everything=False)
-    if not bool(torch.isfinite(loss)):
-        raise NoRecipe("the loss is not finite")
-    try:
-        loss.backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if not grads or not any(bool(g.abs().max() > 0) for g in grads if g.numel()):
-            raise NoRecipe("no gradient")
-        if not all(bool(torch.isfinite(g).all()) for g in grads):
-            raise NoRecipe("a gradient is not finite")
-    finally:
-        model.zero_grad(set_to_none=True)
+def _sounds_and_text(source: Source) -> list[Maker]:
+    makers: list[Maker] = []
+    for name, kinds in (("input_features", _SOUNDS[:2]), ("input_values", _SOUNDS[2:])):
+        if source.takes(name):
+            makers.append(_with_places("audio", kinds))
+            makers += [lambda s, k=kind: k(s) | _text(s) for kind in kinds]
+    if source.takes("is_longer"):
+        makers.append(lambda s: _features_channel(s) | _text(s))
+    if source.takes("input_values"):
+        makers.append(lambda s: _long_wave(s) | _text(s))
+        if source.takes("pixel_values_videos"):
+            makers.append(lambda s: _long_wave(s) | _frames(s) | _text(s))
+    return makers

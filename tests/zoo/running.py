@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo.building import Plan, build, seed_everything
-from tests.zoo.inputs import Inputs, loss_of
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
 from tests.zoo.patterns import LOSSES
+from tests.zoo.recipes import loss_of
+from tests.zoo.source import Inputs
 
 Tensors = dict[str, Tensor | None]
 

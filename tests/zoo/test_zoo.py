@@ -13,7 +13,7 @@ import pytest
 from tests.dist.pool import Outcome, Pool
 from tests.zoo.__main__ import choose, run_entry
 from tests.zoo.catalogue import families
-from tests.zoo.configs import LAYERS, VARIANTS, VOCABULARY, tiny
+from tests.zoo.configs import VARIANTS, tiny
 from tests.zoo.judging import (
     DIFFERENT,
     EQUAL,
@@ -25,6 +25,7 @@ from tests.zoo.judging import (
 )
 from tests.zoo.known import reason_for
 from tests.zoo.modes import MODES
+from tests.zoo.rules import LAYERS, VOCABULARY
 from tests.zoo.running import Job, Record, make_batches, train_alone
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -90,6 +91,58 @@ def test_scaled_widths_keep_their_proportions() -> None:
     small = tiny(config, next(v for v in VARIANTS if v.scaled))
     assert small.hidden_size * small.expand == small.num_heads * small.head_dim
     assert small.hidden_size < config.hidden_size
+
+
+def test_products_that_were_equal_are_equal() -> None:
+    small = tiny(transformers.BambaConfig())
+    assert small.mamba_n_heads * small.mamba_d_head == small.mamba_expand * small.hidden_size
+    assert small.hidden_size == 32
+
+
+def test_hybrid_models_keep_a_layer_with_keys() -> None:
+    assert "full_attention" in tiny(transformers.GraniteMoeHybridConfig()).layer_types
+
+
+def test_backbone_gives_as_many_stages_as_before() -> None:
+    config = transformers.RTDetrConfig()
+    small = tiny(config)
+    assert small.backbone_config.out_indices == config.backbone_config.out_indices
+    assert len(small.backbone_config.out_indices) == len(small.encoder_in_channels) == 3
+
+
+def test_backbone_of_a_package_becomes_one_of_transformers() -> None:
+    config = transformers.DetrConfig()
+    small = tiny(config).backbone_config
+    assert config.backbone_config.model_type == "timm_backbone"
+    assert small.model_type == "resnet" and small.out_indices == [1, 2, 3, 4]
+
+
+def test_open_fields_are_filled_only_where_asked() -> None:
+    config = transformers.HunYuanDenseV1Config()
+    assert config.head_dim is None and tiny(config).head_dim is None
+    assert tiny(config, next(v for v in VARIANTS if v.filled)).head_dim == 8
+
+
+def test_chances_in_lists_are_zero() -> None:
+    assert set(tiny(transformers.CvtConfig()).drop_path_rate) == {0.0}
+
+
+def test_indices_of_layers_name_layers_that_are_there() -> None:
+    small = tiny(transformers.SegGptConfig())
+    assert len(small.intermediate_hidden_state_indices) == 4
+    assert max(small.intermediate_hidden_state_indices) < small.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("lxmert", "visual_feats"), ("splinter", "question_positions"), ("idefics/", "pixel_values")],
+)
+def test_arguments_are_made_by_their_names(name: str, argument: str) -> None:
+    from tests.zoo.building import build, make_plan
+
+    plan = make_plan(choose(name, False)[0])
+    assert plan.recipe.own_loss
+    assert argument in plan.recipe.inputs(build(plan), plan.dtype, plan.seed)
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:2], ids=["derived", "plain"])
