@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo.configs import nested
-from tests.zoo.rules import FIRST_WORD
+from tests.zoo.rules import FIRST_WORD, IMAGE
 
 BATCH = 2  # samples of a microbatch
 SEQUENCE = 8
@@ -67,7 +67,9 @@ class Source:
 
     @property
     def sides(self) -> tuple[int, int]:
-        value = self.setting("image_size", "img_size", "crop_size", "resolution", default=32)
+        # A norm over two numbers, of the last stage of a backbone, makes much of rounding.
+        side = 2 * IMAGE if self.setting("backbone_config") is not None else IMAGE
+        value = self.setting("image_size", "img_size", "crop_size", "resolution", default=side)
         if isinstance(value, dict):
             value = [value["height"], value["width"]]
         sides = list(value) if isinstance(value, (list, tuple)) else [value, value]
