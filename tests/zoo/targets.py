@@ -125,7 +125,6 @@ def targets(source: Source, inputs: Inputs) -> Iterator[Inputs]:
         yield {"labels": words, "sentence_order_label": _class(source, inputs)}
     if source.takes("bool_masked_pos"):
         count = _patch_count(source)
-        yield {"bool_masked_pos": source.integers(0, 2, BATCH, count).bool()}
         half = source.real(BATCH, count).argsort(-1) < count // 2  # as many of each sample
         yield {"bool_masked_pos": half}
     if source.takes("mask_labels") and source.takes("class_labels"):
