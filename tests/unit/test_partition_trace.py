@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import subprocess
 import sys
@@ -313,34 +312,6 @@ def test_model_inputs_and_random_numbers_are_as_before(fake: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
     assert set(model.flags) == {True} and not is_tracing()
     assert model.seen == []
-
-
-_by_shape: dict[int, Tensor] = {}
-
-
-@functools.lru_cache(maxsize=4)
-def _positions(length: int) -> Tensor:
-    return torch.arange(length) / length
-
-
-def test_caches_do_not_keep_tensors_without_data() -> None:
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) not in _by_shape:
-                _by_shape[len(x)] = torch.ones(len(x), 1)
-            return self.linear(x) * _positions(4) * _by_shape[len(x)]
-
-    model = Caching()
-    _positions.cache_clear()
-    traced(model, torch.randn(3, 4))
-    assert not _by_shape and _positions.cache_info().currsize == 0
-    result = model(torch.ones(3, 4))
-    assert type(result) is Tensor and float(result.detach().abs().sum()) > 0
-    assert type(_positions(4)) is Tensor and _positions.cache_info().currsize == 1
 
 
 _heard: list[int] = []

@@ -6,16 +6,22 @@ call. If that call is the trace's, later calls would compute with a tensor that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import itertools
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 _Cached = functools._lru_cache_wrapper
+_METHODS = (staticmethod, classmethod)
+# Top-level modules whose caches hold no tensors of a model.
+_SKIPPED = frozenset(("torch", "functools", "re", "typing", "inspect"))
 
 
 @contextmanager
@@ -42,22 +48,56 @@ def _fakes() -> list[Any]:
 
 def _clear_dictionaries(fakes: list[Any]) -> None:
     ids = {id(tensor) for tensor in fakes}
-    for holder in gc.get_referrers(*fakes) if fakes else ():
-        if isinstance(holder, dict) and not _is_namespace(holder):
-            for key in [key for key, value in holder.items() if id(value) in ids]:
-                # An output of a model that forbids it is no cache: the trace's error holds it.
-                with suppress(Exception):
-                    del holder[key]
+    holders = [
+        holder
+        for holder in (gc.get_referrers(*fakes) if fakes else ())
+        if isinstance(holder, dict) and not _is_namespace(holder)
+    ]
+    holders += [obj for obj in _frozen_objects() if type(obj) is dict]
+    for holder in holders:
+        for key in [key for key, value in holder.items() if id(value) in ids]:
+            # An output of a model that forbids it is no cache: the trace's error holds it.
+            with contextlib.suppress(Exception):
+                del holder[key]
 
 
 def _caches() -> list[Any]:
-    skipped = ("torch", "functools", "re", "typing", "inspect")
+    every = itertools.chain(gc.get_objects(), _frozen_objects())
+    found = {id(obj): obj for obj in every if type(obj) is _Cached}
     return [
-        obj
-        for obj in gc.get_objects()
-        if type(obj) is _Cached
-        and (getattr(obj, "__module__", None) or "").partition(".")[0] not in skipped
+        cache
+        for cache in found.values()
+        if (getattr(cache, "__module__", None) or "").partition(".")[0] not in _SKIPPED
     ]
+
+
+def _frozen_objects() -> Iterator[Any]:
+    """What modules and their classes and functions hold, if the collector does not tell.
+
+    After `gc.freeze`, which scripts call to keep pages shared with processes that they fork, the
+    collector names neither the objects that were there before nor what refers to them.
+    """
+    if not gc.get_freeze_count():
+        return
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] in _SKIPPED:
+            continue
+        for value in list(vars(module).values()):
+            yield from _with_contents(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for member in list(vars(value).values()):
+                    yield from _with_contents(member)
+
+
+def _with_contents(value: Any) -> Iterator[Any]:
+    """An object, and what the function that it is or wraps has around it."""
+    yield value
+    function = getattr(value, "__func__", value) if type(value) in _METHODS else value
+    if function is not value:
+        yield function
+    for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
+        with contextlib.suppress(ValueError):  # empty still
+            yield cell.cell_contents
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
