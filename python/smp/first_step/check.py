@@ -361,7 +361,7 @@ class FirstStepCheck:
         dtypes = {p.dtype for p in self._root.parameters()}
         dtypes |= {dtype for call in reference.calls for _, dtype in call.casts}
         leaves = [leaf for call in reference.calls for leaf in call.leaves]
-        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
+        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)} | reference.rounded
         own_outputs = [sketch(leaf).cpu() if is_plain(leaf) else None for leaf in leaves]
         reference.forget_graph()
         return judging.ReferenceSeen(

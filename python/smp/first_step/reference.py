@@ -35,15 +35,31 @@ class Inconclusive(Exception):
     """The check can say nothing of this model; the text says why."""
 
 
-class _NoCollectives(TorchDispatchMode):
-    """Other ranks do not run the model at this time: a collective of its own would hang."""
+class _Operators(TorchDispatchMode):
+    """Sees every operator of a run.
+
+    Other ranks do not run the model at this time: a collective of its own would hang. And what a
+    module rounds to a coarser dtype (norms of models in float64 that compute in float32) is as
+    exact as that one from there on: another order of sums, because a tensor came over the wire
+    with other strides, shows in its digits.
+
+    Args:
+        rounded: gets the dtypes to which floating-point tensors were rounded.
+    """
+
+    def __init__(self, rounded: set[torch.dtype]) -> None:
+        super().__init__()
+        self._rounded = rounded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if "c10d" in func.namespace:
             raise Inconclusive(f"the model communicates by itself ({func})")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and is_coarser(result.dtype, args[0].dtype):
+            self._rounded.add(result.dtype)
+        return result
 
 
 @dataclass
@@ -94,6 +110,8 @@ class Reference:
         self.calls: list[ReferenceCall] = []
         self.records = Records()
         self.records.keeps_makers = True
+        #: dtypes to which the model rounded what it computed with
+        self.rounded: set[torch.dtype] = set()
         #: no output that gets gradients from outside is made of another one
         self.is_certain = True
 
@@ -205,7 +223,7 @@ class Reference:
             written = KeptValues(self._modules)
             stack.callback(written.restore)
             stack.enter_context(written)
-            stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+            stack.enter_context(_Operators(self.rounded))
             yield
             if records:
                 after = _State.of(self._modules)
@@ -273,6 +291,12 @@ class _State:
             len(a) == len(b) and all(map(_is_same, a, b))
             for a, b in zip(self.contents, other.contents, strict=True)
         )
+
+
+def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Does a floating-point number lose digits on its way from the other dtype?"""
+    both = dtype.is_floating_point and other.is_floating_point
+    return both and torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

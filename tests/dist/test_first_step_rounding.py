@@ -1,0 +1,86 @@
+"""Models in float64 that compute parts in float32 are equal to one process within float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+
+CHANNELS, LENGTH = 96, 33
+
+
+class RoundingNorm(nn.Module):
+    """As the norms of diffusers and timm: the mean square is taken in float32."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + 1e-8) * self.weight * self.factor
+
+
+class Net(nn.Module):
+    """Normalises over channels that are not the last dimension, so its norms get strided views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, CHANNELS, 3)
+        self.norms = nn.ModuleList(RoundingNorm() for _ in range(2))
+        self.last = nn.Conv1d(CHANNELS, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm in self.norms:
+            x = norm(x.movedim(1, -1)).movedim(-1, 1)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def train(rank: int, planted: bool) -> tuple[str, str, float]:
+    """What the check said, its error, and the first loss."""
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.manual_seed(3)
+    plain = Net().double()
+    for module in (*plain.norms, plain.last):
+        smp.set_partition(module, 1)
+    model = smp.DistributedModel(plain)
+    if planted and smp.pp_rank() == 1:
+        plain.norms[1].factor = 1.001  # type: ignore[assignment]
+
+    @smp.step
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(4, 3, LENGTH, generator=generator, dtype=torch.float64)
+    error, loss = "", 0.0
+    try:
+        loss = step(batch).outputs[0].item()
+    except RuntimeError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return model._engine.first_step.outcome, error, loss
+
+
+def test_another_order_of_sums_in_float32_is_no_difference(pool: Pool) -> None:
+    torch.manual_seed(3)
+    plain = Net().double()
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(4, 3, LENGTH, generator=generator, dtype=torch.float64)
+    alone = float(plain(batch[:2]).detach().square().mean())
+    for outcome, error, loss in pool.run(2, train, False):
+        assert not error and outcome == "equal", (outcome, error)
+        assert abs(loss - alone) < 1e-6 * alone
+        assert loss != alone, "the sums were in one order: this tests nothing"
+
+
+def test_more_than_rounding_is_a_difference(pool: Pool) -> None:
+    for outcome, error, _ in pool.run(2, train, True):
+        assert error.startswith("FirstStepDifference") and "'norms.1'" in error, (outcome, error)
