@@ -13,21 +13,31 @@ from torch import nn
 
 _KINDS = (dict, list, set, deque, CellType)
 _MAX_DEPTH = 4
+# How deep objects may lie; what is deeper (a trainer's logger) is not what a forward keeps.
+_MAX_OBJECT_DEPTH = 2
 
 
 class Containers:
     """Remembers the contents of mutable containers, and those of containers inside of them.
 
-    Objects of other classes inside of a container are not looked into.
+    Args:
+        objects: also the attributes of objects of the user's classes: tables of positions, which
+            are no module and fill themselves at their first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, objects: bool = False) -> None:
         self._known: dict[int, tuple[Any, list[Any]]] = {}
+        self._objects = objects
 
     def add(self, values: Iterable[Any], depth: int = 0) -> None:
         """Remembers each of ``values`` that is a container."""
         for value in values:
-            if not isinstance(value, _KINDS) or id(value) in self._known:
+            if not isinstance(value, _KINDS):
+                is_looked_into = self._objects and depth <= _MAX_OBJECT_DEPTH
+                value = attributes_of(value) if is_looked_into and not _is_ours(value) else None
+                if value is None:
+                    continue
+            if id(value) in self._known:
                 continue
             contents = _contents(value)
             self._known[id(value)] = (value, contents)
@@ -101,15 +111,21 @@ def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
     else:
         found.append(hook)
     # An object keeps what it collects in its attributes.
-    found += [vars(value) for value in found if _is_of_the_user(value)]
+    found += [own for value in found if (own := attributes_of(value)) is not None]
     return [value for value in found if isinstance(value, _KINDS)]
 
 
-def _is_of_the_user(value: Any) -> bool:
-    """An object with attributes that is neither a class, module nor function, nor a library's."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Of an object that is neither a class, module nor function, nor a library's."""
     if isinstance(value, type | FunctionType | MethodType | nn.Module):
-        return False
-    if not hasattr(value, "__dict__"):
-        return False
+        return None
     package = type(value).__module__.partition(".")[0]
-    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+    if package in ("torch", "numpy") or package in sys.stdlib_module_names:
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else None
+
+
+def _is_ours(value: Any) -> bool:
+    """A trace may change what smp keeps on modules."""
+    return type(value).__module__.partition(".")[0] == "smp"

@@ -18,15 +18,16 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
     """Restores the attributes of all modules on exit.
 
     Whatever a forward assigns to ``self``, parameters and buffers that were exchanged, hooks that
-    were registered, and replaced ``forward`` are as before. So are the contents of containers:
-    those that modules hold, and those that their hooks write to (closures and globals).
+    were registered, and replaced ``forward`` are as before. So are the contents of containers and
+    the attributes of plain objects: those that modules hold, and those that their hooks write to
+    (closures and globals).
 
     Args:
         modules: all modules of the model.
         keep_values: also restore the values of buffers, which a real forward may write in place.
     """
     attributes = [dict(module.__dict__) for module in modules]
-    containers = Containers()
+    containers = Containers(objects=True)
     for module in modules:
         containers.add(module.__dict__.values())
         for hook in hooks_of(module):
