@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import random
+import re
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +18,18 @@ from torch import nn
 
 from tests.zoo.catalogue import Entry
 from tests.zoo.configs import VARIANTS, Variant, tiny
-from tests.zoo.recipes import PatternRecipe, Recipe, find_recipe, loss_of
+from tests.zoo.recipes import PatternRecipe, Recipe, check_recipe, find_recipe
+from tests.zoo.shrinking import without_values
 from tests.zoo.source import NoRecipe
 
 PATIENCE_S = 10.0  # for one model's search
+# Sources whose models have no configuration; their modules have `candidates` and `build`.
+_MAKERS = {
+    "torchvision": "tests.zoo.vision",
+    "timm": "tests.zoo.vision",
+    "diffusers": "tests.zoo.diffusers_models",
+}
+NOISE = 0.05  # in parameters
 LARGEST = 20_000_000  # parameters; a default that no rule has shrunk
 
 
@@ -34,7 +46,7 @@ class Plan:
     """
 
     entry: Entry
-    recipe: Recipe | PatternRecipe
+    recipe: Any  # of `inputs`, or of the module in `_MAKERS`
     dtype: torch.dtype = torch.float64
     training: bool = True
     variant: Variant = VARIANTS[0]
@@ -56,9 +68,13 @@ def seed_everything(seed: int) -> None:
 
 def build(plan: Plan, outputs: bool = False) -> Any:
     """The model, with the same values wherever it is built."""
-    if plan.entry.source == "patterns":
-        return _build_pattern(plan)
     seed_everything(1)
+    if plan.entry.source == "patterns":
+        return _ready(plan, plan.entry.load()())
+    if plan.entry.source in _MAKERS:
+        with nothing_uninitialized():
+            model = _maker(plan.entry).build(plan.entry, plan.recipe.choice)
+        return _ready(plan, model, by_width=True)
     cls = plan.entry.load()
     config = tiny(cls.config_class(), plan.variant)
     if outputs:
@@ -68,16 +84,34 @@ def build(plan: Plan, outputs: bool = False) -> Any:
     if size > LARGEST:
         raise NoRecipe(f"the model is not tiny: {size} parameters")
     seed_everything(1)
-    model: nn.Module = cls(config)
-    fill_(model)
+    return _ready(plan, cls(config))
+
+
+def skeleton(plan: Plan) -> Any:
+    """A model that is only asked what inputs it takes."""
+    if plan.entry.source not in _MAKERS:
+        return build(plan)
+    return without_values(lambda: _maker(plan.entry).build(plan.entry, plan.recipe.choice))
+
+
+@contextlib.contextmanager
+def nothing_uninitialized() -> Iterator[None]:
+    """Tensors that nobody has filled hold NaN, which `fill_` finds, and not what lay there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _ready(plan: Plan, model: nn.Module, by_width: bool = False) -> nn.Module:
+    fill_(model, by_width)
     return model.to(plan.dtype).train(plan.training)
 
 
-def _build_pattern(plan: Plan) -> nn.Module:
-    seed_everything(1)
-    model: nn.Module = plan.entry.load()()
-    fill_(model)
-    return model.to(plan.dtype).train(plan.training)
+def _maker(entry: Entry) -> Any:
+    return importlib.import_module(_MAKERS[entry.source])
 
 
 def switch_outputs_on(config: Any) -> None:
@@ -96,8 +130,13 @@ def switch_outputs_on(config: Any) -> None:
         switch_outputs_on(inner)
 
 
-def fill_(model: nn.Module) -> None:
-    """Adds noise to every parameter, and values to those that nothing initialises."""
+def fill_(model: nn.Module, by_width: bool = False) -> None:
+    """Adds noise to every parameter, and values to those that nothing initialises.
+
+    Args:
+        model: gets it.
+        by_width: whether wide layers get less, so that deep models without norms stay in range.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
@@ -109,7 +148,12 @@ def fill_(model: nn.Module) -> None:
             # A last ReLU has to be open: that of a single number is.
             up = 0.5 if name.endswith("bias") and parameter.numel() == 1 else 0.0
             value = torch.where(strange, torch.zeros_like(value), value)
-            parameter.copy_(value + up + 0.05 * noise)
+            noise *= min(NOISE, 0.5 / _inputs_of(value) ** 0.5) if by_width else NOISE
+            parameter.copy_(value + up + noise)
+
+
+def _inputs_of(value: torch.Tensor) -> int:
+    return value[0].numel() if value.dim() > 1 else 1
 
 
 def make_plan(entry: Entry) -> Plan:
@@ -120,6 +164,8 @@ def make_plan(entry: Entry) -> Plan:
     """
     if entry.source == "patterns":
         return Plan(entry, PatternRecipe())
+    if entry.source in _MAKERS:
+        return _search(entry)
     reasons: list[str] = []
     without_own: Plan | None = None
     start = time.process_time()
@@ -159,8 +205,31 @@ def _is_known(entry: Entry, variant: Variant, seen: set[str]) -> bool:
     return known
 
 
+def _search(entry: Entry) -> Plan:
+    """The first of what the module of its source proposes that works."""
+    reasons: list[str] = []
+    built: dict[str, nn.Module] = {}  # the last one, by choice and dtype
+    for recipe in _maker(entry).candidates(entry):
+        for dtype in (torch.float64, torch.float32):
+            plan = Plan(entry, recipe, dtype)
+            try:
+                key = f"{recipe.choice} {dtype}"
+                if key not in built:
+                    built = {key: build(plan)}
+                check_recipe(*built.values(), dtype, plan.seed, recipe)
+                return _repeatable(plan)
+            except Exception as error:  # models raise what they like
+                reasons.append(f"{type(error).__name__}: {str(error)[:200]}")
+                if not re.search("dtype|float|double", str(error), re.I):
+                    break
+    raise NoRecipe(" | ".join(dict.fromkeys(reasons)) or "no arguments make a model")
+
+
 def _plan_in(plan: Plan) -> Plan:
-    plan = replace(plan, recipe=find_recipe(build(plan), plan.dtype, plan.seed))
+    return _repeatable(replace(plan, recipe=find_recipe(build(plan), plan.dtype, plan.seed)))
+
+
+def _repeatable(plan: Plan) -> Plan:
     for training in (True, False):
         plan = replace(plan, training=training)
         if is_repeatable(plan):
@@ -175,5 +244,5 @@ def is_repeatable(plan: Plan) -> bool:
         model = build(plan)
         inputs = plan.recipe.inputs(model, plan.dtype, plan.seed)
         seed_everything(seed)
-        losses.append(loss_of(model(**inputs), plan.recipe.own_loss, everything=False).item())
+        losses.append(plan.recipe.loss(model(**inputs), everything=False).item())
     return losses[0] == losses[1]

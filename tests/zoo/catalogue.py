@@ -1,13 +1,15 @@
 """Which models the zoo has: what is found in the installed packages.
 
 Every class of transformers that takes labels or returns a loss is found in its modules, so new
-releases come in by themselves.
+releases come in by themselves. Of torchvision, timm and diffusers, where they are installed, there
+is one model of each module.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,12 @@ from typing import Any
 
 # What an argument with a target is called.
 _TARGETS = ("label", "loss", "future_values", "start_positions", "bool_masked_pos")
+# Packages that need not be installed, and what lists their models.
+OPTIONAL = {
+    "torchvision": "tests.zoo.vision:torchvision_entries",
+    "timm": "tests.zoo.vision:timm_entries",
+    "diffusers": "tests.zoo.diffusers_models:diffusers_entries",
+}
 # The class of a family that is tried first.
 _FIRST = (
     "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM",
@@ -75,6 +83,26 @@ def pattern_entries() -> list[Entry]:
     ]
 
 
+def installed_sources() -> list[str]:
+    """Packages of `OPTIONAL` that are there."""
+    return [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
+
+
+def missing_sources() -> list[str]:
+    """Packages whose models the zoo would have."""
+    return [name for name in OPTIONAL if name not in installed_sources()]
+
+
+@functools.cache
+def package_entries() -> list[Entry]:
+    """Models of the packages that are installed."""
+    found: list[Entry] = []
+    for name in installed_sources():
+        module, function = OPTIONAL[name].split(":")
+        found += getattr(importlib.import_module(module), function)()
+    return found
+
+
 def _has_target(cls: type) -> bool:
     try:
         names = list(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
@@ -104,5 +132,5 @@ def families() -> dict[str, list[Entry]]:
 def entries(all_classes: bool = False) -> list[Entry]:
     """Models to run: one of each family first, then the others."""
     by_family = list(families().values())
-    firsts = pattern_entries() + [found[0] for found in by_family]
+    firsts = pattern_entries() + [found[0] for found in by_family] + package_entries()
     return firsts + ([e for found in by_family for e in found[1:]] if all_classes else [])

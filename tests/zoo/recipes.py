@@ -33,7 +33,8 @@ def loss_of(output: Any, own: bool, everything: bool) -> Tensor:
     terms: list[Tensor] = []
     if own:
         loss = _own_loss(output)
-        assert loss is not None
+        if loss is None:
+            raise NoRecipe("no loss among the outputs")
         terms.append(loss)
     if everything or not own:
         tensors = [t for t in tensors_in(output) if t.dim() > 0]
@@ -95,6 +96,9 @@ class Recipe:
         main = _nth(main_inputs(source), self.main)
         return main | _nth(targets(source, main), self.target)
 
+    def loss(self, output: Any, everything: bool) -> Tensor:
+        return loss_of(output, self.own_loss, everything)
+
 
 @dataclass(frozen=True)
 class PatternRecipe:
@@ -106,6 +110,9 @@ class PatternRecipe:
         from tests.zoo.patterns import inputs_of
 
         return inputs_of(torch.Generator().manual_seed(seed), dtype)
+
+    def loss(self, output: Any, everything: bool) -> Tensor:
+        return loss_of(output, self.own_loss, everything)
 
 
 def _nth(values: Iterator[Inputs], number: int) -> Inputs:
@@ -126,7 +133,7 @@ def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
                     continue
                 recipe = Recipe(main, target, own)
                 try:
-                    _try(model, dtype, seed, recipe)
+                    check_recipe(model, dtype, seed, recipe)
                 except Exception as error:
                     errors.append(f"{main}.{target}: {type(error).__name__}: {str(error)[:150]}")
                     continue
@@ -149,12 +156,14 @@ def _runs(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> bo
     return True
 
 
-def _try(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Recipe) -> None:
+def check_recipe(model: nn.Module, dtype: torch.dtype, seed: int, recipe: Any) -> None:
+    """Raises unless the model in one process gives a loss and gradients.
+
+    Raises:
+        NoRecipe: it runs, but cannot be trained.
+    """
     inputs = recipe.inputs(model, dtype, seed)
-    output = model(**inputs)
-    if recipe.own_loss and _own_loss(output) is None:
-        raise NoRecipe("no loss among the outputs")
-    loss = loss_of(output, recipe.own_loss, everything=False)
+    loss = recipe.loss(model(**inputs), everything=False)
     if not bool(torch.isfinite(loss)):
         raise NoRecipe("the loss is not finite")
     try:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.building import Plan, build, seed_everything
+from tests.zoo.building import Plan, build, seed_everything, skeleton
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
 from tests.zoo.patterns import LOSSES
-from tests.zoo.recipes import loss_of
 from tests.zoo.source import Inputs
 
 Tensors = dict[str, Tensor | None]
@@ -74,7 +73,8 @@ def _loss(job: Job, model: Callable[..., Any], plain: nn.Module, inputs: Inputs)
     found = LOSSES.get(job.plan.entry.name)
     if found is not None:
         return found(output, plain)
-    return loss_of(output, job.plan.recipe.own_loss, job.mode.outputs)
+    loss: Tensor = job.plan.recipe.loss(output, job.mode.outputs)
+    return loss
 
 
 def _to_half(value: Any) -> Any:
@@ -89,7 +89,7 @@ def _to_half(value: Any) -> Any:
 
 def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
     """Inputs by replica, step and microbatch; made by a model that nobody trains."""
-    model = build(plan)
+    model = skeleton(plan)
     return [
         [
             [
@@ -105,9 +105,16 @@ def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
 # ---- one process -----------------------------------------------------------
 
 
-def train_alone(job: Job) -> list[Record]:
-    """Plain PyTorch over the same microbatches; one record for each replica's losses."""
+def train_alone(job: Job, jitter: float = 0.0) -> list[Record]:
+    """Plain PyTorch over the same microbatches; one record for each replica's losses.
+
+    Args:
+        job: the model and its batches.
+        jitter: how far parameters are moved before, by their own size.
+    """
     model = _model(job)
+    if jitter:
+        _move(model, jitter)
     if job.mode.checkpointed and hasattr(model, "gradient_checkpointing_disable"):
         model.gradient_checkpointing_disable()
     optimizer = make_optimizer(model.parameters())
@@ -139,6 +146,15 @@ def train_alone(job: Job) -> list[Record]:
     records[0].params = _copies(model.named_parameters())
     records[0].buffers = _copies(model.named_buffers())
     return records
+
+
+def _move(model: nn.Module, jitter: float) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                parameter.copy_(parameter.double() * (1 + jitter * noise))
 
 
 def _grads(named: Any) -> Tensors:
@@ -214,6 +230,7 @@ def _checkpoint_layers(model: nn.Module) -> None:
     for module in model.get_module().modules():  # type: ignore[operator]
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             kinds = {type(child) for child in module}
-            if len(kinds) == 1 and any(True for _ in module[0].children()):
+            is_layer = isinstance(module[0], nn.Module)  # some lists hold None
+            if is_layer and len(kinds) == 1 and any(True for _ in module[0].children()):
                 for child in module:
                     smp.set_activation_checkpointing(child)

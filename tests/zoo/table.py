@@ -34,7 +34,7 @@ every parameter are compared.
 | refused | an error of smp that says what it cannot do |
 | known | open, with its reason in `tests/zoo/known.py` |
 | crash, hang, different, nan | a defect |
-| skipped | no loss in one process: a package is missing, or no rule made inputs that fit |
+| skipped | no package, no rule that makes inputs, or one process amplifies rounding as much |
 """
 
 
@@ -57,6 +57,7 @@ def write(page: Path, results: list[Result], note: str = "") -> None:
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [_count(mode, [r for r in results if r.mode == mode]) for mode in modes]
     tried = [r for r in results if r.outcome != SKIPPED]
+    lines += _by_source([r for r in results if r.mode == modes[0]], modes[0])
     lines += ["", "## By model", "", _note(tried), ""]
     lines += [f"| model | {' | '.join(modes)} | first step | reason |"]
     lines += ["|---|" + "---|" * (len(modes) + 2)]
@@ -82,14 +83,29 @@ def _note(tried: list[Result]) -> str:
     )
 
 
+def _by_source(results: list[Result], mode: str) -> list[str]:
+    """How the models of each package did in one mode."""
+    by_source: dict[str, list[Result]] = {}
+    for result in results:
+        by_source.setdefault(result.model.split("/")[0], []).append(result)
+    lines = ["", f"Of these in {mode}, by where the models come from:", ""]
+    lines += ["| source | models | equal | bitwise | refused | known | defects | skipped |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    return lines + [f"| {source} {_counts(own)}" for source, own in sorted(by_source.items())]
+
+
 def _count(mode: str, results: list[Result]) -> str:
+    return f"| {mode} | {_TITLES.get(mode, '')} {_counts(results)}"
+
+
+def _counts(results: list[Result]) -> str:
     counts = Counter(_word(result) for result in results)
     tried = len(results) - counts[SKIPPED]
     bitwise = sum(result.bitwise for result in results)
     defects = tried - counts[EQUAL] - counts["refused"] - counts["known"]
     share = f"{counts[EQUAL]} ({counts[EQUAL] / max(tried, 1):.1%})"
     return (
-        f"| {mode} | {_TITLES.get(mode, '')} | {tried} | {share} | {bitwise} | {counts['refused']} "
+        f"| {tried} | {share} | {bitwise} | {counts['refused']} "
         f"| {counts['known']} | {defects} | {counts[SKIPPED]} |"
     )
 
@@ -114,8 +130,9 @@ def _row(model: str, results: list[Result], modes: list[str]) -> str:
 
 
 def _name(model: str) -> str:
-    _, family, name = model.split("/")
-    return f"{family}: {name}"
+    source, family, name = model.split("/")
+    of = "" if source in ("patterns", "transformers") else f"{source} "
+    return f"{of}{family}: {name}"
 
 
 def _plain(reason: str) -> str:

@@ -9,24 +9,36 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.dist.pool import Outcome, Pool
+from tests.zoo import catalogue
 from tests.zoo.__main__ import choose, run_entry
-from tests.zoo.catalogue import families
+from tests.zoo.building import build, make_plan
+from tests.zoo.catalogue import Entry, families
 from tests.zoo.configs import VARIANTS, tiny
 from tests.zoo.judging import (
     DIFFERENT,
     EQUAL,
     NAN,
     REFUSED,
+    SKIPPED,
     Result,
     is_ours,
     judge,
+    skip_if_chaotic,
 )
 from tests.zoo.known import reason_for
 from tests.zoo.modes import MODES
 from tests.zoo.rules import LAYERS, VOCABULARY
 from tests.zoo.running import Job, Record, make_batches, train_alone
+from tests.zoo.shrinking import (
+    keep_few_of_equal_layers,
+    narrow_classifiers,
+    size_of,
+    without_randomness,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -159,12 +171,65 @@ def test_models_come_from_the_installed_release() -> None:
     assert found["gpt2"][0].load() is transformers.GPT2LMHeadModel
 
 
+# ---- models without a configuration ----------------------------------------
+
+
+def test_few_of_equal_layers_stay_and_others_all() -> None:
+    blocks = nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4))
+    lists = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+    keep_few_of_equal_layers(nn.ModuleDict({"blocks": blocks, "lists": lists}))
+    assert [tuple(layer.weight.shape) for layer in blocks] == [(8, 4), (8, 8), (8, 8), (4, 8)]
+    assert len(lists) == LAYERS and lists[LAYERS - 1] is not lists[0]
+
+
+def test_activations_between_equal_layers_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(4, 4))
+    keep_few_of_equal_layers(model)
+    assert len(model) == 5, "layers without parameters cost nothing"
+
+
+def test_probabilities_of_modules_become_zero() -> None:
+    model = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 2))
+    model.drop_rate, model.dropout_prob, model.eps = 0.1, 0.2, 1e-5  # type: ignore[assignment]
+    without_randomness(model)
+    assert model[0].p == model.drop_rate == model.dropout_prob == 0.0 and model.eps == 1e-5
+
+
+def test_wide_classifiers_become_narrow() -> None:
+    model = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.Linear(4096, 2))
+    narrow_classifiers(model)
+    assert model(torch.ones(1, 8)).shape == (1, 2)
+    assert size_of(model) < 10_000
+
+
+def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalogue.OPTIONAL, "no_such_package", "tests.zoo.vision:timm_entries")
+    assert "no_such_package" in catalogue.missing_sources()
+    assert "no_such_package" not in catalogue.installed_sources()
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "largest"),
+    [
+        ("torchvision", "torchvision/shufflenetv2", 400_000),
+        ("timm", "timm/vision_transformer/", 400_000),
+        ("diffusers", "diffusers/transformers.transformer_flux/", 200_000),
+    ],
+)
+def test_sample_of_another_package(pool: Pool, package: str, name: str, largest: int) -> None:
+    pytest.importorskip(package)
+    [entry] = choose(name, False)
+    assert entry.source == package
+    assert size_of(build(make_plan(entry))) < largest
+    [result] = run_entry(pool, entry, [MODES["pp2"]])
+    assert result.outcome == EQUAL, f"{result.reason}\n{result.details}"
+    assert result.remote_calls > 0, "one rank computed everything"
+
+
 # ---- judging ---------------------------------------------------------------
 
 
 def _job_and_record() -> tuple[Job, list[Record]]:
-    from tests.zoo.building import make_plan
-
     plan = make_plan(choose("patterns/*/SharedLayer", False)[0])
     job = Job(plan, MODES["pp2"], make_batches(plan, 1))
     return job, train_alone(job)
@@ -210,6 +275,31 @@ def _lose_parameter(record: Record) -> None:
 def test_a_difference_is_named(change: Any) -> None:
     result = _judged(change)
     assert result.outcome == DIFFERENT and result.reason
+
+
+class Chaotic(nn.Module):
+    """The logistic map, many times: rounding grows until it is all there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Any, **others: Any) -> Any:
+        value = torch.sigmoid(x * self.weight)
+        for _ in range(100):
+            value = 3.99 * value * (1 - value)
+        return value.mean()
+
+
+@pytest.mark.parametrize("outcome", [DIFFERENT, SKIPPED])
+def test_a_model_that_amplifies_rounding_proves_nothing(outcome: str) -> None:
+    stable = choose("patterns/*/SharedLayer", False)[0]
+    entry = stable if outcome == DIFFERENT else Entry("patterns", "patterns", __name__, "Chaotic")
+    plan = make_plan(entry)
+    job = Job(plan, MODES["pp2"], make_batches(plan, 1))
+    result = Result("a/b/c", "b", "pp2", DIFFERENT, details="loss of step 1 on pp_rank 0 differs")
+    skip_if_chaotic(result, train_alone(job), job)
+    assert result.outcome == outcome
 
 
 def test_nan_is_an_outcome_of_its_own() -> None:
