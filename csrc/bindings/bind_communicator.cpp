@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace smp::bindings {
 namespace {
 
-void release_gil(const std::function<void()>& body) {
+void run_without_gil(const std::function<void()>& body) {
   if (!Py_IsInitialized() || !PyGILState_Check()) return body();
   py::gil_scoped_release released;
   body();
@@ -26,7 +26,7 @@ using comm::ReduceOp;
 using comm::Work;
 
 void bind_communicator(py::module_& m) {
-  set_gil_release(release_gil);
+  set_gil_release(run_without_gil);
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::enum_<ReduceOp>(m, "ReduceOp", "How a collective combines values.")

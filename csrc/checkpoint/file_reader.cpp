@@ -15,14 +15,6 @@
 
 namespace smp::checkpoint {
 
-namespace {
-
-std::string reason(int number) {
-  return std::generic_category().message(number);
-}
-
-}  // namespace
-
 FileReader::FileReader(std::string path, FileRecord record)
     : path_(std::move(path)), record_(std::move(record)) {
   SMP_CHECK_VALUE(record_.chunk_bytes > 0 && record_.num_bytes >= 0 &&
@@ -33,7 +25,8 @@ FileReader::FileReader(std::string path, FileRecord record)
                   " checksums of chunks of ", record_.chunk_bytes,
                   " bytes do not make ", record_.num_bytes, " bytes");
   fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  SMP_CHECK(fd_ >= 0, "cannot open ", path_, ": ", reason(errno));
+  SMP_CHECK(fd_ >= 0, "cannot open ", path_, ": ",
+            std::generic_category().message(errno));
   struct stat status{};
   const bool known = ::fstat(fd_, &status) == 0;
   if (!known || status.st_size != record_.num_bytes) {
@@ -86,7 +79,7 @@ void FileReader::read_chunk(int64_t idx, std::byte* into) {
                                   static_cast<size_t>(at.end - offset), offset);
     if (count < 0 && errno == EINTR) continue;
     SMP_CHECK(count >= 0, "cannot read ", path_, " at byte ", offset, ": ",
-              reason(errno));
+              std::generic_category().message(errno));
     SMP_CHECK(count > 0, path_, " ends at byte ", offset,
               ", while it is being read: it was cut off");
     offset += count;

@@ -22,10 +22,6 @@ constexpr size_t kPieceBytes = 128 << 10;
 // more.
 constexpr int64_t kBorrowFraction = 32;
 
-std::string reason(int number) {
-  return std::generic_category().message(number);
-}
-
 }  // namespace
 
 FileWriter::FileWriter(std::string path, FileWriterOptions options)
@@ -39,7 +35,8 @@ FileWriter::FileWriter(std::string path, FileWriterOptions options)
                   " bytes and chunks of ", options_.chunk_bytes,
                   "; all must be positive");
   fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  SMP_CHECK(fd_ >= 0, "cannot create ", path_, ": ", reason(errno));
+  SMP_CHECK(fd_ >= 0, "cannot create ", path_, ": ",
+            std::generic_category().message(errno));
   buffers_.resize(options_.num_buffers);
   for (int i = 0; i < options_.num_buffers; ++i) free_.push_back(i);
   thread_ = std::thread([this] { write_items(); });
@@ -140,11 +137,12 @@ FileRecord FileWriter::finish() {
   if (current_ >= 0) submit();
   stop();
   if (error_.empty() && ::fsync(fd_) != 0) {
-    error_ =
-        detail::concat("cannot write ", path_, " to the disk: ", reason(errno));
+    error_ = detail::concat("cannot write ", path_, " to the disk: ",
+                            std::generic_category().message(errno));
   }
   if (::close(std::exchange(fd_, -1)) != 0 && error_.empty()) {
-    error_ = detail::concat("cannot close ", path_, ": ", reason(errno));
+    error_ = detail::concat("cannot close ", path_, ": ",
+                            std::generic_category().message(errno));
   }
   check_error();
   return {position_, options_.chunk_bytes, checksums_.finish()};
@@ -206,9 +204,9 @@ void FileWriter::write_all(std::span<const std::byte> bytes) {
     const ssize_t count = ::write(fd_, bytes.data(), bytes.size());
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) {
-      throw Error(detail::concat("cannot write ", path_, " beyond ",
-                                 bytes_written_.load(),
-                                 " bytes: ", reason(count < 0 ? errno : EIO)));
+      throw Error(detail::concat(
+          "cannot write ", path_, " beyond ", bytes_written_.load(), " bytes: ",
+          std::generic_category().message(count < 0 ? errno : EIO)));
     }
     // Otherwise the disk would be idle until fsync, as long as less is dirty
     // than the kernel lets be.

@@ -23,13 +23,14 @@ namespace {
 using Clock = WaitWatch::Clock;
 
 // Stands for "no time-out" where the library would overflow with more.
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+constexpr std::chrono::milliseconds kLongestTimeout =
+    std::chrono::hours(24 * 365);
 
 // How long a collective takes to notice that its connections are closed.
 constexpr std::chrono::milliseconds kEndTimeout{2000};
 
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
-  return Clock::now() + std::min(timeout, kForever);
+  return Clock::now() + std::min(timeout, kLongestTimeout);
 }
 
 }  // namespace
@@ -144,7 +145,8 @@ class MessageWork final : public C10dWork {
       return true;
     }
     if (!poller_.joinable()) {
-      poller_ = std::thread([this] { run_until(Clock::now() + kForever); });
+      poller_ =
+          std::thread([this] { run_until(Clock::now() + kLongestTimeout); });
     }
     return false;
   }
@@ -196,7 +198,7 @@ class MessageWork final : public C10dWork {
       bool finished = false;
       std::string error;
       try {
-        finished = inner_->wait(kForever);
+        finished = inner_->wait(kLongestTimeout);
       } catch (const std::exception&) {
         error = reason_of(std::current_exception());
       }

@@ -21,7 +21,7 @@ constexpr auto kForever = std::chrono::hours(24 * 365);
 // How long the liveness channel may take to tell why a connection broke.
 constexpr milliseconds kReasonGrace{1000};
 // After this, messages to a rank that has left are given up.
-constexpr milliseconds kLeftGrace{2000};
+constexpr milliseconds kSendGrace{2000};
 // Finished sends are collected this late, many at a time.
 constexpr milliseconds kCollectEvery{1};
 constexpr milliseconds kSendSlice{200};
@@ -147,7 +147,7 @@ bool CommunicatorLink::collect_from(std::unique_lock<std::mutex>& lock, int dst,
     report_lost(dst, error.what());
   }
   if (!is_over && owner_.faults->has_left(dst) &&
-      Clock::now() - posted > kLeftGrace) {
+      Clock::now() - posted > kSendGrace) {
     is_over = true;  // nobody will take it any more
   }
   std::deque<Outgoing> finished;  // its tensors are freed without our lock

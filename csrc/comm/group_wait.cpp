@@ -14,7 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kSlice(100);
+constexpr std::chrono::milliseconds kGroupSlice(100);
 
 // One wait: who it is for, and what ends it early. Its words are put together
 // only when somebody reads them.
@@ -91,18 +91,19 @@ void wait_watched(Work& work, const Patience& patience,
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - Clock::now());
     try {
-      return work.wait(std::clamp(left, std::chrono::milliseconds(0), kSlice));
+      return work.wait(
+          std::clamp(left, std::chrono::milliseconds(0), kGroupSlice));
     } catch (const Disagreement&) {
       throw;  // everybody is there, and knows
     } catch (const Error&) {
       if (work.done()) break;
     }
     watch.look();
-    SMP_CHECK(left > kSlice, "waited ", timeout.count(), " ms for the ",
+    SMP_CHECK(left > kGroupSlice, "waited ", timeout.count(), " ms for the ",
               watch.words(), "; ", patience.hint);
   }
   try {
-    work.wait(kSlice);  // may have finished after its time slice
+    work.wait(kGroupSlice);  // may have finished after its time slice
   } catch (const Disagreement&) {
     throw;
   } catch (const Error&) {

@@ -1,7 +1,6 @@
 #include "csrc/comm/hang_watch.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace smp::comm {
 namespace {
@@ -11,12 +10,6 @@ using std::chrono::milliseconds;
 // A rank that has said nothing for so long is stopped or cut off.
 constexpr milliseconds kSilent{5000};
 constexpr milliseconds kStacksTimeout{3000};
-
-std::string seconds_text(std::chrono::duration<double> duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", duration.count());
-  return text;
-}
 
 }  // namespace
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
-#include <cstdio>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -29,12 +28,6 @@ constexpr milliseconds kFlushTimeout{2000};
 constexpr milliseconds kPollSlice{200};
 // So many ranks watch the hub; two, because one may be stopped with rank 0.
 constexpr int kNumWatchers = 2;
-
-std::string seconds_text(std::chrono::duration<double> duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", duration.count());
-  return text;
-}
 
 }  // namespace
 

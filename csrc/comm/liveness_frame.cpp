@@ -1,5 +1,6 @@
 #include "csrc/comm/liveness_frame.h"
 
+#include <cstdio>
 #include <cstring>
 #include <string_view>
 
@@ -90,6 +91,12 @@ std::optional<LivenessFrame> take_frame(std::string& buffer) {
                     prefix.collectives_bytes);
   buffer.erase(0, sizeof(frame_bytes) + frame_bytes);
   return frame;
+}
+
+std::string seconds_text(std::chrono::duration<double> duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", duration.count());
+  return text;
 }
 
 }  // namespace smp::comm

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -50,5 +51,8 @@ std::string encode_frame(const LivenessFrame& frame);
 /// Removes the first frame from `buffer`; empty when it is not complete yet.
 /// @throws Error when the bytes make no sense
 std::optional<LivenessFrame> take_frame(std::string& buffer);
+
+/// A duration in reports, as in "2.5 s".
+std::string seconds_text(std::chrono::duration<double> duration);
 
 }  // namespace smp::comm

@@ -1,7 +1,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -29,7 +28,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kTick{250};
 constexpr milliseconds kAliveEvery{1000};
-constexpr milliseconds kFlushTimeout{2000};
+constexpr milliseconds kTellTimeout{2000};
 constexpr milliseconds kHelloTimeout{10000};
 constexpr size_t kMaxHelloBytes = 4096;
 
@@ -50,12 +49,6 @@ struct Connection {
   std::optional<int64_t> frozen_at;
   Clock::time_point stuck_since;
 };
-
-std::string seconds_text(std::chrono::duration<double> duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", duration.count());
-  return text;
-}
 
 std::string rank_text(int global_rank, const std::string& where) {
   return "global_rank " + std::to_string(global_rank) +
@@ -144,7 +137,7 @@ bool LivenessHub::Impl::should_end() {
   const bool all_told =
       std::all_of(connections.begin(), connections.end(),
                   [](const auto& one) { return one->out.empty(); });
-  return all_told || now >= linger_until + kFlushTimeout;
+  return all_told || now >= linger_until + kTellTimeout;
 }
 
 void LivenessHub::Impl::poll_once() {

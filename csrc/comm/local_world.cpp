@@ -19,7 +19,7 @@
 namespace smp::comm {
 namespace {
 
-enum class Kind {
+enum class LocalKind {
   kSend,
   kRecv,
   kAllReduce,
@@ -33,9 +33,10 @@ enum class Kind {
 // One call of one rank. Guarded by World::mutex, except for what is set before
 // the operation is shared.
 struct Operation {
-  Operation(Kind kind, CallName call) : kind(kind), call(std::move(call)) {}
+  Operation(LocalKind kind, CallName call)
+      : kind(kind), call(std::move(call)) {}
 
-  const Kind kind;
+  const LocalKind kind;
   const CallName call;
   at::Tensor input;   // collectives
   at::Tensor output;  // receives and collectives; may be the input
@@ -199,32 +200,32 @@ void exchange(const std::vector<OperationPtr>& members) {
 void run_collective(const std::vector<OperationPtr>& members) {
   const Operation& first = *members.front();
   switch (first.kind) {
-    case Kind::kAllReduce: {
+    case LocalKind::kAllReduce: {
       const at::Tensor result = reduced_input(members);
       for (const OperationPtr& member : members) {
         copy_bytes(result, member->output);
       }
       break;
     }
-    case Kind::kBroadcast:
+    case LocalKind::kBroadcast:
       for (const OperationPtr& member : members) {
         if (member->group_rank() == first.call.peer) continue;
         copy_bytes(members[first.call.peer]->input, member->output);
       }
       break;
-    case Kind::kAllGather:
+    case LocalKind::kAllGather:
       gather(members);
       break;
-    case Kind::kReduceScatter:
+    case LocalKind::kReduceScatter:
       scatter(reduced_input(members), members);
       break;
-    case Kind::kAllToAll:
+    case LocalKind::kAllToAll:
       exchange(members);
       break;
-    case Kind::kBarrier:
+    case LocalKind::kBarrier:
       break;
-    case Kind::kSend:
-    case Kind::kRecv:
+    case LocalKind::kSend:
+    case LocalKind::kRecv:
       SMP_ASSERT(false, "a message is no collective");
   }
 }
@@ -284,7 +285,7 @@ class LocalCommunicator final : public Communicator {
   const std::string& name() const override { return info_->name; }
 
   WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    auto operation = make(Kind::kSend, {info_, "send", "dst", dst, tag});
+    auto operation = make(LocalKind::kSend, {info_, "send", "dst", dst, tag});
     check_peer(operation->call);
     check_cpu_tensor(tensor, operation->call);
     Envelope envelope{group_rank(), tag, copy_of(tensor)};
@@ -299,39 +300,41 @@ class LocalCommunicator final : public Communicator {
   }
 
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    auto operation = make(Kind::kRecv, {info_, "recv", "src", src, tag});
+    auto operation = make(LocalKind::kRecv, {info_, "recv", "src", src, tag});
     check_peer(operation->call);
     return receive(std::move(operation), std::move(tensor));
   }
 
   WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    auto operation = make(Kind::kRecv, {info_, "recv_any", nullptr, -1, tag});
+    auto operation =
+        make(LocalKind::kRecv, {info_, "recv_any", nullptr, -1, tag});
     check_tag(operation->call);
     return receive(std::move(operation), std::move(tensor));
   }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
-    auto operation = make(Kind::kAllReduce, {info_, "all_reduce"});
+    auto operation = make(LocalKind::kAllReduce, {info_, "all_reduce"});
     check_reducible(tensor, operation->call);
     operation->op = op;
     return collective(std::move(operation), tensor, tensor);
   }
 
   WorkPtr broadcast(at::Tensor tensor, int root) override {
-    auto operation = make(Kind::kBroadcast, {info_, "broadcast", "root", root});
+    auto operation =
+        make(LocalKind::kBroadcast, {info_, "broadcast", "root", root});
     check_root(operation->call);
     return collective(std::move(operation), tensor, tensor);
   }
 
   WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override {
-    auto operation = make(Kind::kAllGather, {info_, "all_gather"});
+    auto operation = make(LocalKind::kAllGather, {info_, "all_gather"});
     check_parts(output, input, operation->call);
     return collective(std::move(operation), std::move(output), input);
   }
 
   WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
                          ReduceOp op) override {
-    auto operation = make(Kind::kReduceScatter, {info_, "reduce_scatter"});
+    auto operation = make(LocalKind::kReduceScatter, {info_, "reduce_scatter"});
     check_reducible(input, operation->call);
     check_parts(input, output, operation->call);
     operation->op = op;
@@ -339,7 +342,7 @@ class LocalCommunicator final : public Communicator {
   }
 
   WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
-    auto operation = make(Kind::kAllToAll, {info_, "all_to_all"});
+    auto operation = make(LocalKind::kAllToAll, {info_, "all_to_all"});
     check_exchange(output, input, operation->call);
     return collective(std::move(operation), std::move(output), input);
   }
@@ -351,7 +354,7 @@ class LocalCommunicator final : public Communicator {
   }
 
   WorkPtr barrier() override {
-    auto operation = make(Kind::kBarrier, {info_, "barrier"});
+    auto operation = make(LocalKind::kBarrier, {info_, "barrier"});
     return issue(std::move(operation));
   }
 
@@ -375,7 +378,7 @@ class LocalCommunicator final : public Communicator {
   }
 
  private:
-  static OperationPtr make(Kind kind, CallName call) {
+  static OperationPtr make(LocalKind kind, CallName call) {
     return std::make_shared<Operation>(kind, std::move(call));
   }
 

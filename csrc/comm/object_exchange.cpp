@@ -11,7 +11,7 @@ namespace smp::comm {
 namespace {
 
 // fields[0] of a message; the meaning of the others depends on it.
-enum Kind : int64_t {
+enum ObjectKind : int64_t {
   kObject = 1,  // fields: id
   kTaken,       // fields: id; the receiver has called recv
   kAllGather,   // fields: hash of the ranks, number of the collective
@@ -52,7 +52,7 @@ std::string payload_of(Message&& message) {
   return {static_cast<const char*>(data.const_data_ptr()), data.nbytes()};
 }
 
-Message make_message(Kind kind, int64_t a, int64_t b = 0) {
+Message make_message(ObjectKind kind, int64_t a, int64_t b = 0) {
   Message message;
   message.channel = Channel::kObject;
   message.fields = {kind, a, b};
@@ -256,7 +256,7 @@ std::vector<std::string> ObjectExchange::gather(const std::vector<int>& ranks,
     const Payload payload(bytes);
     for (const int rank : others) {
       Message message =
-          make_message(static_cast<Kind>(kind), key.first, key.second);
+          make_message(static_cast<ObjectKind>(kind), key.first, key.second);
       payload.write_to(message);
       mailbox_->post(rank, std::move(message));
     }

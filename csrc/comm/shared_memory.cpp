@@ -21,7 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSlice{200};
+constexpr milliseconds kFileSlice{200};
 constexpr int kReceiveBell = 0;
 constexpr int kSendBell = 1;
 // Instead of an errno: the pair does not try.
@@ -32,12 +32,12 @@ void wait_for(Work& work, FaultBoard& faults, milliseconds timeout) {
   while (true) {
     const Clock::time_point slice_begin = Clock::now();
     try {
-      return work.wait(std::min(kSlice, timeout));
+      return work.wait(std::min(kFileSlice, timeout));
     } catch (const Error&) {
       faults.raise_if_faulted();
       // One type of error for a time-out and a failure; a failure comes early.
       const Clock::time_point now = Clock::now();
-      if (now - slice_begin < kSlice || now - begin >= timeout) throw;
+      if (now - slice_begin < kFileSlice || now - begin >= timeout) throw;
       faults.check_interrupt();
     }
   }
@@ -67,16 +67,16 @@ struct Claim {
 };
 
 // Where its segment is.
-struct Offer {
+struct FileOffer {
   SegmentStamp stamp;
   int32_t pid;
   int32_t fd;
   int32_t error;  // errno of making it, or kNotTried
 };
 
-Offer make_offer(int64_t num_rings, int64_t ring_bytes, OwnedFd& fd,
-                 SharedSegment& segment) {
-  Offer offer{{{}, ring_bytes, num_rings}, ::getpid(), -1, kNotTried};
+FileOffer make_offer(int64_t num_rings, int64_t ring_bytes, OwnedFd& fd,
+                     SharedSegment& segment) {
+  FileOffer offer{{{}, ring_bytes, num_rings}, ::getpid(), -1, kNotTried};
   if (num_rings == 0) return offer;
   std::random_device random;
   for (uint64_t& word : offer.stamp.token) {
@@ -107,7 +107,7 @@ int64_t ring_index(int owner, int sender, const std::vector<Claim>& claims) {
 }
 
 std::string reason_text(int rank, int other, int32_t error,
-                        const Offer& others_offer) {
+                        const FileOffer& others_offer) {
   const std::string of = " of global_rank " + std::to_string(other);
   if (others_offer.error > 0) {
     return detail::concat("global_rank ", other, " cannot make shared memory: ",
@@ -125,7 +125,7 @@ std::string reason_text(int rank, int other, int32_t error,
 // somebody there wants to.
 void log_failures(const std::string& world_name,
                   const std::vector<Claim>& claims,
-                  const std::vector<Offer>& offers,
+                  const std::vector<FileOffer>& offers,
                   const std::vector<int32_t>& verdicts) {
   const int size = static_cast<int>(claims.size());
   int num_pairs = 0;
@@ -184,14 +184,14 @@ SharedMemoryPtr connect_shared_memory(Communicator& world, FaultBoard& faults,
   const std::vector<int> candidates = candidates_of(self, claims);
   OwnedFd fd;
   SharedSegment own;
-  const Offer offer = make_offer(static_cast<int64_t>(candidates.size()),
-                                 options.ring_bytes, fd, own);
+  const FileOffer offer = make_offer(static_cast<int64_t>(candidates.size()),
+                                     options.ring_bytes, fd, own);
   const auto offers = exchange(world, faults, &offer, 1, options.timeout);
 
   std::vector<int32_t> row(size, kNotTried);
   std::vector<SharedSegment> segments(size);
   for (const int other : candidates) {
-    const Offer& theirs = offers[other];
+    const FileOffer& theirs = offers[other];
     row[other] = theirs.error != 0
                      ? theirs.error
                      : SharedSegment::open(theirs.pid, theirs.fd, theirs.stamp,

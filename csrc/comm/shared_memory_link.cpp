@@ -24,12 +24,12 @@ constexpr size_t kPublishBytes = 64 << 10;
 // Of one peer before the next one has its turn.
 constexpr int64_t kTurnBytes = 256 << 10;
 // After this, messages to a rank that has left are given up.
-constexpr milliseconds kLeftGrace{2000};
+constexpr milliseconds kRingGrace{2000};
 // Before a helper sleeps: some hops, so that a chain of short calls between two
 // ranks keeps both awake.
 constexpr microseconds kLookFor{150};
 // How often the sending thread looks at that, while something is unsent.
-constexpr milliseconds kLookEvery{200};
+constexpr milliseconds kPeerLookEvery{200};
 
 // Lets a second thread of the core go first, if it has one.
 void pause_core() {
@@ -182,7 +182,7 @@ bool SharedMemoryLink::is_given_up(const Peer& peer,
     return true;
   }
   return owner_.faults->has_left(peer.global_rank) &&
-         Clock::now() - outgoing.posted > kLeftGrace;
+         Clock::now() - outgoing.posted > kRingGrace;
 }
 
 void SharedMemoryLink::end_first(Peer& peer) {
@@ -206,7 +206,7 @@ void SharedMemoryLink::send_backlogs() {
       continue;
     }
     std::optional<milliseconds> timeout;
-    if (num_unsent() > 0) timeout = kLookEvery;
+    if (num_unsent() > 0) timeout = kPeerLookEvery;
     bell.sleep(Seat::kFirst, seen, timeout);
     bell.cancel();
   }

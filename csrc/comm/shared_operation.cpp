@@ -17,7 +17,7 @@
 namespace smp::comm {
 namespace {
 
-using Kind = SharedOperation::Kind;
+using OperationKind = SharedOperation::Kind;
 
 // Chunks of parts begin where vector units like it.
 constexpr int64_t kAlignment = 64;
@@ -95,7 +95,7 @@ class Combiner {
   const ReduceOp op_;
 };
 
-CollectiveStamp stamp_for(Kind kind, uint64_t stamp,
+CollectiveStamp stamp_for(OperationKind kind, uint64_t stamp,
                           const at::Tensor& tensor = {}, int root_or_op = -1) {
   CollectiveStamp result;
   result.operation = static_cast<int32_t>(kind);
@@ -122,11 +122,11 @@ struct Span {
 class AllReduce final : public SharedOperation {
  public:
   AllReduce(CallName call, uint64_t stamp, at::Tensor tensor, ReduceOp op)
-      : SharedOperation(
-            std::move(call),
-            stamp_for(Kind::kAllReduce, stamp, tensor, static_cast<int>(op)),
-            static_cast<int64_t>(tensor.nbytes()),
-            CollectiveMemory::kSlotBytes),
+      : SharedOperation(std::move(call),
+                        stamp_for(OperationKind::kAllReduce, stamp, tensor,
+                                  static_cast<int>(op)),
+                        static_cast<int64_t>(tensor.nbytes()),
+                        CollectiveMemory::kSlotBytes),
         tensor_(std::move(tensor)),
         data_(bytes_of(tensor_)),
         combiner_(tensor_.scalar_type(), op) {}
@@ -196,10 +196,11 @@ class AllReduce final : public SharedOperation {
 class Broadcast final : public SharedOperation {
  public:
   Broadcast(CallName call, uint64_t stamp, at::Tensor tensor)
-      : SharedOperation(call,
-                        stamp_for(Kind::kBroadcast, stamp, tensor, call.peer),
-                        static_cast<int64_t>(tensor.nbytes()),
-                        CollectiveMemory::kSlotBytes),
+      : SharedOperation(
+            call,
+            stamp_for(OperationKind::kBroadcast, stamp, tensor, call.peer),
+            static_cast<int64_t>(tensor.nbytes()),
+            CollectiveMemory::kSlotBytes),
         tensor_(std::move(tensor)),
         data_(bytes_of(tensor_)) {}
 
@@ -229,7 +230,7 @@ class AllGather final : public SharedOperation {
  public:
   AllGather(CallName call, uint64_t stamp, at::Tensor output, at::Tensor input)
       : SharedOperation(
-            std::move(call), stamp_for(Kind::kAllGather, stamp, input),
+            std::move(call), stamp_for(OperationKind::kAllGather, stamp, input),
             static_cast<int64_t>(input.nbytes()), CollectiveMemory::kSlotBytes),
         output_(std::move(output)),
         input_(std::move(input)),
@@ -329,10 +330,10 @@ class ReduceScatter final : public Personal {
  public:
   ReduceScatter(CallName call, uint64_t stamp, at::Tensor output,
                 at::Tensor input, ReduceOp op)
-      : Personal(
-            call,
-            stamp_for(Kind::kReduceScatter, stamp, input, static_cast<int>(op)),
-            output, input, call.group->size),
+      : Personal(call,
+                 stamp_for(OperationKind::kReduceScatter, stamp, input,
+                           static_cast<int>(op)),
+                 output, input, call.group->size),
         combiner_(input.scalar_type(), op) {}
 
   void read(const CollectiveMemory& memory, int64_t chunk) override {
@@ -352,8 +353,8 @@ class ReduceScatter final : public Personal {
 class AllToAll final : public Personal {
  public:
   AllToAll(CallName call, uint64_t stamp, at::Tensor output, at::Tensor input)
-      : Personal(call, stamp_for(Kind::kAllToAll, stamp, input), output, input,
-                 call.group->size) {}
+      : Personal(call, stamp_for(OperationKind::kAllToAll, stamp, input),
+                 output, input, call.group->size) {}
 
   void read(const CollectiveMemory& memory, int64_t chunk) override {
     const Span span = span_of(chunk);
@@ -369,7 +370,8 @@ class AllToAll final : public Personal {
 class Barrier final : public SharedOperation {
  public:
   Barrier(CallName call, uint64_t stamp)
-      : SharedOperation(std::move(call), stamp_for(Kind::kBarrier, stamp), 0,
+      : SharedOperation(std::move(call),
+                        stamp_for(OperationKind::kBarrier, stamp), 0,
                         CollectiveMemory::kSlotBytes) {}
 };
 
@@ -422,7 +424,7 @@ std::string describe_stamp(const CollectiveStamp& stamp) {
       "reduce_scatter", "all_to_all", "barrier"};
   std::ostringstream out;
   out << kNames[static_cast<size_t>(stamp.operation)];
-  if (stamp.operation == static_cast<int32_t>(Kind::kBroadcast)) {
+  if (stamp.operation == static_cast<int32_t>(OperationKind::kBroadcast)) {
     out << "(root=" << stamp.root_or_op << ')';
   }
   if (stamp.dtype >= 0) {

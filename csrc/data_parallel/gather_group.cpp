@@ -11,9 +11,9 @@ namespace {
 using comm::CommunicatorPtr;
 using comm::WorkPtr;
 
-class FlatGather final : public Gather {
+class GatherInOneHop final : public Gather {
  public:
-  FlatGather(CommunicatorPtr group, WorkPtr work)
+  GatherInOneHop(CommunicatorPtr group, WorkPtr work)
       : group_(std::move(group)), work_(std::move(work)) {}
 
   void wait(const comm::Patience& patience, const std::string& what) override {
@@ -27,9 +27,9 @@ class FlatGather final : public Gather {
   WorkPtr work_;
 };
 
-class FlatGathers final : public GatherGroup {
+class GathersInOneHop final : public GatherGroup {
  public:
-  explicit FlatGathers(CommunicatorPtr group) : group_(std::move(group)) {}
+  explicit GathersInOneHop(CommunicatorPtr group) : group_(std::move(group)) {}
 
   int group_rank() const override { return group_->group_rank(); }
   int size() const override { return group_->size(); }
@@ -37,7 +37,7 @@ class FlatGathers final : public GatherGroup {
   GatherPtr all_gather(at::Tensor output, at::Tensor input,
                        uint64_t stamp) override {
     group_->stamp_next(stamp);
-    return std::make_unique<FlatGather>(
+    return std::make_unique<GatherInOneHop>(
         group_, group_->all_gather(std::move(output), input));
   }
 
@@ -47,10 +47,10 @@ class FlatGathers final : public GatherGroup {
 
 // The second half begins when somebody waits: that happens in one order on all
 // ranks, the end of the first half does not.
-class TwoHopGather final : public Gather {
+class GatherInTwoHops final : public Gather {
  public:
-  TwoHopGather(CommunicatorPtr across, CommunicatorPtr within,
-               at::Tensor output, const at::Tensor& input, uint64_t stamp)
+  GatherInTwoHops(CommunicatorPtr across, CommunicatorPtr within,
+                  at::Tensor output, const at::Tensor& input, uint64_t stamp)
       : across_(std::move(across)),
         within_(std::move(within)),
         output_(std::move(output)),
@@ -88,9 +88,9 @@ class TwoHopGather final : public Gather {
   WorkPtr work_;
 };
 
-class TwoHopGathers final : public GatherGroup {
+class GathersInTwoHops final : public GatherGroup {
  public:
-  TwoHopGathers(CommunicatorPtr across, CommunicatorPtr within)
+  GathersInTwoHops(CommunicatorPtr across, CommunicatorPtr within)
       : across_(std::move(across)), within_(std::move(within)) {}
 
   int group_rank() const override {
@@ -100,8 +100,8 @@ class TwoHopGathers final : public GatherGroup {
 
   GatherPtr all_gather(at::Tensor output, at::Tensor input,
                        uint64_t stamp) override {
-    return std::make_unique<TwoHopGather>(across_, within_, std::move(output),
-                                          input, stamp);
+    return std::make_unique<GatherInTwoHops>(across_, within_,
+                                             std::move(output), input, stamp);
   }
 
  private:
@@ -112,12 +112,13 @@ class TwoHopGathers final : public GatherGroup {
 }  // namespace
 
 GatherGroupPtr make_flat_gathers(CommunicatorPtr group) {
-  return std::make_shared<FlatGathers>(std::move(group));
+  return std::make_shared<GathersInOneHop>(std::move(group));
 }
 
 GatherGroupPtr make_hierarchical_gathers(CommunicatorPtr across,
                                          CommunicatorPtr within) {
-  return std::make_shared<TwoHopGathers>(std::move(across), std::move(within));
+  return std::make_shared<GathersInTwoHops>(std::move(across),
+                                            std::move(within));
 }
 
 }  // namespace smp::data_parallel

@@ -16,14 +16,15 @@ using torch::autograd::variable_list;
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
 
-constexpr const char* kOp = "smp::bias_dropout_residual";
+constexpr const char* kBiasDropoutResidualOp = "smp::bias_dropout_residual";
 
 bool is_16_bit(c10::ScalarType type) { return c10::elementSize(type) == 2; }
 
 void check_types(const at::Tensor& x, c10::ScalarType y_type) {
   TORCH_CHECK_VALUE(y_type == x.scalar_type() ||
                         (y_type == at::kFloat && is_16_bit(x.scalar_type())),
-                    rank_prefix(), kOp, ": the result of ", x.scalar_type(),
+                    rank_prefix(), kBiasDropoutResidualOp, ": the result of ",
+                    x.scalar_type(),
                     " input can be of that type, or float32 for 16 bits, not ",
                     y_type);
 }
@@ -33,10 +34,10 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
                                          const OptionalTensor& residual,
                                          double p, int64_t seed,
                                          c10::ScalarType y_type) {
-  check_floats(kOp, "x", x);
+  check_floats(kBiasDropoutResidualOp, "x", x);
   check_types(x, y_type);
-  const Rows rows = rows_of(kOp, x);
-  check_vector(kOp, "bias", bias, rows.columns, x);
+  const Rows rows = rows_of(kBiasDropoutResidualOp, x);
+  check_vector(kBiasDropoutResidualOp, "bias", bias, rows.columns, x);
   const at::Tensor y = new_tensor(x.sizes(), y_type, x);
   if (x.is_meta() || rows.count == 0) return y;
   const at::Tensor dense = x.contiguous();
@@ -54,7 +55,7 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
       kernel_dtype(x),
       kernel_dtype(y)};
   if (x.is_cuda()) {
-    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
+    memory::run_on_cuda(kBiasDropoutResidualOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_dropout_residual_forward(op, stream);
     });
   } else {
@@ -70,8 +71,8 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
 Pair bias_dropout_residual_backward(const at::Tensor& dy,
                                     c10::ScalarType x_type, double p,
                                     int64_t seed, bool wants_dbias) {
-  check_floats(kOp, "dy", dy);
-  const Rows rows = rows_of(kOp, dy);
+  check_floats(kBiasDropoutResidualOp, "dy", dy);
+  const Rows rows = rows_of(kBiasDropoutResidualOp, dy);
   const at::Tensor dx = new_tensor(dy.sizes(), x_type, dy);
   const auto type = compute_type(dx);
   if (dy.is_meta()) {
@@ -99,7 +100,7 @@ Pair bias_dropout_residual_backward(const at::Tensor& dy,
            rows.columns},
           type, dy);
     }
-    memory::run_on_cuda(kOp, dy.device(), [&](void* stream) {
+    memory::run_on_cuda(kBiasDropoutResidualOp, dy.device(), [&](void* stream) {
       return kernels::cuda::bias_dropout_residual_backward(
           op, mutable_data_of(sums), stream);
     });
@@ -171,8 +172,8 @@ class BiasDropoutResidualFunction
                   data["seed"].toInt(), wants_dbias);
       if (wants_dbias) dbias = dbias.to(type("bias_type"));
     }
-    variable_list results =
-        autograd::once(kOp, {dx, dbias, dresidual}, gradients);
+    variable_list results = autograd::once(kBiasDropoutResidualOp,
+                                           {dx, dbias, dresidual}, gradients);
     results.resize(6);
     return results;
   }
@@ -182,15 +183,16 @@ at::Tensor bias_dropout_residual(const at::Tensor& x,
                                  const OptionalTensor& bias,
                                  const OptionalTensor& residual, double p,
                                  int64_t seed, bool is_residual_fp32) {
-  TORCH_CHECK_VALUE(p >= 0 && p <= 1, rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, rank_prefix(), kBiasDropoutResidualOp,
                     ": the probability must be in [0, 1], got ", p);
-  check_floats(kOp, "x", x);
+  check_floats(kBiasDropoutResidualOp, "x", x);
   c10::ScalarType y_type = x.scalar_type();
   if (is_residual_fp32) y_type = c10::promoteTypes(y_type, at::kFloat);
   OptionalTensor added;
   if (residual.has_value()) {
-    check_floats(kOp, "residual", *residual);
-    TORCH_CHECK_VALUE(residual->sizes() == x.sizes(), rank_prefix(), kOp,
+    check_floats(kBiasDropoutResidualOp, "residual", *residual);
+    TORCH_CHECK_VALUE(residual->sizes() == x.sizes(), rank_prefix(),
+                      kBiasDropoutResidualOp,
                       ": x and residual must have the same sizes, got ",
                       x.sizes(), " and ", residual->sizes());
     y_type = c10::promoteTypes(y_type, residual->scalar_type());

@@ -16,13 +16,13 @@ using torch::autograd::variable_list;
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
 
-constexpr const char* kOp = "smp::bias_gelu";
+constexpr const char* kBiasGeluOp = "smp::bias_gelu";
 
 at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
                              bool is_tanh) {
-  check_floats(kOp, "x", x);
-  const Rows rows = rows_of(kOp, x);
-  check_vector(kOp, "bias", bias, rows.columns, x);
+  check_floats(kBiasGeluOp, "x", x);
+  const Rows rows = rows_of(kBiasGeluOp, x);
+  check_vector(kBiasGeluOp, "bias", bias, rows.columns, x);
   const at::Tensor y = new_like(x);
   if (x.is_meta() || rows.count == 0) return y;
   const at::Tensor dense = x.contiguous();
@@ -31,7 +31,7 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
       data_of(dense), data_of(biases), nullptr, mutable_data_of(y),
       rows.count,     rows.columns,    is_tanh, kernel_dtype(x)};
   if (x.is_cuda()) {
-    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
+    memory::run_on_cuda(kBiasGeluOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_gelu_forward(gelu, stream);
     });
   } else {
@@ -46,8 +46,8 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
 Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
                         const OptionalTensor& bias, bool is_tanh,
                         bool wants_dbias) {
-  check_floats(kOp, "dy", dy);
-  const Rows rows = rows_of(kOp, x);
+  check_floats(kBiasGeluOp, "dy", dy);
+  const Rows rows = rows_of(kBiasGeluOp, x);
   const auto type = compute_type(x);
   const at::Tensor dx = new_like(x);
   if (x.is_meta()) {
@@ -72,7 +72,7 @@ Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
            rows.columns},
           type, x);
     }
-    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
+    memory::run_on_cuda(kBiasGeluOp, x.device(), [&](void* stream) {
       return kernels::cuda::bias_gelu_backward(gelu, mutable_data_of(sums),
                                                stream);
     });
@@ -125,7 +125,7 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
                   context->saved_data["is_tanh"].toBool(), wants_dbias);
       if (wants_dbias) dbias = dbias.to(bias.scalar_type());
     }
-    variable_list results = autograd::once(kOp, {dx, dbias}, gradients);
+    variable_list results = autograd::once(kBiasGeluOp, {dx, dbias}, gradients);
     results.resize(3);
     return results;
   }

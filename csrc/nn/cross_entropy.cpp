@@ -15,20 +15,20 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "smp::cross_entropy";
+constexpr const char* kCrossEntropyOp = "smp::cross_entropy";
 
 void check_logits(const at::Tensor& logits, const at::Tensor& targets) {
-  check_floats(kOp, "logits", logits);
+  check_floats(kCrossEntropyOp, "logits", logits);
   TORCH_CHECK_VALUE(
       logits.dim() == 2 && targets.dim() == 1 &&
           targets.size(0) == logits.size(0) &&
           targets.scalar_type() == at::kLong,
-      rank_prefix(), kOp,
+      rank_prefix(), kCrossEntropyOp,
       ": expected logits [tokens, vocabulary] and int64 targets [tokens], got ",
       logits.sizes(), " and ", targets.scalar_type(), " ", targets.sizes());
-  TORCH_CHECK_VALUE(targets.device() == logits.device(), rank_prefix(), kOp,
-                    ": targets are on ", targets.device(), ", logits on ",
-                    logits.device(), "; move one of them");
+  TORCH_CHECK_VALUE(targets.device() == logits.device(), rank_prefix(),
+                    kCrossEntropyOp, ": targets are on ", targets.device(),
+                    ", logits on ", logits.device(), "; move one of them");
 }
 
 // A GPU would have to be waited for; there such targets give NaN.
@@ -38,7 +38,7 @@ void check_targets(const at::Tensor& targets, int64_t vocab_size,
   for (int64_t i = 0; i < targets.numel(); ++i) {
     TORCH_CHECK_INDEX(
         (data[i] >= 0 && data[i] < vocab_size) || data[i] == ignore_index,
-        rank_prefix(), kOp, ": target ", data[i], " of token ", i,
+        rank_prefix(), kCrossEntropyOp, ": target ", data[i], " of token ", i,
         " is not in [0, ", vocab_size,
         ") and is not ignore_index = ", ignore_index);
   }
@@ -83,7 +83,7 @@ at::Tensor statistics(const at::Tensor& logits, const at::Tensor& targets,
                                     ignore_index,
                                     kernel_dtype(logits)};
   if (logits.is_cuda()) {
-    memory::run_on_cuda(kOp, logits.device(), [&](void* stream) {
+    memory::run_on_cuda(kCrossEntropyOp, logits.device(), [&](void* stream) {
       return kernels::cuda::cross_entropy_forward(op, stream);
     });
   } else {
@@ -113,7 +113,7 @@ void write_gradient(const at::Tensor& dloss, const at::Tensor& logits,
       first_column,     ignore_index,        vocab_size,
       label_smoothing,  kernel_dtype(logits)};
   if (logits.is_cuda()) {
-    memory::run_on_cuda(kOp, logits.device(), [&](void* stream) {
+    memory::run_on_cuda(kCrossEntropyOp, logits.device(), [&](void* stream) {
       return kernels::cuda::cross_entropy_backward(op, stream);
     });
   } else {
@@ -139,7 +139,7 @@ void cross_entropy_backward_(const at::Tensor& dloss, const at::Tensor& logits,
                              const at::Tensor& exp_sum, int64_t first_column,
                              int64_t vocab_size, int64_t ignore_index,
                              double label_smoothing) {
-  TORCH_CHECK_VALUE(logits.is_contiguous(), rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(logits.is_contiguous(), rank_prefix(), kCrossEntropyOp,
                     ": a gradient can take the place of contiguous logits "
                     "only, got strides ",
                     logits.strides());
@@ -198,7 +198,8 @@ class CrossEntropyFunction
                         context->saved_data["ignore_index"].toInt(),
                         context->saved_data["label_smoothing"].toDouble());
     }
-    variable_list results = autograd::once(kOp, {dlogits}, gradients);
+    variable_list results =
+        autograd::once(kCrossEntropyOp, {dlogits}, gradients);
     results.resize(4);
     return results;
   }
@@ -208,7 +209,8 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
                          int64_t ignore_index, double label_smoothing) {
   check_logits(logits, targets);
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, rank_prefix(),
-                    kOp, ": label_smoothing must be in [0, 1], got ",
+                    kCrossEntropyOp,
+                    ": label_smoothing must be in [0, 1], got ",
                     label_smoothing);
   return CrossEntropyFunction::apply(logits, targets, ignore_index,
                                      label_smoothing);

@@ -14,32 +14,32 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "smp::rotary";
+constexpr const char* kRotaryOp = "smp::rotary";
 
 void check_table(const char* name, const at::Tensor& table,
                  const at::Tensor& x) {
-  check_floats(kOp, name, table);
+  check_floats(kRotaryOp, name, table);
   TORCH_CHECK_VALUE(
       table.dim() == 3 && (table.size(0) == 1 || table.size(0) == x.size(0)) &&
           table.size(1) == x.size(1) && 2 * table.size(2) <= x.size(3),
-      rank_prefix(), kOp, ": ", name,
+      rank_prefix(), kRotaryOp, ": ", name,
       " must have sizes [batch or 1, length, at most head_size / 2], for x of ",
       "sizes ", x.sizes(), ", got ", table.sizes());
-  TORCH_CHECK_VALUE(table.device() == x.device(), rank_prefix(), kOp, ": ",
-                    name, " is on ", table.device(), ", x on ", x.device(),
-                    "; move one of them");
+  TORCH_CHECK_VALUE(table.device() == x.device(), rank_prefix(), kRotaryOp,
+                    ": ", name, " is on ", table.device(), ", x on ",
+                    x.device(), "; move one of them");
 }
 
 at::Tensor rotary_apply(const at::Tensor& x, const at::Tensor& cos,
                         const at::Tensor& sin, bool is_interleaved,
                         bool is_inverse) {
-  check_floats(kOp, "x", x);
-  TORCH_CHECK_VALUE(x.dim() == 4, rank_prefix(), kOp,
+  check_floats(kRotaryOp, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 4, rank_prefix(), kRotaryOp,
                     ": x must be [batch, length, heads, head_size], got sizes ",
                     x.sizes());
   check_table("cos", cos, x);
   check_table("sin", sin, x);
-  TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), rank_prefix(), kRotaryOp,
                     ": cos and sin must have the same sizes, got ", cos.sizes(),
                     " and ", sin.sizes());
   const at::Tensor y = new_like(x);
@@ -54,7 +54,7 @@ at::Tensor rotary_apply(const at::Tensor& x, const at::Tensor& cos,
       cos.size(2),      source.stride(0), source.stride(1), source.stride(2),
       cos.size(0) != 1, is_interleaved,   is_inverse,       kernel_dtype(x)};
   if (x.is_cuda()) {
-    memory::run_on_cuda(kOp, x.device(), [&](void* stream) {
+    memory::run_on_cuda(kRotaryOp, x.device(), [&](void* stream) {
       return kernels::cuda::rotary(rotary, stream);
     });
   } else {
@@ -94,7 +94,7 @@ class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
     const at::Tensor dx =
         call_rotary_apply(gradients[0], saved[0], saved[1],
                           context->saved_data["is_interleaved"].toBool(), true);
-    variable_list results = autograd::once(kOp, {dx}, gradients);
+    variable_list results = autograd::once(kRotaryOp, {dx}, gradients);
     results.resize(4);
     return results;
   }
@@ -105,7 +105,7 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos,
   TORCH_CHECK_VALUE(
       !(at::GradMode::is_enabled() &&
         (cos.requires_grad() || sin.requires_grad())),
-      rank_prefix(), kOp,
+      rank_prefix(), kRotaryOp,
       ": cos and sin get no gradient, but require one; detach them");
   return RotaryFunction::apply(x, cos, sin, is_interleaved);
 }

@@ -18,36 +18,38 @@ using torch::autograd::variable_list;
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
 
-constexpr const char* kOp = "smp::scaled_masked_softmax";
+constexpr const char* kSoftmaxOp = "smp::scaled_masked_softmax";
 
 void check_arguments(const at::Tensor& scores, const OptionalTensor& mask,
                      const OptionalTensor& slopes, bool is_causal,
                      int64_t window, double p) {
-  check_floats(kOp, "scores", scores);
-  TORCH_CHECK_VALUE(scores.dim() == 4, rank_prefix(), kOp,
+  check_floats(kSoftmaxOp, "scores", scores);
+  TORCH_CHECK_VALUE(scores.dim() == 4, rank_prefix(), kSoftmaxOp,
                     ": scores must be [batch, heads, queries, keys], got ",
                     "sizes ", scores.sizes());
-  TORCH_CHECK_VALUE(p >= 0 && p <= 1, rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, rank_prefix(), kSoftmaxOp,
                     ": the probability of dropout must be in [0, 1], got ", p);
   TORCH_CHECK_VALUE(window >= 0 && (window == 0 || is_causal), rank_prefix(),
-                    kOp, ": a window needs causal=True and a size >= 1, got ",
+                    kSoftmaxOp,
+                    ": a window needs causal=True and a size >= 1, got ",
                     window, " with causal=", is_causal ? "True" : "False");
-  check_vector(kOp, "slopes", slopes, scores.size(1), scores);
+  check_vector(kSoftmaxOp, "slopes", slopes, scores.size(1), scores);
   if (!mask.has_value()) return;
   TORCH_CHECK_VALUE(c10::isFloatingType(mask->scalar_type()), rank_prefix(),
-                    kOp, ": the mask is added to the scores, so it must be of ",
+                    kSoftmaxOp,
+                    ": the mask is added to the scores, so it must be of ",
                     "a floating type, got ", mask->scalar_type(),
                     "; put 0 where a key is seen and -inf where not");
   bool fits = mask->dim() == 4;
   for (int64_t dim = 0; fits && dim < 4; ++dim) {
     fits = mask->size(dim) == 1 || mask->size(dim) == scores.size(dim);
   }
-  TORCH_CHECK_VALUE(fits, rank_prefix(), kOp, ": the mask must have sizes ",
-                    scores.sizes(), " or 1 in some dimensions, got ",
-                    mask->sizes());
-  TORCH_CHECK_VALUE(mask->device() == scores.device(), rank_prefix(), kOp,
-                    ": the mask is on ", mask->device(), ", the scores on ",
-                    scores.device(), "; move one of them");
+  TORCH_CHECK_VALUE(fits, rank_prefix(), kSoftmaxOp,
+                    ": the mask must have sizes ", scores.sizes(),
+                    " or 1 in some dimensions, got ", mask->sizes());
+  TORCH_CHECK_VALUE(mask->device() == scores.device(), rank_prefix(),
+                    kSoftmaxOp, ": the mask is on ", mask->device(),
+                    ", the scores on ", scores.device(), "; move one of them");
 }
 
 // The mask in the type that is computed in, keys one after the other, expanded
@@ -100,7 +102,7 @@ Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(scores);
   if (scores.is_cuda()) {
-    memory::run_on_cuda(kOp, scores.device(), [&](void* stream) {
+    memory::run_on_cuda(kSoftmaxOp, scores.device(), [&](void* stream) {
       return kernels::cuda::softmax_forward(op, stream);
     });
   } else {
@@ -115,7 +117,7 @@ Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
 at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& probs,
                             double scale, bool is_causal, int64_t window,
                             double p, int64_t seed) {
-  check_floats(kOp, "dy", dy);
+  check_floats(kSoftmaxOp, "dy", dy);
   const at::Tensor dscores = new_like(probs);
   if (dy.is_meta() || dy.numel() == 0) return dscores;
   const at::Tensor dense_dy = dy.to(probs.scalar_type()).contiguous();
@@ -133,7 +135,7 @@ at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& probs,
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(probs);
   if (dy.is_cuda()) {
-    memory::run_on_cuda(kOp, dy.device(), [&](void* stream) {
+    memory::run_on_cuda(kSoftmaxOp, dy.device(), [&](void* stream) {
       return kernels::cuda::softmax_backward(op, stream);
     });
   } else {
@@ -186,7 +188,7 @@ class SoftmaxFunction : public torch::autograd::Function<SoftmaxFunction> {
                         data["is_causal"].toBool(), data["window"].toInt(),
                         data["p"].toDouble(), data["seed"].toInt());
     }
-    variable_list results = autograd::once(kOp, {dscores}, gradients);
+    variable_list results = autograd::once(kSoftmaxOp, {dscores}, gradients);
     results.resize(8);
     return results;
   }
@@ -203,7 +205,7 @@ at::Tensor scaled_masked_softmax(const at::Tensor& scores,
   TORCH_CHECK_VALUE(
       !(at::GradMode::is_enabled() &&
         (wants_gradient(mask) || wants_gradient(slopes))),
-      rank_prefix(), kOp,
+      rank_prefix(), kSoftmaxOp,
       ": mask and slopes get no gradient, but require one; detach them, or "
       "compute this softmax with the operators of PyTorch");
   return SoftmaxFunction::apply(scores, mask, slopes, scale, is_causal, window,

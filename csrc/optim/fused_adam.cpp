@@ -10,7 +10,7 @@ namespace smp::optim {
 
 namespace {
 
-constexpr const char* kOp = "smp::fused_adam_";
+constexpr const char* kFusedAdamOp = "smp::fused_adam_";
 
 void fused_adam_(at::TensorList params, at::TensorList grads,
                  at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -19,14 +19,14 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
                  double weight_decay, bool decoupled, bool bias_correction,
                  const OptionalTensor& grad_scale,
                  const OptionalTensor& found_inf) {
-  TORCH_CHECK_VALUE(grads.size() == params.size(), rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(grads.size() == params.size(), rank_prefix(), kFusedAdamOp,
                     ": grads must have one tensor per parameter, ",
                     params.size(), " of them, got ", grads.size());
   if (params.empty()) return;
-  const auto arrays =
-      update_arrays(kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies});
+  const auto arrays = update_arrays(
+      kFusedAdamOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies});
   const c10::Device device = params[0].device();
-  const Scalars scalars(kOp, device, lr, grad_scale, found_inf);
+  const Scalars scalars(kFusedAdamOp, device, lr, grad_scale, found_inf);
   kernels::AdamOptions options;
   options.beta1 = beta1;
   options.beta2 = beta2;
@@ -35,7 +35,7 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
   options.is_decoupled = decoupled;
   options.has_bias_correction = bias_correction;
   if (device.is_cuda()) {
-    memory::run_on_cuda(kOp, device, [&](void* stream) {
+    memory::run_on_cuda(kFusedAdamOp, device, [&](void* stream) {
       return kernels::cuda::adam(arrays.data(),
                                  static_cast<int64_t>(arrays.size()), options,
                                  scalars.view(), stream);

@@ -10,7 +10,7 @@ namespace smp::optim {
 
 namespace {
 
-constexpr const char* kOp = "smp::fused_novograd_";
+constexpr const char* kFusedNovogradOp = "smp::fused_novograd_";
 
 // Moves the running norm of one parameter and gives the factors of its update.
 template <typename T>
@@ -52,23 +52,24 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
                      bool bias_correction, bool grad_averaging, bool max_norm,
                      bool init_zero, const OptionalTensor& grad_scale,
                      const OptionalTensor& found_inf) {
-  TORCH_CHECK_VALUE(grads.size() == params.size(), rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(grads.size() == params.size(), rank_prefix(),
+                    kFusedNovogradOp,
                     ": grads must have one tensor per parameter, ",
                     params.size(), " of them, got ", grads.size());
   if (params.empty()) return;
-  const auto arrays =
-      update_arrays(kOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies},
-                    /*has_norms=*/true);
+  const auto arrays = update_arrays(
+      kFusedNovogradOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies},
+      /*has_norms=*/true);
   const auto num_arrays = static_cast<int64_t>(arrays.size());
   const c10::Device device = params[0].device();
   TORCH_CHECK_VALUE(norms.scalar_type() == at::kDouble && norms.dim() == 1 &&
                         norms.numel() == num_arrays &&
                         norms.device() == device && norms.is_contiguous(),
-                    rank_prefix(), kOp,
+                    rank_prefix(), kFusedNovogradOp,
                     ": norms must be a contiguous float64 tensor with sizes [",
                     num_arrays, "] on ", device, ", got sizes ", norms.sizes(),
                     " of ", norms.scalar_type(), " on ", norms.device());
-  const Scalars scalars(kOp, device, lr, grad_scale, found_inf);
+  const Scalars scalars(kFusedNovogradOp, device, lr, grad_scale, found_inf);
   kernels::NovoGradOptions options;
   options.adam = {
       beta1,           beta2,         eps, weight_decay, !reg_inside_moment,
@@ -76,7 +77,7 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
   options.is_max_norm = max_norm;
   options.starts_at_zero = init_zero;
   if (device.is_cuda()) {
-    memory::run_on_cuda(kOp, device, [&](void* stream) {
+    memory::run_on_cuda(kFusedNovogradOp, device, [&](void* stream) {
       return kernels::cuda::novograd(arrays.data(), num_arrays, options,
                                      scalars.view(),
                                      norms.const_data_ptr<double>(), stream);

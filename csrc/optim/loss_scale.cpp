@@ -13,18 +13,18 @@ namespace smp::optim {
 
 namespace {
 
-constexpr const char* kOp = "smp::update_loss_scale_";
+constexpr const char* kLossScaleOp = "smp::update_loss_scale_";
 
 void check(const at::Tensor& state, const at::Tensor& found_inf) {
   TORCH_CHECK_VALUE(state.scalar_type() == at::kDouble &&
                         state.sizes() == c10::IntArrayRef({4}) &&
                         state.is_contiguous(),
-                    rank_prefix(), kOp,
+                    rank_prefix(), kLossScaleOp,
                     ": state must be a contiguous float64 tensor with 4 "
                     "elements, got sizes ",
                     state.sizes(), " of ", state.scalar_type());
   TORCH_CHECK_VALUE(found_inf.numel() == 1 && found_inf.is_floating_point(),
-                    rank_prefix(), kOp,
+                    rank_prefix(), kLossScaleOp,
                     ": found_inf must be one floating point number, got sizes ",
                     found_inf.sizes(), " of ", found_inf.scalar_type());
 }
@@ -35,7 +35,7 @@ void update_loss_scale_(const at::Tensor& state, const at::Tensor& found_inf,
                         double factor, int64_t window, double min_scale,
                         int64_t delayed_shift, bool gives_back) {
   check(state, found_inf);
-  TORCH_CHECK_VALUE(window > 0, rank_prefix(), kOp,
+  TORCH_CHECK_VALUE(window > 0, rank_prefix(), kLossScaleOp,
                     ": window must be > 0, got ", window);
   const kernels::LossScaleRule rule = {factor, window, min_scale, delayed_shift,
                                        gives_back};
@@ -47,7 +47,7 @@ void update_loss_scale_(const at::Tensor& state, const at::Tensor& found_inf,
     auto* numbers = reinterpret_cast<kernels::LossScaleState*>(
         state.mutable_data_ptr<double>());
     if (device.is_cuda()) {
-      memory::run_on_cuda(kOp, device, [&](void* stream) {
+      memory::run_on_cuda(kLossScaleOp, device, [&](void* stream) {
         return kernels::cuda::move_loss_scale(rule, found, numbers, stream);
       });
     } else {

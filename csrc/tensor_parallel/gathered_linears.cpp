@@ -18,10 +18,10 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kName = "gathered_linears";
+constexpr const char* kGatheredLinears = "gathered_linears";
 constexpr const char* kBackward = "backward of gathered_linears";
 
-struct Call {
+struct LinearsCall {
   GroupPtr group;
   std::optional<int64_t> dim;
   Sizes sizes;
@@ -36,7 +36,7 @@ at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
 // Whose gradients are wanted; edges stand in the order of the arguments.
 struct Needs {
-  Needs(AutogradContext* context, const Call& call)
+  Needs(AutogradContext* context, const LinearsCall& call)
       : context(context), call(call) {}
 
   bool x() const { return context->needs_input_grad(0); }
@@ -53,7 +53,7 @@ struct Needs {
   }
 
   AutogradContext* context;
-  const Call& call;
+  const LinearsCall& call;
 };
 
 // The sum over the products, of this rank.
@@ -74,7 +74,7 @@ at::Tensor input_grad(const variable_list& grads, const variable_list& saved) {
   return sum.view(shape);
 }
 
-Pending begin_input_grad(const Call& call, const at::Tensor& dx) {
+Pending begin_input_grad(const LinearsCall& call, const at::Tensor& dx) {
   if (call.group->size() == 1) return Pending(dx);
   if (call.gathers()) {
     return call.group->begin_reduce_scatter(dx, *call.dim, call.sizes,
@@ -85,7 +85,7 @@ Pending begin_input_grad(const Call& call, const at::Tensor& dx) {
 }
 
 // Both transfers are on their way while products that do not need them run.
-variable_list run_backward(const Call& call, const Needs& needs,
+variable_list run_backward(const LinearsCall& call, const Needs& needs,
                            const variable_list& grads,
                            const variable_list& saved) {
   variable_list results(1 + 1 + call.num_outputs);
@@ -117,12 +117,13 @@ variable_list run_backward(const Call& call, const Needs& needs,
 }
 
 struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
-  static variable_list forward(AutogradContext* context, const Call& call,
-                               const at::Tensor& x, at::TensorList weights,
-                               at::TensorList biases) {
+  static variable_list forward(AutogradContext* context,
+                               const LinearsCall& call, const at::Tensor& x,
+                               at::TensorList weights, at::TensorList biases) {
     const at::Tensor whole =
         call.gathers()
-            ? call.group->begin_all_gather(x, *call.dim, call.sizes, kName)
+            ? call.group
+                  ->begin_all_gather(x, *call.dim, call.sizes, kGatheredLinears)
                   .take()
             : x;
     variable_list saved{x};
@@ -141,7 +142,7 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const Call& call = kept<Call>(context);
+    const LinearsCall& call = kept<LinearsCall>(context);
     const SameCompany company(call.was_alone);
     const variable_list saved = context->get_saved_variables();
     variable_list results;
@@ -150,7 +151,7 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
       results =
           run_backward(call, Needs(context, call), with_data(grads), saved);
     }
-    return autograd::once(kName, std::move(results), grads);
+    return autograd::once(kGatheredLinears, std::move(results), grads);
   }
 };
 
@@ -168,23 +169,24 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
                                          const std::vector<at::Tensor>& biases,
                                          std::optional<int64_t> dim,
                                          const Sizes& sizes) {
-  SMP_CHECK_VALUE(!weights.empty() && biases.size() == weights.size(), kName,
+  SMP_CHECK_VALUE(!weights.empty() && biases.size() == weights.size(),
+                  kGatheredLinears,
                   ": expected one bias (or None) per weight, got ",
                   biases.size(), " for ", weights.size(), " weights");
   SMP_CHECK_VALUE(x.dim() >= 2 && (!dim || (*dim != -1 && *dim < x.dim() - 1)),
-                  kName,
+                  kGatheredLinears,
                   ": expected an input of two or more dims, gathered "
                   "along any but the last; got shape ",
                   x.sizes());
   const at::DeviceType device = x.device().type();
   const bool casts = at::autocast::is_autocast_enabled(device);
-  Call call{group, dim, sizes, weights.size(), {}};
+  LinearsCall call{group, dim, sizes, weights.size(), {}};
   std::vector<at::Tensor> given_weights;
   std::vector<at::Tensor> given_biases;
   for (size_t i = 0; i < weights.size(); ++i) {
     SMP_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == x.size(-1),
-                    kName, ": expected weights [out, ", x.size(-1), "], got ",
-                    weights[i].sizes());
+                    kGatheredLinears, ": expected weights [out, ", x.size(-1),
+                    "], got ", weights[i].sizes());
     given_weights.push_back(casts ? cast(weights[i], device) : weights[i]);
     call.bias_of.push_back(
         biases[i].defined() ? static_cast<int>(given_biases.size()) : -1);

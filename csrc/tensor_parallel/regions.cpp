@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 enum class Kind { kCopy, kReduce, kGather, kReduceScatter, kScatter };
 
 // A region along one dim. Which ranks communicate was decided in forward.
-struct Call {
+struct RegionCall {
   GroupPtr group;
   Kind kind;
   int64_t dim = 0;
@@ -28,7 +28,7 @@ struct Call {
   bool was_alone = alone();
 };
 
-at::Tensor run_forward(const Call& call, const at::Tensor& x) {
+at::Tensor run_forward(const RegionCall& call, const at::Tensor& x) {
   Group& group = *call.group;
   switch (call.kind) {
     case Kind::kCopy:
@@ -47,7 +47,7 @@ at::Tensor run_forward(const Call& call, const at::Tensor& x) {
   SMP_ASSERT(false, "region ", static_cast<int>(call.kind));
 }
 
-at::Tensor run_backward(const Call& call, const at::Tensor& g) {
+at::Tensor run_backward(const RegionCall& call, const at::Tensor& g) {
   Group& group = *call.group;
   switch (call.kind) {
     case Kind::kCopy:
@@ -83,14 +83,14 @@ const char* name_of(Kind kind) {
 }
 
 struct Region : torch::autograd::Function<Region> {
-  static at::Tensor forward(AutogradContext* context, const Call& call,
+  static at::Tensor forward(AutogradContext* context, const RegionCall& call,
                             const at::Tensor& x) {
     keep(context, call);
     return run_forward(call, x);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const Call& call = kept<Call>(context);
+    const RegionCall& call = kept<RegionCall>(context);
     const SameCompany company(call.was_alone);
     at::Tensor dx;
     {
@@ -137,7 +137,7 @@ struct Exchange : torch::autograd::Function<Exchange> {
   }
 };
 
-at::Tensor apply(Call call, const at::Tensor& x) {
+at::Tensor apply(RegionCall call, const at::Tensor& x) {
   if (call.group->size() == 1) return x;
   return Region::apply(call, x);
 }

@@ -16,7 +16,7 @@ using comm::ReduceOp;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kName = "vocabulary_cross_entropy";
+constexpr const char* kVocabularyCrossEntropy = "vocabulary_cross_entropy";
 
 using Statistics = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t,
                               int64_t, int64_t, bool);
@@ -33,14 +33,16 @@ c10::TypedOperatorHandle<Signature> operator_of(const char* name) {
       .typed<Signature>();
 }
 
-struct Call {
+struct CrossEntropyCall {
   GroupPtr group;
   at::Tensor targets;
   CrossEntropyOptions options;
 };
 
-at::Tensor all_reduced(const Call& call, const at::Tensor& x, ReduceOp op) {
-  return call.group->begin_all_reduce(x, op, kName, /*may_overwrite=*/true)
+at::Tensor all_reduced(const CrossEntropyCall& call, const at::Tensor& x,
+                       ReduceOp op) {
+  return call.group
+      ->begin_all_reduce(x, op, kVocabularyCrossEntropy, /*may_overwrite=*/true)
       .take();
 }
 
@@ -51,20 +53,21 @@ void check_targets(const at::Tensor& targets,
   const at::Tensor bad = targets.lt(0)
                              .logical_or_(targets.ge(options.vocab_size))
                              .logical_and_(targets.ne(options.ignore_index));
-  SMP_CHECK_VALUE(!bad.any().item<bool>(), kName, ": target ",
+  SMP_CHECK_VALUE(!bad.any().item<bool>(), kVocabularyCrossEntropy, ": target ",
                   targets.masked_select(bad)[0].item<int64_t>(),
                   " is out of bounds: expected 0 to ", options.vocab_size - 1,
                   " or ignore_index, ", options.ignore_index);
 }
 
 // Which targets are entries of this rank.
-at::Tensor are_here(const Call& call, int64_t num_entries) {
+at::Tensor are_here(const CrossEntropyCall& call, int64_t num_entries) {
   return call.targets.ge(call.options.begin)
       .logical_and_(call.targets.lt(call.options.begin + num_entries));
 }
 
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
-  static at::Tensor forward(AutogradContext* context, const Call& call,
+  static at::Tensor forward(AutogradContext* context,
+                            const CrossEntropyCall& call,
                             const at::Tensor& logits) {
     static const auto statistics =
         operator_of<Statistics>("smp::cross_entropy_statistics");
@@ -100,7 +103,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     static const auto backward_of =
         operator_of<Backward>("smp::cross_entropy_backward");
-    const Call& call = kept<Call>(context);
+    const CrossEntropyCall& call = kept<CrossEntropyCall>(context);
     const variable_list saved = context->get_saved_variables();
     at::Tensor d_logits;
     {
@@ -110,7 +113,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
           call.options.begin, call.options.vocab_size,
           call.options.ignore_index, call.options.label_smoothing);
     }
-    return autograd::once(kName, {at::Tensor(), std::move(d_logits)}, grads);
+    return autograd::once(kVocabularyCrossEntropy,
+                          {at::Tensor(), std::move(d_logits)}, grads);
   }
 };
 
@@ -124,19 +128,21 @@ at::Tensor vocabulary_cross_entropy(const GroupPtr& group,
       logits.dim() == 2 && targets.dim() == 1 &&
           targets.size(0) == logits.size(0) && logits.size(1) > 0 &&
           logits.is_floating_point() && targets.scalar_type() == at::kLong,
-      kName, ": expected logits [tokens, entries] and int64 targets [tokens], ",
+      kVocabularyCrossEntropy,
+      ": expected logits [tokens, entries] and int64 targets [tokens], ",
       "got ", logits.scalar_type(), logits.sizes(), " and ",
       targets.scalar_type(), targets.sizes());
   SMP_CHECK_VALUE(options.begin >= 0 &&
                       options.begin + logits.size(1) <= options.vocab_size,
-                  kName, ": entries ", options.begin, " to ",
+                  kVocabularyCrossEntropy, ": entries ", options.begin, " to ",
                   options.begin + logits.size(1),
                   " are not within the vocabulary of ", options.vocab_size);
   SMP_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1,
-                  kName, ": expected label_smoothing in [0, 1], got ",
+                  kVocabularyCrossEntropy,
+                  ": expected label_smoothing in [0, 1], got ",
                   options.label_smoothing);
   check_targets(targets, options);
-  return CrossEntropy::apply(Call{group, targets, options}, logits);
+  return CrossEntropy::apply(CrossEntropyCall{group, targets, options}, logits);
 }
 
 }  // namespace smp::tensor_parallel

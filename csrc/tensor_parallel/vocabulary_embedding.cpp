@@ -16,7 +16,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Call {
+struct EmbeddingCall {
   at::Tensor ids;
   int64_t begin;
   int64_t num_rows;
@@ -28,7 +28,7 @@ struct Call {
 };
 
 struct Embedding : torch::autograd::Function<Embedding> {
-  static at::Tensor forward(AutogradContext* context, const Call& call,
+  static at::Tensor forward(AutogradContext* context, const EmbeddingCall& call,
                             const at::Tensor& table) {
     keep(context, call);
     const at::Tensor elsewhere = call.elsewhere();
@@ -37,7 +37,7 @@ struct Embedding : torch::autograd::Function<Embedding> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const Call& call = kept<Call>(context);
+    const EmbeddingCall& call = kept<EmbeddingCall>(context);
     at::Tensor d_table;
     {
       at::NoGradGuard no_grad;
@@ -70,7 +70,8 @@ at::Tensor vocabulary_embedding(const at::Tensor& ids, const at::Tensor& table,
   SMP_CHECK_VALUE(
       ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
       "vocabulary_embedding: expected integer ids, got ", ids.scalar_type());
-  return Embedding::apply(Call{ids, begin, table.size(0), padding_id}, table);
+  return Embedding::apply(EmbeddingCall{ids, begin, table.size(0), padding_id},
+                          table);
 }
 
 }  // namespace smp::tensor_parallel

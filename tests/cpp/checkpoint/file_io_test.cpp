@@ -48,7 +48,7 @@ class FileIo : public testing::Test {
   std::filesystem::path folder_;
 };
 
-Bytes random_bytes(size_t count, uint32_t seed) {
+Bytes random_contents(size_t count, uint32_t seed) {
   std::mt19937 random(seed);
   Bytes bytes(count);
   for (auto& b : bytes) b = static_cast<std::byte>(random());
@@ -66,7 +66,7 @@ std::string error_of(Body body) {
 }
 
 TEST_F(FileIo, WritesWhatWasAppendedInPiecesOfAnySize) {
-  const Bytes bytes = random_bytes(300000, 5);
+  const Bytes bytes = random_contents(300000, 5);
   std::mt19937 random(6);
   for (const int num_buffers : {1, 2, 3}) {
     FileWriter writer(path("a"), {10000, num_buffers, 7777});
@@ -89,7 +89,7 @@ TEST_F(FileIo, WritesWhatWasAppendedInPiecesOfAnySize) {
 }
 
 TEST_F(FileIo, BorrowedBytesComeInTheirOrderAndAreLetGoOf) {
-  const Bytes bytes = random_bytes(400000, 15);
+  const Bytes bytes = random_contents(400000, 15);
   std::mt19937 random(16);
   for (const int num_buffers : {1, 2}) {
     FileWriter writer(path("a"), {10000, num_buffers, 7777});
@@ -124,7 +124,7 @@ TEST_F(FileIo, BorrowedBytesComeInTheirOrderAndAreLetGoOf) {
 
 TEST_F(FileIo, AFullDiskEndsABorrowedWrite) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
-  const auto owner = std::make_shared<const Bytes>(random_bytes(90000, 17));
+  const auto owner = std::make_shared<const Bytes>(random_contents(90000, 17));
   {
     FileWriter writer("/dev/full", {4096, 2, 4096});
     const std::string error =
@@ -146,7 +146,7 @@ TEST_F(FileIo, AnEmptyFileHasNoChunks) {
 
 TEST_F(FileIo, AFullDiskIsAnErrorThatNamesTheFile) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
-  const Bytes bytes = random_bytes(50000, 7);
+  const Bytes bytes = random_contents(50000, 7);
   FileWriter writer("/dev/full", {4096, 2, 4096});
   const std::string error = error_of([&] {
     writer.append(bytes);
@@ -159,7 +159,7 @@ TEST_F(FileIo, AFullDiskIsAnErrorThatNamesTheFile) {
 TEST_F(FileIo, AnErrorOfTheLastBufferReachesFinish) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
   FileWriter writer("/dev/full", {4096, 2, 4096});
-  writer.append(random_bytes(100, 8));  // stays in the buffer
+  writer.append(random_contents(100, 8));  // stays in the buffer
   EXPECT_NE(error_of([&] { writer.finish(); }).find("No space left"),
             std::string::npos);
 }
@@ -172,7 +172,7 @@ TEST_F(FileIo, AFileThatGrowsTooLargeKeepsItsBeginning) {
   small.rlim_cur = 20000;
   setrlimit(RLIMIT_FSIZE, &small);
   const std::string error =
-      error_of([&] { write("big", random_bytes(90000, 9), 4096); });
+      error_of([&] { write("big", random_contents(90000, 9), 4096); });
   setrlimit(RLIMIT_FSIZE, &old);
   EXPECT_NE(error.find("big"), std::string::npos) << error;
   EXPECT_NE(error.find("File too large"), std::string::npos) << error;
@@ -180,10 +180,10 @@ TEST_F(FileIo, AFileThatGrowsTooLargeKeepsItsBeginning) {
 
 TEST_F(FileIo, AnAbandonedWriterStopsAndCannotGoOn) {
   FileWriter writer(path("a"), {4096, 2, 4096});
-  writer.append(random_bytes(100000, 10));
+  writer.append(random_contents(100000, 10));
   writer.abandon();
   writer.abandon();
-  EXPECT_THROW(writer.append(random_bytes(10, 1)), Error);
+  EXPECT_THROW(writer.append(random_contents(10, 1)), Error);
   EXPECT_THROW(writer.finish(), Error);
 }
 
@@ -195,7 +195,7 @@ TEST_F(FileIo, AFolderThatIsMissingIsNamed) {
 }
 
 TEST_F(FileIo, ReadsAnyRange) {
-  const Bytes bytes = random_bytes(20000, 11);
+  const Bytes bytes = random_contents(20000, 11);
   const FileRecord record = write("a", bytes, 999);
   FileReader reader(path("a"), record);
   std::mt19937 random(12);
@@ -209,7 +209,7 @@ TEST_F(FileIo, ReadsAnyRange) {
 }
 
 TEST_F(FileIo, AFlippedByteIsNoticedByWhoReadsItsChunk) {
-  const Bytes bytes = random_bytes(5000, 13);
+  const Bytes bytes = random_contents(5000, 13);
   const FileRecord record = write("a", bytes, 1000);
   for (const int64_t flipped : {0, 999, 1000, 3456, 4999}) {
     Bytes damaged = bytes;
@@ -235,7 +235,7 @@ TEST_F(FileIo, AFlippedByteIsNoticedByWhoReadsItsChunk) {
 }
 
 TEST_F(FileIo, AFileOfAnotherSizeIsRefused) {
-  const FileRecord record = write("a", random_bytes(5000, 14), 1000);
+  const FileRecord record = write("a", random_contents(5000, 14), 1000);
   std::filesystem::resize_file(path("a"), 4999);
   const std::string error = error_of([&] { FileReader(path("a"), record); });
   EXPECT_NE(error.find("4999"), std::string::npos) << error;

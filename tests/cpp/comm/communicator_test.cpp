@@ -9,6 +9,7 @@
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/communicator_suite.h"
+#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::comm {
@@ -16,15 +17,6 @@ namespace {
 
 using std::chrono::milliseconds;
 constexpr milliseconds kLong = std::chrono::seconds(20);
-
-std::string text_of_error(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -36,7 +28,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, LocalWorld, testing::Values(1, 2, 3, 4));
 TEST_P(LocalWorld, KeepsEveryPromiseOfACommunicator) {
   for (const suite::Check& one : suite::all_checks()) {
     SCOPED_TRACE(one.name);
-    EXPECT_EQ(text_of_error([&] {
+    EXPECT_EQ(error_of([&] {
                 run_ranks(GetParam(), [&](int, const CommunicatorPtr& comm) {
                   one.check(*comm);
                 });
@@ -64,7 +56,7 @@ TEST(LocalWorldErrors, ReceiverIsToldBothSizes) {
       return;
     }
     const WorkPtr work = comm->recv(at::zeros({7}), 0, 0);
-    const std::string text = text_of_error([&] { work->wait(kLong); });
+    const std::string text = error_of([&] { work->wait(kLong); });
     EXPECT_TRUE(contains(text, "group rank 0 sent Float[2, 3]")) << text;
     EXPECT_TRUE(contains(text, "group rank 1 receives Float[7]")) << text;
   });
@@ -78,7 +70,7 @@ TEST(LocalWorldErrors, ReceiverIsToldBothDtypes) {
     }
     const WorkPtr work =
         comm->recv(at::zeros({3}, at::TensorOptions(at::kDouble)), 0, 0);
-    const std::string text = text_of_error([&] { work->wait(kLong); });
+    const std::string text = error_of([&] { work->wait(kLong); });
     EXPECT_TRUE(contains(text, "sent Long[3]")) << text;
     EXPECT_TRUE(contains(text, "receives Double[3]")) << text;
   });
@@ -88,13 +80,13 @@ TEST(LocalWorldErrors, EveryRankIsToldThatCollectivesDiffer) {
   run_ranks(3, [](int global_rank, const CommunicatorPtr& comm) {
     const WorkPtr sizes =
         comm->all_reduce(at::zeros({global_rank == 2 ? 4 : 3}), ReduceOp::kSum);
-    std::string text = text_of_error([&] { sizes->wait(kLong); });
+    std::string text = error_of([&] { sizes->wait(kLong); });
     EXPECT_TRUE(contains(text, "Float[3]")) << text;
     EXPECT_TRUE(contains(text, "Float[4]")) << text;
 
     const WorkPtr kinds =
         global_rank == 1 ? comm->barrier() : comm->broadcast(at::zeros({3}), 0);
-    text = text_of_error([&] { kinds->wait(kLong); });
+    text = error_of([&] { kinds->wait(kLong); });
     EXPECT_TRUE(contains(text, "broadcast(root=0)")) << text;
     EXPECT_TRUE(contains(text, "barrier")) << text;
     comm->barrier()->wait(kLong);
@@ -118,7 +110,7 @@ TEST(LocalWorldErrors, ASendCopiesItsTensor) {
 }
 
 TEST(RunRanks, FirstExceptionNamesItsRankAndWakesTheOthers) {
-  const std::string text = text_of_error([] {
+  const std::string text = error_of([] {
     run_ranks(3, [](int global_rank, const CommunicatorPtr& comm) {
       if (global_rank == 1) throw std::runtime_error("planned");
       comm->barrier()->wait(kLong);
@@ -128,7 +120,7 @@ TEST(RunRanks, FirstExceptionNamesItsRankAndWakesTheOthers) {
 }
 
 TEST(RunRanks, DeadlineEndsRanksThatWait) {
-  const std::string text = text_of_error([] {
+  const std::string text = error_of([] {
     run_ranks(
         2,
         [](int global_rank, const CommunicatorPtr& comm) {
@@ -141,8 +133,8 @@ TEST(RunRanks, DeadlineEndsRanksThatWait) {
 
 TEST(NoMpi, MakersSayHowToGetIt) {
   if (mpi_available()) GTEST_SKIP() << "built with MPI";
-  EXPECT_TRUE(contains(text_of_error([] { make_mpi_world(); }), "Open MPI"));
-  EXPECT_TRUE(contains(text_of_error([] { make_mpi_group({0}); }), "Open MPI"));
+  EXPECT_TRUE(contains(error_of([] { make_mpi_world(); }), "Open MPI"));
+  EXPECT_TRUE(contains(error_of([] { make_mpi_group({0}); }), "Open MPI"));
 }
 
 }  // namespace

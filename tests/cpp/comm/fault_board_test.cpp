@@ -12,6 +12,7 @@
 #include "csrc/comm/fault_aware_wait.h"
 #include "csrc/comm/wait_registry.h"
 #include "csrc/common/check.h"
+#include "tests/cpp/comm/expectations.h"
 
 namespace smp::comm {
 namespace {
@@ -26,17 +27,6 @@ Fault raised(int global_rank, std::string where, std::string text) {
           .global_rank = global_rank,
           .where = std::move(where),
           .text = std::move(text)};
-}
-
-// The text of the Error that `body` throws.
-template <typename Body>
-std::string error_of(Body&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(FaultBoard, FirstFaultWins) {

@@ -22,6 +22,7 @@
 #include "csrc/comm/socket.h"
 #include "csrc/comm/watched_communicator.h"
 #include "csrc/common/check.h"
+#include "tests/cpp/comm/expectations.h"
 
 namespace smp::comm {
 namespace {
@@ -32,16 +33,6 @@ using Clock = std::chrono::steady_clock;
 using Kind = Fault::Kind;
 
 constexpr const char* kToken = "secret";
-
-template <typename Pred>
-bool becomes_true(Pred pred, milliseconds limit = seconds(10)) {
-  const auto deadline = Clock::now() + limit;
-  while (!pred()) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(milliseconds(5));
-  }
-  return true;
-}
 
 // A hub and the clients of all ranks in this process.
 class World {

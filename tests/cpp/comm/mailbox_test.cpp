@@ -19,6 +19,7 @@
 
 #include "csrc/comm/wire.h"
 #include "csrc/common/check.h"
+#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::comm {
@@ -72,15 +73,6 @@ class Inbox {
   std::condition_variable changed_;
   std::vector<Message> messages_;
 };
-
-template <typename Pred>
-bool becomes_true(Pred pred) {
-  for (int i = 0; i < 2000; ++i) {
-    if (pred()) return true;
-    std::this_thread::sleep_for(milliseconds(5));
-  }
-  return false;
-}
 
 enum class Transport {
   kCommunicator,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/common/check.h"
+#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::comm {
@@ -20,8 +21,8 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-struct Rank {
-  explicit Rank(CommunicatorPtr world)
+struct ExchangingRank {
+  explicit ExchangingRank(CommunicatorPtr world)
       : board(std::make_shared<FaultBoard>(world->group_rank())),
         mailbox(std::make_shared<Mailbox>(world, board)),
         exchange(mailbox, board, seconds(20)),
@@ -35,26 +36,16 @@ struct Rank {
   std::vector<int> all;
 };
 
-void run(int size, const std::function<void(int, Rank&)>& body) {
+void run(int size, const std::function<void(int, ExchangingRank&)>& body) {
   run_ranks(size, [&](int self, const CommunicatorPtr& world) {
-    Rank rank(world);
+    ExchangingRank rank(world);
     body(self, rank);
   });
 }
 
-template <typename Body>
-std::string error_of(Body&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(ObjectExchange, SendReturnsOnlyAfterReceive) {
   std::atomic<bool> is_receiving = false;
-  run(2, [&](int self, Rank& rank) {
+  run(2, [&](int self, ExchangingRank& rank) {
     if (self == 0) {
       rank.exchange.send(1, "hello");
       EXPECT_TRUE(is_receiving);
@@ -67,7 +58,7 @@ TEST(ObjectExchange, SendReturnsOnlyAfterReceive) {
 }
 
 TEST(ObjectExchange, LargeAndEmptyObjectsArrive) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     const std::string large(20'000'000, 'q');
     if (self == 0) {
       rank.exchange.send(1, large);
@@ -80,7 +71,7 @@ TEST(ObjectExchange, LargeAndEmptyObjectsArrive) {
 }
 
 TEST(ObjectExchange, SelfSendReturnsAtOnce) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     rank.exchange.send(self, "a");
     rank.exchange.send(self, std::string(50'000, 'b'));
     EXPECT_EQ(rank.exchange.recv(self), "a");
@@ -89,7 +80,7 @@ TEST(ObjectExchange, SelfSendReturnsAtOnce) {
 }
 
 TEST(ObjectExchange, SendsAndBroadcastsOfOneSourceKeepTheirOrder) {
-  run(3, [](int self, Rank& rank) {
+  run(3, [](int self, ExchangingRank& rank) {
     if (self == 0) {
       for (int i = 0; i < 20; ++i) {
         rank.exchange.broadcast(rank.all, "all" + std::to_string(i));
@@ -107,7 +98,7 @@ TEST(ObjectExchange, SendsAndBroadcastsOfOneSourceKeepTheirOrder) {
 }
 
 TEST(ObjectExchange, ReceiverChoosesTheSource) {
-  run(3, [](int self, Rank& rank) {
+  run(3, [](int self, ExchangingRank& rank) {
     if (self > 0) {
       rank.exchange.send(0, std::to_string(self));
       return;
@@ -118,7 +109,7 @@ TEST(ObjectExchange, ReceiverChoosesTheSource) {
 }
 
 TEST(ObjectExchange, AllGatherOrdersByTheListedRanks) {
-  run(4, [](int self, Rank& rank) {
+  run(4, [](int self, ExchangingRank& rank) {
     const std::vector<int> order = {2, 0, 3, 1};
     const auto got = rank.exchange.all_gather(order, std::to_string(self));
     EXPECT_EQ(got, (std::vector<std::string>{"2", "0", "3", "1"}));
@@ -126,7 +117,7 @@ TEST(ObjectExchange, AllGatherOrdersByTheListedRanks) {
 }
 
 TEST(ObjectExchange, GroupOfOneReturnsAtOnce) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     EXPECT_EQ(rank.exchange.all_gather({self}, "x"),
               std::vector<std::string>{"x"});
     rank.exchange.barrier({self});
@@ -136,7 +127,7 @@ TEST(ObjectExchange, GroupOfOneReturnsAtOnce) {
 
 TEST(ObjectExchange, BarrierWaitsForAll) {
   std::atomic<int> num_inside = 0;
-  run(4, [&](int self, Rank& rank) {
+  run(4, [&](int self, ExchangingRank& rank) {
     for (int round = 1; round <= 10; ++round) {
       if (self == round % 4) std::this_thread::sleep_for(milliseconds(5));
       ++num_inside;
@@ -148,7 +139,7 @@ TEST(ObjectExchange, BarrierWaitsForAll) {
 }
 
 TEST(ObjectExchange, CollectivesOfSeveralGroupsAndMessagesDoNotMix) {
-  run(4, [](int self, Rank& rank) {
+  run(4, [](int self, ExchangingRank& rank) {
     const std::vector<int> pair =
         self < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
     const int peer = self ^ 1;
@@ -175,7 +166,7 @@ TEST(ObjectExchange, CollectivesOfSeveralGroupsAndMessagesDoNotMix) {
 }
 
 TEST(ObjectExchange, TimeoutNamesTheOperationAndTheMissingRanks) {
-  run(3, [](int self, Rank& rank) {
+  run(3, [](int self, ExchangingRank& rank) {
     if (self == 0) {
       rank.exchange.set_timeout(milliseconds(200));
       const std::string text =
@@ -193,7 +184,7 @@ TEST(ObjectExchange, TimeoutNamesTheOperationAndTheMissingRanks) {
 }
 
 TEST(ObjectExchange, FaultEndsAWait) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     if (self == 1) return;
     std::thread reporter([&] {
       while (!rank.board->waits().snapshot().is_blocked) {
@@ -208,7 +199,7 @@ TEST(ObjectExchange, FaultEndsAWait) {
 }
 
 TEST(ObjectExchange, RankThatLeftEndsAWaitForIt) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     if (self == 1) return;
     rank.board->mark_left(1);
     EXPECT_NE(error_of([&] {
@@ -219,7 +210,7 @@ TEST(ObjectExchange, RankThatLeftEndsAWaitForIt) {
 }
 
 TEST(ObjectExchange, DifferentCollectivesOfOneGroupAreToldApart) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     const std::string text = error_of([&] {
       if (self == 0) {
         rank.exchange.barrier(rank.all);
@@ -232,7 +223,7 @@ TEST(ObjectExchange, DifferentCollectivesOfOneGroupAreToldApart) {
 }
 
 TEST(ObjectExchange, WrongRanksAreValueErrors) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     EXPECT_THROW(rank.exchange.send(2, "x"), ValueError);
     EXPECT_THROW(rank.exchange.recv(-1), ValueError);
     EXPECT_THROW(rank.exchange.barrier({1 - self}), ValueError);
@@ -242,7 +233,7 @@ TEST(ObjectExchange, WrongRanksAreValueErrors) {
 }
 
 TEST(ObjectExchange, InterruptEndsAWaitWithinASecond) {
-  run(2, [](int self, Rank& rank) {
+  run(2, [](int self, ExchangingRank& rank) {
     if (self == 1) return;
     rank.board->set_interrupt_check([] { throw Error("Ctrl-C"); });
     const auto begin = std::chrono::steady_clock::now();

@@ -23,7 +23,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-Message numbered(int64_t number) {
+Message with_number(int64_t number) {
   Message message;
   message.channel = Channel::kPipeline;
   message.fields[0] = number;
@@ -61,7 +61,7 @@ TEST(ReceiveHelp, HandlersRunInTheWaitingThread) {
     mailbox.set_handler(Channel::kPipeline, [&](Message&&) {
       ++received;
       if (std::this_thread::get_id() != waiting) ++elsewhere;
-      if (self == 1) mailbox.post(0, numbered(received));
+      if (self == 1) mailbox.post(0, with_number(received));
     });
     std::mutex never;  // `done` may lock; handlers may not be held up by it
     const auto done = [&] {
@@ -73,7 +73,7 @@ TEST(ReceiveHelp, HandlersRunInTheWaitingThread) {
       return;
     }
     for (int64_t i = 1; i <= kCount; ++i) {
-      mailbox.post(1, numbered(i));
+      mailbox.post(1, with_number(i));
       while (received < i) {
         mailbox.help_until([&] { return received >= i; }, [] { return true; });
       }
@@ -91,7 +91,7 @@ TEST(ReceiveHelp, HandlersSeeAPlainThread) {
       done = true;
     });
     if (self == 0) {
-      mailbox.post(1, numbered(0));
+      mailbox.post(1, with_number(0));
       return;
     }
     const c10::InferenceMode guard;
@@ -133,7 +133,7 @@ TEST(ReceiveHelp, TheReceivingThreadGoesOnAfterwards) {
     });
     for (int64_t i = 1; i <= 200; ++i) {
       EXPECT_TRUE(help(mailbox, [] { return true; }));
-      mailbox.post(1 - self, numbered(i));
+      mailbox.post(1 - self, with_number(i));
       std::unique_lock lock(mutex);
       ASSERT_TRUE(
           changed.wait_for(lock, seconds(20), [&] { return received >= i; }));
@@ -191,7 +191,7 @@ TEST(ReceiveHelp, NothingIsLostWhileTheRolesChange) {
         std::thread other([&] { come_and_go(2); });
         std::mt19937 random(3 + self);
         for (int64_t i = 0; i < kCount; ++i) {
-          mailbox.post(1 - self, numbered(i));
+          mailbox.post(1 - self, with_number(i));
           if (random() % 64 == 0) {
             std::unique_lock lock(mutex);
             EXPECT_TRUE(changed.wait_for(lock, seconds(20),

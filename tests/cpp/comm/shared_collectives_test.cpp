@@ -11,13 +11,14 @@
 
 #include "csrc/comm/local_world.h"
 #include "tests/cpp/comm/communicator_suite.h"
+#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr milliseconds kLong = std::chrono::seconds(20);
+constexpr milliseconds kPatience = std::chrono::seconds(20);
 
 // `run_ranks` whose communicators share memory.
 void run_sharing(int size,
@@ -37,15 +38,6 @@ void run_sharing(int size,
     }
     body(rank, shared[rank]);
   });
-}
-
-std::string text_of_error(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 class SharedCollectives : public testing::TestWithParam<int> {};
@@ -76,26 +68,26 @@ TEST_P(SharedCollectives, LongTensorsPassInManyChunks) {
     for (int i = 1; i < size; ++i) sum.add_(inputs[i]);
     run_sharing(size, [&](int rank, const CommunicatorPtr& comm) {
       const at::Tensor reduced = inputs[rank].clone();
-      comm->all_reduce(reduced, ReduceOp::kSum)->wait(kLong);
+      comm->all_reduce(reduced, ReduceOp::kSum)->wait(kPatience);
       const double tolerance = dtype == at::kBFloat16 ? 1e-2
                                : dtype == at::kFloat  ? 1e-5
                                                       : 1e-14;
       EXPECT_TRUE(
           at::allclose(reduced.to(at::kDouble), sum, tolerance, tolerance));
       const at::Tensor part = at::empty({n}, at::TensorOptions(dtype));
-      comm->reduce_scatter(part, inputs[rank], ReduceOp::kSum)->wait(kLong);
+      comm->reduce_scatter(part, inputs[rank], ReduceOp::kSum)->wait(kPatience);
       // The order of a sum does not depend on the way it is taken.
       EXPECT_TRUE(part.equal(reduced.narrow(0, rank * n, n)));
       const at::Tensor whole = at::empty({size * n}, at::TensorOptions(dtype));
-      comm->all_gather(whole, part)->wait(kLong);
+      comm->all_gather(whole, part)->wait(kPatience);
       EXPECT_TRUE(whole.equal(reduced));
-      comm->all_to_all(whole, inputs[rank])->wait(kLong);
+      comm->all_to_all(whole, inputs[rank])->wait(kPatience);
       for (int i = 0; i < size; ++i) {
         EXPECT_TRUE(
             whole.narrow(0, i * n, n).equal(inputs[i].narrow(0, rank * n, n)));
       }
       at::Tensor sent = inputs[rank].clone();
-      comm->broadcast(sent, size - 1)->wait(kLong);
+      comm->broadcast(sent, size - 1)->wait(kPatience);
       EXPECT_TRUE(sent.equal(inputs[size - 1]));
     });
   }
@@ -105,17 +97,17 @@ TEST(SharedCollectivesErrors, EveryRankIsToldThatCallsDifferAndCanGoOn) {
   run_sharing(3, [](int rank, const CommunicatorPtr& comm) {
     WorkPtr work =
         comm->all_reduce(at::zeros({rank == 2 ? 4 : 3}), ReduceOp::kSum);
-    EXPECT_THROW(work->wait(kLong), Disagreement);
-    const std::string text = text_of_error([&] { work->wait(kLong); });
+    EXPECT_THROW(work->wait(kPatience), Disagreement);
+    const std::string text = error_of([&] { work->wait(kPatience); });
     EXPECT_NE(text.find("12 bytes of Float"), std::string::npos) << text;
     EXPECT_NE(text.find("16 bytes of Float"), std::string::npos) << text;
     work = rank == 1 ? comm->barrier() : comm->broadcast(at::zeros({3}), 0);
-    EXPECT_THROW(work->wait(kLong), Disagreement);
+    EXPECT_THROW(work->wait(kPatience), Disagreement);
     EXPECT_TRUE(comm->stamp_next(rank / 2));
     work = comm->barrier();
-    EXPECT_THROW(work->wait(kLong), Disagreement);
+    EXPECT_THROW(work->wait(kPatience), Disagreement);
     const at::Tensor one = at::full({3}, 1.0);
-    comm->all_reduce(one, ReduceOp::kSum)->wait(kLong);
+    comm->all_reduce(one, ReduceOp::kSum)->wait(kPatience);
     EXPECT_TRUE(one.eq(3.0).all().item<bool>());
   });
 }
@@ -125,7 +117,7 @@ TEST(SharedCollectives, RanksThatAreLateAreSleptFor) {
     for (int i = 0; i < 5; ++i) {
       if (rank == i % 2) std::this_thread::sleep_for(milliseconds(30));
       const at::Tensor x = at::full({5}, i);
-      comm->all_reduce(x, ReduceOp::kSum)->wait(kLong);
+      comm->all_reduce(x, ReduceOp::kSum)->wait(kPatience);
       EXPECT_TRUE(x.eq(2 * i).all().item<bool>());
     }
   });
@@ -137,9 +129,9 @@ TEST(SharedCollectives, TwoThreadsOfARankMayWait) {
     const at::Tensor b = at::full({5}, 2.0);
     const WorkPtr first = comm->all_reduce(a, ReduceOp::kSum);
     const WorkPtr second = comm->all_reduce(b, ReduceOp::kSum);
-    std::thread other([&] { second->wait(kLong); });
+    std::thread other([&] { second->wait(kPatience); });
     if (rank == 1) std::this_thread::sleep_for(milliseconds(20));
-    first->wait(kLong);
+    first->wait(kPatience);
     other.join();
     EXPECT_TRUE(a.eq(2).all().item<bool>() && b.eq(4).all().item<bool>());
   });
@@ -150,9 +142,9 @@ TEST(ShareCollectives, OverAWorldOfThreadsOpensTheMemoryOfAll) {
     const CommunicatorPtr comm = share_collectives(inner, {}, {});
     EXPECT_NE(comm, inner);
     const at::Tensor x = at::full({100'000}, rank);
-    comm->all_reduce(x, ReduceOp::kSum)->wait(kLong);
+    comm->all_reduce(x, ReduceOp::kSum)->wait(kPatience);
     EXPECT_TRUE(x.eq(3).all().item<bool>());
-    inner->barrier()->wait(kLong);
+    inner->barrier()->wait(kPatience);
   });
 }
 

@@ -25,6 +25,7 @@
 #include "csrc/comm/shared_segment.h"
 #include "csrc/comm/wire.h"
 #include "csrc/common/check.h"
+#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::comm {
@@ -42,15 +43,6 @@ rlim_t size_of_process() {
   int64_t num_pages = 0;
   std::ifstream("/proc/self/statm") >> num_pages;
   return static_cast<rlim_t>(num_pages) * ::sysconf(_SC_PAGESIZE);
-}
-
-template <typename Pred>
-bool becomes_true(Pred pred) {
-  for (int i = 0; i < 4000; ++i) {
-    if (pred()) return true;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return false;
 }
 
 std::vector<int> peers_with(int self, const CommunicatorPtr& world,

@@ -17,22 +17,23 @@
 namespace smp::data_parallel {
 namespace {
 
-const std::vector<std::vector<int64_t>> kShapes = {{3, 5}, {70}, {}, {4, 2, 2}};
+const std::vector<std::vector<int64_t>> kShapesOfReplicas = {
+    {3, 5}, {70}, {}, {4, 2, 2}};
 
 // One rank alone ------------------------------------------------------------
 
 TEST(ReducerAlone, one_contribution_is_bitwise_what_autograd_computed) {
-  Rank rank(kShapes, nullptr, small_buckets());
+  Rank rank(kShapesOfReplicas, nullptr, small_buckets());
   rank.reducer->begin_step(1);
   std::vector<at::Tensor> grads;
-  for (size_t i = 0; i < kShapes.size(); ++i) {
+  for (size_t i = 0; i < kShapesOfReplicas.size(); ++i) {
     grads.push_back(at::randn_like(rank.params[i].detach()));
     grads.back().flatten()[0].fill_(-0.0);
     rank.contribute(static_cast<int>(i), 0, grads.back());
     EXPECT_FALSE(rank.has_grad(static_cast<int>(i)));
   }
   rank.reducer->end_step();
-  for (size_t i = 0; i < kShapes.size(); ++i) {
+  for (size_t i = 0; i < kShapesOfReplicas.size(); ++i) {
     EXPECT_TRUE(rank.params[i].grad().equal(grads[i]));
     EXPECT_TRUE(rank.params[i].grad().signbit().equal(grads[i].signbit()));
   }

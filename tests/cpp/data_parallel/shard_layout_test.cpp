@@ -15,7 +15,7 @@ constexpr ShardLayout kLayouts[] = {ShardLayout::kEqualCut,
                                     ShardLayout::kPerParameter};
 constexpr int64_t kCapBytes = 4096;
 
-std::vector<ParameterRecord> random_records(unsigned seed) {
+std::vector<ParameterRecord> random_sharded_records(unsigned seed) {
   std::mt19937 random(seed);
   auto below = [&](int n) { return static_cast<int>(random() % n); };
   const Dtype dtypes[] = {Dtype::Float, Dtype::Double, Dtype::BFloat16};
@@ -36,7 +36,7 @@ std::vector<ParameterRecord> random_records(unsigned seed) {
 template <typename Check>
 void for_each_plan(Check&& check) {
   for (unsigned seed = 0; seed < 60; ++seed) {
-    const auto records = random_records(seed);
+    const auto records = random_sharded_records(seed);
     for (const int num_shards : {1, 2, 3, 4, 8}) {
       for (const ShardLayout layout : kLayouts) {
         check(records, num_shards, layout,

@@ -14,8 +14,8 @@ namespace smp::data_parallel {
 namespace {
 
 // In buckets of 512 B: larger than one, odd, without dims, without elements.
-const std::vector<std::vector<int64_t>> kShapes = {{3, 5},    {70},    {}, {0},
-                                                   {4, 2, 2}, {33, 7}, {1}};
+const std::vector<std::vector<int64_t>> kShapesOfShards = {
+    {3, 5}, {70}, {}, {0}, {4, 2, 2}, {33, 7}, {1}};
 constexpr int kNumParams = 7;
 constexpr int kUnused = 4;
 
@@ -25,7 +25,8 @@ class Gradients {
   at::Tensor of(int step, int mb, int rank, int i) {
     const std::lock_guard lock(mutex_);
     at::Tensor& grad = made_[{step, mb, rank, i}];
-    if (!grad.defined()) grad = at::randn(kShapes[i], at::kDouble).mul(1 + mb);
+    if (!grad.defined())
+      grad = at::randn(kShapesOfShards[i], at::kDouble).mul(1 + mb);
     return grad;
   }
 
@@ -92,9 +93,9 @@ TEST_P(ShardedReducer, has_the_parts_of_what_all_reduced_gradients_are) {
     Reducer::Options options = small_buckets();
     options.overlap = c.overlap;
     options.passes_per_reduction = c.passes;
-    Rank plain(kShapes, groups.plain, options, c10::ScalarType::Double);
+    Rank plain(kShapesOfShards, groups.plain, options, c10::ScalarType::Double);
     options.sharding = groups.sharding(c.layout, c.every_microbatch);
-    ShardedRank sharded(kShapes, groups, options);
+    ShardedRank sharded(kShapesOfShards, groups, options);
     ASSERT_GT(sharded.reducer->plan().buckets.size(), 2u);
     for (int step = 0; step < 4; ++step) {
       // Twice with gradients of before, which are added.
@@ -149,7 +150,7 @@ Reducer::Options sharded_options(const ShardGroups& groups, bool overlap = true,
   return options;
 }
 
-const std::vector<std::vector<int64_t>> kFourBuckets(4, {60});
+const std::vector<std::vector<int64_t>> kFourShardedBuckets(4, {60});
 
 TEST(ShardedReducerMemory, between_steps_there_are_shards_only) {
   on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
@@ -174,7 +175,7 @@ TEST(ShardedReducerMemory, between_steps_there_are_shards_only) {
 // Every rank waits until the sum of a bucket is there before the next one.
 TEST(ShardedReducerMemory, full_buckets_are_used_again_while_backward_goes_on) {
   on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
-    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
     const auto num_early = [&] {
       return rank.reducer->stats().num_early_buckets;
     };
@@ -221,7 +222,7 @@ TEST(ShardedReducerMemory, two_full_buckets_are_there_at_most) {
 // first rank, as gathers of parameters would.
 TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
   on_grid({2, 1, 1}, [](int rank_idx, const ShardGroups& groups) {
-    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
     const auto begin = std::chrono::steady_clock::now();
     for (int step = 0; step < 4; ++step) {
       rank.zero_grad();
@@ -243,7 +244,7 @@ TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
 // What the user has set to None has no memory while forward and backward run.
 TEST(ShardedReducerMemory, shards_that_nobody_reads_any_more_are_let_go_of) {
   on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
-    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
     EXPECT_FALSE(rank.reducer->flat(0).defined());
     for (int step = 0; step < 3; ++step) {
       if (step < 2) rank.zero_grad();
@@ -261,7 +262,7 @@ TEST(ShardedReducerMemory, shards_that_nobody_reads_any_more_are_let_go_of) {
 
 TEST(ShardedReducerUse, a_parameter_used_on_one_rank_counts_on_all) {
   on_grid({2, 2, 1}, [](int group_rank, const ShardGroups& groups) {
-    ShardedRank rank(kFourBuckets, groups, sharded_options(groups));
+    ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
     for (int step = 0; step < 3; ++step) {
       rank.zero_grad();
       rank.reducer->begin_step(1);
@@ -278,11 +279,11 @@ TEST(ShardedReducerUse, a_parameter_used_on_one_rank_counts_on_all) {
 TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
   Gradients gradients;
   on_grid({2, 1, 1}, [&](int rank, const ShardGroups& groups) {
-    Rank plain(kFourBuckets, groups.plain, small_buckets(),
+    Rank plain(kFourShardedBuckets, groups.plain, small_buckets(),
                c10::ScalarType::Double);
     Reducer::Options options = sharded_options(groups);
     options.expects_one_per_microbatch = false;
-    ShardedRank sharded(kFourBuckets, groups, options);
+    ShardedRank sharded(kFourShardedBuckets, groups, options);
     for (Reducer* reducer : {plain.reducer.get(), sharded.reducer.get()}) {
       reducer->begin_step(2);
     }
@@ -314,7 +315,7 @@ TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
 TEST(ShardedReducerUse, late_gradients_are_summed_in_a_second_round) {
   for (const bool every_microbatch : {false, true}) {
     on_grid({2, 2, 1}, [&](int group_rank, const ShardGroups& groups) {
-      ShardedRank rank(kFourBuckets, groups,
+      ShardedRank rank(kFourShardedBuckets, groups,
                        sharded_options(groups, true, every_microbatch));
       for (int step = 0; step < 3; ++step) {
         rank.zero_grad();
@@ -428,7 +429,7 @@ TEST(ShardedReducerSteps, a_cancelled_step_leaves_what_was_there) {
   on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
     for (const bool every_microbatch : {false, true}) {
       ShardedRank rank(
-          kFourBuckets, groups,
+          kFourShardedBuckets, groups,
           sharded_options(groups, /*overlap=*/false, every_microbatch));
       for (int step = 0; step < 3; ++step) {
         rank.reducer->begin_step(2);
@@ -452,7 +453,7 @@ TEST(ShardedReducerSteps, a_cancelled_step_leaves_what_was_there) {
 TEST(ShardedReducerSteps, plain_backward_is_reduced_too) {
   on_grid({2, 1, 1}, [](int group_rank, const ShardGroups& groups) {
     for (const bool every_microbatch : {false, true}) {
-      ShardedRank rank(kFourBuckets, groups,
+      ShardedRank rank(kFourShardedBuckets, groups,
                        sharded_options(groups, true, every_microbatch));
       for (int step = 1; step <= 3; ++step) {
         const at::Tensor loss =

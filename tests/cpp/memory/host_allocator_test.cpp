@@ -1,29 +1,17 @@
 #include "csrc/memory/host_allocator.h"
+#include "tests/cpp/memory/resident_bytes.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <fstream>
 #include <thread>
 #include <vector>
 
 namespace smp::memory {
 namespace {
-
-constexpr int64_t kMiB = int64_t{1} << 20;
-
-int64_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  int64_t size = 0;
-  int64_t resident = 0;
-  statm >> size >> resident;
-  return resident * ::sysconf(_SC_PAGESIZE);
-}
 
 class HostAllocation : public testing::Test {
  protected:

@@ -3,26 +3,14 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <cstring>
-#include <fstream>
 #include <vector>
 
 #include "csrc/common/check.h"
+#include "tests/cpp/memory/resident_bytes.h"
 
 namespace smp::memory {
 namespace {
-
-int64_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  int64_t size = 0;
-  int64_t resident = 0;
-  statm >> size >> resident;
-  return resident * ::sysconf(_SC_PAGESIZE);
-}
-
-constexpr int64_t kMiB = int64_t{1} << 20;
 
 TEST(HostPages, memory_comes_with_its_use_and_goes_at_once) {
   for (const int64_t num_bytes : {kMiB, 9 * kMiB + 12345, 64 * kMiB}) {

@@ -20,7 +20,7 @@
 namespace smp::pipeline {
 namespace {
 
-constexpr int kMicrobatches = 4;
+constexpr int kMicrobatchesOfFaults = 4;
 
 class BrokenNode : public torch::autograd::Node {
  public:
@@ -133,12 +133,12 @@ TEST_P(Faults, leave_nothing_and_are_known_everywhere) {
   std::barrier between_steps(settings.size);
   run_servers(settings, [&, fault = fault](Rank& self) {
     FaultyRank faulty(self, fault);
-    self.step(kMicrobatches, [&](int mb) { faulty.body(mb); });
+    self.step(kMicrobatchesOfFaults, [&](int mb) { faulty.body(mb); });
     self.expect_empty();
     faulty.arm();
     between_steps.arrive_and_wait();  // else it may end the first step
-    const std::string text =
-        failure_of(self, kMicrobatches, [&](int mb) { faulty.body(mb); });
+    const std::string text = failure_of(self, kMicrobatchesOfFaults,
+                                        [&](int mb) { faulty.body(mb); });
     EXPECT_TRUE(contains(text, "broken")) << text;
     if (self.rank == fault.rank) {
       ASSERT_EQ(self.errors.size(), 1u);

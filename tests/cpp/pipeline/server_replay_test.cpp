@@ -17,7 +17,7 @@
 namespace smp::pipeline {
 namespace {
 
-constexpr int kMicrobatches = 4;
+constexpr int kMicrobatchesOfReplay = 4;
 constexpr int kSteps = 5;
 
 // What the driver computes in one microbatch of one step.
@@ -48,7 +48,7 @@ Outcome run(RankSettings settings, bool static_mode, const Loss& loss,
       };
     }
     for (int step = 0; step < num_steps; ++step) {
-      self.step(kMicrobatches, [&](int mb) {
+      self.step(kMicrobatchesOfReplay, [&](int mb) {
         if (self.rank != 0) return self.follow(mb);
         self.train_on(mb, loss(self, step, mb));
       });
@@ -100,7 +100,7 @@ TEST(Replay, of_a_steady_step_takes_no_requests) {
   const Outcome outcome = run_both({.size = 3}, [](Rank& self, int, int mb) {
     return self.arrive(chain_of(self, input(self, mb))).sum();
   });
-  const int64_t requests = kMicrobatches * 2 * 4;
+  const int64_t requests = kMicrobatchesOfReplay * 2 * 4;
   for (const int back : {0, 1, 2}) {
     EXPECT_EQ(outcome.in_step(&Server::Stats::requests, back), requests);
     EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests, back),
@@ -109,7 +109,7 @@ TEST(Replay, of_a_steady_step_takes_no_requests) {
     // Besides: loss and ends of backward and microbatch; begin and end.
     EXPECT_EQ(outcome.in_step(&Server::Stats::headers, back) -
                   outcome.in_step(&Server::Stats::replays, back),
-              kMicrobatches * 3 * 2 + 2 * 2);
+              kMicrobatchesOfReplay * 3 * 2 + 2 * 2);
   }
 }
 
@@ -120,8 +120,9 @@ TEST(Replay, takes_several_requests_to_one_owner_in_one_message) {
     return self.arrive(x).sum();
   });
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 24);
-  EXPECT_LE(outcome.in_step(&Server::Stats::replays), kMicrobatches * 16);
+            kMicrobatchesOfReplay * 24);
+  EXPECT_LE(outcome.in_step(&Server::Stats::replays),
+            kMicrobatchesOfReplay * 16);
 }
 
 TEST(Replay, goes_on_after_steps_that_took_another_way) {
@@ -134,7 +135,7 @@ TEST(Replay, goes_on_after_steps_that_took_another_way) {
         return self.arrive(self.call_one(2, x)).sum();
       },
       6);
-  const int64_t requests = kMicrobatches * 6;
+  const int64_t requests = kMicrobatchesOfReplay * 6;
   // A result that goes to another rank than in the step before is new in one
   // or the other microbatch.
   for (const int back : {0, 1}) {
@@ -150,7 +151,7 @@ TEST(Replay, a_call_that_is_left_out_is_a_deviation_in_the_middle) {
         if (step < kSteps - 1 || mb != 2) x = self.call_one(1, x);
         return self.arrive(self.call_one(2, x)).sum();
       });
-  const int64_t steady = kMicrobatches * 8;
+  const int64_t steady = kMicrobatchesOfReplay * 8;
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests, 1), steady);
   const int64_t last = outcome.in_step(&Server::Stats::replayed_requests);
   // What comes after it is new, and in one or the other microbatch too: its
@@ -167,7 +168,7 @@ TEST(Replay, microbatches_may_change_places) {
         return self.arrive(x).sum();
       });
   EXPECT_GE(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches / 2 * (2 + 4) / 2);
+            kMicrobatchesOfReplay / 2 * (2 + 4) / 2);
 }
 
 TEST(Replay, shapes_may_change) {
@@ -178,7 +179,7 @@ TEST(Replay, shapes_may_change) {
         const at::Tensor x = compute(make_input(mb), self.w).narrow(0, 0, rows);
         return self.arrive(chain_of(self, self.leave(x))).sum();
       });
-  const int64_t steady = kMicrobatches * 8;
+  const int64_t steady = kMicrobatchesOfReplay * 8;
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests, 1), steady);
   // Questions what will come are the same for each shape, and others are new.
   EXPECT_GE(outcome.in_step(&Server::Stats::replayed_requests), steady - 8);
@@ -199,16 +200,16 @@ TEST(Replay, modes_may_change) {
         return self.arrive(y.tensors[0]).sum();
       });
   EXPECT_LT(outcome.in_step(&Server::Stats::replayed_requests, 1),
-            kMicrobatches * 2);
+            kMicrobatchesOfReplay * 2);
   EXPECT_GE(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 2 - 1);
+            kMicrobatchesOfReplay * 2 - 1);
 }
 
 TEST(Replay, arguments_that_always_change_are_sent_each_time) {
   const Outcome outcome = run_both(
       {.size = 2},
       [](Rank& self, int step, int mb) {
-        const auto number = std::to_string(step * kMicrobatches + mb);
+        const auto number = std::to_string(step * kMicrobatchesOfReplay + mb);
         const auto x = self.call(1, {input(self, mb)}, number);
         return self.arrive(x.tensors[0]).sum();
       },
@@ -221,13 +222,14 @@ TEST(Replay, begins_anew_when_too_much_was_recorded) {
   const Outcome outcome = run_both(
       {.size = 2},
       [](Rank& self, int step, int mb) {
-        const int number = step < kChanging ? step * kMicrobatches + mb : -1;
+        const int number =
+            step < kChanging ? step * kMicrobatchesOfReplay + mb : -1;
         const auto x = self.call(1, {input(self, mb)}, std::to_string(number));
         return self.arrive(x.tensors[0]).sum();
       },
       kChanging + 4);
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 2);
+            kMicrobatchesOfReplay * 2);
 }
 
 TEST(Replay, small_arguments_come_with_their_own_data) {
@@ -244,7 +246,7 @@ TEST(Replay, small_arguments_come_with_their_own_data) {
         return self.arrive(x).sum();
       });
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 6);
+            kMicrobatchesOfReplay * 6);
 }
 
 TEST(Replay, arithmetic_elsewhere_is_part_of_the_program) {
@@ -258,7 +260,7 @@ TEST(Replay, arithmetic_elsewhere_is_part_of_the_program) {
     return self.arrive(y).sum().add(value);
   });
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 5);
+            kMicrobatchesOfReplay * 5);
 }
 
 TEST(Replay, works_with_stages_of_the_drivers_own) {
@@ -269,7 +271,7 @@ TEST(Replay, works_with_stages_of_the_drivers_own) {
         return self.arrive(x).sum();
       });
   EXPECT_EQ(outcome.in_step(&Server::Stats::replayed_requests),
-            kMicrobatches * 4)
+            kMicrobatchesOfReplay * 4)
       << "what it asks of itself is no message";
 }
 
@@ -291,7 +293,8 @@ TEST(Replay, an_exception_in_a_module_is_told_as_always) {
   run_servers({.size = 3, .static_mode = true}, [](Rank& self) {
     int num_calls = 0;
     self.modules[2] = [&](std::vector<at::Tensor> inputs) {
-      if (++num_calls == 3 * kMicrobatches) throw std::runtime_error("broken");
+      if (++num_calls == 3 * kMicrobatchesOfReplay)
+        throw std::runtime_error("broken");
       return std::vector{compute(inputs[0], self.w)};
     };
     const auto body = [&](int mb) {
@@ -299,14 +302,14 @@ TEST(Replay, an_exception_in_a_module_is_told_as_always) {
       const at::Tensor x = self.call_one(1, input(self, mb));
       self.train_on(mb, self.arrive(self.call_one(2, x)).sum());
     };
-    self.step(kMicrobatches, body);
-    self.step(kMicrobatches, body);
+    self.step(kMicrobatchesOfReplay, body);
+    self.step(kMicrobatchesOfReplay, body);
     if (self.rank == 2) {
-      EXPECT_THROW(self.step(kMicrobatches, body), std::runtime_error);
+      EXPECT_THROW(self.step(kMicrobatchesOfReplay, body), std::runtime_error);
       ASSERT_FALSE(self.errors.empty());
       EXPECT_NE(self.errors[0].find("stage2"), std::string::npos);
     } else {
-      EXPECT_THROW(self.step(kMicrobatches, body), PeerFailure);
+      EXPECT_THROW(self.step(kMicrobatchesOfReplay, body), PeerFailure);
     }
     self.expect_empty();
     if (self.rank == 0) {

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWindow = 200;  // steps between two looks; the first one warms up
 constexpr int kWindows = 5;
-constexpr int kMicrobatches = 4;
+constexpr int kMicrobatchesOfSoak = 4;
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kCountsMemory = false;  // freed memory is kept for a while
@@ -31,13 +31,13 @@ constexpr int64_t kNoiseBytes = 1 << 18;
 TEST(Soak, a_thousand_steps_leave_no_records_threads_or_memory) {
   constexpr int kSize = 3;
   // Up to one per body in flight, and one per request.
-  constexpr int kMaxThreads = 2 * kMicrobatches + 2;
+  constexpr int kMaxThreads = 2 * kMicrobatchesOfSoak + 2;
   std::barrier between_steps(kSize);
   int64_t bytes_before = 0;
   int64_t least_growth = std::numeric_limits<int64_t>::max();
   const auto body = [&](Rank& self) {
     for (int step = 1; step <= kWindows * kWindow; ++step) {
-      self.step_of_chains(kMicrobatches);
+      self.step_of_chains(kMicrobatchesOfSoak);
       self.expect_empty();
       if (step % kWindow != 0) continue;
       EXPECT_LE(self.server->num_threads(), kMaxThreads);

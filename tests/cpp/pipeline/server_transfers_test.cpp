@@ -20,7 +20,7 @@
 namespace smp::pipeline {
 namespace {
 
-constexpr int kMicrobatches = 3;
+constexpr int kMicrobatchesOfTransfers = 3;
 
 int64_t bytes_to(const Rank& self, int dst) {
   const auto stats = self.server->stats();
@@ -39,9 +39,11 @@ void chain_elsewhere(Rank& self, int mb) {
 TEST(Transfers, go_from_owner_to_owner) {
   run_servers({.size = 4}, [](Rank& self) {
     for (int64_t step = 1; step <= 3; ++step) {
-      self.step(kMicrobatches, [&](int mb) { chain_elsewhere(self, mb); });
-      const int64_t once = step * kMicrobatches * kTensorBytes;
-      const int64_t losses = step * kMicrobatches * 8;  // to each of them
+      self.step(kMicrobatchesOfTransfers,
+                [&](int mb) { chain_elsewhere(self, mb); });
+      const int64_t once = step * kMicrobatchesOfTransfers * kTensorBytes;
+      const int64_t losses =
+          step * kMicrobatchesOfTransfers * 8;  // to each of them
       if (self.rank == 0) {
         EXPECT_EQ(bytes_to(self, 1), once + losses) << "inputs";
         EXPECT_EQ(bytes_to(self, 2), losses);
@@ -60,7 +62,8 @@ TEST(Transfers, go_from_owner_to_owner) {
 
 TEST(Transfers, without_handles_all_go_through_the_caller) {
   run_servers({.size = 3, .has_handles = false}, [](Rank& self) {
-    self.step(kMicrobatches, [&](int mb) { chain_elsewhere(self, mb); });
+    self.step(kMicrobatchesOfTransfers,
+              [&](int mb) { chain_elsewhere(self, mb); });
     if (self.rank == 1) {
       EXPECT_EQ(bytes_to(self, 2), 0);
       EXPECT_GT(bytes_to(self, 0), 0);
@@ -72,7 +75,8 @@ TEST(Transfers, of_a_recorded_step_need_no_orders_and_fewer_messages) {
   run_servers({.size = 3}, [](Rank& self) {
     std::vector<Server::Stats> after(1);
     for (int step = 0; step < 3; ++step) {
-      self.step(kMicrobatches, [&](int mb) { chain_elsewhere(self, mb); });
+      self.step(kMicrobatchesOfTransfers,
+                [&](int mb) { chain_elsewhere(self, mb); });
       after.push_back(self.server->stats());
     }
     const auto headers = [&](int step) {
@@ -85,11 +89,13 @@ TEST(Transfers, of_a_recorded_step_need_no_orders_and_fewer_messages) {
     EXPECT_EQ(pushes(2), 0);
     if (self.rank != 0) {
       // Its data, ends of bodies, and acknowledgements; at first also answers.
-      const int64_t data = (self.rank == 2 ? 2 : 1) * kMicrobatches;
+      const int64_t data = (self.rank == 2 ? 2 : 1) * kMicrobatchesOfTransfers;
       for (const int step : {1, 2}) {
-        EXPECT_LE(headers(step), data + kMicrobatches + 2 * kMicrobatches);
+        EXPECT_LE(headers(step), data + kMicrobatchesOfTransfers +
+                                     2 * kMicrobatchesOfTransfers);
       }
-      EXPECT_GE(headers(0), data + kMicrobatches + kMicrobatches + 2);
+      EXPECT_GE(headers(0),
+                data + kMicrobatchesOfTransfers + kMicrobatchesOfTransfers + 2);
       return;
     }
     EXPECT_GE(pushes(0), 1 + 1 + 1) << "two hops and the result";
@@ -97,12 +103,12 @@ TEST(Transfers, of_a_recorded_step_need_no_orders_and_fewer_messages) {
     EXPECT_EQ(after[3].fetches, after[1].fetches) << "they come by themselves";
     for (int step = 0; step < 3; ++step) {
       EXPECT_EQ(after[step + 1].requests - after[step].requests,
-                4 * kMicrobatches);
+                4 * kMicrobatchesOfTransfers);
     }
     // Requests; loss and ends of backward and microbatch; begin and end.
     EXPECT_EQ(headers(1), headers(2));
     EXPECT_LT(headers(1), headers(0));
-    EXPECT_EQ(headers(1), kMicrobatches * (4 + 3 * 2) + 2 * 2);
+    EXPECT_EQ(headers(1), kMicrobatchesOfTransfers * (4 + 3 * 2) + 2 * 2);
   });
 }
 
@@ -213,7 +219,7 @@ TEST(Transfers, a_module_may_call_a_module_of_a_third_rank) {
       return std::vector{compute(self.arrive(inner), self.w)};
     };
     for (int step = 1; step <= 3; ++step) {
-      self.step(kMicrobatches, [&](int mb) {
+      self.step(kMicrobatchesOfTransfers, [&](int mb) {
         if (self.rank != 0) return self.follow(mb);
         const at::Tensor x = self.leave(compute(make_input(mb), self.w));
         self.train_on(mb, self.arrive(self.call_one(1, x)).sum());
@@ -221,7 +227,7 @@ TEST(Transfers, a_module_may_call_a_module_of_a_third_rank) {
       self.expect_empty();
       std::vector<at::Tensor> weights;
       for (int r = 0; r < 3; ++r) weights.push_back(make_weight(r));
-      for (int mb = 0; mb < kMicrobatches; ++mb) {
+      for (int mb = 0; mb < kMicrobatchesOfTransfers; ++mb) {
         at::Tensor x = make_input(mb);
         for (const int r : {0, 2, 1}) x = compute(x, weights[r]);
         torch::autograd::backward({x.sum()}, {});
