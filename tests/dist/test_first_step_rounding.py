@@ -1,4 +1,7 @@
-"""Models in float64 that compute parts in float32 are equal to one process within float32."""
+"""Models in float64 that compute parts in float32 are equal to one process within float32.
+
+And models that amplify rounding until nothing else is left: nothing can be said of these parts.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,41 @@ class Net(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def train(rank: int, planted: bool) -> tuple[str, str, float]:
+class Chaos(nn.Module):
+    """The logistic map, many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = torch.sigmoid(x * self.weight)
+        for _ in range(100):
+            value = 3.99 * value * (1 - value)
+        return value
+
+
+class Amplifying(Net):
+    """One half of its output is that of `Net`, the other one makes chaos of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chaos = Chaos()
+        self.tail = nn.Conv1d(3, 3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = super().forward(x)
+        return self.tail(x), self.chaos(x.detach())
+
+
+def train(rank: int, planted: bool, amplifies: bool = False) -> tuple[str, str, float]:
     """What the check said, its error, and the first loss."""
     import smp
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    smp.init(config | {"auto_partition": False, "default_partition": 0})
     torch.manual_seed(3)
-    plain = Net().double()
+    plain = (Amplifying() if amplifies else Net()).double()
     for module in (*plain.norms, plain.last):
         smp.set_partition(module, 1)
     model = smp.DistributedModel(plain)
@@ -55,7 +86,9 @@ def train(rank: int, planted: bool) -> tuple[str, str, float]:
 
     @smp.step
     def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
+        output = model(x)
+        outputs = output if amplifies else (output,)
+        loss: Tensor = torch.stack([part.square().mean() for part in outputs]).sum()
         model.backward(loss)
         return loss
 
@@ -84,3 +117,14 @@ def test_another_order_of_sums_in_float32_is_no_difference(pool: Pool) -> None:
 def test_more_than_rounding_is_a_difference(pool: Pool) -> None:
     for outcome, error, _ in pool.run(2, train, True):
         assert error.startswith("FirstStepDifference") and "'norms.1'" in error, (outcome, error)
+
+
+def test_a_model_that_amplifies_rounding_is_not_refused(pool: Pool) -> None:
+    for outcome, error, _ in pool.run(2, train, False, True):
+        assert not error, error
+        assert outcome.startswith("inconclusive: one process makes as much of other last digits")
+
+
+def test_what_does_not_amplify_is_compared_all_the_same(pool: Pool) -> None:
+    for outcome, error, _ in pool.run(2, train, True, True):
+        assert error.startswith("FirstStepDifference"), (outcome, error)

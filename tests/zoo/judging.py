@@ -87,7 +87,9 @@ def skip_if_chaotic(result: Result, alone: list[Record], job: Job) -> None:
     """A model that differs from itself as early, when rounding moves it, can prove nothing."""
     moved = train_alone(job, JITTERS[job.plan.dtype])
     other = judge(Result(result.model, result.family, result.mode, EQUAL), moved, alone, job)
-    if _first_step(other.details) <= _first_step(result.details):
+    own_step, step = _first_step(other.details), _first_step(result.details)
+    as_much = 10 * _most(other.details, own_step) >= _most(result.details, step)
+    if own_step <= step and as_much:
         result.outcome = SKIPPED
         result.reason = f"one process amplifies rounding as much: {other.reason}"
 
@@ -96,6 +98,13 @@ def _first_step(details: str) -> int:
     """The first step in which something differs; behind all of them if nothing does."""
     steps = [int(step) for step in re.findall(r"of step (\d+)", details)]
     return min(steps, default=STEPS + (1 if details else 2))
+
+
+def _most(details: str, step: int) -> float:
+    """The largest difference in a step; what is missing differs without end."""
+    lines = [line for line in details.splitlines() if f"of step {step}" in line]
+    found = [re.search(r"differs by (\S+?):?(?: |$)", line) for line in lines]
+    return max((float(one[1]) if one else float("inf") for one in found), default=0.0)
 
 
 def _failed(result: Result, failed: list[Outcome]) -> Result:

@@ -297,9 +297,19 @@ def test_a_model_that_amplifies_rounding_proves_nothing(outcome: str) -> None:
     entry = stable if outcome == DIFFERENT else Entry("patterns", "patterns", __name__, "Chaotic")
     plan = make_plan(entry)
     job = Job(plan, MODES["pp2"], make_batches(plan, 1))
-    result = Result("a/b/c", "b", "pp2", DIFFERENT, details="loss of step 1 on pp_rank 0 differs")
+    details = "loss of step 1 on pp_rank 0 differs by 1.0e-01: [1.0] for [1.1]"
+    result = Result("a/b/c", "b", "pp2", DIFFERENT, details=details)
     skip_if_chaotic(result, train_alone(job), job)
     assert result.outcome == outcome
+
+
+def test_a_lost_gradient_is_no_rounding() -> None:
+    plan = make_plan(Entry("patterns", "patterns", __name__, "Chaotic"))
+    job = Job(plan, MODES["pp2"], make_batches(plan, 1))
+    details = "gradient of step 1 weight: none instead of a value"
+    result = Result("a/b/c", "b", "pp2", DIFFERENT, details=details)
+    skip_if_chaotic(result, train_alone(job), job)
+    assert result.outcome == DIFFERENT
 
 
 def test_nan_is_an_outcome_of_its_own() -> None:

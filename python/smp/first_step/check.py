@@ -388,7 +388,7 @@ class FirstStepCheck:
         seen = comm.allgather(self._seen(), comm.MP_GROUP)
         verdict = judging.judge(seen)
         if verdict.difference is not None:
-            reasons = comm.allgather(self._doubt(), comm.MP_GROUP)
+            reasons = comm.allgather(self._doubt(seen), comm.MP_GROUP)
             reason = next((r for r in reasons if r is not None), None)
             if reason is not None:
                 verdict = judging.Verdict(reason=reason)
@@ -422,7 +422,7 @@ class FirstStepCheck:
             seen.reference = self._found
         return seen
 
-    def _doubt(self) -> str | None:
+    def _doubt(self, seen: Sequence[judging.Seen]) -> str | None:
         """Runs the reference again, where there is one; why it says nothing, if so."""
         reference, found = self._reference, self._found
         if reference is None or found is None:
@@ -432,6 +432,9 @@ class FirstStepCheck:
             second = self._seen_of(again, [], found.gradients is not None)
             if not judging.agrees(found, second):
                 return "one process does not compute the same twice"
+            again = reference.again(moved=True)
+            if judging.is_amplified(seen, self._seen_of(again, [], found.gradients is not None)):
+                return "one process makes as much of other last digits of its parameters"
         return self._reason
 
     def abandon(self) -> None:

@@ -90,6 +90,7 @@ class Reference:
         modules: all of its modules.
         kept: values of the parameters that are placeholders here.
         device: of this process.
+        moved: whether it computes with other last digits of all parameters.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class Reference:
         modules: Sequence[nn.Module],
         kept: Mapping[nn.Parameter, Tensor],
         device: torch.device,
+        moved: bool = False,
     ) -> None:
         self._root = root
         self._modules = tuple(modules)
         self._kept = kept
         self._device = device
+        self._moved = moved
         self._first: _State | None = None  # before the first call
         self._now: _State | None = None
         self._left: _State | None = None  # what the last call has changed
@@ -146,9 +149,9 @@ class Reference:
         self.calls.append(call)
         return call
 
-    def again(self) -> Reference:
+    def again(self, moved: bool = False) -> Reference:
         """A second run of all calls so far, in the state of that time."""
-        other = Reference(self._root, self._modules, self._kept, self._device)
+        other = Reference(self._root, self._modules, self._kept, self._device, moved)
         other._first = other._now = self._first
         for call in self.calls:
             with (
@@ -220,6 +223,9 @@ class Reference:
             before = self._now
             before.put(self._modules)
             stack.enter_context(_values_in(self._kept, self._device))
+            if self._moved:
+                nearby = {p: _nearby(p.data) for p in self._root.parameters()}
+                stack.enter_context(_values_in(nearby, self._device))
             written = KeptValues(self._modules)
             stack.callback(written.restore)
             stack.enter_context(written)
@@ -349,6 +355,15 @@ def _values_in(values: Mapping[nn.Parameter, Tensor], device: torch.device) -> I
     finally:
         for parameter, data in before:
             parameter.data = data
+
+
+def _nearby(value: Tensor) -> Tensor:
+    """The same numbers, moved by up to some units in the last place."""
+    if not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(1)  # not the one of the user
+    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.device)
+    return value * (1 + 4 * torch.finfo(value.dtype).eps * noise.to(value.dtype))
 
 
 @contextlib.contextmanager
