@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 # Models cast to float32 inside whatever their dtype is; only other orders of sums come on top.
 LIMITS = {torch.float64: 5e-6, torch.float32: 2e-4}
 # How far parameters are moved to see whether a model amplifies rounding: some units in last place.
-JITTERS = {torch.float64: 1e-15, torch.float32: 5e-7}
+JITTERS = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 4e-3}
 # Of 16 bits, by norms, in the first step: later ones make more of another order of sums.
 HALF_LIMIT = 0.1
 # The last frame of an error that we raise on purpose: a line of ours with `raise`.
@@ -78,14 +78,14 @@ def run(pool: Pool, job: Job, alone: list[Record]) -> Result:
     if failed:
         return _failed(result, failed)
     judged = judge(result, [outcome.value for outcome in outcomes], alone, job)
-    if judged.outcome == DIFFERENT and not job.mode.half:
+    if judged.outcome == DIFFERENT:
         skip_if_chaotic(judged, alone, job)
     return judged
 
 
 def skip_if_chaotic(result: Result, alone: list[Record], job: Job) -> None:
     """A model that differs from itself as early, when rounding moves it, can prove nothing."""
-    moved = train_alone(job, JITTERS[job.plan.dtype])
+    moved = train_alone(job, JITTERS[torch.bfloat16 if job.mode.half else job.plan.dtype])
     other = judge(Result(result.model, result.family, result.mode, EQUAL), moved, alone, job)
     own_step, step = _first_step(other.details), _first_step(result.details)
     as_much = 10 * _most(other.details, own_step) >= _most(result.details, step)
