@@ -121,12 +121,25 @@ void ParameterScope::expect_backward(
   bool has_backward = false;
   for (const at::Tensor& result : results) {
     if (!result.requires_grad() || result.is_leaf()) continue;
-    result.grad_fn()->add_tensor_pre_hook(
-        std::make_unique<ResultHook>(uses_, use));
+    begin_before(*result.grad_fn(), use);
+    // Whoever changes a view in place cuts its own node out of the graph.
+    if (result.is_view() && is_from_here(result._base())) {
+      begin_before(*result._base().grad_fn(), use);
+    }
     has_backward = true;
   }
   use->end = at::sequence_number::peek();
   if (has_backward && in_backward()) uses_->keep(use);
+}
+
+void ParameterScope::begin_before(torch::autograd::Node& node,
+                                  const BackwardUsePtr& use) const {
+  node.add_tensor_pre_hook(std::make_unique<ResultHook>(uses_, use));
+}
+
+bool ParameterScope::is_from_here(const at::TensorBase& tensor) const {
+  return tensor.requires_grad() && !tensor.is_leaf() &&
+         tensor.grad_fn()->sequence_nr() >= first_node_;
 }
 
 // Units that a result shows are let go of when the scope around is left.

@@ -38,6 +38,9 @@ class ParameterScope {
   bool holds(int unit) const;
   void begin_passing() const;
   void expect_backward(const std::vector<at::Tensor>& results) const;
+  void begin_before(torch::autograd::Node& node,
+                    const BackwardUsePtr& use) const;
+  bool is_from_here(const at::TensorBase& tensor) const;
   void hand_on(const std::vector<at::Tensor>& results);
 
   const std::shared_ptr<BackwardUses> uses_;

@@ -121,6 +121,27 @@ class InPlace(Blocks):
         self.blocks = nn.ModuleList([Changing() for _ in range(4)])
 
 
+class Adding(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        y += x  # cuts the node of a view out of the graph
+        return y
+
+
+class ChangedViews(Blocks):
+    """Linear layers over three dimensions return views, which are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Adding() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x.view(2, -1, WIDTH))
+        assert x._is_view()  # type: ignore[no-untyped-call]
+        x += 1.0
+        return self.head(self.run(x)).view(-1, 1)
+
+
 class Wandering(Blocks):
     """Takes another way every second step."""
 
@@ -134,7 +155,10 @@ class Wandering(Blocks):
 
 MODELS: dict[str, type[Blocks]] = {
     model.__name__: model
-    for model in (Blocks, Functional, Giving, Checkpointed, Reentrant, Frozen, InPlace, Wandering)
+    for model in (
+        *(Blocks, Functional, Giving, Checkpointed, Reentrant, Frozen, InPlace, ChangedViews),
+        Wandering,
+    )
 }
 
 

@@ -99,6 +99,23 @@ TEST(ParameterScope, backward_holds_one_layer_after_the_other) {
   });
 }
 
+TEST(ParameterScope, a_view_that_is_changed_in_place_holds_its_layer) {
+  on_ranks(2, [](int /*rank*/, const comm::CommunicatorPtr& group) {
+    Layers layers(group, 2);
+    const at::Tensor x = at::ones({2, 4}, layers.params[0].options());
+    const auto changed = [&](int i, const at::Tensor& input) {
+      ParameterScope scope(layers.uses, {i});
+      at::Tensor y = input.matmul(layers.params[i]).view({1, 2, 4});
+      scope.leave({y});
+      y.sin_();
+      return y.view({2, 4});
+    };
+    torch::autograd::backward({changed(1, changed(0, x)).sum()});
+    EXPECT_EQ(layers.whole(), (std::vector<bool>{false, false}));
+    layers.expect_grads(layers.expected({0, 1}, x));
+  });
+}
+
 TEST(ParameterScope, a_layer_may_be_called_several_times) {
   on_ranks(2, [](int /*rank*/, const comm::CommunicatorPtr& group) {
     Layers layers(group, 2);
