@@ -65,9 +65,9 @@ test-all: test zoo  ## `make test`, and every model of the zoo (tests/zoo)
 
 .PHONY: zoo
 zoo: build  ## every model of the zoo: one of each family on two ranks, samples in other modes
-	$(RUN) $(PY) -m tests.zoo --mode pp2 --check
-	$(RUN) $(PY) -m tests.zoo --mode outputs --mode pp3 --mode pp2dp2 --mode dp2 --mode sdp2 \
-	  --mode tp2 --mode checkpointing --mode bf16 --sample 16 --check
+	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --jobs 2 --check
+	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode outputs --mode pp3 --mode pp2dp2 --mode dp2 \
+	  --mode sdp2 --mode tp2 --mode checkpointing --mode bf16 --sample 32 --jobs 2 --check
 
 .PHONY: quick
 quick: build  ## C++ and one-process tests only
