@@ -65,8 +65,8 @@ class DistributedModel(ModelViews):
         find_unused_parameters: accepted; unused parameters are recognised in any case.
 
     Raises:
-        ValueError: for arguments that are not usable or not available yet, and for a module that
-            shares parameters with a model that is wrapped already.
+        ValueError: for arguments that are not usable, and for a module that shares parameters with
+            a model that is wrapped already.
     """
 
     def __init__(
