@@ -104,16 +104,22 @@ class Verdict:
     difference: str | None = None
 
 
-def judge(seen: Sequence[Seen]) -> Verdict:
-    """The same answer on every rank that has the same arguments."""
+def judge(seen: Sequence[Seen], moved: Sequence[ReferenceSeen | None] = ()) -> Verdict:
+    """The same answer on every rank that has the same arguments.
+
+    Args:
+        seen: by all ranks.
+        moved: of each of them its reference once more, with parameters moved by some units in the
+            last place; what the pipeline makes no more of than this is no difference.
+    """
     for own in seen:
         if own.reason is not None:
             return Verdict(reason=own.reason)
-    for driver in seen:
+    for idx, driver in enumerate(seen):
         if driver.reference is None:
             continue
         peers = [own for own in seen if own.tp_rank == driver.tp_rank]
-        comparison = _Comparison(driver.reference, peers)
+        comparison = _Comparison(driver.reference, peers, moved[idx] if moved else None)
         verdict = comparison.verdict()
         if verdict.reason is not None or verdict.difference is not None:
             return verdict
@@ -129,20 +135,6 @@ def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
         for a, b in zip(first.own_outputs, second.own_outputs, strict=True)
     )
     return outputs and comparison.differing_gradient() is None
-
-
-def is_amplified(seen: Sequence[Seen], moved: ReferenceSeen) -> bool:
-    """Is all that differs what one process makes of other last digits?
-
-    Args:
-        seen: by all ranks; the reference of one of them has been run again.
-        moved: that run, with parameters moved by some units in the last place.
-    """
-    driver = next(own for own in seen if own.reference is not None)
-    assert driver.reference is not None
-    peers = [own for own in seen if own.tp_rank == driver.tp_rank]
-    verdict = _Comparison(driver.reference, peers, moved).verdict()
-    return verdict.difference is None
 
 
 class _Comparison:

@@ -1,0 +1,57 @@
+"""Which differences of the first step count, where several ranks hold a reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smp.first_step.verdict import ReferenceSeen, Seen, Verdict, judge
+
+
+def reference(gradient: float) -> ReferenceSeen:
+    return ReferenceSeen(
+        tolerance=1e-4,
+        outputs=[],
+        own_outputs=[],
+        gradients={"weight": torch.tensor([gradient], dtype=torch.float64)},
+        is_certain=True,
+        records={},
+        names=[""],
+    )
+
+
+def ranks(*gradients: float) -> list[Seen]:
+    """One rank per tensor-parallel part, whose reference has a gradient of 1."""
+    return [
+        Seen(
+            place=f"global_rank {rank}",
+            pp_rank=0,
+            tp_rank=rank,
+            gradients={"weight": torch.tensor([gradient], dtype=torch.float64)},
+            reference=reference(1.0),
+        )
+        for rank, gradient in enumerate(gradients)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "moved", "differs"),
+    [
+        ((1.0, 1.0), (), False),
+        ((1.01, 1.0), (), True),
+        ((1.01, 1.0), (1.005, 1.0), False),  # rounding is worth as much
+        ((1.01, 1.0), (1.0, 1.5), True),  # of another part only
+        ((1.01, 1.01), (1.005, 1.0), True),
+        ((1.5, 1.0), (1.005, 1.0), True),  # not as much
+    ],
+)
+def test_rounding_explains_the_differences_of_its_own_part(
+    gradients: tuple[float, ...], moved: tuple[float, ...], differs: bool
+) -> None:
+    verdict = judge(ranks(*gradients), [reference(value) for value in moved])
+    assert (verdict.difference is not None) == differs
+    assert differs or verdict == Verdict()
+
+
+def test_where_the_moved_run_failed_nothing_is_explained() -> None:
+    assert judge(ranks(1.01), [None]).difference is not None
