@@ -32,14 +32,14 @@ class Along:
         attributes: what was written to the callee and to modules below it.
         flags: modes of these modules and flags of their parameters, if they are not what they were
             when the model was partitioned.
-        is_of_owner: the caller is on the rank of the callee.
+        is_same_rank: the caller is on the rank of the callee.
     """
 
     containers: dict[str, Any] | None = None
     hooked: tuple[int, ...] = ()
     attributes: dict[Key, Any] | None = None
     flags: tuple[bool, ...] | None = None
-    is_of_owner: bool = False
+    is_same_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class CallState:
 
     # ---- caller
 
-    def along(self, module_id: int, is_of_owner: bool) -> Along | None:
+    def along(self, module_id: int, is_same_rank: bool) -> Along | None:
         """What goes with a call of a module; None if nothing does."""
         containers = collectors.collectors()
         attributes = self._attributes.values(module_id)
@@ -116,14 +116,14 @@ class CallState:
             hooked=tuple(self._ids[model] for model in hooked),
             attributes=attributes,
             flags=flags,
-            is_of_owner=is_of_owner,
+            is_same_rank=is_same_rank,
         )
 
-    def settle(self, back: Back, is_of_owner: bool) -> None:
+    def settle(self, back: Back, is_same_rank: bool) -> None:
         """Takes over what a call has left behind."""
         if back.additions:
             collectors.add(collectors.collectors(), back.additions)
-        self._attributes.take(back.attributes, is_of_owner)
+        self._attributes.take(back.attributes, is_same_rank)
 
     # ---- callee
 
@@ -134,7 +134,7 @@ class CallState:
         along = along or Along()
         if along.containers:
             collectors.install(along.containers, [self._modules[i] for i in along.hooked])
-        self._attributes.take(along.attributes, along.is_of_owner)
+        self._attributes.take(along.attributes, along.is_same_rank)
         with self._flags_of(module_id).set_to(along.flags, self._flags_at_first):
             yield
 

@@ -161,8 +161,8 @@ class PipelineLink:
                 "ranks; let the partition be traced (skip_tracing=False), which keeps the module "
                 "with its caller, or place both on one partition with smp.set_partition"
             )
-        is_here = module_id in self._later_stages
-        along = None if module_id == _FUNCTION else self._state.along(module_id, is_here)
+        is_same_rank = module_id in self._later_stages
+        along = None if module_id == _FUNCTION else self._state.along(module_id, is_same_rank)
         given = Given.to(args, kwargs)
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along)
@@ -191,7 +191,7 @@ class PipelineLink:
         if filled:
             self._note_filled(module_id, [given.containers[number] for number, _ in filled])
         result, attributes = given.settle(filled, (result, attributes))
-        self._state.settle(Back(additions, attributes), is_here)
+        self._state.settle(Back(additions, attributes), is_same_rank)
         return result
 
     def _note_filled(self, module_id: int, containers: Sequence[Any]) -> None:

@@ -188,17 +188,17 @@ class ModuleState:
                 found[idx, name] = self._fit_to_travel(idx, name, written[key])
         return found or None
 
-    def take(self, values: Mapping[Key, Any] | None, is_of_here: bool = False) -> None:
+    def take(self, values: Mapping[Key, Any] | None, is_same_rank: bool = False) -> None:
         """Writes what came from another rank.
 
         Args:
             values: by module and name.
-            is_of_here: code of this rank wrote them to the same modules. Only the microbatch takes
-                them over: caller and callee do not wait for each other.
+            is_same_rank: code of this rank wrote them to the same modules. Only the microbatch
+                takes them over: caller and callee do not wait for each other.
         """
         for (idx, name), value in (values or {}).items():
             module = self._modules[idx]
-            is_apart = is_of_here or name in module._buffers  # a buffer itself is its owner's
+            is_apart = is_same_rank or name in module._buffers  # a buffer itself is its owner's
             if is_apart and (written := _values.get()) is not None:
                 written[id(module), name] = value
             else:
