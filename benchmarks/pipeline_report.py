@@ -15,7 +15,7 @@ from timer import Timing, compare
 from workers import Worker
 
 import smp
-from smp.schedule import Stage, simulate
+from smp.pipeline.schedules import Stage, simulate
 
 AIMS = {
     "ratio_to_1f1b": 0.97,

@@ -18,7 +18,7 @@ from torch import distributed
 from workers import Worker
 
 import smp
-from smp.metrics import server_stats
+from smp.observe.metrics import server_stats
 
 
 @dataclass

@@ -27,7 +27,7 @@ from workers import Worker, place
 
 import smp
 from smp import _C
-from smp.metrics import server_stats
+from smp.observe.metrics import server_stats
 from smp.pipeline import link, packing
 
 GATE_S = 0.25

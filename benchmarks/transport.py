@@ -20,7 +20,7 @@ from workers import Worker
 
 import smp
 from smp import _C
-from smp.groups import make_world
+from smp.world.groups import make_world
 
 TIMEOUT_S = 60.0
 

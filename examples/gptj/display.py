@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import smp
-from smp.metrics import StepMeter, difference, server_stats, transformer_flops_per_token
+from smp.observe.metrics import StepMeter, difference, server_stats, transformer_flops_per_token
 
 NUM_LINES = 6
 

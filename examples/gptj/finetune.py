@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 from transformers import get_linear_schedule_with_warmup as linear_schedule
 
 import smp
-from smp.launch import read_launch
+from smp.world.launch import read_launch
 
 NUM_CHECKED_STEPS = 3
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}

@@ -5,9 +5,9 @@ forward and backward into a function decorated with :func:`step`, and launch wit
 or Slurm. Importing this package does not communicate and starts nothing.
 """
 
-from smp import _extension
+from smp.world import extension
 
-_extension.load()
+extension.load()
 
 from smp import (  # noqa: E402
     amp,
@@ -24,13 +24,35 @@ from smp import (  # noqa: E402
 )
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
+from smp.activations.checkpointing import set_activation_checkpointing  # noqa: E402
 from smp.checkpoint import (  # noqa: E402
     load,
     resume_from_checkpoint,
     save,
     save_checkpoint,
 )
-from smp.comm import (  # noqa: E402
+from smp.initial.delay import delay_param_initialization  # noqa: E402
+from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
+from smp.model import DistributedModel, is_tracing  # noqa: E402
+from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
+from smp.observe.timeline import trace  # noqa: E402
+from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
+from smp.optim.grad_norm import clip_grad_norm_  # noqa: E402
+from smp.partition import partition, set_partition  # noqa: E402
+from smp.partition.report import explain_partition, save_partition  # noqa: E402
+from smp.replacement import (  # noqa: E402
+    model_creation,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
+
+# `step` and `partition` are submodules and public functions at once; as in the documented
+# interface the attribute is the function.
+from smp.step import step  # noqa: E402
+from smp.step.microbatch import StepOutput  # noqa: E402
+from smp.world.comm import (  # noqa: E402
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -76,32 +98,11 @@ from smp.comm import (  # noqa: E402
     tp_rank,
     tp_size,
 )
-from smp.grad_norm import clip_grad_norm_  # noqa: E402
-from smp.memory import delay_param_initialization  # noqa: E402
-from smp.memory import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
-from smp.microbatch import StepOutput  # noqa: E402
-from smp.model import DistributedModel, is_tracing  # noqa: E402
-from smp.nonfinite import detect_nonfinite  # noqa: E402
-from smp.optimizer import DistributedOptimizer  # noqa: E402
-from smp.partition import partition, set_partition  # noqa: E402
-from smp.partition_report import explain_partition, save_partition  # noqa: E402
-from smp.patches.checkpoint import set_activation_checkpointing  # noqa: E402
-from smp.preemption import requested as preemption_requested  # noqa: E402
-from smp.replacement import (  # noqa: E402
-    model_creation,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
-from smp.runtime import init, is_initialized, shutdown, state  # noqa: E402
+from smp.world.preemption import requested as preemption_requested  # noqa: E402
+from smp.world.preemption import use_saver  # noqa: E402
+from smp.world.runtime import init, is_initialized, shutdown, state  # noqa: E402
 
-# `step` and `partition` are submodules and public functions at once; as in the documented
-# interface the attribute is the function.
-from smp.step import step  # noqa: E402
-from smp.timeline import trace  # noqa: E402
-
-preemption.use_saver(save_checkpoint)
+use_saver(save_checkpoint)
 
 __all__ = [
     "DP_GROUP",

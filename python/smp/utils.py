@@ -1,32 +1,11 @@
-"""Small helpers that old scripts import."""
+"""Import path of v1 for two small helpers."""
 
-from __future__ import annotations
+from smp.v1.utils import (
+    get_distribution_axis,
+    rmsg,
+)
 
-from torch import Tensor
-
-from smp import _C
-from smp.data_parallel import model_parameter_of
-from smp.tensor_parallel.sharding import interval_of
-
-
-def rmsg(msg: object) -> str:
-    """The message with this rank's place in front, as errors of the library have it.
-
-    Args:
-        msg: anything; before `smp.init` it comes back as it is.
-    """
-    return f"{_C.rank_prefix()}{msg}"
-
-
-def get_distribution_axis(param: Tensor) -> int | None:
-    """The dim along which tensor-parallel ranks split a parameter; None if they do not.
-
-    The whole is the concatenation along it of the slices of all `tp_size()` ranks. Where a size
-    does not divide, the first ranks have one element more.
-
-    Args:
-        param: of a `DistributedModel`, or what its optimizer updates in the place of one. A master
-            of a sharded state is flat, and has the dim of the parameter behind it.
-    """
-    interval = interval_of(model_parameter_of(param))
-    return None if interval is None else interval.dim
+__all__ = [
+    "get_distribution_axis",
+    "rmsg",
+]

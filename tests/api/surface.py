@@ -73,7 +73,7 @@ def describe(value: Any) -> Any:
 def surface() -> dict[str, Any]:
     """The whole surface as JSON-able data."""
     import smp
-    from smp.config import Config
+    from smp.config.schema import Config
 
     names = sorted(smp.__all__)
     config = {}

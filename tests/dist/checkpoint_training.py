@@ -70,7 +70,7 @@ class Counted(nn.Module):
     recomputed = 0
 
     def count(self) -> None:
-        from smp.memory import is_recomputing
+        from smp.activations.recompute import is_recomputing
 
         type(self)._add(is_recomputing())
 
@@ -306,7 +306,8 @@ _LAYERS = {
 def init(cell: Cell) -> None:
     """``smp.init`` as the cell says."""
     import smp
-    from smp import _C, runtime
+    from smp import _C
+    from smp.world import runtime
 
     config: dict[str, Any] = {
         "pipeline_parallel_degree": cell.pp,

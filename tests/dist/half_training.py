@@ -185,8 +185,8 @@ def train(rank: int, run: HalfRun, kind: str = "") -> RankRecord:
 def marked(model: Any, what: str) -> dict[str, Any]:
     """Local masters, their gradients or the model's own values, with the parts that they are."""
     import smp
-    from smp.data_parallel import holding_of, master_of
-    from smp.optimizer_state import FLAT_MARK
+    from smp.optim.state import FLAT_MARK
+    from smp.storage.holdings import holding_of, master_of
     from smp.tensor_parallel import partial
 
     named = [(strip(name), p) for name, p in model.local_named_parameters()]
@@ -240,7 +240,7 @@ def reference(run: HalfRun, precision: str) -> HalfRecord:
 def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Whole tensors under the names of the plain model."""
     from smp.nn import huggingface
-    from smp.optimizer_state import FLAT_MARK
+    from smp.optim.state import FLAT_MARK
     from smp.tensor_parallel import partial
 
     merged: dict[str, Tensor] = partial.merge(parts)
@@ -255,7 +255,7 @@ def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def unsharded(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks of one shard group have together; without sharding what the first has."""
-    from smp.optimizer_state import FLAT_MARK, join_flat
+    from smp.optim.state import FLAT_MARK, join_flat
 
     if FLAT_MARK not in parts[0]:
         return dict(parts[0])

@@ -163,7 +163,7 @@ def _scale(job: Job) -> dict[str, Any]:
 
 def state_of(model: Any, optimizer: Any) -> State:
     """Everything, on every rank. Collective."""
-    from smp.optimizer_state import to_cpu
+    from smp.optim.state import to_cpu
 
     whole = model.state_dict()
     tensors = {name: value for name, value in whole.items() if isinstance(value, Tensor)}

@@ -206,7 +206,7 @@ def offload_warnings(rank: int, asks: str) -> int:
     from torch import Tensor, nn
 
     import smp
-    from smp.patches.checkpoint import checkpoint
+    from smp.activations.checkpointing import checkpoint
 
     class Stage(nn.Module):
         def __init__(self) -> None:

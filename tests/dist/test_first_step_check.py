@@ -258,7 +258,7 @@ def other_values(only_replica: int) -> Callable[[nn.Module], None]:
 
     def plant(root: Any) -> None:
         import smp
-        from smp.engine import Engine
+        from smp.model.engine import Engine
 
         place = Engine._place_whole
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import _C, groups, runtime
-from smp.launch import read_launch
-from smp.rendezvous import MeetingPoint
+from smp import _C
+from smp.world import groups, runtime
+from smp.world.launch import read_launch
+from smp.world.rendezvous import MeetingPoint
 from tests.dist.pool import Pool
 
 KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")

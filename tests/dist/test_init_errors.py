@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import smp
-from smp import runtime
+from smp.world import runtime
 from tests.dist.pool import Pool
 
 pytestmark = pytest.mark.alone

@@ -115,7 +115,7 @@ def check(expected: State, state: State, where: str) -> None:
 def sharded_state(rank: int, degree: int, tp: int, zero_init: bool) -> tuple[State, int, int]:
     """The model, the most elements that were real at once, and those of the largest module."""
     import smp
-    from smp.data_parallel import ShardedParameters
+    from smp.storage.sharded import ShardedParameters
 
     smp.init(
         {

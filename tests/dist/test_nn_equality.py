@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.initial.initialise import initialise_delayed
 from tests.dist.pool import Pool
 from tests.reference.split_modules import CASES, MODES, Case, compare, float64, num_bytes
 
@@ -107,7 +108,6 @@ def test_sizes_that_leave_a_rank_without_anything_are_refused(pool: Pool) -> Non
 
 def initial_values(rank: int, degree: int, delayed: bool) -> dict[str, tuple[Tensor, Any]]:
     import smp
-    from smp import memory
     from smp.tensor_parallel import sharding
 
     init(degree, False, "memory")
@@ -116,7 +116,7 @@ def initial_values(rank: int, degree: int, delayed: bool) -> dict[str, tuple[Ten
         model = smp.nn.DistributedTransformerLMHead(2, 4, 4, 16, 32, 21, 8, residual_init_std=0.01)
     if delayed:
         assert all(p.is_meta for p in model.parameters())
-        memory.initialise_delayed(model, lambda _: True, torch.device("cpu"))
+        initialise_delayed(model, lambda _: True, torch.device("cpu"))
     values = {}
     for name, parameter in model.named_parameters():
         interval = sharding.interval_of(parameter)

@@ -100,8 +100,8 @@ def harm(model: Any) -> None:
 def look(rank: int, config: dict[str, Any]) -> dict[int, Any]:
     """Steps with and without harm; what was found, by step."""
     import smp
-    from smp import runtime
-    from smp.forwards import Around, is_wrapped
+    from smp.modules.forwards import Around, is_wrapped
+    from smp.world import runtime
 
     model, optimizer, train = make(config)
     train(0)

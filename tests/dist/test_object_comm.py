@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import smp
-from smp import runtime
+from smp.world import runtime
 from tests.dist.pool import Pool
 
 DDP_2x2 = {"partitions": 2, "ddp": True}  # dp groups 02 13, mp groups 01 23

@@ -133,7 +133,7 @@ class Half(nn.Module):
         self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        from smp.memory import is_recomputing
+        from smp.activations.recompute import is_recomputing
 
         Half.runs.append((self.name, is_recomputing()))
         return x + self.down(torch.tanh(self.up(x)))
@@ -220,7 +220,7 @@ def switched_on(rank: int) -> tuple[list[int], list[bool]]:
     import transformers
 
     import smp
-    from smp.memory import is_recomputing
+    from smp.activations.recompute import is_recomputing
 
     smp.init({"microbatches": 2, "pipeline_parallel_degree": 2, "ddp": False})
     config = transformers.LlamaConfig(

@@ -206,7 +206,7 @@ def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
 
 def check_flat(model: Any, optimizer: Any) -> None:
     """What scripts read: parts of parameters, one behind the other, as the optimizer has them."""
-    from smp import runtime
+    from smp.world import runtime
 
     parts = [p.ds_tensor.ds_numel for p in model.parameters()]
     [flat] = optimizer.fp32_partitioned_groups_flat

@@ -168,7 +168,7 @@ def resume_in_order(rank: int, job: Job, folder: str) -> list[Any]:
     torch_optimizer = optimizer.optimizer
     del optimizer
     # As a script that makes its optimizer late: none is wrapped yet.
-    from smp import runtime
+    from smp.world import runtime
 
     runtime.current()._optimizers._references.clear()
     smp.resume_from_checkpoint(folder, "o")

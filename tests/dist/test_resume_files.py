@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from smp.checkpoint import exporting, huggingface, manifest, resharding
-from smp.sharded_data_parallel_checkpoint import (
-    get_full_state_dict_from_sharded_data_parallel_checkpoint,
-)
+from smp.v1.sharded_checkpoint import get_full_state_dict_from_sharded_data_parallel_checkpoint
 from tests.dist.pool import Pool
 from tests.dist.resume_training import BEFORE, CASE, Job, make, state_of
 

@@ -82,7 +82,7 @@ def train_on_hosts(rank: int, run: Run) -> object:
     os.environ["SMP_HOSTNAME"] = "ab"[rank // 2]
     try:
         result = train(rank, run)
-        from smp import runtime
+        from smp.world import runtime
 
         comms = runtime.current().comms
         hops = (comms.shard_across, comms.shard_within)

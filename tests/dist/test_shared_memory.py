@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import smp
-from smp import runtime
-from smp.metrics import difference, server_stats
+from smp.observe.metrics import difference, server_stats
+from smp.world import runtime
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.metrics import difference, server_stats
+from smp.observe.metrics import difference, server_stats
 from tests.dist.pool import Pool
 from tests.dist.test_transfers import BATCH, MICROBATCHES, PP, SEQUENCE, VOCABULARY, blocks_of
 from tests.dist.test_transfers import build as build_transformer

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smp
-from smp import runtime
 from smp.tensor_parallel import regions
+from smp.world import runtime
 from tests.dist.pool import Pool
 
 TRANSPORTS = pytest.mark.parametrize("shm", ["1", "0"], ids=["shared_memory", "gloo"])

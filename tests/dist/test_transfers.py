@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp import runtime
-from smp.metrics import difference, server_stats
+from smp.observe.metrics import difference, server_stats
+from smp.world import runtime
 from tests.dist.pool import Pool
 
 PP, BLOCKS, MICROBATCHES = 4, 8, 4

@@ -307,7 +307,7 @@ def record(rank: int, path: str) -> list[Any]:
     step(x)
     with smp.trace(path):
         step(x)
-    return list(smp.runtime.current().server.module_names)
+    return list(smp.world.runtime.current().server.module_names)
 
 
 def test_the_timeline_names_modules_with_the_number_of_their_model(
@@ -386,7 +386,7 @@ def live_and_die(rank: int, pp: int, dp: int) -> list[Any]:
             gc.collect()
         keeper.zero_grad()
         make_step([keeper])(x)  # the others may still have it
-        counts.append(len(smp.runtime.current().models))
+        counts.append(len(smp.world.runtime.current().models))
     gc.collect()
     gc.enable()
     dead = [[reference() is None for reference in references] for references in gone]

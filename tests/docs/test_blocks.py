@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.config import Config
+from smp.config.schema import Config
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
 from tests.docs import commands

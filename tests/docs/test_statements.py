@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.config import _ALIASES, Config
+from smp.config.schema import _ALIASES, Config
 from tests.docs import commands
 from tests.docs.pages import REPO, blocks_of
 

@@ -31,70 +31,38 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "comm": frozenset({"common", "topology"}),
 }
 
-# Python modules and packages directly below `smp`, lower layers first. The large layers of
-# ARCHITECTURE.md are `config`, `runtime`, `comm`, the features, and what the user calls; modules
-# that serve one of them stand just below it.
+# Rooms of `python/smp`, lower layers first. `_C` and what the build writes lie below all of them.
 PYTHON_LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"_C", "_build_info", "_extension", "_version"}),
-    frozenset({"config"}),
-    frozenset(
-        {
-            "autocast",
-            "config_sources",
-            "creation",
-            "foreign_wrappers",
-            "forwards",
-            "launch",
-            "module_writes",
-            "optimizers",
-            "schedule",
-            "tracing",
-            "transforms",
-        }
-    ),
-    frozenset({"fault_injection", "groups", "host_objects", "presence", "process_hooks"}),
-    frozenset({"settings"}),
-    frozenset({"links", "rendezvous", "wrapped"}),
-    frozenset({"runtime"}),
-    frozenset({"comm", "device_numbers", "roll_call", "state_mod"}),
+    frozenset({"config", "modules"}),
+    frozenset({"world"}),
     frozenset({"tensor_parallel"}),
-    frozenset({"memory"}),
-    frozenset(
-        {
-            "metrics",
-            "microbatch",
-            "nn",
-            "nonfinite",
-            "partition",
-            "pipeline",
-            "preemption",
-            "timeline",
-        }
-    ),
-    frozenset({"data_parallel"}),
-    frozenset({"precision", "utils"}),
-    frozenset({"first_step"}),
-    frozenset({"activations", "chosen_schedule", "model_parts", "partition_report", "replacement"}),
-    frozenset({"open_pipeline", "state_loading"}),
-    frozenset(
-        {
-            "backward_roots",
-            "engine",
-            "grad_norm",
-            "loss_checks",
-            "model_views",
-            "patches",
-            "root_call",
-        }
-    ),
-    frozenset({"join"}),
-    frozenset({"model", "step_run"}),
-    frozenset({"first_use", "fused_step", "legacy_optimizer", "model_dump", "optimizer_state"}),
-    frozenset({"amp", "optimizer", "step"}),
+    frozenset({"initial", "partition"}),
+    frozenset({"activations"}),
+    frozenset({"data_parallel", "nn", "pipeline"}),
+    frozenset({"observe", "replacement", "storage"}),
+    frozenset({"precision"}),
+    frozenset({"model"}),
+    frozenset({"optim", "step"}),
     frozenset({"checkpoint"}),
-    frozenset({"integrations", "sharded_data_parallel_checkpoint"}),
-    frozenset({"__main__"}),
+    frozenset({"integrations", "v1"}),
 )
+PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_version"})
+
+# Import paths of users beside the rooms: they give out names of rooms and do nothing else.
+PUBLIC_PATHS = frozenset(
+    {
+        "amp",
+        "metrics",
+        "optimizers",
+        "patches",
+        "preemption",
+        "schedule",
+        "sharded_data_parallel_checkpoint",
+        "state_mod",
+        "utils",
+    }
+)
+_ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')
 
@@ -148,18 +116,21 @@ def check_cpp(root: Path) -> list[str]:
 
 
 def _smp_module(name: str) -> str | None:
-    """``"smp.comm.groups"`` -> ``"comm"``; "" for ``smp`` itself; None for other packages."""
+    """``"smp.world.comm.groups"`` -> ``"comm"``; "" for ``smp`` itself; None for other packages."""
     parts = name.split(".")
     if parts[0] != "smp":
         return None
     return parts[1] if len(parts) > 1 else ""
 
 
-def python_layer(name: str) -> int:
+def python_layer(room: str) -> int:
+    """Number of the room's layer; -1 for what lies below all rooms."""
+    if room in PYTHON_BELOW_ALL:
+        return -1
     for index, layer in enumerate(PYTHON_LAYERS):
-        if name in layer:
+        if room in layer:
             return index
-    raise KeyError(name)
+    raise KeyError(room)
 
 
 def _targets(node: ast.AST, package: list[str]) -> Iterator[str]:
@@ -171,7 +142,7 @@ def _targets(node: ast.AST, package: list[str]) -> Iterator[str]:
         if node.level:
             kept = package[: len(package) - node.level + 1]
             base = ".".join([*kept, base] if base else kept)
-        # `from smp import comm` names the module, not the package.
+        # `from smp import world` names the room, not the package.
         names = [f"smp.{alias.name}" for alias in node.names] if base == "smp" else [base]
     else:
         return
@@ -187,41 +158,57 @@ def check_python(root: Path) -> list[str]:
     package_root = root / "python" / "smp"
     for path in sorted(package_root.rglob("*.py")):
         relative = path.relative_to(package_root)
-        if relative.as_posix() == "__init__.py":
-            continue  # on top of everything
-        place = path.relative_to(root).as_posix()
         own = relative.parts[0].removesuffix(".py")
-        try:
-            own_layer = python_layer(own)
-        except KeyError:
-            complaints.append(f"{place}: '{own}' is in no layer of PYTHON_LAYERS")
-            continue
-        package = ["smp", *relative.parts[:-1]]
-        tree = ast.parse(path.read_text())
-        inside_functions = {
-            id(child)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            for child in ast.walk(node)
-        }
-        for node in ast.walk(tree):
-            for other in _targets(node, package):
-                where = f"{place}:{getattr(node, 'lineno', 0)}"
-                if id(node) in inside_functions:
-                    complaints.append(f"{where}: import '{other or 'smp'}' at the top of the file")
-                if other == own:
-                    continue
-                if not other:
-                    complaints.append(f"{where}: import the module, not the package 'smp'")
-                    continue
-                try:
-                    other_layer = python_layer(other)
-                except KeyError:
-                    complaints.append(f"{where}: '{other}' is in no layer of PYTHON_LAYERS")
-                    continue
-                if other_layer >= own_layer:
-                    complaints.append(f"{where}: '{own}' may not import '{other}' (not below it)")
+        if own in PUBLIC_PATHS:
+            complaints += _check_public_path(path, path.relative_to(root).as_posix())
+        elif own not in _ON_TOP:
+            complaints += _check_room_file(path, path.relative_to(root).as_posix(), relative)
     return complaints
+
+
+def _check_public_path(path: Path, place: str) -> Iterator[str]:
+    """A public path gives out names of rooms: it may hold imports and aliases."""
+    for node in ast.parse(path.read_text()).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
+            yield f"{place}:{node.lineno}: a public path gives out names only; code is in rooms"
+
+
+def _check_room_file(path: Path, place: str, relative: Path) -> Iterator[str]:
+    own = relative.parts[0].removesuffix(".py")
+    if len(relative.parts) == 1 and own not in PYTHON_BELOW_ALL:
+        yield f"{place}: a module beside the rooms; it belongs into one of them"
+        return
+    try:
+        own_layer = python_layer(own)
+    except KeyError:
+        yield f"{place}: '{own}' is in no layer of PYTHON_LAYERS"
+        return
+    tree = ast.parse(path.read_text())
+    inside_functions = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        for other in _targets(node, ["smp", *relative.parts[:-1]]):
+            where = f"{place}:{getattr(node, 'lineno', 0)}"
+            if id(node) in inside_functions:
+                yield f"{where}: import '{other or 'smp'}' at the top of the file"
+            if other != own and (problem := _problem(own, own_layer, other)):
+                yield f"{where}: {problem}"
+
+
+def _problem(own: str, own_layer: int, other: str) -> str | None:
+    """Why a room may not import something of smp; None if it may."""
+    if not other or other in _ON_TOP:
+        return f"import the room that has it, not 'smp{'.' if other else ''}{other}'"
+    try:
+        other_layer = python_layer(other)
+    except KeyError:
+        return f"'{other}' is in no layer of PYTHON_LAYERS"
+    return None if other_layer < own_layer else f"'{own}' may not import '{other}' (not below it)"
 
 
 def cmake_dependencies(root: Path) -> dict[str, frozenset[str]]:

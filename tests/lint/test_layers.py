@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def test_cpp_includes_go_down_only() -> None:
 def test_python_imports_go_down_only() -> None:
     assert (layers.REPO / "python/smp/__init__.py").is_file()
     assert layers.check_python(layers.REPO) == []
+
+
+def test_the_picture_of_the_rooms_is_the_tree() -> None:
+    package = layers.REPO / "python" / "smp"
+    folders = {path.name for path in package.iterdir() if any(path.glob("*.py"))}
+    assert folders - layers.PUBLIC_PATHS == frozenset().union(*layers.PYTHON_LAYERS)
+    assert len(layers.PYTHON_LAYERS) <= 12
+    text = (layers.REPO / "ARCHITECTURE.md").read_text()
+    table = text.split("## Rooms of `python/smp`")[1].split("\n## ")[0]
+    drawn: dict[str, int] = {}
+    for row in re.findall(r"^\| (\d+) \| `(\w+)/` \|", table, re.MULTILINE):
+        drawn[row[1]] = int(row[0])
+    assert drawn == {room: layers.python_layer(room) + 1 for room in folders & drawn.keys()}
+    assert drawn.keys() == folders - layers.PUBLIC_PATHS
 
 
 def test_cmake_links_each_room_with_the_rooms_below_it_only() -> None:
@@ -63,14 +78,17 @@ def test_right_includes_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "line", "complaint"),
     [
-        ("config.py", "from smp import runtime", "'config' may not import 'runtime'"),
-        ("comm/groups.py", "from smp.step import step", "'comm' may not import 'step'"),
-        ("comm/groups.py", "from ..model import Model", "'comm' may not import 'model'"),
-        ("model.py", "import smp.optimizer", "'model' may not import 'optimizer'"),
-        ("model.py", "import smp", "not the package"),
-        ("model.py", "def f():\n    from smp.config import Config", "top of the file"),
-        ("attic.py", "import os", "'attic' is in no layer"),
-        ("model.py", "from smp.attic import x", "'attic' is in no layer"),
+        ("config/keys.py", "from smp.world import runtime", "'config' may not import 'world'"),
+        ("world/groups.py", "from smp.step import step", "'world' may not import 'step'"),
+        ("world/groups.py", "from ..model import Model", "'world' may not import 'model'"),
+        ("nn/linear.py", "import smp.pipeline.hub", "'nn' may not import 'pipeline'"),  # sideways
+        ("model/a.py", "import smp", "import the room that has it"),
+        ("model/a.py", "from smp.metrics import difference", "import the room that has it"),
+        ("model/a.py", "def f():\n    from smp.config import Config", "top of the file"),
+        ("attic/a.py", "import os", "'attic' is in no layer"),
+        ("model/a.py", "from smp.attic import x", "'attic' is in no layer"),
+        ("attic.py", "import os", "a module beside the rooms"),
+        ("metrics.py", "def f():\n    pass", "gives out names only"),
     ],
 )
 def test_wrong_import_is_found(tmp_path: Path, place: str, line: str, complaint: str) -> None:
@@ -82,6 +100,9 @@ def test_wrong_import_is_found(tmp_path: Path, place: str, line: str, complaint:
 
 def test_right_imports_pass(tmp_path: Path) -> None:
     _write(tmp_path, "python/smp/pipeline/calls.py", "from .wire import pack\nimport torch\n")
-    _write(tmp_path, "python/smp/step.py", "from smp import _C, comm\nimport smp.pipeline.calls\n")
+    _write(
+        tmp_path, "python/smp/step/a.py", "from smp import _C, world\nimport smp.pipeline.calls\n"
+    )
+    _write(tmp_path, "python/smp/utils.py", "from smp.v1.utils import a\n\n__all__ = ['a']\n")
     _write(tmp_path, "python/smp/__init__.py", "from smp.step import step\n")
     assert layers.check_python(tmp_path) == []

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import smp
 from smp.activations import marks, placement
+from smp.activations.checkpointing import checkpoint, checkpoint_sequential
+from smp.activations.recompute import is_recomputing, recompute
 from smp.activations.strategies import parse_strategy, plan_groups
-from smp.memory import is_recomputing, recompute
-from smp.patches.checkpoint import checkpoint, checkpoint_sequential
 
 
 @pytest.fixture(autouse=True)

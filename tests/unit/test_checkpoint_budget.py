@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.activations.budget import LayerCost, measure, plan_budget
-from smp.forwards import Around, is_wrapped
+from smp.modules.forwards import Around, is_wrapped
 
 
 def needed(layers: list[LayerCost], plan: list[bool]) -> int:

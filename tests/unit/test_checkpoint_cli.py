@@ -18,15 +18,7 @@ from smp.checkpoint import archive, cli, exporting, folder, reader
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.folder import Generation
-from smp.checkpoint.manifest import (
-    Block,
-    Layout,
-    Manifest,
-    ManifestError,
-    Part,
-    Piece,
-    StoredEntry,
-)
+from smp.checkpoint.manifest import Block, Layout, Manifest, ManifestError, Part, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
 from smp.nn.huggingface import gpt2
 

@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp.checkpoint import (
-    archive,
-    huggingface,
-    safetensors_stream,
-    whole_model,
-)
+from smp.checkpoint import archive, huggingface, safetensors_stream, whole_model
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.checkpoint.values import decode, encode
 

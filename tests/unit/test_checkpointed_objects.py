@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.memory import recompute, tensors_in
+from smp.activations.recompute import recompute
+from smp.modules.flat import tensors_in
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from smp import schedule
-from smp.chosen_schedule import ChosenSchedule
-from smp.config import Config
+from smp.config.schema import Config
 from smp.partition.decide import kept_microbatches
+from smp.pipeline import schedules as schedule
+from smp.pipeline.chosen_schedule import ChosenSchedule
 
 
 def of(text: str, num_chunks: int = 1) -> ChosenSchedule:

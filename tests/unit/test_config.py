@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smp import config
-from smp.config import Config
+from smp.config import schema as config
+from smp.config.schema import Config
 
 # Every refusal: smp config: <key>=<value>: <reason>; <how to fix>
 FORM = re.compile(r"^smp config: \w+=.+: .+; .+$", re.DOTALL)

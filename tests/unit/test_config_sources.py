@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from smp import config_sources
-from smp.config import Given
+from smp.config import sources as config_sources
+from smp.config.schema import Given
 
 
 def env(values: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from smp import _C, _extension
+from smp import _C
+from smp.world import extension as _extension
 
 
 def _pretend_built_for(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

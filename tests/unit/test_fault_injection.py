@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from smp.fault_injection import InjectedError, InjectedFault, read_fault
+from smp.world.fault_injection import InjectedError, InjectedFault, read_fault
 
 
 def test_fault_is_read() -> None:

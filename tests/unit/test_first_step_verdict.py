@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.first_step.verdict import ReferenceSeen, Seen, Verdict, judge
+from smp.observe.first_step.verdict import ReferenceSeen, Seen, Verdict, judge
 
 
 def reference(gradient: float) -> ReferenceSeen:

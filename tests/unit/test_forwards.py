@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from smp.forwards import Around, Forward, is_wrapped, wrap_forward
+from smp.modules.forwards import Around, Forward, is_wrapped, wrap_forward
 
 
 def _calling(log: list[str], name: str) -> Callable[[Forward], Forward]:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.memory import Given, recompute
-from smp.memory.given import copies
+from smp.activations.recompute import recompute
+from smp.modules.given import Given, copies
 
 
 @dataclass

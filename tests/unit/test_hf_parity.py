@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import smp
-from smp.microbatch import join
 from smp.replacement import replace_marked
+from smp.step.microbatch import join
 from tests.reference import hugging_face as hf
 from tests.reference.hf_parity import (
     BATCH,

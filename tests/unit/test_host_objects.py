@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp import host_objects
+from smp.world import host_objects
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp import memory
+from smp.initial.initialise import initialise_delayed
+from smp.modules.materialize import make_placeholder
 from tests.reference.families import FAMILIES, build_family
 
 CPU = torch.device("cpu")
@@ -277,9 +278,9 @@ def test_one_module_at_a_time_is_real() -> None:
         assert parameter.isfinite().all()
         most = max(most, num_real(module))
         ready.append(parameter)
-        memory.make_placeholder(parameter, CPU)
+        make_placeholder(parameter, CPU)
 
-    memory.initialise_delayed(module, lambda _: True, CPU, on_ready=let_go)
+    initialise_delayed(module, lambda _: True, CPU, on_ready=let_go)
     assert most <= 8 * 8 + 8
     assert [id(p) for p in ready] == [id(p) for p in module.parameters()]
 
@@ -287,10 +288,10 @@ def test_one_module_at_a_time_is_real() -> None:
 def test_local_parameters_alone_are_made() -> None:
     module = created(lambda: build_family("hf/gptj"), True)
     local = {p for n, p in module.named_parameters() if n.startswith("transformer.h.1.")}
-    memory.initialise_delayed(module, local.__contains__, CPU, seed=4)
+    initialise_delayed(module, local.__contains__, CPU, seed=4)
     assert local and all(p.is_meta == (p not in local) for p in module.parameters())
     whole = created(lambda: build_family("hf/gptj"), True)
-    memory.initialise_delayed(whole, lambda _: True, CPU, seed=4)
+    initialise_delayed(whole, lambda _: True, CPU, seed=4)
     for (name, one), other in zip(module.named_parameters(), whole.parameters(), strict=True):
         assert one.is_meta or torch.equal(one, other), name
 
@@ -344,7 +345,7 @@ def test_an_original_has_values_one_module_at_a_time() -> None:
 def test_zero_init_acts_with_sharded_data_parallelism(
     degree: int, zero_init: bool, is_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = smp.runtime.current().config
+    config = smp.world.runtime.current().config
     monkeypatch.setitem(config.__dict__, "sharded_data_parallel_degree", degree)
     with smp.model_creation(tensor_parallelism=False, zero_init=zero_init):
         made = nn.Linear(2, 2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smp import launch
-from smp.launch import Launch, Rendezvous
+from smp.world import launch
+from smp.world.launch import Launch, Rendezvous
 
 TORCHRUN = {
     "RANK": "3",

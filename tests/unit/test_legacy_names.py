@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.sharded_data_parallel_checkpoint import (
+from smp.v1.sharded_checkpoint import (
     get_full_state_dict_from_sharded_data_parallel_checkpoint as get_full_state_dict,
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.metrics import (
+from smp.observe.metrics import (
     StepMeter,
     StepRecord,
     difference,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.microbatch import StepOutput, batch_sizes, join, num_microbatches, split, weights
+from smp.step.microbatch import StepOutput, batch_sizes, join, num_microbatches, split, weights
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import smp
-from smp import _C, memory
+from smp import _C
+from smp.initial.initialise import initialise_delayed
 from smp.partition.tree import kind_of
 from tests.reference.split_modules import CASES, Case, compare, float64
 
@@ -279,7 +280,7 @@ def test_delayed_parameters_are_filled() -> None:
         embedding = smp.nn.DistributedEmbedding(4, 4, padding_idx=1)
     for module in (model, linear, embedding):
         assert all(p.is_meta for p in module.parameters())
-        memory.initialise_delayed(module, lambda _: True, torch.device("cpu"))
+        initialise_delayed(module, lambda _: True, torch.device("cpu"))
         assert all(p.isfinite().all() for p in module.parameters())
     ids = torch.zeros(2, 3, dtype=torch.long)
     assert model((ids, None, None, None, ids)).loss.isfinite()

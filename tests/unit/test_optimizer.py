@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp import _C, comm, device_numbers, runtime
-from smp import optimizer as optimizer_module
+from smp import _C
+from smp.optim import distributed_optimizer as optimizer_module
 from smp.tensor_parallel.partial import PARTIAL_MARK
+from smp.world import comm, device_numbers, runtime
 
 
 @pytest.fixture(autouse=True)

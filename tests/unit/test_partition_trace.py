@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import smp
 from smp import _C
+from smp.modules.tracing import is_tracing
 from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.partition.tree import build_tree
-from smp.tracing import is_tracing
 from tests.reference.data import make_batch
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 

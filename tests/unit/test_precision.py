@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.data_parallel import holding_of
 from smp.precision import cast_inputs, cast_outputs
+from smp.storage.holdings import holding_of
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

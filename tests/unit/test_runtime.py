@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import rendezvous, runtime
-from smp.launch import Rendezvous, read_launch
+from smp.world import rendezvous, runtime
+from smp.world.launch import Rendezvous, read_launch
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SM_HP_MP_PARAMETERS", "SLURM_PROCID")
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.schedule import POLICIES, Boundary, Stage, executed_actions, normalize, plan, simulate
+from smp.pipeline.schedules import (
+    POLICIES,
+    Boundary,
+    Stage,
+    executed_actions,
+    normalize,
+    plan,
+    simulate,
+)
 
 
 def equal_stages(num_ranks: int, num_chunks: int = 1) -> list[Stage]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp import settings
+from smp.world import settings
 
 
 def test_defaults() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.launch import plan_rendezvous, read_launch
+from smp.world.launch import plan_rendezvous, read_launch
 from tests.conftest import REPO
 
 SCRIPT = REPO / "examples" / "slurm" / "train.sbatch"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from smp.timeline.chrome import to_chrome
-from smp.timeline.document import Document, build
-from smp.timeline.events import Event, RankRecording
-from smp.timeline.gather import estimate
-from smp.timeline.page import to_page
-from smp.timeline.plan import chain, make_plan
+from smp.observe.timeline.chrome import to_chrome
+from smp.observe.timeline.document import Document, build
+from smp.observe.timeline.events import Event, RankRecording
+from smp.observe.timeline.gather import estimate
+from smp.observe.timeline.page import to_page
+from smp.observe.timeline.plan import chain, make_plan
 
 MS = 1_000_000
 FORWARD, BACKWARD = 0, 1
@@ -281,7 +281,15 @@ def test_numbers_of_the_page_are_those_of_the_document(document: Document, tmp_p
     if node is None:
         pytest.skip("needs node")
     text, _ = scripts(to_page(document))
-    view = Path(__file__).parents[2] / "python" / "smp" / "data" / "timeline_view.js"
+    view = (
+        Path(__file__).parents[2]
+        / "python"
+        / "smp"
+        / "observe"
+        / "timeline"
+        / "page_parts"
+        / "timeline_view.js"
+    )
     program = tmp_path / "figures.js"
     program.write_text(
         view.read_text(encoding="utf-8")

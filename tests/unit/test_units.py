@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.data_parallel.units import UnitPlan, find_blocks, plan_units
+from smp.storage.units import UnitPlan, find_blocks, plan_units
 
 
 class Block(nn.Module):

@@ -18,9 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp import _C, memory
-from smp.forwards import Forward
-from smp.memory import is_recomputing
+from smp import _C
+from smp.activations.recompute import is_recomputing, recompute
+from smp.modules.flat import tensors_in
+from smp.modules.forwards import Forward
 from smp.partition.trace_flops import flops_per_byte, operator_cost
 
 
@@ -99,7 +100,7 @@ class Budget:
 
     Args:
         budget_bytes: for the activations of those layers that run here.
-        preserve_rng_state: see `smp.memory.recompute`.
+        preserve_rng_state: see `smp.activations.recompute`.
     """
 
     def __init__(self, budget_bytes: int, preserve_rng_state: bool) -> None:
@@ -120,7 +121,7 @@ class Budget:
         return [layer.cost for layer in self._layers.values()]
 
     def around(self, module: nn.Module, inner: Forward) -> Forward:
-        """For `smp.forwards.wrap_forward`."""
+        """For `smp.modules.forwards.wrap_forward`."""
         layer = self._layers.setdefault(module, _Layer())
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +143,7 @@ class Budget:
                 return inner(*args, **kwargs)
             layer.num_live += 1
             layer.most_live = max(layer.most_live, layer.num_live)
-            return memory.recompute(
+            return recompute(
                 inner if self.decided else measured,
                 args,
                 kwargs,
@@ -190,7 +191,7 @@ def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tupl
     # Storages by address; all of them live as long as the result.
     known: set[int] = set()
     arguments = kept = 0
-    for tensor in memory.tensors_in((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known and not is_own(storage.data_ptr()):
             known.add(storage.data_ptr())

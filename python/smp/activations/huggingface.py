@@ -20,10 +20,10 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from smp import memory
 from smp.activations.marks import checkpoint_call, wrap_call
 from smp.activations.placement import is_placed, is_together, whole_or_parts
-from smp.forwards import Around, is_wrapped
+from smp.activations.recompute import recompute
+from smp.modules.forwards import Around, is_wrapped
 
 _FUNCTION = "_gradient_checkpointing_func"
 _FLAG = "gradient_checkpointing"
@@ -110,7 +110,7 @@ class _Checkpoint:
             # The forward of its class: the call has come to where the module lives.
             if is_wrapped(module, Around.CHECKPOINT):
                 return inner(*inner_args, **inner_kwargs)
-            return memory.recompute(
+            return recompute(
                 inner, inner_args, inner_kwargs, preserve_rng_state=preserve, modules=(module,)
             )
         if getattr(module, "checkpoints_itself", False):

@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from smp import memory
 from smp.activations.budget import Budget
 from smp.activations.placement import is_together, place_of, whole_or_parts
+from smp.activations.recompute import recompute
+from smp.activations.requests import Request, asking, fulfil
 from smp.activations.strategies import Strategy, plan_groups
-from smp.forwards import Around, Forward, is_wrapped, wrap_forward
-from smp.memory import Request
-from smp.tracing import is_tracing
+from smp.modules.forwards import Around, Forward, is_wrapped, wrap_forward
+from smp.modules.tracing import is_tracing
 
 
 @dataclass
@@ -40,7 +40,7 @@ def mark(module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None)
     Args:
         module: in a sequence with a strategy each layer, or groups of them; of a container each
             member.
-        preserve_rng_state: see `smp.memory.recompute`.
+        preserve_rng_state: see `smp.activations.recompute`.
         strategy: None for anything but a sequence or a container.
 
     Raises:
@@ -129,7 +129,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _around(module: nn.Module, preserve_rng_state: bool, inner: Forward) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return memory.recompute(
+        return recompute(
             inner, args, kwargs, preserve_rng_state=preserve_rng_state, modules=(module,)
         )
 
@@ -157,7 +157,7 @@ def checkpoint_sequence(
         module: its children take the result of the one before.
         input: of the first.
         strategy: of kind "groups".
-        preserve_rng_state: see `smp.memory.recompute`.
+        preserve_rng_state: see `smp.activations.recompute`.
 
     Raises:
         ValueError: the user placed a layer on several partitions.
@@ -167,7 +167,7 @@ def checkpoint_sequence(
         return _run_plainly(layers, input)
     if is_tracing():  # which of them will be together is not known
         for layer in layers:
-            input = memory.recompute(layer, (input,), modules=(layer,))
+            input = recompute(layer, (input,), modules=(layer,))
         return input
     places = [place_of(layer) if is_together(layer) else None for layer in layers]
     for group, is_checkpoint in plan_groups(places, strategy.group_size):
@@ -190,8 +190,8 @@ def _run_group(layers: Sequence[nn.Module], input: Any, preserve_rng_state: bool
         return checkpoint_call(layers[0], layers[0], (input,), {}, preserve_rng_state)
     request = Request(tuple(layers), preserve_rng_state)
     if not is_wrapped(layers[0], Around.REMOTE):
-        return memory.fulfil(request, layers[0], (input,), {})
-    with memory.asking(request):
+        return fulfil(request, layers[0], (input,), {})
+    with asking(request):
         # Hooks of the layers run where the layers run.
         return layers[0].forward(input)
 
@@ -209,13 +209,13 @@ def checkpoint_call(
         module: lies on one partition.
         function: calls the module, or its forward.
         args, kwargs: of ``function``.
-        preserve_rng_state: see `smp.memory.recompute`.
+        preserve_rng_state: see `smp.activations.recompute`.
     """
     if is_wrapped(module, Around.CHECKPOINT):  # marked as well
         return function(*args, **kwargs)
     if is_wrapped(module, Around.REMOTE):
-        with memory.asking(Request((module,), preserve_rng_state)):
+        with asking(Request((module,), preserve_rng_state)):
             return function(*args, **kwargs)
-    return memory.recompute(
+    return recompute(
         function, args, kwargs, preserve_rng_state=preserve_rng_state, modules=(module,)
     )

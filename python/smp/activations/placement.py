@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from smp import _C, runtime
-from smp.forwards import Around, is_wrapped
+from smp import _C
+from smp.modules.forwards import Around, is_wrapped
 from smp.partition.decide import Decision
+from smp.world import runtime
 
 _log = logging.getLogger("smp")
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import runtime
 from smp.checkpoint.manifest import Part
-from smp.data_parallel import Holding, holding_of, holding_with_master, model_parameter_of
-from smp.data_parallel.shards import shard_of
 from smp.model import DistributedModel
-from smp.model_parts import is_extra_state
+from smp.model.parts import is_extra_state
 from smp.precision.masters import parameters_of
+from smp.storage.holdings import Holding, holding_of, holding_with_master, model_parameter_of
+from smp.storage.shards import shard_of
 from smp.tensor_parallel.sharding import interval_of, whole_shape
+from smp.world import runtime
 
 MODEL = "model/"
 MASTER = "master/"

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from smp import _C, comm, roll_call, runtime
+from smp import _C
 from smp.checkpoint import file_generation, rank_files
+from smp.world import comm, roll_call, runtime
 
 _SNIPPET = (
     "if smp.rdp_rank() == 0:  # or on all ranks\n"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, runtime
+from smp import _C
 from smp.checkpoint.entries import (
     MASTER,
     MODEL,
@@ -26,8 +26,9 @@ from smp.checkpoint.manifest import Manifest, Part
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 from smp.model import DistributedModel
-from smp.model_parts import set_extra_states
-from smp.optimizer import DistributedOptimizer
+from smp.model.parts import set_extra_states
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.world import runtime
 
 
 @dataclass

@@ -11,25 +11,20 @@ from typing import Any
 
 import torch
 
-from smp import runtime
 from smp.checkpoint import folder as folders
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import random_states
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import canonical_names, model_state
-from smp.checkpoint.filling import (
-    fill_groups,
-    fill_masters,
-    fill_model,
-    fill_optimizer,
-)
+from smp.checkpoint.filling import fill_groups, fill_masters, fill_model, fill_optimizer
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.whole_files import WholeModel
 from smp.model import DistributedModel
-from smp.optimizer import DistributedOptimizer
-from smp.roll_call import agree, roll_call
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.world import runtime
+from smp.world.roll_call import agree, roll_call
 
 WHAT = "smp.resume_from_checkpoint"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, runtime
+from smp import _C
 from smp.checkpoint.entries import (
     Entry,
     Held,
@@ -22,12 +22,13 @@ from smp.checkpoint.entries import (
 )
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
-from smp.data_parallel import model_parameter_of
-from smp.data_parallel.shards import shard_of
-from smp.optimizer import DistributedOptimizer
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.storage.holdings import model_parameter_of
+from smp.storage.shards import shard_of
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.tensor_parallel.sharding import interval_of
+from smp.world import runtime
 
 #: Kinds of files, in the order in which they are given to replicas.
 MODEL, OPTIMIZER, FP16_STATES = "model", "optimizer", "fp16_states"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from smp import _version, runtime
+from smp import _version
 from smp.checkpoint import archive, file_system, folder, huggingface, random_states
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
@@ -21,9 +21,10 @@ from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.model import DistributedModel
-from smp.optimizer import DistributedOptimizer
+from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import plan_file
-from smp.roll_call import agree
+from smp.world import runtime
+from smp.world.roll_call import agree
 
 WHAT = "smp.save_checkpoint"
 PARTITION_FILE = "partition.txt"

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from smp import _C, runtime
+from smp import _C
+from smp.world import runtime
 
 _log = logging.getLogger("smp")
 

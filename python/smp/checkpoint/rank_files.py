@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp import _C, comm
-from smp.optimizer_state import FLAT_MARK, join_flat
+from smp import _C
+from smp.optim.state import FLAT_MARK, join_flat
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import LAYOUT_MARK, PARTIAL_MARK, SHARDS_MARK
+from smp.world import comm
 
 Layout = tuple[int, int, int]
 

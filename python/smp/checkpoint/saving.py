@@ -9,14 +9,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from smp import runtime
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.partial_save import WHAT, PartialSave
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.whole_model import save_whole
 from smp.model import DistributedModel
-from smp.optimizer import DistributedOptimizer
-from smp.roll_call import roll_call
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.world import runtime
+from smp.world.roll_call import roll_call
 
 #: The last save in the background, by runtime; None once somebody has waited for it.
 _running: weakref.WeakKeyDictionary[runtime.Runtime, SaveHandle | None]

@@ -18,7 +18,7 @@ from smp.checkpoint.entries import ModelState, model_state, names_of_tied
 from smp.checkpoint.file_generation import content_of
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
-from smp.model_parts import is_extra_state, set_extra_states
+from smp.model.parts import is_extra_state, set_extra_states
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK
 

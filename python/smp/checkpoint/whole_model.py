@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp import comm, runtime
 from smp.checkpoint import archive, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
@@ -17,9 +16,10 @@ from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel
 from smp.replacement import to_theirs
-from smp.roll_call import agree
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.sharding import interval_of
+from smp.world import comm, runtime
+from smp.world.roll_call import agree
 
 WHAT = "smp.save_checkpoint"
 

@@ -2,14 +2,6 @@
 
 from smp.data_parallel.comm_hook import CommHook as CommHook
 from smp.data_parallel.comm_hook import refuse_comm_hook as refuse_comm_hook
-from smp.data_parallel.flat_parameters import FlatParameters as FlatParameters
-from smp.data_parallel.holdings import Holding as Holding
-from smp.data_parallel.holdings import holding_of as holding_of
-from smp.data_parallel.holdings import holding_with_master as holding_with_master
-from smp.data_parallel.holdings import master_of as master_of
-from smp.data_parallel.holdings import model_parameter_of as model_parameter_of
-from smp.data_parallel.holdings import write_values as write_values
-from smp.data_parallel.masters import make_holdings as make_holdings
 from smp.data_parallel.reduction import KeptDtypes as KeptDtypes
 from smp.data_parallel.reduction import Reduction as Reduction
 from smp.data_parallel.reduction import agree_on_maxima as agree_on_maxima
@@ -17,6 +9,4 @@ from smp.data_parallel.reduction import broadcast_from_first as broadcast_from_f
 from smp.data_parallel.reduction import make_records as make_records
 from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of
-from smp.data_parallel.sharded import ShardedParameters as ShardedParameters
-from smp.data_parallel.shards import lay_out as lay_out
 from smp.data_parallel.uneven import UnevenBatches as UnevenBatches

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp import _C, runtime
+from smp import _C
+from smp.world import runtime
 
 
 @dataclass

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from smp import _C, runtime
+from smp import _C
 from smp.data_parallel.comm_hook import CommHook, hooked
-from smp.data_parallel.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
+from smp.world import runtime
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def sharding_of(kind: str) -> _C.Sharding | None:
 def make_reducers(
     parameters: Sequence[tuple[str, nn.Parameter]],
     *,
+    target_of: Callable[[nn.Parameter], Tensor],
     bucket_cap_bytes: int,
     overlap: bool,
     average: bool,
@@ -155,12 +156,12 @@ def make_reducers(
 ) -> list[_C.Reducer]:
     """The reducers of this rank's parameters, one per group; they take over the gradients.
 
-    Gradients go to the masters of parameters that have one. Collective over the data-parallel
-    group.
+    Collective over the data-parallel group.
 
     Args:
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
+        target_of: the tensor whose ``.grad`` gets the gradient of a parameter.
         bucket_cap_bytes: size of a bucket.
         overlap: reduce buckets while backward goes on.
         average: divide by the number of microbatches.
@@ -186,7 +187,7 @@ def make_reducers(
             [parameter for _, parameter in own],
             records,
             group,
-            targets=[master_of(parameter) for _, parameter in own],
+            targets=[target_of(parameter) for _, parameter in own],
             sharding=sharding_of(kind),
             faults=current.board,
             dp_ranks=list(current.groups[kind]),

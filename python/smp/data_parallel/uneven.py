@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class UnevenBatches(Protocol):
-    """A `join` that is open (`smp.join`)."""
+    """A `join` that is open (`smp.model.join`)."""
 
     def announce(self, syncs_buffers: bool) -> int:
         """Says that a training step begins; returns the position of the first that has one."""

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from smp import _C, checkpoint, comm, grad_norm, runtime
+from smp import _C, checkpoint
 from smp.model import DistributedModel
-from smp.optimizer import DistributedOptimizer
+from smp.optim import grad_norm
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.world import comm, runtime
 
 _TAG = "accelerate"
 #: a loss scale that behaves as that of ``torch.amp.GradScaler``

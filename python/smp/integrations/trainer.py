@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from smp import _C, checkpoint, comm, microbatch, runtime
+from smp import _C, checkpoint
 from smp.integrations import adapters
 from smp.integrations.accelerator import (
     DYNAMIC_LOSS_ARGS,
@@ -26,10 +26,11 @@ from smp.integrations.accelerator import (
     distributed_optimizer,
     whole_state_dict,
 )
-from smp.microbatch import StepOutput
 from smp.model import DistributedModel
-from smp.optimizer import DistributedOptimizer
-from smp.step import step
+from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.step import microbatch, step
+from smp.step.microbatch import StepOutput
+from smp.world import comm, runtime
 
 _TAG = "smp"
 _OPTIMIZER = "optimizer.pt"  # of a Trainer in one process

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from smp import runtime
 from smp.nn import functional
 from smp.tensor_parallel import regions
+from smp.world import runtime
 
 _log = logging.getLogger("smp")
 _told: WeakKeyDictionary[runtime.Runtime, set[str]] = WeakKeyDictionary()

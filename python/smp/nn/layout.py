@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from smp import runtime
 from smp.tensor_parallel import regions, sharding
+from smp.world import runtime
 
 
 class Column(Protocol):

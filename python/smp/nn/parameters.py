@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from smp import runtime
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.registry import Unsupported
+from smp.world import runtime
 
 
 def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:

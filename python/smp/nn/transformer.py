@@ -12,12 +12,7 @@ from smp.nn import layout as layouts
 from smp.nn.gradient_checkpointing import GradientCheckpointing
 from smp.nn.layer_norm import make_norm
 from smp.nn.module import DistributedModule
-from smp.nn.transformer_layer import (
-    DistributedTransformerLayer,
-    Inputs,
-    check_inputs,
-    enter_stack,
-)
+from smp.nn.transformer_layer import DistributedTransformerLayer, Inputs, check_inputs, enter_stack
 
 _LAYER_OPTIONS = frozenset(inspect.signature(DistributedTransformerLayer).parameters)
 

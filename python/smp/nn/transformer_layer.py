@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from smp import memory
-from smp.forwards import Around, is_wrapped
+from smp.activations.recompute import recompute
+from smp.modules.forwards import Around, is_wrapped
 from smp.nn import layout as layouts
 from smp.nn.attention import DistributedAttentionLayer
 from smp.nn.gradient_checkpointing import GradientCheckpointing
@@ -185,7 +185,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         """See the class. Collective over the tensor-parallel group."""
         is_marked = is_wrapped(self, Around.CHECKPOINT)  # then that sees to it
         if self.gradient_checkpointing and self.training and not is_marked:
-            result: Inputs = memory.recompute(
+            result: Inputs = recompute(
                 self._forward,
                 (inputs,),
                 preserve_rng_state=self.preserve_rng_state,

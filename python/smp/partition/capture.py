@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from smp.modules.tracing import tracing
 from smp.partition.costs import Trace
 from smp.partition.stand_in import real_result, stand_in
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.tensor_parallel import regions
-from smp.tracing import tracing
 
 _log = logging.getLogger("smp")
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from smp import _C, runtime
-from smp.config import config_error
-from smp.creation import CreationMarks
+from smp import _C
+from smp.config.schema import config_error
+from smp.modules.creation import CreationMarks
+from smp.world import runtime
 
 _marks: CreationMarks[int] = CreationMarks()  # wishes of the user
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from smp.module_writes import ModuleWrites
+from smp.modules.module_writes import ModuleWrites
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from torch import nn
 
-from smp import _C, comm, runtime
+from smp import _C
 from smp.partition import plan_file
 from smp.partition.contexts import check_index, mark_of
 from smp.partition.tree import ModuleIndex, build_tree, smallest_below
 from smp.tensor_parallel.sharding import whole_shape
+from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from smp.forwards import uncover
+from smp.modules.forwards import uncover
 from smp.partition.trace import empty_like, moved, ordinary, quiet
 from smp.partition.trace_guard import exchange_tensors, untouched
 

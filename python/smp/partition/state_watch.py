@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from smp.module_writes import Key, ModuleWrites
+from smp.modules.module_writes import Key, ModuleWrites
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import hooks_of
 

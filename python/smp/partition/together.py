@@ -9,18 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp import _C, comm, memory, runtime
-from smp.module_writes import ModuleWrites
+from smp import _C
+from smp.modules.materialize import cast
+from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
-from smp.partition.decide import (
-    Decision,
-    PartitionConfig,
-    agree,
-    decide,
-    partition_options,
-    solve,
-)
+from smp.partition.decide import Decision, PartitionConfig, agree, decide, partition_options, solve
 from smp.partition.tree import ModuleIndex, build_tree
+from smp.world import comm, runtime
 
 # What the largest load of a rank may grow by, so that no checkpointed module is cut.
 _MOST_FOR_WHOLE = 1.25
@@ -212,7 +207,7 @@ def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> Non
     for idx, name, dtype in casts:
         parameter = modules[idx]._parameters.get(name) if idx < len(modules) else None
         if parameter is not None and runtime.current().config.half_dtype is None:
-            memory.cast(parameter, dtype)
+            cast(parameter, dtype)
 
 
 def _follow(

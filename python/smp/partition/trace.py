@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from smp import _C
-from smp.module_writes import ModuleWrites
+from smp.modules.module_writes import ModuleWrites
+from smp.modules.tracing import tracing
 from smp.partition import trace_flops
 from smp.partition.costs import ModuleCost, Trace, TracedValue
 from smp.partition.fake_leaks import nothing_kept
@@ -28,7 +29,6 @@ from smp.partition.trace_recorder import Recorder, around_forwards
 from smp.partition.trace_state import KeptValues, convert_by_exchange, dtypes_of
 from smp.partition.trace_values import KnownValues
 from smp.partition.tree import kind_of
-from smp.tracing import tracing
 
 _NUM_TIMED_RUNS = 3
 

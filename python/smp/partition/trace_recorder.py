@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
 from smp.partition.trace_state import written_tensors
 from smp.partition.trace_values import KnownValues
-from smp.transforms import is_transformed, unwrapped
 
 Forward = Callable[..., Any]
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from smp import _C, runtime
-from smp.module_writes import ModuleWrites
+from smp import _C
+from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.tensor_parallel import sharding
+from smp.world import runtime
 
 # These read the parameters of their children instead of calling them, so a child elsewhere would
 # never be asked, and one with slices of its parameters would be taken for a small one.

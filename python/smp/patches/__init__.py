@@ -1,4 +1,4 @@
-"""What stands in for functions of PyTorch; see `smp.patches.checkpoint`."""
+"""Import path of v1 for what stands in for functions of PyTorch."""
 
 from smp.patches import checkpoint
 

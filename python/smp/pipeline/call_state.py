@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from smp import _C
-from smp.memory import collected
-from smp.module_writes import Key, ModuleWrites
+from smp.modules import collected
+from smp.modules.module_writes import Key, ModuleWrites
 from smp.pipeline import collectors, module_state
 from smp.pipeline.callee import is_certain
 from smp.pipeline.module_state import ModuleState

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import _C
-from smp.memory import Kept, Own
+from smp.modules.given import Kept, Own
 from smp.pipeline.remote_tensor import RemoteTensor
 
 _aten = torch.ops.aten

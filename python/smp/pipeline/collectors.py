@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from smp import _C
-from smp.memory import collected
+from smp.modules import collected
 
 _log = logging.getLogger("smp")
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C, autocast
-from smp.forwards import Around, Forward, wrap_forward
-from smp.memory import Given, Request, fulfil, take_request
-from smp.module_writes import ModuleWrites
+from smp import _C
+from smp.activations.requests import Request, fulfil, take_request
+from smp.modules import autocast
+from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.given import Given
+from smp.modules.module_writes import ModuleWrites
+from smp.modules.transforms import is_transformed
 from smp.pipeline import caches, functions
 from smp.pipeline.call_state import Along, Back, CallState
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
-from smp.transforms import is_transformed
 
 if TYPE_CHECKING:
     from smp._C import Server

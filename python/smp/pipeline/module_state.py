@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp.module_writes import Key, ModuleWrites
+from smp.modules.module_writes import Key, ModuleWrites
 
 # By identity of the module and name: what was written in this microbatch on this rank.
 _values: ContextVar[dict[tuple[int, str], Any] | None] = ContextVar("smp_values", default=None)

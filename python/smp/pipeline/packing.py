@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp import _C
-from smp.memory import is_cache
+from smp.modules.flat import is_cache
 from smp.pipeline import caches, functions
 from smp.pipeline.remote_tensor import RemoteTensor, localize
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp import memory
+from smp.modules.flat import is_cache
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -25,7 +25,7 @@ def cast_outputs(outputs: Any) -> Any:
 
     Attention caches stay as they are. Handles of tensors on other ranks are cast there.
     """
-    return pytree.tree_map(_to_float32, outputs, is_leaf=memory.is_cache)
+    return pytree.tree_map(_to_float32, outputs, is_leaf=is_cache)
 
 
 def _to_float32(value: Any) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, comm, device_numbers, runtime
-from smp.device_numbers import DeviceFlag, moved
+from smp import _C
 from smp.precision.loss_scaler import LossScaler
 from smp.precision.masters import parameters_of
+from smp.world import comm, device_numbers, runtime
+from smp.world.device_numbers import DeviceFlag, moved
 
 _GRADIENTS = "_smp_gradients"
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import runtime
-from smp.data_parallel import (
+from smp.storage.holdings import (
     Holding,
     holding_of,
     holding_with_master,
-    lay_out,
     model_parameter_of,
     write_values,
 )
+from smp.storage.shards import lay_out
 from smp.tensor_parallel.sharding import interval_of
+from smp.world import runtime
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C
-from smp.data_parallel import Holding, holding_of
 from smp.precision.gradients import ShownGradient, gradients_of
+from smp.storage.holdings import Holding, holding_of
 
 _native: Any = torch.Tensor.grad
 

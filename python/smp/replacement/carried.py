@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import memory
+from smp.initial.delay import on_meta
 from smp.tensor_parallel import registry
 from smp.tensor_parallel.registry import Arguments, Registration
 
@@ -202,7 +202,7 @@ def _made_alike(module: nn.Module, arguments: Arguments, dtype: torch.dtype) -> 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.random.fork_rng(devices=[]), memory.on_meta():
+        with torch.random.fork_rng(devices=[]), on_meta():
             return type(module)(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)

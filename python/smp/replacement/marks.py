@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp import _C, memory, runtime
-from smp.creation import CreationMarks
+from smp import _C
+from smp.initial.delay import delay_param_initialization
+from smp.modules.creation import CreationMarks
 from smp.nn import huggingface
 from smp.tensor_parallel import registry
+from smp.world import runtime
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def model_creation(
     delays = _delays(bool(tensor_parallel_config.pop("zero_init", False)))
     before = torch.get_default_dtype()
     with _tensor_parallelism(tensor_parallelism, **tensor_parallel_config):
-        with memory.delay_param_initialization(delays):
+        with delay_param_initialization(delays):
             torch.set_default_dtype(before if dtype is None else dtype)
             try:
                 yield

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from smp import _C, memory, runtime
+from smp import _C
+from smp.initial.delay import on_meta
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.nn.module import DistributedModule
@@ -33,6 +34,7 @@ from smp.tensor_parallel.registry import (
     registered_base,
     registration_of,
 )
+from smp.world import runtime
 
 _log = logging.getLogger("smp")
 
@@ -277,7 +279,7 @@ def _construct(
         if key in signature.parameters:
             bound.arguments[key] = value
     try:
-        with memory.on_meta():  # see _take_over for their values
+        with on_meta():  # see _take_over for their values
             made = registration.dist_module(*bound.args, **bound.kwargs)
     except Unsupported as error:
         return Declined(str(error))

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smp import memory, runtime
+from smp.initial.initialise import initialise_delayed
+from smp.initial.originals import keep_original
+from smp.modules.materialize import fill
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.registry import Registration
+from smp.world import runtime
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ def take_over_values(
     if any(parameter.is_meta for parameter in module.parameters()):
         # Whole tensors of the original are made and cut one by one, when they are needed.
         translate = None if registration.translators is None else registration.translators[1]
-        memory.keep_original(made, None if values is None else module, translate)
+        keep_original(made, None if values is None else module, translate)
         return
-    memory.initialise_delayed(
+    initialise_delayed(
         made, lambda _: True, runtime.current().device, name=name, on_ready=_move_to_cpu
     )
 
@@ -88,7 +91,7 @@ def _inherit(made: nn.Module, values: Values) -> None:
             if name in values.missing or values.state[name].is_meta:
                 continue
             part = sharding.slice_of(values.state[name], sharding.interval_of(parameter))
-            memory.fill(parameter, part)
+            fill(parameter, part)
         for name, buffer in made.named_buffers():
             if name in values.state:
                 buffer.copy_(values.state[name])

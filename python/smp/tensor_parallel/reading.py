@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from smp import _C, runtime
+from smp import _C
+from smp.modules.tracing import is_recorded
 from smp.tensor_parallel import regions
-from smp.tracing import is_recorded
+from smp.world import runtime
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -106,7 +107,7 @@ def is_outside() -> bool:
 
 
 _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
-_RECOMPUTES = frozenset({"torch.utils.checkpoint", "smp.memory.recompute"})
+_RECOMPUTES = frozenset({"torch.utils.checkpoint", "smp.activations.recompute"})
 
 
 def whole(part: Tensor, split: Split) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from smp import _C, runtime
+from smp import _C
+from smp.world import runtime
 
 Sizes = Sequence[int] | None
 _P = ParamSpec("_P")

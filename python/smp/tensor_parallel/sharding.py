@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smp import _C, runtime
+from smp import _C
+from smp.world import runtime
 
 
 @dataclass(frozen=True)

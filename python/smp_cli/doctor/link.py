@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import _C, runtime
+from smp import _C
+from smp.world import runtime
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
 _SMALL_REPEATS, _LARGE_REPEATS = 200, 8

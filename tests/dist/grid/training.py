@@ -137,7 +137,8 @@ def _train(
 
 def _offload_small_tensors() -> None:
     """Lets activations of a few bytes leave as well, unless the next task needs them."""
-    from smp import _C, runtime
+    from smp import _C
+    from smp.world import runtime
 
     runtime.current()._activation_store = _C.ActivationStore("cpu", horizon=1, min_bytes=0)
 
@@ -150,7 +151,7 @@ def _blocks(model: nn.Module) -> nn.Module:
 
 def _held(model: Any) -> Iterator[tuple[str, nn.Parameter, int, Tensor, Tensor]]:
     """Of what this rank updates: name, parameter, first element, piece of the model, master."""
-    from smp.data_parallel.holdings import holding_of
+    from smp.storage.holdings import holding_of
 
     for name, parameter in model.local_named_parameters():
         holding = holding_of(parameter)

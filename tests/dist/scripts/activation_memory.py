@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 import smp
-from smp.schedule import Stage, simulate
+from smp.pipeline.schedules import Stage, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 

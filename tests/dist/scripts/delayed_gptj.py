@@ -20,7 +20,8 @@ from torch import nn
 from transformers import GPTJConfig, GPTJForCausalLM
 
 import smp
-from smp import _C, data_parallel, memory
+from smp import _C, data_parallel
+from smp.initial.initialise import initialise_delayed
 from smp.partition.decide import Decision, decide
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
@@ -106,7 +107,7 @@ def narrow(told: dict[str, Any]) -> None:
     decision = decided(model, 128, Laps())
     local = {parameter for _, parameter in parameters_of(decision, STAGE)}
     before = resident_bytes()
-    memory.initialise_delayed(model, local.__contains__, CPU)
+    initialise_delayed(model, local.__contains__, CPU)
     told["grown_bytes"] = resident_bytes() - before
     told["stage_bytes"] = sum(p.numel() * p.element_size() for p in local)
     told["model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""A re-export of `smp.model_dump` and nothing else."""
+"""A re-export of `smp.v1.model_dump` and nothing else."""
 
-from smp.model_dump import dump_model as dump_model
-from smp.model_dump import verify as verify
+from smp.v1.model_dump import dump_model as dump_model
+from smp.v1.model_dump import verify as verify

@@ -1,0 +1,309 @@
+"""Calls of which only the arguments are kept: backward computes them again.
+
+The node of autograd is in C++ (`csrc/memory/checkpoint.h`); here are arguments and results of any
+nesting, and what of the surroundings of a call belongs to its second run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from smp import _C
+from smp.modules import autocast, collected
+from smp.modules.flat import Flat, contents_of, is_cache, is_changed, tensors_in
+from smp.modules.given import Given, copies
+from smp.modules.left_behind import Earlier, Flags, Watch, flags_of
+from smp.modules.tracing import is_tracing
+from smp.world import runtime
+
+
+def is_recomputing() -> bool:
+    """True while this thread runs the second forward of a checkpointed module, in its backward.
+
+    Of one microbatch and context: what runs meanwhile in other contexts of this rank is not meant.
+    """
+    return _C.is_recomputing()
+
+
+def recompute(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    modules: Sequence[nn.Module] = (),
+) -> Any:
+    """Calls a function and keeps its arguments only; backward computes it again.
+
+    Without gradients it is a plain call; in the tracing pass PyTorch's own checkpoint, of which the
+    trace knows what it keeps. The second run has the grad
+    mode, autocast, context variables and (``preserve_rng_state``) random numbers of the first.
+    Results are equal bit by bit to those without checkpointing, and so are gradients, except that
+    those of an argument which is also used elsewhere may be added up in another order.
+
+    Args:
+        function: of ``args`` and ``kwargs``. Tensors that need gradients reach it as arguments, or
+            are parameters of its modules.
+        args, kwargs: anything; tensors may be in containers, registered classes, dataclasses and
+            attributes of other objects, not in closures. An object with a tensor that needs a
+            gradient reaches the function as another one of its class; lists, dictionaries and sets
+            do so always, and what the first run puts into them is put into those of the caller.
+            Attention caches of transformers are left out, since the second run would fill them once
+            more.
+        preserve_rng_state: repeat the random numbers of the CPU and of the device.
+        modules: what the function runs, to find parameters that need gradients.
+
+    Returns:
+        what ``function`` returned; tensors in it hang on one node of autograd. Objects with
+        floating-point tensors are others of their class.
+
+    Raises:
+        ValueError: the function puts tensors into an object among its arguments, or takes or
+            returns tensors in one that cannot be made anew; in backward: it returned other tensors
+            than before, or gradients are wanted for some tensors only.
+
+    Source: arXiv:1604.06174.
+    """
+    kwargs = kwargs or {}
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if is_tracing():
+        traced = functools.partial(function, **kwargs)
+        return torch.utils.checkpoint.checkpoint(traced, *args, use_reentrant=False)
+    return _Call(function, args, kwargs, modules).run(preserve_rng_state)
+
+
+class _Call:
+    """One call; lives as long as its node."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._function = function
+        self._modules = modules
+        arguments = _without_caches(tuple(args), dict(kwargs))
+        # Of the caller, until the first run is over. Each run has lists, dictionaries and sets of
+        # its own; what the first one does to them is done to the caller's.
+        self._given: Given | None = Given.to(*arguments, objects=False)
+        self._objects: Given | None = Given.to(*arguments)
+        self._templates = self._given.templates()
+        self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
+        self._result: Flat | None = None  # of the first run, its tensors taken out
+        # Nor are the containers of context variables kept, to which a run adds: both runs find
+        # their outlines.
+        self._collectors: list[Any] | None = []
+        self._outlines: list[tuple[contextvars.ContextVar[Any], Any]] = []
+        self._context = contextvars.copy_context()
+        for var, container in collected.in_context():
+            self._collectors.append(container)
+            self._outlines.append((var, collected.outline(container)))
+            self._context.run(var.set, None)
+        self._left: tuple[Watch, list[int]] | None = None
+        self._modes = Flags(modules)
+        self._earlier: Earlier | None = None  # the state that the first run has found
+        self._flags: tuple[bool, ...] = ()  # which of the tensors left behind are results
+        self._current = runtime.current() if runtime.is_initialized() else None
+
+    def run(self, preserve_rng_state: bool) -> Any:
+        given = self._arguments.take()
+        tensors = [_local(tensor) for tensor in given]
+        self._needing = [_needs_grad(tensor) for tensor in tensors]
+        device = _device_of(self._current, tensors)
+        self._device = device
+        self._autocast = autocast.capture(device)
+        results = _C.checkpoint(
+            self._compute,
+            tensors,
+            needs_grad=self._needs_grad(tensors),
+            preserve_random_state=preserve_rng_state,
+            device=str(device),
+            store=None if self._current is None else self._current.activation_store,
+        )
+        assert self._result is not None
+        # What passed through unchanged is what the caller has.
+        same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
+        filled = self._result.filled([same.get(id(t), t) for t in results])
+        result, changes, found, left = filled
+        assert self._given is not None and self._collectors is not None
+        for idx, path, items in found:
+            collected.add(self._collectors[idx], path, items)
+        if self._left is not None:
+            watch, ids = self._left
+            watch.replace(dict(zip(ids, left, strict=True)))
+            self._left = None
+        settled = self._given.settle(changes, result)
+        # Else results would keep the graph, and it them.
+        self._given = self._objects = self._collectors = None
+        return settled
+
+    def _needs_grad(self, tensors: Sequence[Tensor]) -> bool:
+        return any(tensor.requires_grad for tensor in tensors) or any(
+            parameter.requires_grad for module in self._modules for parameter in module.parameters()
+        )
+
+    def _compute(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        if self._result is not None:
+            return self._context.copy().run(self._again, tensors)
+        made: dict[int, Any] = {}
+        arguments = self._copies(tensors, made)
+        before = [contents_of(value) for value in made.values()]
+        watch = Watch(self._modules)
+        with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
+            told = self._call(arguments)
+        _check_unchanged(made.values(), before)
+        assert self._objects is not None
+        _check_objects(self._objects)
+        self._earlier = earlier = watch.compare().earlier()
+        if watch.tensors:
+            try_out = functools.partial(self._try_out, tensors, earlier)
+            self._flags = flags_of(self._modules, watch, try_out)
+        left = self._flagged(watch)
+        self._left = (watch, list(map(id, left))) if left else None
+        self._result = Flat((*told, left), counts=_may_have_grad)
+        return self._result.take()
+
+    def _flagged(self, watch: Watch) -> list[Tensor]:
+        if not self._flags:
+            return []
+        return [t for t, flag in zip(watch.tensors, self._flags, strict=True) if flag]
+
+    def _again(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        arguments = self._copies(tensors)
+        assert self._earlier is not None
+        casts = autocast.restore(self._autocast, self._device)
+        modes = self._modes.again()
+        with casts, modes, _statistics_kept(self._modules), self._earlier.again():
+            watch = Watch(self._modules, copies=False) if self._flags else None
+            told = self._call(arguments)
+            left = [] if watch is None else self._flagged(watch.compare())
+            return Flat((*told, left), counts=_may_have_grad).take()
+
+    def _try_out(self, tensors: Sequence[Tensor], earlier: Earlier) -> Watch:
+        """Runs the function with a graph, of which nothing is kept."""
+        random_state = _C.RandomState.capture(str(self._device))
+        casts = autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext()
+        with torch.enable_grad(), casts, _statistics_kept(self._modules), earlier.again():
+            own = [
+                t.detach().requires_grad_().clone() if needs else t.detach().clone()
+                for t, needs in zip(tensors, self._needing, strict=True)
+            ]
+            watch = Watch(self._modules, copies=False)
+            self._context.copy().run(self._call, self._copies(own))
+            watch.compare()
+        random_state.restore()
+        return watch
+
+    def _copies(self, tensors: list[Tensor], made: dict[int, Any] | None = None) -> Any:
+        return copies(self._templates, *self._arguments.filled(tensors, made))
+
+    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
+        """The result, and what was done to containers among the arguments."""
+        args, kwargs = arguments
+        given = Given.to(args, kwargs, objects=False)
+        with self._collecting() as found:
+            result = self._function(*args, **kwargs)
+        return given.told(result), given.changes(), found
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[list[tuple[int, tuple[Any, ...], Any]]]:
+        """Gives what is added, inside, to containers of context variables: their number, path."""
+        found: list[tuple[int, tuple[Any, ...], Any]] = []
+        tokens = [(var, var.set(collected.outline(before))) for var, before in self._outlines]
+        try:
+            yield found
+            for idx, (var, before) in enumerate(self._outlines):
+                found += [(idx, *one) for one in collected.added((), before, var.get())]
+        except collected.Replaced:
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module replaced or removed what is in the "
+                f"context variable '{var.name}'; only additions can be followed"
+            ) from None
+        finally:
+            for var, token in tokens:
+                var.reset(token)
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _may_have_grad(tensor: Tensor) -> bool:
+    # The first run has no graph to tell.
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[Any]]]) -> None:
+    """The caller has another object, which would not change."""
+    for value, was in zip(objects, before, strict=True):
+        if is_changed(was, contents_of(value)):
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module has changed an argument of class "
+                f"{type(value).__name__}, in which there are tensors that need gradients; return "
+                "what the module computes instead of storing it there"
+            )
+
+
+def _check_objects(objects: Given) -> None:
+    """The first run has no gradients, and the caller would find what it has made."""
+    for value, items in objects.new_items():
+        if tensors_in(items):
+            raise ValueError(
+                f"{_C.rank_prefix()}a checkpointed module has put tensors into an argument of "
+                f"class {type(value).__name__}; return what the module computes, or put it into a "
+                "list or a dictionary"
+            )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor behind a handle of one on another rank."""
+    while hasattr(tensor, "local"):
+        tensor = tensor.local()
+    return tensor
+
+
+def _device_of(current: runtime.Runtime | None, tensors: Sequence[Tensor]) -> torch.device:
+    if current is not None:
+        return current.device
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
+        return args, kwargs
+    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return tuple(None if is_cache(value) else value for value in args), kwargs
+
+
+@contextlib.contextmanager
+def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The second run does not count as another batch for batch norms."""
+    # Through `data`: autograd must not take it for a change of what it has saved.
+    buffers = [
+        buffer.data
+        for module in modules
+        if module.training
+        for child in module.modules()
+        if isinstance(child, _NormBase)
+        for buffer in child.buffers(recurse=False)
+    ]
+    values = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)

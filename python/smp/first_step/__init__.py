@@ -1,4 +1,0 @@
-"""Does the first training step of a pipeline compute what one process computes?"""
-
-from smp.first_step.check import FirstStepCheck as FirstStepCheck
-from smp.first_step.check import FirstStepDifference as FirstStepDifference

@@ -1,0 +1,1 @@
+"""Initial values: parameters that are made late, elsewhere, or in parts only."""

@@ -1,0 +1,313 @@
+"""Runs the own code of modules that initialises their parameters, one module at a time.
+
+The parameters of one module are real, those of all others are on the meta device, so that whatever
+code does to these comes to nothing. Then the own code of the module runs, and that of all modules
+above it, because a model may treat its parts specially. Random numbers are those of the parameter's
+name. So no value depends on what else is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.initial.creation_values import INITIALISER, RESETS, takes_a_module
+from smp.initial.later_writes import Write, writes_of
+from smp.initial.named_seeds import SeededByName, Seeds
+from smp.modules.materialize import filler, has_filler
+
+
+@dataclass
+class Unit:
+    """Tensors that are initialised together: those that a module is the first to hold.
+
+    Attributes:
+        name: of the module.
+        module: it.
+        parameters: name in the model and parameter.
+        buffers: names in the module of those on the meta device.
+        holders: all modules that hold one of the parameters.
+        later: what is written to parameters after all own code.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    holders: list[nn.Module] = field(default_factory=list)
+    later: list[tuple[nn.Parameter, list[Write]]] = field(default_factory=list)
+
+
+class Task(Protocol):
+    """What is initialised, and what becomes of it."""
+
+    def wants(self, parameter: nn.Parameter) -> bool: ...
+    def wants_buffer(self, buffer: Tensor) -> bool: ...
+    def begin(self, parameter: nn.Parameter) -> None:
+        """Makes it a tensor that is full of :func:`filler`."""
+
+    def finish(self, parameter: nn.Parameter) -> None:
+        """It has its values."""
+
+    def fail(self, unit: Unit, error: Exception) -> None:
+        """It has not, nor has the rest of its unit; raises or puts everything back."""
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Own code of one module.
+
+    Attributes:
+        name, module: whose.
+        calls: that initialise it.
+    """
+
+    name: str
+    module: nn.Module
+    calls: tuple[Callable[[], object], ...]
+
+
+class Initialisation:
+    """Of one model.
+
+    Args:
+        root: the model.
+        device: of random numbers.
+        seeds: of them.
+        name: of the root in the whole model.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device, seeds: Seeds, name: str = "") -> None:
+        self._root = root
+        self._name = name
+        self._device = device
+        self._seeds = seeds
+        self._codes: list[_Code] = []  # children first
+        self._position: dict[nn.Module, int] = {}
+        self._above: dict[nn.Module, list[nn.Module]] = {root: []}
+        self._visit(root, name, ())
+
+    def _visit(self, module: nn.Module, name: str, models: tuple[nn.Module, ...]) -> None:
+        initialiser = getattr(module, INITIALISER, None)
+        resets = [getattr(module, reset, None) for reset in RESETS]
+        if callable(initialiser):
+            if takes_a_module(initialiser):
+                models = (*models, module)
+            else:
+                resets.append(initialiser)
+        for key, child in module.named_children():
+            known = child in self._above
+            self._above.setdefault(child, []).append(module)
+            if not known:
+                self._visit(child, join_names(name, key), models)
+        calls: list[Callable[[], object]] = [reset for reset in resets if callable(reset)]
+        if models:
+            calls.append(lambda: getattr(models[-1], INITIALISER)(module))
+        self._position[module] = len(self._codes)
+        self._codes.append(_Code(name, module, tuple(calls)))
+
+    def run(self, task: Task) -> None:
+        """Initialises all that the task wants."""
+        units = list(self._units(task))
+        if not units:
+            return
+        with _Hidden(self._root) as hidden:
+            for unit in units:
+                hidden.show(unit)
+                for _, parameter in unit.parameters:
+                    task.begin(parameter)
+                try:
+                    self._run_own_code(unit, hidden)
+                    _check_set(unit)
+                except Exception as error:
+                    task.fail(unit, error)
+                else:
+                    for _, parameter in unit.parameters:
+                        task.finish(parameter)
+                hidden.hide(unit)
+
+    def _units(self, task: Task) -> Iterator[Unit]:
+        holders: dict[nn.Parameter, list[nn.Module]] = {}
+        for module in self._root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    holders.setdefault(parameter, []).append(module)
+        seen: set[nn.Parameter] = set()
+        for place, module in self._root.named_modules():
+            name = join_names(self._name, place)
+            unit = Unit(name, module)
+            for key, parameter in module._parameters.items():
+                if parameter is None or parameter in seen or not task.wants(parameter):
+                    continue
+                seen.add(parameter)
+                unit.parameters.append((join_names(name, key), parameter))
+                if writes := writes_of(parameter):
+                    _check_known(unit, join_names(name, key), writes)
+                    unit.later.append((parameter, writes))
+                unit.holders += holders[parameter]
+            for key, buffer in module._buffers.items():
+                if buffer is not None and task.wants_buffer(buffer):
+                    module._buffers[key] = unset(buffer, self._device)
+                    unit.buffers.append(key)
+            if unit.parameters or unit.buffers:
+                yield unit
+
+    def _run_own_code(self, unit: Unit, hidden: _Hidden) -> None:
+        codes = self._codes_for(unit)
+        tensors = [*unit.parameters, *_buffers_of(unit)]
+        flags = [tensor for _, tensor in tensors if tensor.dtype == torch.bool]
+        with hidden.buffers(unit, [code.module for code in codes]):
+            self._call(codes, tensors, unit.later)
+            if not flags:
+                return
+            # Flags have no third value: what stays what it was filled with, both times, was not
+            # set.
+            before = [flag.clone() for flag in flags]
+            for flag in flags:
+                flag.fill_(True)
+            self._call(codes, tensors, unit.later)
+            for (name, _), was, flag in zip(
+                [item for item in tensors if item[1].dtype == torch.bool],
+                before,
+                flags,
+                strict=True,
+            ):
+                if not torch.equal(was, flag):
+                    raise _not_initialised(unit, name)
+
+    def _codes_for(self, unit: Unit) -> list[_Code]:
+        """Own code of all modules that have a tensor of the unit in them, children first."""
+        found: set[nn.Module] = set()
+        waiting = [unit.module, *unit.holders]
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found.add(module)
+                waiting += self._above[module]
+        return [self._codes[i] for i in sorted(self._position[module] for module in found)]
+
+    def _call(
+        self,
+        codes: Iterable[_Code],
+        tensors: Sequence[tuple[str, Tensor]],
+        later: Sequence[tuple[nn.Parameter, Sequence[Write]]],
+    ) -> None:
+        names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+        with SeededByName(names, self._seeds):
+            for code in codes:
+                self._seeds.set(code.name)
+                for call in code.calls:
+                    call()
+            for parameter, writes in later:
+                for write in writes:
+                    write.repeat(parameter)
+
+
+def _buffers_of(unit: Unit) -> list[tuple[str, Tensor]]:
+    pairs = ((key, unit.module._buffers[key]) for key in unit.buffers)
+    return [(join_names(unit.name, key), buffer) for key, buffer in pairs if buffer is not None]
+
+
+def join_names(name: str, key: str) -> str:
+    return f"{name}.{key}" if name and key else name or key
+
+
+def _check_set(unit: Unit) -> None:
+    for name, tensor in [*unit.parameters, *_buffers_of(unit)]:
+        if tensor.dtype != torch.bool and has_filler(tensor):
+            raise _not_initialised(unit, name)
+
+
+def _check_known(unit: Unit, name: str, writes: Sequence[Write]) -> None:
+    for write in writes:
+        if write.arguments is None:
+            raise ValueError(
+                f"{_C.rank_prefix()}'{name}' was created on the meta device, and a constructor "
+                f"has set it by {write.name} to what cannot be computed again, because it depends "
+                "on parameters that have no values yet or is a part of a larger tensor; do that in "
+                f"a reset_parameters() of {type(unit.module).__name__}, or in the _init_weights of "
+                "the model, or create it outside of delay_param_initialization"
+            )
+
+
+def _not_initialised(unit: Unit, name: str) -> ValueError:
+    return ValueError(
+        f"{_C.rank_prefix()}nothing initialises '{name}', which was created on the meta device; "
+        f"give {type(unit.module).__name__} a reset_parameters() that does, or create it outside "
+        "of delay_param_initialization"
+    )
+
+
+class _Hidden:
+    """Parameters of a model but those of one unit, behind others on the meta device."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in root.modules():
+            if isinstance(module, nn.RNNBase):
+                module._flat_weight_refs = []  # weak references forbid to exchange tensors
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(parameter, []).append((module, key))
+
+    def __enter__(self) -> _Hidden:
+        for parameter in self._places:
+            self._put(parameter, _on_meta(parameter))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for parameter in self._places:
+            self._put(parameter, parameter)
+
+    def show(self, unit: Unit) -> None:
+        for _, parameter in unit.parameters:
+            self._put(parameter, parameter)
+
+    def hide(self, unit: Unit) -> None:
+        for _, parameter in unit.parameters:
+            self._put(parameter, _on_meta(parameter))
+
+    def _put(self, parameter: nn.Parameter, shown: nn.Parameter) -> None:
+        for module, key in self._places[parameter]:
+            module._parameters[key] = shown
+
+    @contextmanager
+    def buffers(self, unit: Unit, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Keeps the buffers of modules as they are, but those of the unit.
+
+        Modules with tensors in the unit may read their own; of the others they are hidden.
+        """
+        readers = {unit.module, *unit.holders}
+        kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                if buffer is None or (module is unit.module and key in unit.buffers):
+                    continue
+                shown = buffer.clone() if module in readers else buffer.to("meta")
+                kept.append((module, key, buffer, shown))
+                module._buffers[key] = shown
+        try:
+            yield
+        finally:
+            for module, key, buffer, _ in kept:
+                module._buffers[key] = buffer
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.is_meta:
+        return parameter
+    # Without to("meta"), which would copy the strides of placeholders.
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    hidden = nn.Parameter(empty, parameter.requires_grad)
+    hidden.__dict__.update(parameter.__dict__)
+    return hidden
+
+
+def unset(tensor: Tensor, device: torch.device) -> Tensor:
+    return filler(tensor.dtype, device).expand(tensor.shape).contiguous()

@@ -1,0 +1,4 @@
+"""``smp.DistributedModel``, and the owners behind it."""
+
+from smp.model.distributed_model import DistributedModel as DistributedModel
+from smp.model.distributed_model import is_tracing as is_tracing

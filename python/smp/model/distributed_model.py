@@ -1,0 +1,590 @@
+"""``smp.DistributedModel``: the user's model, partitioned and run over the ranks of a replica."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from smp import _C, data_parallel
+from smp.initial.initialise import initialise_again
+from smp.model.backward_roots import is_one, listed, run_backward, weighted
+from smp.model.engine import Engine
+from smp.model.join import uneven_batches
+from smp.model.parts import ModelParts, ModuleWrapper, alias_forwards
+from smp.model.root_call import RootCall
+from smp.model.share import current_share
+from smp.model.views import ModelViews
+from smp.modules.foreign_wrappers import reason_to_refuse
+from smp.modules.tracing import is_tracing as is_tracing
+from smp.nn import DistributedModule
+from smp.observe import loss_checks, nonfinite
+from smp.partition.costs import Trace
+from smp.partition.decide import Decision
+from smp.partition.trace_choice import TraceOptions, check_tracing
+from smp.pipeline import resolve
+from smp.pipeline.remote_tensor import RemoteTensor
+from smp.replacement import replace_marked
+from smp.storage.holdings import master_of, model_parameter_of
+from smp.world import runtime
+
+Hook = Callable[["DistributedModel", Any], Any]
+
+
+class DistributedModel(ModelViews):
+    """Wraps a module so that it is partitioned over pipeline ranks and reduced over replicas.
+
+    With more than one pipeline rank the partition is decided and applied in the first call of a
+    step function, and ``forward`` and ``backward`` work inside step functions only. With one, all
+    of it happens here and plain training loops work too. Construct on all ranks.
+
+    Several models may be wrapped (a generator and a discriminator, a teacher and a student). Each
+    is traced and partitioned by itself, in the first call of a step function that uses it, and one
+    backward may go through several of them. A model lives as long as the program has it.
+
+    Args:
+        module: the model; its modules stay unmodified.
+        trace_device: "gpu" (the device of this process, also where that is the CPU) or "cpu": where
+            measurements for the partition are taken. Without measurements the trace has shapes
+            only, and needs neither memory nor a device.
+        trace_execution_times: measure forward times of modules on the first step, else they are
+            estimated from shapes.
+        trace_memory_usage: measure what modules keep for their backward, else it is taken from the
+            tensors that autograd saves.
+        overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
+        backward_passes_per_step: step calls whose gradients are accumulated per reduction.
+        average_grads_across_microbatches: divide by the number of microbatches, else sum.
+        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism.
+        broadcast_buffers: copy the buffers of the first replica to all others before each
+            training step.
+        gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
+        find_unused_parameters: accepted; unused parameters are recognised in any case.
+
+    Raises:
+        ValueError: for arguments that are not usable, and for a module that shares parameters with
+            a model that is wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        current = runtime.current()
+        _check_module(module, current)
+        times = trace_execution_times or current.config.use_times
+        check_tracing(trace_device, times)
+        if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
+            raise ValueError(
+                f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
+                f"and bucket_cap_mb ({bucket_cap_mb}) a number > 0"
+            )
+        # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
+        seed = torch.initial_seed()
+        initialise_again(module, current.device, seed)
+        module, registrations = replace_marked(module)
+        translators = [r.translators for r in registrations if r.translators is not None]
+        runtime.state.module_manager.add(translators)
+        if current.config.fp16_params and current.config.half_dtype is None:
+            for distributed in module.modules():
+                if isinstance(distributed, DistributedModule):
+                    distributed.half()
+        self.module: nn.Module = ModuleWrapper(module)
+        if current.config.fp16:
+            self.module = ModuleWrapper(self.module)
+        self._engine = Engine(
+            current,
+            current.num_wrapped,
+            module,
+            trace=TraceOptions(
+                device=current.device,
+                real_device=current.device if trace_device == "gpu" else torch.device("cpu"),
+                measure_times=times,
+                measure_memory=trace_memory_usage,
+            ),
+            overlap=overlapping_allreduce,
+            passes_per_reduction=backward_passes_per_step,
+            average=average_grads_across_microbatches,
+            bucket_cap_bytes=int(bucket_cap_mb * 2**20),
+            broadcast_buffers=broadcast_buffers,
+            seed=seed,
+            registrations=registrations,
+        )
+        self._runtime = current
+        self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
+        alias_forwards(module)
+        current.add_model(self)
+        let_go = weakref.finalize(self, self._engine.close)
+        let_go.atexit = False  # the runtime ends in an order of its own
+        current.on_shutdown(let_go)
+        if current.sizes["pp"] == 1:
+            self.prepare()
+
+    # ---- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; inside a step function the same on all ranks of the replica.
+
+        With several pipeline ranks the arguments of pipeline rank 0 count.
+        """
+        if self._engine.capture is not None:
+            on_call = functools.partial(self._engine.capture.on_call, self.get_module())
+            return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
+        link = self._engine.link
+        if link is None:
+            if self._runtime.sizes["pp"] > 1:
+                self._raise_outside_step("called")
+            self._engine.honour_checkpointing()
+            output = self._root_call(args, kwargs).run(self.get_module())
+            self._engine.watch_backward(output)
+            if self._engine.uneven is not None:
+                self._engine.uneven.watch(output)
+            return output
+        self._check_in_step("called")
+        share = current_share()
+        call = self._root_call(args, kwargs)
+        if not self._engine.is_driver:
+            called_idx, output, share.weight, filled = link.await_output()
+            if called_idx != self._engine.idx:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
+                    f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
+                    f"their models in one order ({self._runtime.candidates})"
+                )
+            return call.settle(filled, output)
+        output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
+        self._engine.watch_backward(output)
+        link.publish_output((self._engine.idx, output, share.weight, call.filled))
+        return output
+
+    def backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Replaces ``loss.backward()`` in step functions, and outside of them in fp16 training.
+
+        A loss scale is applied here; losses stay what they are.
+
+        Args:
+            tensors: scalar or list of tensors that depend on the model's output.
+            grad_tensors: their gradients, as in ``torch.autograd.backward``.
+        """
+        if self._engine.capture is not None:
+            self._engine.capture.on_backward()
+            return
+        tensors, grad_tensors = listed(tensors, grad_tensors)
+        server = self._engine.server
+        if server is None and self._runtime.sizes["pp"] > 1:
+            self._raise_outside_step("run backward")
+        if server is None or server.is_driver:
+            loss_checks.before_backward(self._runtime, tensors)
+        if server is None:
+            self._engine.begin_backward_alone()
+            scale = self._engine.root_weight(1.0)
+            if not is_one(scale):
+                tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
+            with self._runtime.scaling_loss():
+                torch.autograd.backward(tensors, grad_tensors)
+            return
+        self._check_in_step("run backward")
+        if not server.is_driver:
+            server.await_backward()
+            return
+        weight = self._engine.root_weight(current_share().weight)
+        # Whoever waits for no forward need not wait for the value of a loss on another rank: its
+        # owner runs the backward right behind. The simple schedule has all forwards first.
+        ahead = self._runtime.config.pipeline != "simple"
+        if ahead or not is_one(weight):
+            tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
+        for root in () if ahead else tensors:  # its forward is over when the loss is there
+            if isinstance(root, RemoteTensor):
+                root.wait()
+        self._engine.first_step.on_backward(tensors)
+        server.begin_backward()
+        with self._runtime.scaling_loss():
+            run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
+        server.end_backward()
+
+    def _check_in_step(self, what: str) -> None:
+        if not self._engine.in_step():
+            self._raise_outside_step(what)
+        if not self._engine.joins_step:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._label}) is {what} here but was deleted on "
+                "another replica; delete models on all ranks, or on none"
+            )
+
+    def _raise_outside_step(self, what: str) -> NoReturn:
+        step = self._runtime.running_step
+        if step is not None and not self.partitioned:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._label}) is {what} in step '{step}', whose "
+                "first call did not call it, and it is not partitioned yet; call it in the first "
+                "call (smp.is_tracing() tells when that is traced), or use it in a step function "
+                "of its own"
+            )
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
+            f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong "
+            "into a function decorated with @smp.step"
+        )
+
+    def _root_call(self, *arguments: Any) -> RootCall:
+        casts = self._engine.half_dtype is not None
+        return RootCall(arguments, self._runtime.device, self._half_dtype(), casts)
+
+    def _half_dtype(self) -> torch.dtype | None:
+        """Of a model that trains in 16 bits, once it is cast."""
+        half = self._engine.half_dtype
+        if half is None or self.partitioned:
+            return half
+        dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
+        dtype = next(dtypes, None)
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+    def prepare(self, trace: Trace | None = None) -> None:
+        """Partitions the model unless that has happened. Collective.
+
+        Args:
+            trace: of the model, on the first rank, if there is one.
+        """
+        if self._engine.partitioned:
+            return
+        self._engine.partition(trace)
+        nonfinite.model_partitioned(self._runtime, self)
+        for optimizer in self._runtime.optimizers:
+            optimizer._use_masters()
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, self._optimizer())
+
+    def run_post_step_hooks(self) -> None:
+        """Runs the hooks that wait for the end of a step."""
+        hooks = list(self._post_step_hooks.values())
+        self._post_step_hooks.clear()  # handles refer to this very dictionary
+        for hook in hooks:
+            hook(self, self._optimizer())
+
+    def _optimizer(self) -> Any:
+        """The last optimizer that was wrapped, of several the last one with parameters of ours."""
+        optimizers: list[Any] = self._runtime.optimizers
+        own = {id(parameter) for parameter in self.parameters()}
+        fitting = [
+            optimizer
+            for optimizer in (optimizers if len(self._runtime.models) > 1 else ())
+            if any(
+                id(model_parameter_of(p)) in own
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+        ]
+        return (fitting or optimizers or [None])[-1]
+
+    # ---- access
+
+    @property
+    def _label(self) -> str:
+        """What messages call this model."""
+        module = self.get_module()
+        millions = sum(p.numel() for p in module.parameters()) / 1e6
+        return f"{self._engine.idx}: {type(module).__name__} of {millions:.3g} M parameters"
+
+    @property
+    def partitioned(self) -> bool:
+        """True once the partition is applied; ``local_*`` methods are valid from then on."""
+        return self._engine.partitioned
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        module = self.module
+        while isinstance(module, ModuleWrapper):
+            module = module.module
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    @property
+    def _decision(self) -> Decision | None:
+        """Which rank owns which module; None before the partition."""
+        return self._engine.decision
+
+    def _parts(self) -> ModelParts:
+        if self._engine.parts is None:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model is not partitioned yet; call a step function "
+                "first, or use register_post_partition_hook"
+            )
+        return self._engine.parts
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """All parameters of this rank have their whole values inside, for reading.
+
+        What is written to them is lost. Without sharded data parallelism they have them at all
+        times. Collective over the ranks that share parameters.
+        """
+        self._parts()
+        sharded = self._engine.sharded
+        with contextlib.nullcontext() if sharded is None else sharded.whole():
+            yield
+
+    # ---- state
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Entries of the state dict that live on this rank, marked as partial.
+
+        With sharded data parallelism collective over the ranks that hold one copy of the model; it
+        raises PeerFailure or RuntimeError if some of them do not call it.
+        """
+        self._parts().meet("model.local_state_dict", is_merged=False)
+        return self._parts().marked_state()
+
+    def state_dict(self, gather_to_rank0: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """The whole model, with the keys of the unwrapped one.
+
+        Collective over the ranks of a replica (the MP group) once the model is partitioned, with
+        sharded data parallelism also over those that hold one copy of it.
+
+        Args:
+            gather_to_rank0: only global rank 0 gets the dict, all others an empty one.
+
+        Raises:
+            ValueError: further arguments, which ``torch.nn.Module.state_dict`` has.
+            PeerFailure, RuntimeError: some of these ranks have not called it.
+        """
+        if args or kwargs or not isinstance(gather_to_rank0, bool):
+            raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
+        if self.partitioned:
+            is_merged = not gather_to_rank0 or 0 in self._runtime.groups["mp"]
+            self._parts().meet("model.state_dict", is_merged, gather_to_rank0=gather_to_rank0)
+        return self._engine.state_dict(gather_to_rank0)
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Loads a whole state dict, or the partial one that this rank saved.
+
+        Args:
+            state_dict: of the unwrapped model, or of :meth:`local_state_dict`. Partial ones are
+                merged over the ranks of the replica first, which is collective.
+            strict: missing and unexpected keys are errors.
+            same_partition_load: a partial dict of exactly this partition: nothing is merged.
+
+        Raises:
+            RuntimeError: keys or shapes do not fit; not strict, for a piece of a module that was
+                replaced under the names from before.
+        """
+        return self._engine.load_state_dict(state_dict, strict, same_partition_load)
+
+    def cpu(self) -> DistributedModel:
+        """Gathers the whole model on the CPU of every rank and ends its partition. Collective.
+
+        Raises:
+            RuntimeError: it has modules that are split over several ranks.
+        """
+        split = next(self.distributed_modules(), None)
+        if split is not None and self._runtime.sizes["tp"] > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}cpu() gathers modules that work on one rank, and "
+                f"{type(split).__name__} is split over {self._runtime.sizes['tp']} tensor-parallel "
+                "ranks; build the plain model and load state_dict() into it"
+            )
+        self._engine.gather_to_cpu()
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Changes the dtype before the partition; devices are chosen by the library.
+
+        Raises:
+            RuntimeError: for a change of dtype after the partition with several pipeline ranks or
+                with masters, or a move to the CPU from an accelerator: parts of the model are on
+                other ranks (use :meth:`cpu`).
+        """
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            self._change_dtype(dtype)
+        several = self.partitioned and self._runtime.sizes["pp"] > 1
+        if several and device is not None and device.type != self._runtime.device.type:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}a partitioned model cannot move to {device}: parts of "
+                "it are on other ranks; DistributedModel.cpu() gathers them"
+            )
+        return self
+
+    def half(self) -> DistributedModel:
+        """``to(torch.float16)``."""
+        return self._change_dtype(torch.float16)
+
+    def bfloat16(self) -> DistributedModel:
+        """``to(torch.bfloat16)``."""
+        return self._change_dtype(torch.bfloat16)
+
+    def float(self) -> DistributedModel:
+        """``to(torch.float32)``."""
+        return self._change_dtype(torch.float32)
+
+    def double(self) -> DistributedModel:
+        """``to(torch.float64)``."""
+        return self._change_dtype(torch.float64)
+
+    def _change_dtype(self, dtype: torch.dtype) -> DistributedModel:
+        floating = [p for p in self.get_module().parameters() if p.is_floating_point()]
+        if all(p.dtype == dtype for p in floating):
+            return self
+        if self.partitioned and not self._engine.can_change_dtype:
+            have = ", ".join(sorted({str(p.dtype) for p in floating}))
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the dtype of a partitioned model cannot change from {have} to "
+                f"{dtype}; convert it before the first step, or train in 16 bits with fp16 or bf16 "
+                "in the configuration"
+            )
+        super().to(dtype=dtype)
+        if self.partitioned:
+            self._engine.make_reducers()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, those of their masters too."""
+        for parameter in self.get_module().parameters():
+            updated = master_of(parameter)
+            if set_to_none:
+                parameter.grad = updated.grad = None
+            elif updated.grad is not None:
+                with torch.no_grad():
+                    updated.grad.zero_()
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """No effect: the library chooses the device of each part."""
+        return self
+
+    # ---- hooks
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(model, optimizer)`` runs after partition, at once if that is over."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        if self.partitioned:
+            hook(self, self._optimizer())
+        else:
+            self._post_partition_hooks[handle.id] = hook
+        return handle
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(model, optimizer)`` runs once, after the next completed step call."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context in which replicas may have different numbers of batches.
+
+        A replica that leaves the body early takes part in the gradient reductions of the others,
+        with nothing to add, until all are done. Then it gets parameters, buffers and optimizer
+        states of one that was the last; learning-rate schedulers and whatever else counts steps
+        are the script's. Collectives of the script's own inside the body are not made up for.
+
+        All ranks of a replica (the MP group) have equally many batches, hence those of a
+        tensor-parallel group, too. With pipeline parallelism each has at least one, unless the
+        model is partitioned already. Collective over the replicas.
+
+        Args:
+            divide_by_initial_world_size: a gradient is the sum over the replicas that have a batch,
+                divided by the number of all; False: by the number of those.
+            enable: False: no effect, for inputs that are known to be even.
+            throw_on_early_termination: raise on all replicas as soon as one has run out.
+
+        Raises:
+            ValueError: without `ddp`, and where replicas depend on each other in more than gradient
+                reductions: sharded modes, `deterministic_server`, several models.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return uneven_batches(
+            self._engine,
+            divide_by_all=divide_by_initial_world_size,
+            throw=throw_on_early_termination,
+        )
+
+    def register_comm_hook(
+        self,
+        state: object,
+        callable: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]],
+    ) -> None:
+        """A gradient reduction of the user's own, as with torch's DistributedDataParallel.
+
+        ``callable(state, bucket)`` is called with each bucket in place of its all-reduce, in the
+        order of their indices, while backward goes on. It returns a future of a tensor like
+        ``bucket.buffer()``, which has sums over microbatches: all averaging, over replicas and
+        microbatches, is the hook's. Reduce over ``smp.get_dp_process_group()``. Gradients of
+        parameters that are used more often than in earlier steps may come in another bucket without
+        parameters. Where there is one replica only nothing is reduced, and no hook called.
+
+        Collective over the replicas, between steps. A later hook takes the place of an earlier one.
+
+        Raises:
+            ValueError: without `ddp` or overlapping_allreduce, and with tensor parallelism or
+                sharding, where there is no such all-reduce.
+            RuntimeError: not between steps, or the first one while gradients are accumulated.
+        """
+        self._engine.use_comm_hook(data_parallel.CommHook(state, callable))
+
+    #: its name in PyTorch 1.7
+    _register_comm_hook = register_comm_hook
+
+
+def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
+    for name, child in module.named_modules():
+        where = f"'{name}'" if name else "the model itself"
+        if isinstance(child, DistributedModel):
+            raise ValueError(f"{where} is a DistributedModel already")
+        if (reason := reason_to_refuse(child)) is not None:
+            raise ValueError(f"{where} {reason}")
+    _check_shared(module, current)
+
+
+def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
+    """A parameter has one owner and one reduction."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for other in current.models:
+        assert isinstance(other, DistributedModel)
+        for name, parameter in other.get_module().named_parameters():
+            if id(parameter) in names:
+                raise ValueError(
+                    f"{_C.rank_prefix()}parameter '{names[id(parameter)]}' is '{name}' of a model "
+                    f"that is wrapped already ({other._label}); put both into one module and wrap "
+                    "that, or delete the other one first"
+                )

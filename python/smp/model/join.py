@@ -1,0 +1,266 @@
+"""Different numbers of batches over data-parallel replicas: who runs out shadows the others.
+
+As torch's Join does for DistributedDataParallel (torch/distributed/algorithms/join.py), but ranks
+tell each other who is active, so that unequal peers of tensor parallelism are an error instead of a
+hang, and optimizer states are brought up to date, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from smp import _C, data_parallel
+from smp.model.engine import Engine
+from smp.precision import reload_masters
+from smp.storage.holdings import master_of
+from smp.world import comm, runtime
+
+# What a replica does next; an exchange takes the maxima.
+_OUT, _ACTIVE, _SYNCS = 0, 1, 2  # nothing any more; trains; trains, and begins with equal buffers
+
+
+def _first(active: Sequence[int]) -> int:
+    return next(position for position, state in enumerate(active) if state)
+
+
+class _Uneven:
+    """One `join` of a model; see `DistributedModel.join`.
+
+    Args:
+        engine: of the model.
+        divide_by_all: count replicas without a batch in the mean.
+        throw: raise when one has run out.
+    """
+
+    def __init__(self, engine: Engine, divide_by_all: bool, throw: bool) -> None:
+        self._engine = engine
+        self._current = runtime.current()
+        self._divide_by_all = divide_by_all
+        self._throw = throw
+        self._ranks = list(self._current.groups["dp"])
+        self._last_active = [True] * len(self._ranks)
+        self._weight = 1.0
+        self._handles: list[RemovableHandle] = []
+        self._backward = -1  # the last one outside of step functions that was announced
+
+    # ---- of a replica that has a batch
+
+    def announce(self, syncs_buffers: bool) -> int:
+        """Says that a training step begins here. Collective over the replicas.
+
+        Args:
+            syncs_buffers: it begins with equal buffers.
+
+        Returns:
+            position of the first replica that has one.
+        """
+        active = self._exchange(_SYNCS if syncs_buffers else _ACTIVE)
+        self._weight = len(active) / sum(map(bool, active))
+        self._weigh()
+        return _first(active)
+
+    def watch(self, output: Any) -> None:
+        """Announces the backward from this output, where no step function does."""
+        if self._engine.in_step() or not torch.is_grad_enabled():
+            return
+        if self._current.sizes["tp"] > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}with tensor parallelism the replicas inside of join() need a "
+                "step function; decorate the function that runs forward and backward with @smp.step"
+            )
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        backward: int = torch._C._current_graph_task_id()
+        if self._engine.uneven is self and backward != self._backward:
+            self._backward = backward
+            self.announce(syncs_buffers=False)
+
+    def _weigh(self) -> None:
+        """Gradients count by the number of replicas that have a batch."""
+        parts = self._engine.parts
+        if self._divide_by_all or self._handles or parts is None:
+            return
+        self._handles = [
+            parameter.register_hook(lambda grad: grad * self._weight)
+            for _, parameter in parts.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def close(self) -> None:
+        """The context is left."""
+        self._engine.uneven = None
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- of one that has none any more
+
+    def shadow(self) -> None:
+        """Takes part in what the others do until none has a batch. Collective."""
+        engine = self._engine
+        while any(active := self._exchange(_OUT)):
+            if not engine.partitioned:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}this replica has no batch, and the model is not "
+                    "partitioned yet; with pipeline parallelism give every replica at least one "
+                    "batch inside of join(), or run a step before"
+                )
+            before = engine.num_reductions
+            self._shadow_step(_first(active), max(active) == _SYNCS)
+            if engine.num_reductions != before:
+                self._drop_gradients()
+        self._catch_up()
+
+    def _shadow_step(self, first: int, syncs_buffers: bool) -> None:
+        """Takes part in a training step of other replicas, with nothing to add to it.
+
+        Args:
+            first: position of the replica whose buffers count.
+            syncs_buffers: the step begins with equal buffers.
+        """
+        parts = self._engine.parts
+        assert parts is not None
+        if syncs_buffers:
+            data_parallel.broadcast_from_first(list(parts.root.buffers()), first=first)
+        for reducer in self._engine.reducers:
+            reducer.begin_step(1)
+        for reducer in self._engine.reducers:
+            reducer.end_step()
+
+    def _drop_gradients(self) -> None:
+        """Gradients of others are no use to who makes no update of them."""
+        assert self._engine.parts is not None
+        for _, parameter in self._engine.parts.named_parameters():
+            parameter.grad = None
+            master_of(parameter).grad = None
+
+    def _exchange(self, state: int) -> list[int]:
+        """What each replica does, by position. Collective."""
+        current = self._current
+        group = current.comms.dp_control
+        assert group is not None
+        own = current.ranks["dp"]
+        active = _C.agree_on_maxima(
+            [state if i == own else _OUT for i in range(len(self._ranks))],
+            group,
+            device="cpu",
+            what="exchange of who has a batch, in join()",
+            faults=current.board,
+            ranks=self._ranks,
+            timeout_s=current.settings.timeout_s,
+        )
+        if not any(active):
+            return active
+        self._check_peers(active)
+        if self._throw and not all(active):
+            out = [
+                rank for rank, is_active in zip(self._ranks, active, strict=True) if not is_active
+            ]
+            raise RuntimeError(
+                f"{_C.rank_prefix()}ranks {out} have run out of batches while others have not, and "
+                "join() was called with throw_on_early_termination=True"
+            )
+        self._last_active = [bool(flag) for flag in active]
+        return active
+
+    def _check_peers(self, active: Sequence[int]) -> None:
+        by_rank = {rank: bool(state) for rank, state in zip(self._ranks, active, strict=True)}
+        for peers in self._current.grid.groups("tp"):
+            if len({by_rank[rank] for rank in peers if rank in by_rank}) > 1:
+                out = [rank for rank in peers if not by_rank[rank]]
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}ranks {out} have run out of batches, but others of their "
+                    f"tensor-parallel group {list(peers)} have not; join() makes up for whole "
+                    "replicas only: give all ranks of a tensor-parallel group equally many batches"
+                )
+
+    # ---- at the end
+
+    def _catch_up(self) -> None:
+        """Brings replicas that were not there to the end to the state of those that were."""
+        if all(self._last_active):
+            return
+        current, parts = self._current, self._engine.parts
+        assert parts is not None
+        active = dict(zip(self._ranks, self._last_active, strict=True))
+        peers = list(current.groups["rdp"])  # hold the same slices
+        first = next(i for i, rank in enumerate(peers) if active[rank])
+        local = [parameter for _, parameter in parts.named_parameters()]
+        data_parallel.broadcast_from_first(
+            local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
+        )
+        reload_masters((self._engine.holdings or {}).values())
+        for optimizer in current.optimizers:
+            self._send_state(optimizer, [active[rank] for rank in peers], first)
+
+    def _send_state(self, optimizer: Any, active: Sequence[bool], first: int) -> None:
+        own = self._current.ranks["rdp"]
+        if own == first:
+            state = optimizer.local_state_dict(gather_if_shard=False)
+            for position, is_active in enumerate(active):
+                if not is_active:
+                    comm.send(state, position, comm.RankType.RDP_RANK)
+        elif not active[own]:
+            optimizer.load_state_dict(comm.recv_from(first, comm.RankType.RDP_RANK))
+
+
+def _check(current: runtime.Runtime, engine: Engine) -> None:
+    config = current.config
+    reasons = {
+        f"ddp={config.ddp}": (not config.ddp, "there are no replicas to join; use ddp=True"),
+        f"sharded_data_parallel_degree={config.sharded_data_parallel_degree}": (
+            config.sharded_data_parallel_degree > 1,
+            "forwards need the shards of all replicas, so all of them need equally many batches",
+        ),
+        "shard_optimizer_state=True": (
+            current.sizes["shard"] > 1,
+            "updates need the shards of all replicas, so all of them need equally many batches",
+        ),
+        "deterministic_server=True": (
+            config.orders_replicas and current.sizes["pp"] > 1,
+            "replicas follow the order of the first one, so all need equally many batches",
+        ),
+    }
+    for key, (is_so, reason) in reasons.items():
+        if is_so:
+            raise ValueError(f"{_C.rank_prefix()}smp config: {key}: {reason}; or leave join() out")
+    if current.num_wrapped > 1:
+        raise ValueError(
+            f"{_C.rank_prefix()}join() is for one model, and {current.num_wrapped} were wrapped "
+            f"({current.candidates}); put them into one module"
+        )
+    if engine.uneven is not None:
+        raise RuntimeError(f"{_C.rank_prefix()}join() was called inside of a join()")
+
+
+@contextlib.contextmanager
+def uneven_batches(engine: Engine, *, divide_by_all: bool, throw: bool) -> Iterator[None]:
+    """`DistributedModel.join`, of a model's engine.
+
+    Args:
+        engine: of the model.
+        divide_by_all: count replicas without a batch in the mean.
+        throw: raise on all ranks when one has run out.
+    """
+    current = runtime.current()
+    _check(current, engine)
+    if current.sizes["dp"] == 1:
+        yield
+        return
+    uneven = _Uneven(engine, divide_by_all, throw)
+    engine.uneven = uneven
+    with current.reporting("join()"):
+        try:
+            yield
+            uneven.shadow()
+        finally:
+            uneven.close()

@@ -1,0 +1,362 @@
+"""Which parameters, buffers and modules of a partitioned model live on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.initial.initialise import initialise_delayed
+from smp.modules.materialize import make_placeholder, make_real
+from smp.precision import load_value, reload_masters
+from smp.storage.holdings import holding_of
+from smp.storage.sharded import ShardedParameters
+from smp.tensor_parallel import partial, sharding
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
+from smp.world import roll_call
+
+_EXTRA_STATE = "_extra_state"
+
+
+def is_extra_state(key: str) -> bool:
+    """Is this key of a state dict what a module says of itself (``get_extra_state``)?"""
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+def set_extra_states(root: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives modules what they have said of themselves, as ``nn.Module.load_state_dict`` does.
+
+    Args:
+        root: the user's model.
+        state: of the whole model; other keys are passed over.
+    """
+    for name, module in root.named_modules(remove_duplicate=False):
+        key = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
+        if key in state and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(state[key])
+
+
+def alias_forwards(root: nn.Module) -> None:
+    """Gives the classes of a model's modules ``_orig_forward``, another name of their ``forward``.
+
+    Scripts call ``super()._orig_forward(...)`` in subclasses of modules; ``super().forward(...)``
+    works as well, because only instances ever get another forward.
+    """
+    for cls in {cls for module in root.modules() for cls in type(module).__mro__}:
+        forward = cls.__dict__.get("forward")
+        if forward is not None and cls is not nn.Module and "_orig_forward" not in cls.__dict__:
+            setattr(cls, "_orig_forward", forward)  # noqa: B010 - not in the type of a class
+
+
+class ModuleWrapper(nn.Module):
+    """The level between DistributedModel and the user's module that public scripts expect.
+
+    In fp16 training they expect two of them.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class ModelParts:
+    """Views of a partitioned model, restricted to this rank, and its state by name.
+
+    Args:
+        root: the user's model.
+        partition_of: pipeline rank of every module.
+        pp_rank: of this process.
+    """
+
+    def __init__(
+        self, root: nn.Module, partition_of: Mapping[nn.Module, int], pp_rank: int
+    ) -> None:
+        self.root = root
+        self._partition_of = partition_of
+        self._pp_rank = pp_rank
+        #: with sharded data parallelism
+        self.sharded: ShardedParameters | None = None
+        #: partition by parameter; parameters that modules share are on one partition
+        self._parameter_partition: dict[Tensor, int] = {}
+        for module in root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._parameter_partition.setdefault(parameter, partition_of[module])
+
+    def place(
+        self,
+        device: torch.device,
+        seed: int,
+        on_ready: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
+        """Makes local parameters real on ``device`` and frees all others; moves all buffers.
+
+        Buffers stay real on every rank: they are small and parents read those of their children.
+        What is on the meta device is initialised here.
+
+        Args:
+            device: of this process.
+            seed: of what is initialised.
+            on_ready: called once with each local parameter as soon as it is real, in one order on
+                all replicas; may take its memory away.
+        """
+        ready: set[nn.Parameter] = set()
+
+        def note(parameter: nn.Parameter) -> None:
+            ready.add(parameter)
+            if on_ready is not None:
+                on_ready(parameter)
+
+        initialise_delayed(self.root, self.is_local_parameter, device, seed=seed, on_ready=note)
+        for parameter, partition in self._parameter_partition.items():
+            assert isinstance(parameter, nn.Parameter)
+            if partition != self._pp_rank:
+                make_placeholder(parameter, device)
+            elif parameter not in ready:
+                make_real(parameter, device)
+                note(parameter)
+        for module in self.root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+    def refuse_lost_gradients(self) -> None:
+        """Raises when something was computed with a parameter that is on another rank.
+
+        Raises:
+            RuntimeError: a parameter of another rank has a gradient here.
+        """
+        for name, parameter in self.root.named_parameters():
+            if parameter.grad is not None and not self.is_local_parameter(parameter):
+                holder = name.rpartition(".")[0] or "(root)"
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}parameter '{name}' got a gradient here, but it lives on "
+                    f"pp_rank {self._parameter_partition.get(parameter)}: code of this rank has "
+                    f"computed with it without calling its module '{holder}', so results are "
+                    "wrong. Call the module, or put it on the rank of the code that reads it "
+                    "(smp.set_partition; pp_rank 0 for the code of modules that are split)"
+                )
+
+    def is_local_parameter(self, parameter: Tensor) -> bool:
+        return self._parameter_partition.get(parameter) == self._pp_rank
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.root.named_parameters():
+            if self.is_local_parameter(parameter):
+                yield name, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.root.named_modules():
+            if self._partition_of[module] == self._pp_rank:
+                yield name, module
+
+    # ---- state by name
+
+    def key_partitions(self) -> dict[str, int]:
+        """Partition that has the true value, for every key of the model's state dict."""
+        partitions: dict[str, int] = {}
+        for prefix, module in self.root.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    partitions[dot + name] = self._parameter_partition[parameter]
+            for name in module._buffers:
+                partitions[dot + name] = self._partition_of[module]
+            partitions[dot + _EXTRA_STATE] = self._partition_of[module]
+        return partitions
+
+    def meet(self, what: str, is_merged: bool, **call: Any) -> None:
+        """Waits for the ranks that have to make the same call. Collective over them.
+
+        Args:
+            what: name of the public function.
+            is_merged: it exchanges tensors over the replica, not only those of sharded parameters.
+            call: arguments that have to be equal.
+        """
+        shard = () if self.sharded is None else ("shard",)
+        guard = "" if shard else ", or inside of `if smp.rdp_rank() == 0:`"
+        groups = ("mp", *shard) if is_merged else shard
+        roll_call.meet(what, groups, f"state = {what}()  # on all ranks{guard}", call)
+
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """The state dict, detached, with whole tensors for sharded parameters.
+
+        Collective over the shard group with sharded data parallelism.
+
+        Args:
+            keep: False: an empty dict, for a rank that others need and that needs nothing.
+        """
+        if self.sharded is not None:
+            return self.sharded.filled(self.root.state_dict(keep_vars=True), keep)
+        return dict(self.root.state_dict()) if keep else {}
+
+    def local_state(self) -> dict[str, Any]:
+        """The entries of the state dict that live here, detached, in the model's order.
+
+        Collective like :meth:`state`.
+        """
+        partitions = self.key_partitions()
+        return {
+            key: value
+            for key, value in self.state().items()
+            if partitions.get(key, 0) == self._pp_rank
+        }
+
+    def local_slices(self) -> dict[str, partial.Slice]:
+        """Which entries of the local state are slices, and which."""
+        partitions = self.key_partitions()
+        own = (
+            (key, value)
+            for key, value in self.root.state_dict(keep_vars=True).items()
+            if partitions.get(key, 0) == self._pp_rank
+        )
+        return partial.slices_of(own)
+
+    def marked_state(self) -> dict[str, Any]:
+        """The local state as a dict that says of itself that it is one."""
+        marks: dict[str, Any] = {PARTIAL_MARK: True}
+        slices = self.local_slices()
+        if slices:
+            marks[SHARDS_MARK] = slices
+        return {**self.local_state(), **marks}
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The whole state dict out of the marked ones of all ranks of a replica."""
+        whole = partial.merge(parts)
+        partitions = self.key_partitions()
+        merged: dict[str, Any] = {}
+        for key in self.root.state_dict():
+            if key not in whole:
+                raise ValueError(
+                    f"'{key}' belongs to pipeline rank {partitions.get(key, 0)}, whose part of the "
+                    "state does not have it; the parts come from another model or another partition"
+                )
+            merged[key] = whole[key]
+        return merged
+
+    def load(
+        self, state: Mapping[str, Any], strict: bool, sliced: bool = False
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Loads the local entries of a whole state dict; keys are compared over the whole model.
+
+        Args:
+            state: whole tensors, or the slices that this rank holds if ``sliced``.
+            strict: missing and unexpected keys are errors.
+            sliced: split entries are there as this rank holds them.
+
+        Raises:
+            RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
+        """
+        result = self.compare(state, strict, sliced)
+        partitions = self.key_partitions()
+        with torch.no_grad():
+            for key, value in _tensors_in(self.root.state_dict(keep_vars=True)).items():
+                if key not in state:
+                    continue
+                is_parameter = isinstance(value, nn.Parameter)
+                if not is_parameter or partitions[key] == self._pp_rank:
+                    interval = None if sliced else sharding.interval_of(value)
+                    self.write(value, sharding.slice_of(state[key], interval))
+        set_extra_states(self.root, state)
+        if self.sharded is not None:
+            self.sharded.after_update()
+        return result
+
+    def compare(
+        self, state: Mapping[str, Any], strict: bool, sliced: bool = False
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """What :meth:`load` says and raises, without loading."""
+        own = self.root.state_dict(keep_vars=True)
+        missing = [key for key in own if key not in state]
+        unexpected = [key for key in state if key not in own and key not in partial.MARKS]
+        problems = []
+        if strict and missing:
+            problems.append(f"missing keys: {missing}")
+        if strict and unexpected:
+            problems.append(f"unexpected keys: {unexpected}")
+        for key, value in _tensors_in(own).items():
+            given = state.get(key)
+            if not isinstance(given, Tensor):
+                continue
+            shape = list(value.shape) if sliced else sharding.whole_shape(value)
+            if list(given.shape) != shape:
+                problems.append(
+                    f"'{key}' has shape {tuple(given.shape)}, the model has {tuple(shape)}"
+                )
+        if problems:
+            raise RuntimeError(
+                f"cannot load the state into {type(self.root).__name__}: " + "; ".join(problems)
+            )
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Gives a parameter or buffer of this rank, and its master, a value.
+
+        Args:
+            target: of the model.
+            value: whole, or the slice of this tensor-parallel rank.
+        """
+        if self.sharded is not None and target in self.sharded:
+            assert isinstance(target, nn.Parameter)
+            self.sharded.write(target, value)
+            holding = holding_of(target)
+            if holding is not None and value.dtype.itemsize < 4:
+                reload_masters([holding])
+        else:
+            load_value(target, value)
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of a state dict, without what modules say of themselves."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not is_extra_state(key)
+    }
+
+
+def make_whole(
+    root: nn.Module, state: Mapping[str, Any], is_local: Callable[[Tensor], bool] | None
+) -> None:
+    """Makes all parameters and buffers real on the CPU.
+
+    Args:
+        root: the user's model.
+        state: values by name.
+        is_local: parameters that are real already, in the memory of a device; all if None.
+    """
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            if is_local is None or is_local(parameter):
+                make_real(parameter, cpu)
+            else:
+                parameter.data = state[name].detach().clone()
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(cpu)
+        for key, value in root.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and not is_extra_state(key):
+                value.copy_(state[key])
+    set_extra_states(root, state)

@@ -1,0 +1,156 @@
+"""State dicts that are given to a model, before and after it is partitioned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from smp import _C
+from smp.model.parts import ModelParts
+from smp.replacement import refuse_pieces, to_ours
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK
+from smp.tensor_parallel.registry import Registration
+from smp.world import comm
+
+
+class _Call(NamedTuple):
+    """One call of ``load_state_dict``, with its arguments."""
+
+    state: Mapping[str, Any]
+    strict: bool
+    same_partition_load: bool
+
+
+class _Kept:
+    """Waits with loading until parameters of the meta device are made.
+
+    Tensors are not copied: a state may be as large as the model. That nobody writes to them
+    meanwhile is checked instead.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._versions: list[dict[str, int]] = []
+
+    def keep(self, state: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
+        """Adds a state; the last one has the last word, as with loading at once."""
+        kept = dict(state)
+        versions = {}
+        for key, value in kept.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_inference():  # does not count what is written to it
+                kept[key] = value.clone()
+            else:
+                versions[key] = value._version
+        self._calls.append(_Call(kept, strict, same_partition_load))
+        self._versions.append(versions)
+
+    def take(self) -> list[_Call]:
+        """The calls so far, in their order, which are forgotten. Collective over all ranks.
+
+        Raises:
+            RuntimeError: some ranks have loaded more often than others, which would leave replicas
+                different; something was written to a tensor.
+        """
+        counts = comm.allgather(len(self._calls), comm.WORLD)
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}model.load_state_dict was called {len(self._calls)} times here "
+                f"and between {min(counts)} and {max(counts)} times on the ranks of this job, "
+                "before the model was partitioned; parameters of the meta device take their values "
+                "on each rank, so call it on all of them"
+            )
+        for call, versions in zip(self._calls, self._versions, strict=True):
+            for key, version in versions.items():
+                if call.state[key]._version != version:
+                    raise RuntimeError(
+                        f"{_C.rank_prefix()}'{key}' of the state dict was written to after "
+                        "model.load_state_dict, which keeps it until the first step because the "
+                        "parameters are on the meta device; give it a copy "
+                        "({key: value.clone() for key, value in state.items()})"
+                    )
+        calls, self._calls, self._versions = self._calls, [], []
+        return calls
+
+
+class StateLoader:
+    """Loads state dicts of the whole model, and parts of them, into what this rank has.
+
+    Args:
+        root: the user's model.
+        registrations: of the modules in it that were replaced by distributed ones.
+    """
+
+    def __init__(self, root: nn.Module, registrations: Sequence[Registration]) -> None:
+        self._root = root
+        self._registrations = registrations
+        self._kept = _Kept()
+
+    def load(
+        self,
+        parts: ModelParts | None,
+        state: Mapping[str, Any],
+        strict: bool,
+        same_partition_load: bool,
+    ) -> _IncompatibleKeys:
+        """`DistributedModel.load_state_dict`.
+
+        Args:
+            parts: of this rank; None before the partition.
+        """
+        waits = parts is None and any(p.is_meta for p in self._root.parameters())
+        if not state.get(PARTIAL_MARK):
+            translated = self.translated(state)
+            if not strict:
+                refuse_pieces(self._root, self._registrations, state, translated)
+            if not waits:
+                return self._parts(parts).load(translated, strict)
+            fits = self._parts(parts).compare(translated, strict)
+            self._kept.keep({**translated, PARTIAL_MARK: False}, strict, False)
+            return fits
+        if waits:
+            self._kept.keep(state, strict, same_partition_load)
+            return _IncompatibleKeys([], [])
+        if not same_partition_load:
+            held = [dict(state)]
+            if comm.mp_size() > 1:
+                held = comm.allgather(held[0], comm.MP_GROUP)
+            return self._parts(parts).load(partial.merge(held), strict)
+        if parts is not None:
+            expected = parts.local_state().keys()
+            missing = [key for key in expected if key not in state]
+            if strict and missing:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
+                    "under another partition: load it with same_partition_load=False"
+                )
+            full = dict(self._root.state_dict())
+            full.update(state)
+            state = full
+        return self._parts(parts).load(state, strict, sliced=True)
+
+    def load_kept(self, parts: ModelParts) -> None:
+        """Loads what came before the partition. Collective over all ranks.
+
+        Before the values of the first replica go to the others, as with loading at once.
+        """
+        if comm.pp_size() == 1:
+            return  # partitioned where it was wrapped
+        for state, strict, same_partition_load in self._kept.take():
+            self.load(parts, state, strict, same_partition_load)
+
+    def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state dict with the names of the distributed modules that the model has."""
+        return to_ours(self._registrations, state)
+
+    def _parts(self, parts: ModelParts | None) -> ModelParts:
+        """Before the partition all ranks hold the whole model, so that values can go in at once;
+        the partition keeps what belongs to this rank."""
+        if parts is not None:
+            return parts
+        return ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)

@@ -1,0 +1,305 @@
+"""What a checkpointed call does to the state of its modules.
+
+A layer keeps its auxiliary loss in an attribute, and its parent reads it; a hook puts features into
+a dictionary. The first run of a checkpoint makes them without a graph, so those that have one
+without a checkpoint have to be results of it. Others must not: a moving average would be tied to
+the graph of the step before. A run with a graph tells them apart, once.
+
+The second run finds the tensors and numbers that the first one has found, such as a counter, and
+those that it leaves are taken away. Lists of numbers are changed by both runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from smp import _C
+from smp.modules.flat import tensors_in
+from smp.modules.given import Given, contents_of, exchange, exchanged, fill, is_number
+
+# What PyTorch and this library keep in a module; no state of its forward.
+_NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
+_MISSING = object()
+_AS_NOW = object()
+_CONTAINERS = (list, dict, set, tuple, OrderedDict, defaultdict, deque)
+
+#: Which of the tensors that are left hang on a graph, by the first module and where they are.
+_known: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, ...]]] = WeakKeyDictionary()
+#: Buffers that are written in place, by the first module; they are copied before a run.
+_written: WeakKeyDictionary[nn.Module, set[tuple[int, str]]] = WeakKeyDictionary()
+
+
+class Watch:
+    """Compares the state of modules with what it was when this object was made.
+
+    Args:
+        modules: that run, with those below them.
+        copies: of buffers are wanted, for `earlier`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], copies: bool = True) -> None:
+        self._first = modules[0] if modules else None
+        self._modules = list(dict.fromkeys(sub for module in modules for sub in module.modules()))
+        self._before = [_snapshot(module) for module in self._modules]
+        values = [
+            value
+            for state in self._before
+            for name, value in state.items()
+            if type(value) in _CONTAINERS and name not in _NOT_STATE
+        ]
+        for module in self._modules:
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                values += _held_by(hook)
+        self._given = Given(values, objects=False)
+        self._buffers = list(self._copied(copies))
+        #: floating-point tensors that were left, and where
+        self.tensors: list[Tensor] = []
+        self.places: list[Any] = []
+        self._left: list[tuple[nn.Module, str, Any, Any]] = []  # value, and value before
+        self._numbers: list[tuple[nn.Module, str, Any]] = []  # value before
+
+    def _copied(self, copies: bool) -> Iterator[tuple[tuple[int, str], Tensor, int, Tensor | None]]:
+        written = None if self._first is None else _written.get(self._first)
+        for idx, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.is_inference():
+                    continue
+                is_copied = copies and (written is None or (idx, name) in written)
+                copy = buffer.detach().clone() if is_copied else None
+                yield (idx, name), buffer, buffer._version, copy
+
+    def compare(self) -> Watch:
+        """Finds what there is now and was not."""
+        for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
+            for name, value in _snapshot(module).items():
+                old = before.get(name, _MISSING)
+                if value is old or name in _NOT_STATE or name.startswith("_smp_"):
+                    continue
+                if self._note((idx, name), [value]):
+                    self._left.append((module, name, value, old))
+                elif is_number(value) and (old is _MISSING or is_number(old)):
+                    self._numbers.append((module, name, old))
+        for number in self._given.changed():
+            self._note(number, self._given.new_items_of(number))
+        return self
+
+    def _note(self, place: Any, values: Sequence[Any]) -> bool:
+        found = [
+            tensor
+            for tensor in tensors_in(list(values))
+            if (tensor.is_floating_point() or tensor.is_complex())
+            and not isinstance(tensor, nn.Parameter)
+        ]
+        self.tensors += found
+        self.places += [place] * len(found)
+        return bool(found)
+
+    def replace(self, tensors: Mapping[int, Tensor]) -> None:
+        """Puts other tensors into the place of some, by their id.
+
+        Raises:
+            ValueError: one of them is in an object that nothing can be put into.
+        """
+        for module, name, value, _ in self._left:
+            new = exchanged(value, tensors)
+            if any(id(tensor) in tensors for tensor in tensors_in(new)):
+                raise ValueError(
+                    f"{_C.rank_prefix()}a checkpointed module has left a tensor that needs a "
+                    f"gradient in attribute '{name}' of a {type(module).__name__}, inside of a "
+                    f"{type(value).__name__}; leave it there as it is, or in a list or dictionary"
+                )
+            _set(module, name, new)
+        for number in self._given.changed():
+            exchange(self._given.containers[number], tensors)
+
+    def earlier(self) -> Earlier:
+        """The state from before, of what has changed."""
+        buffers = [(key, b, copy) for key, b, was, copy in self._buffers if b._version != was]
+        if self._first is not None:
+            _written.setdefault(self._first, set()).update(key for key, _, _ in buffers)
+        return Earlier(
+            self._numbers + [(m, name, _without_graph(old)) for m, name, _, old in self._left],
+            [
+                (self._given.containers[number], _without_graph(before))
+                for number, before in self._given.changed_from()
+                if number in self.places
+            ],
+            [(buffer, copy) for _, buffer, copy in buffers],
+        )
+
+
+@dataclass
+class Earlier:
+    """What modules had in places that a run has changed.
+
+    What hangs on a graph is there without it.
+
+    Attributes:
+        attributes: module, name, value.
+        containers: with their contents.
+        buffers: with their values; None where they are not known.
+    """
+
+    attributes: list[tuple[nn.Module, str, Any]]
+    containers: list[tuple[Any, Any]]
+    buffers: list[tuple[Tensor, Tensor | None]]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, modules are as they were; behind it they are as they are."""
+        now = Earlier(
+            [(m, name, _value_of(m, name)) for m, name, _ in self.attributes],
+            [(container, contents_of(container)) for container, _ in self.containers],
+            [(buffer, buffer.detach().clone()) for buffer, _ in self.buffers],
+        )
+        self._establish()
+        try:
+            yield
+        finally:
+            now._establish()
+
+    def _establish(self) -> None:
+        for module, name, value in self.attributes:
+            if value is not _AS_NOW and _value_of(module, name) is not value:
+                _set(module, name, value)
+        for container, contents in self.containers:
+            if contents is not _AS_NOW:
+                fill(container, contents)
+        for buffer, value in self.buffers:
+            if value is not None:  # through `data`: autograd may have saved the buffer
+                buffer.data.copy_(value)
+
+
+def _without_graph(value: Any) -> Any:
+    """The value with tensors that gradients must not reach, instead of those with a graph."""
+    with_graph = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if not with_graph:
+        return value
+    found = exchanged(value, {id(t): _guard(t) for t in with_graph if type(t) is Tensor})
+    ids = set(map(id, with_graph))
+    return _AS_NOW if any(id(tensor) in ids for tensor in tensors_in(found)) else found
+
+
+def _guard(tensor: Tensor) -> Tensor:
+    guard = tensor.detach().requires_grad_()
+    guard.register_hook(_refuse_gradient)
+    return guard
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise ValueError(
+        f"{_C.rank_prefix()}a checkpointed module computes with a tensor that was left by an "
+        "earlier call, in an attribute or a container, and needs a gradient there, which a second "
+        "run cannot give; hand such a state over as an argument and a result, detach it, or do "
+        "not checkpoint the module"
+    )
+
+
+def flags_of(
+    modules: Sequence[nn.Module], watch: Watch, try_out: Callable[[], Watch]
+) -> tuple[bool, ...]:
+    """Which of the tensors that were left hang on a graph where there is one.
+
+    Args:
+        modules: that have run.
+        watch: after a run without a graph.
+        try_out: runs them with a graph, and leaves nothing behind.
+    """
+    known = _known.setdefault(modules[0], {})
+    key = (tuple(watch.places), tuple(module.training for module in modules))
+    if key not in known:
+        other = try_out()
+        known[key] = tuple(tensor.requires_grad for tensor in other.tensors)
+    return known[key]
+
+
+class Flags:
+    """Modes of modules and of those below them, and which parameters require gradients."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modes = [(m, m.training) for module in modules for m in module.modules()]
+        self._needs = [(p, p.requires_grad) for module in modules for p in module.parameters()]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, they are as they were when this object was made."""
+        modes = [(m, m.training) for m, training in self._modes if m.training != training]
+        needs = [(p, p.requires_grad) for p, needs in self._needs if p.requires_grad != needs]
+        if modes or needs:
+            self._establish()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for parameter, needed in needs:
+                parameter.requires_grad_(needed)
+
+    def _establish(self) -> None:
+        for module, training in self._modes:
+            module.training = training
+        for parameter, needed in self._needs:
+            if parameter.requires_grad != needed:
+                parameter.requires_grad_(needed)
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """Attributes and buffers, and what is no state."""
+    found = {**module.__dict__, **module._buffers}
+    for name in _properties_of(_class_of(module)):
+        if name in found:
+            found[name] = getattr(module, name)
+    return found
+
+
+def _value_of(module: nn.Module, name: str) -> Any:
+    if name in _properties_of(_class_of(module)):
+        return getattr(module, name, _MISSING)
+    return module._buffers.get(name, module.__dict__.get(name, _MISSING))
+
+
+def _class_of(module: nn.Module) -> Any:
+    return type(module)
+
+
+@functools.cache
+def _properties_of(cls: Any) -> frozenset[str]:
+    """Attributes of which each microbatch has a value of its own (`smp.pipeline.module_state`)."""
+    return frozenset(name for name, value in vars(cls).items() if isinstance(value, property))
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(module, name)
+    elif name in module._buffers or name in _properties_of(_class_of(module)):
+        setattr(module, name, value)
+    else:
+        module.__dict__[name] = value
+
+
+def _held_by(hook: Any) -> Iterator[Any]:
+    """What a hook has at hand besides its arguments: of its closure, and of its object."""
+    if isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    held = [getattr(hook, "__self__", hook)]
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    for value in held:
+        yield value
+        if isinstance(value, nn.Module):
+            state = _snapshot(value)
+            yield from (state[name] for name in state if name not in _NOT_STATE)
+        elif not isinstance(value, type):
+            yield from getattr(value, "__dict__", {}).values()

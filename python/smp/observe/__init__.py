@@ -1,0 +1,1 @@
+"""What a run shows of itself: timelines, metrics, non-finite values, its first step checked."""

@@ -1,0 +1,110 @@
+"""What modules return in the first microbatch, call by call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp.modules.flat import is_cache
+from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.observe.first_step.sketch import is_plain, sketch
+
+#: index of a module, and number of its call
+Call = tuple[int, int]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of an output; attention caches stay whole."""
+    return pytree.tree_leaves(value, is_leaf=is_cache)
+
+
+def may_record(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Does torch.compile stand behind a call of this module?"""
+    called = (module.forward, getattr(module, "_compiled_call_impl", None))
+    return type(module).__name__ == "OptimizedModule" or any(
+        hasattr(function, "_torchdynamo_orig_callable") for function in called
+    )
+
+
+class Records:
+    """Sketches of the outputs of modules, in the order in which they returned.
+
+    Args:
+        wanted: whether a call that begins now counts.
+    """
+
+    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        self._wanted = wanted
+        self._num_calls: dict[int, int] = {}
+        self.sketches: dict[Call, list[Tensor | None]] = {}
+        #: who returned a tensor first; with the tensors, whose ids are the keys
+        self._makers: dict[int, tuple[Call, int, Tensor]] = {}
+        self.keeps_makers = False
+
+    def around(self, idx: int, forward: Forward) -> Forward:
+        """The forward of a module with a note behind it."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
+            # What a checkpoint computes again in backward is no call.
+            if torch._C._current_graph_task_id() != -1 or not self._wanted():
+                return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            self._note(idx, result)
+            return result
+
+        return functools.update_wrapper(recorded, forward)
+
+    def _note(self, idx: int, result: Any) -> None:
+        number = self._num_calls.get(idx, 0)
+        self._num_calls[idx] = number + 1
+        leaves = leaves_of(result)
+        self.sketches[idx, number] = [sketch(x) if is_plain(x) else None for x in leaves]
+        if self.keeps_makers:
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and id(leaf) not in self._makers:
+                    self._makers[id(leaf)] = ((idx, number), position, leaf)
+
+    def maker(self, tensor: Tensor) -> tuple[Call, int] | None:
+        """Call and position of the output that this tensor is."""
+        found = self._makers.get(id(tensor))
+        return None if found is None else found[:2]
+
+    def forget_makers(self) -> None:
+        self._makers.clear()
+
+    def on_host(self) -> dict[Call, list[Tensor | None]]:
+        """The sketches in host memory; those of one call as rows of its own."""
+        return {
+            call: [None if s is None else s.cpu() for s in rows]
+            for call, rows in self.sketches.items()
+        }
+
+
+def watch_modules(modules: Sequence[nn.Module], records: Records) -> Callable[[], None]:
+    """Records the modules where they compute, under all else that stands around them.
+
+    Returns:
+        undoes it.
+    """
+    undo = [
+        wrap_forward(module, Around.RECORD, functools.partial(records.around, idx))
+        for idx, module in enumerate(modules)
+        if may_record(module)
+    ]
+
+    def undo_all() -> None:
+        for function in undo:
+            function()
+
+    return undo_all

@@ -1,0 +1,445 @@
+"""What one process computes: the whole model, run besides the pipeline, leaving nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp import _C
+from smp.modules import autocast
+from smp.modules.forwards import uncover
+from smp.modules.tracing import running_again
+from smp.observe.first_step.outside import are_independent
+from smp.observe.first_step.records import Records, leaves_of, may_record
+from smp.partition.trace import moved, ordinary
+from smp.partition.trace_guard import untouched
+from smp.partition.trace_state import KeptValues
+from smp.pipeline.module_state import apart
+from smp.pipeline.remote_tensor import RemoteTensor
+
+# Arguments of these types cannot be changed by who gets them.
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, slice, type)
+
+
+class Inconclusive(Exception):
+    """The check can say nothing of this model; the text says why."""
+
+
+class _Operators(TorchDispatchMode):
+    """Sees every operator of a run.
+
+    Other ranks do not run the model at this time: a collective of its own would hang. And what a
+    module rounds to a coarser dtype (norms of models in float64 that compute in float32) is as
+    exact as that one from there on: another order of sums, because a tensor came over the wire
+    with other strides, shows in its digits.
+
+    Args:
+        rounded: gets the dtypes to which floating-point tensors were rounded.
+    """
+
+    def __init__(self, rounded: set[torch.dtype]) -> None:
+        super().__init__()
+        self._rounded = rounded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise Inconclusive(f"the model communicates by itself ({func})")
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and is_coarser(result.dtype, args[0].dtype):
+            self._rounded.add(result.dtype)
+        return result
+
+
+@dataclass
+class ReferenceCall:
+    """One call of the model.
+
+    Attributes:
+        arguments: copies; each run gets copies of these.
+        casts: autocast as it was on.
+        grad: whether gradients were enabled.
+        leaves: of the output.
+    """
+
+    arguments: Any
+    casts: autocast.AutocastState
+    grad: bool
+    leaves: list[Any] = field(default_factory=list)
+
+
+class Reference:
+    """Runs a model that is spread over ranks whole in this process.
+
+    Parameters of other ranks get their values back for the time of a run, as data of the very
+    parameters, so that it does not matter how the model reaches them.
+
+    Args:
+        root: the user's model.
+        modules: all of its modules.
+        kept: values of the parameters that are placeholders here.
+        device: of this process.
+        moved: whether it computes with other last digits of all parameters.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        kept: Mapping[nn.Parameter, Tensor],
+        device: torch.device,
+        moved: bool = False,
+    ) -> None:
+        self._root = root
+        self._modules = tuple(modules)
+        self._kept = kept
+        self._device = device
+        self._moved = moved
+        self._first: _State | None = None  # before the first call
+        self._now: _State | None = None
+        self._left: _State | None = None  # what the last call has changed
+        self._leaves_contents = False  # in containers
+        self.calls: list[ReferenceCall] = []
+        self.records = Records()
+        self.records.keeps_makers = True
+        #: dtypes to which the model rounded what it computed with
+        self.rounded: set[torch.dtype] = set()
+        #: no output that gets gradients from outside is made of another one
+        self.is_certain = True
+
+    def run(self, arguments: Any) -> ReferenceCall:
+        """The forward of one call, with its graph.
+
+        Args:
+            arguments: (args, kwargs) of the call.
+
+        Raises:
+            Inconclusive: the call draws random numbers, or cannot be made twice.
+            Exception: whatever the model raises.
+        """
+        call = ReferenceCall(
+            _copy_arguments(arguments), autocast.capture(self._device), torch.is_grad_enabled()
+        )
+        if self._leaves_contents:
+            raise Inconclusive("the model collects something from call to call")
+        if self._now is None or self.calls:
+            # What the last call left is there in this one, and all that others have set since.
+            self._now = _State.of(self._modules).updated(self._left)
+            self._first = self._first or self._now
+        with self._whole(records=True), _random_state_kept(self._device):
+            args, kwargs = _copy_arguments(call.arguments)
+            before = _random_state(self._device)
+            output = self._root(*args, **kwargs)
+            if _random_state(self._device) != before:
+                raise Inconclusive("the model draws random numbers, which layouts draw differently")
+        call.leaves = leaves_of(output)
+        if any(isinstance(leaf, RemoteTensor) for leaf in call.leaves):
+            raise Inconclusive("the model keeps tensors of other ranks in its attributes")
+        self.calls.append(call)
+        return call
+
+    def again(self, moved: bool = False) -> Reference:
+        """A second run of all calls so far, in the state of that time."""
+        other = Reference(self._root, self._modules, self._kept, self._device, moved)
+        other._first = other._now = self._first
+        for call in self.calls:
+            with (
+                autocast.restore(call.casts, self._device),
+                torch.set_grad_enabled(call.grad),
+            ):
+                other.run(call.arguments)
+        return other
+
+    def gradients(
+        self, grads: Mapping[tuple[int, int], Tensor | None]
+    ) -> dict[nn.Parameter, Tensor | None]:
+        """Gradients of all parameters.
+
+        Args:
+            grads: by number of the call and of its leaf: all that flows into an output from outside
+                of the model. A leaf that is upstream of others takes what is given, and not what
+                comes of these.
+
+        Raises:
+            Inconclusive, Exception: as `run`.
+        """
+        parameters = [p for p in self._root.parameters() if p.requires_grad]
+        roots, root_grads, handles, edges = [], [], [], []
+        for (call, position), grad in grads.items():
+            leaf = self.calls[call].leaves[position]
+            if grad is None or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                continue
+            if leaf.grad_fn is None:
+                raise Inconclusive("the model returns a parameter or an argument")
+            grad = grad.to(device=leaf.device, dtype=leaf.dtype)
+            roots.append(leaf)
+            edges.append((leaf.grad_fn, leaf.output_nr))
+            root_grads.append(grad)
+            handles.append(leaf.register_hook(functools.partial(_given, grad)))
+        self.is_certain = are_independent(edges)
+        if not roots or not parameters:
+            return dict.fromkeys(parameters)
+        try:
+            with self._whole(records=False), _without_hooks(parameters):
+                found = torch.autograd.grad(
+                    roots, parameters, root_grads, retain_graph=False, allow_unused=True
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return dict(zip(parameters, found, strict=True))
+
+    def forget_graph(self) -> None:
+        """Lets go of activations; calls can be run again."""
+        for call in self.calls:
+            call.leaves = []
+        self.records.forget_makers()
+
+    @contextlib.contextmanager
+    def _whole(self, records: bool) -> Iterator[None]:
+        """The model as in one process; afterwards it is as before."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(running_again())
+            stack.enter_context(apart())
+            stack.enter_context(untouched(self._modules, keep_values=False))
+            for module in self._modules:
+                uncover(module)
+            if records:
+                for idx, module in enumerate(self._modules):
+                    if may_record(module):
+                        module.__dict__["forward"] = self.records.around(idx, module.forward)
+            assert self._now is not None
+            before = self._now
+            before.put(self._modules)
+            stack.enter_context(_values_in(self._kept, self._device))
+            if self._moved:
+                nearby = {p: _nearby(p.data) for p in self._root.parameters()}
+                stack.enter_context(_values_in(nearby, self._device))
+            written = KeptValues(self._modules)
+            stack.callback(written.restore)
+            stack.enter_context(written)
+            stack.enter_context(_Operators(self.rounded))
+            yield
+            if records:
+                after = _State.of(self._modules)
+                self._leaves_contents |= not after.has_same_contents(before)
+                self._left = after.without(before)
+
+
+@dataclass
+class _State:
+    """Buffers and attributes of modules. Tensors are copies, and shared as they were.
+
+    Attributes:
+        contents: of containers, to notice changes; `untouched` gives them back what they had.
+    """
+
+    buffers: list[dict[str, Tensor | None]]
+    attributes: list[dict[str, Any]]
+    contents: list[tuple[Any, ...]]
+
+    @staticmethod
+    def of(modules: Sequence[nn.Module]) -> _State:
+        copies: dict[int, Tensor] = {}
+        plain = [
+            {k: v for k, v in module.__dict__.items() if k not in _NO_STATE} for module in modules
+        ]
+        return _State(
+            [_cloned(module._buffers, copies) for module in modules],
+            [_cloned(attributes, copies) for attributes in plain],
+            [
+                tuple(value.items() if isinstance(value, dict) else value)
+                for attributes in plain
+                for value in attributes.values()
+                if type(value) in (list, dict)
+            ],
+        )
+
+    def put(self, modules: Sequence[nn.Module]) -> None:
+        # Copies again: writing to the true ones would spoil graphs that use them.
+        copies: dict[int, Tensor] = {}
+        for module, buffers, attributes in zip(modules, self.buffers, self.attributes, strict=True):
+            module._buffers.clear()
+            module._buffers.update(_cloned(buffers, copies))
+            module.__dict__.update(_cloned(attributes, copies))
+
+    def without(self, other: _State) -> _State:
+        """What is not as in another state."""
+        return _State(
+            [_changed(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)],
+            [_changed(a, b) for a, b in zip(self.attributes, other.attributes, strict=True)],
+            [],
+        )
+
+    def updated(self, changes: _State | None) -> _State:
+        """With what `without` has found."""
+        if changes is None:
+            return self
+        return _State(
+            [a | b for a, b in zip(self.buffers, changes.buffers, strict=True)],
+            [a | b for a, b in zip(self.attributes, changes.attributes, strict=True)],
+            self.contents,
+        )
+
+    def has_same_contents(self, other: _State) -> bool:
+        return len(self.contents) == len(other.contents) and all(
+            len(a) == len(b) and all(map(_is_same, a, b))
+            for a, b in zip(self.contents, other.contents, strict=True)
+        )
+
+
+def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Does a floating-point number lose digits on its way from the other dtype?"""
+    both = dtype.is_floating_point and other.is_floating_point
+    return both and torch.finfo(dtype).eps > torch.finfo(other).eps
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for name, value in now.items():
+        known = before.get(name, before)
+        if isinstance(value, Tensor) and isinstance(known, Tensor) and not value.requires_grad:
+            is_same = value.shape == known.shape and bool((value == known).all())
+        else:
+            is_same = value is known
+        if not is_same:
+            changed[name] = value
+    return changed
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return all(a is b for a, b in zip(first, second, strict=True))
+    return first is second
+
+
+# Who calls what is not what a call leaves behind.
+_NO_STATE = frozenset((*nn.Module().__dict__, "forward", "_smp_forwards"))
+
+
+def _cloned(values: Mapping[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
+    """With copies of tensors that have no gradients."""
+    cloned = {}
+    for name, value in values.items():
+        if type(value) is Tensor and not value.requires_grad:
+            if id(value) not in copies:
+                copies[id(value)] = value.detach().clone()
+            value = copies[id(value)]
+        cloned[name] = value
+    return cloned
+
+
+def _given(grad: Tensor, _: Tensor) -> Tensor:
+    return grad
+
+
+@contextlib.contextmanager
+def _values_in(values: Mapping[nn.Parameter, Tensor], device: torch.device) -> Iterator[None]:
+    """Gives parameters other data for a while."""
+    before = [(parameter, parameter.data) for parameter in values]
+    try:
+        for parameter, value in values.items():
+            parameter.data = value.to(device, parameter.dtype)  # as it was cast since
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+
+
+def _nearby(value: Tensor) -> Tensor:
+    """The same numbers, moved by up to some units in the last place."""
+    if not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(1)  # not the one of the user
+    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.device)
+    return value * (1 + 4 * torch.finfo(value.dtype).eps * noise.to(value.dtype))
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hooks that the user has put on parameters are for gradients of the step."""
+    tables = [p._backward_hooks for p in parameters if p._backward_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, kept, strict=True):
+            table.update(entries)
+
+
+def _copy_arguments(arguments: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(arguments)
+    memo: dict[int, Any] = {}
+    return pytree.tree_unflatten([_copy_of(leaf, memo) for leaf in leaves], spec)
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, RemoteTensor):
+        raise Inconclusive("an argument of the model is on another rank")
+    if isinstance(value, Tensor):
+        result: Any = moved(ordinary(value), value.device, copy=True)
+    elif isinstance(value, _PLAIN) or callable(value):
+        result = value
+    else:
+        try:
+            result = copy.deepcopy(value)
+        except Exception as error:
+            raise Inconclusive(
+                f"an argument of type {type(value).__name__} cannot be copied"
+            ) from error
+    memo[id(value)] = result
+    return result
+
+
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    """All generators that a model may draw from."""
+    state: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if device.type == "cuda":
+        state.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state.append((kind, keys.tobytes(), *rest))
+    return tuple(state)
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    torch_state, python_state = _C.RandomState.capture(str(device)), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch_state.restore()
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def draws_by_setting(modules: Sequence[nn.Module]) -> str | None:
+    """A module that will draw random numbers, as far as its attributes tell."""
+    for module in modules:
+        if not module.training:
+            continue
+        for name, value in module.__dict__.items():
+            is_rate = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if is_rate and isinstance(value, float) and value > 0:
+                return f"{type(module).__name__}.{name} is {value:g}"
+    return None

@@ -1,0 +1,90 @@
+"""What is refused of a loss when its backward begins.
+
+A loss may depend on split parameters directly, as a penalty of all parameters does: code that goes
+through ``parameters()`` gets the parts of this rank. What it makes of them, a sum of squares or a
+norm, is that of the parts, and each rank would have another loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from smp import _C
+from smp.observe import nonfinite
+from smp.tensor_parallel.sharding import interval_of
+from smp.world import runtime
+
+# What no split module does to its parameters: arithmetic by element, reductions, joins.
+_FOREIGN = frozenset(
+    "Pow Mul Div Abs Sum Mean Norm LinalgVectorNorm LinalgMatrixNorm LinalgNorm Square Sqrt Exp "
+    "Var Std StdMean VarMean Max Min Amax Amin Logsumexp Dot Cat Stack Clamp ForeachNorm".split()
+)
+_VIEWS = frozenset(
+    "View UnsafeView ReshapeAlias Alias T Transpose Permute Unsqueeze Squeeze Expand Slice Select "
+    "Split SplitWithSizes Unbind ToCopy Clone Detach".split()
+)
+_NUM_CHECKED = 4  # backward passes: a script does in the first ones what it does in all
+
+_num_checked: WeakKeyDictionary[runtime.Runtime, int] = WeakKeyDictionary()
+
+
+def before_backward(current: runtime.Runtime, losses: Tensor | Sequence[Tensor]) -> None:
+    """Looks at losses of which backward is about to be run.
+
+    Args:
+        current: the runtime.
+        losses: of one backward.
+
+    Raises:
+        RuntimeError: one is not finite, or depends on a part of a parameter.
+    """
+    nonfinite.check_loss(current, losses)
+    if current.sizes["tp"] > 1 and current.sizes["pp"] == 1:
+        _refuse_parts([losses] if isinstance(losses, Tensor) else losses, current)
+
+
+def _refuse_parts(roots: Sequence[Tensor], current: runtime.Runtime) -> None:
+    """Refuses losses whose graph has split parameters in it outside of their modules."""
+    count = _num_checked.get(current, 0)
+    if count >= _NUM_CHECKED:
+        return
+    _num_checked[current] = count + 1
+    # With what comes behind: views of a parameter stand for it.
+    stack: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.requires_grad]
+    seen = {node for node, _ in stack}
+    while stack:
+        node, is_foreign = stack.pop()
+        if node is None:  # of a loss that is a leaf
+            continue
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        is_foreign = kind in _FOREIGN or (kind in _VIEWS and is_foreign)
+        for inner, _ in node.next_functions:
+            if inner is None:
+                continue
+            parameter = getattr(inner, "variable", None)
+            if parameter is not None and is_foreign and interval_of(parameter) is not None:
+                raise _error(current, parameter, node.name())
+            if inner not in seen:
+                seen.add(inner)
+                stack.append((inner, is_foreign))
+
+
+def _error(current: runtime.Runtime, parameter: Tensor, how: str) -> RuntimeError:
+    models: Sequence[Any] = current.models
+    names = (
+        name
+        for model in models
+        for name, other in model.get_module().named_parameters()
+        if other is parameter
+    )
+    return RuntimeError(
+        f"{_C.rank_prefix()}the loss depends on the parameter '{next(names, '?')}' outside of its "
+        f"module ({how}), and each tensor-parallel rank holds a part of that parameter; read it as "
+        "an attribute of its module (module.weight) inside of the step function, use the weight "
+        "decay of the optimizer, or leave the module whole by "
+        "smp.set_tensor_parallelism(module, False)"
+    )

@@ -1,0 +1,344 @@
+"""Where NaN and infinities come from: the first module, in time, that makes one.
+
+A script puts the steps that it doubts into :func:`detect_nonfinite`, or the variable
+`SMP_DETECT_NONFINITE` does that for the whole run. While it is on, forwards of modules are wrapped
+where they run, so on the rank that owns them, and gradients of their inputs, outputs and
+parameters have hooks. While it is off there is nothing of this in a model.
+
+That a gradient is looked at where it is complete is the idea of PyTorch's anomaly mode, which
+names an operator; this names the module, in terms of the whole job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from smp import _C
+from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.tracing import is_tracing
+from smp.world import comm, runtime
+
+_log = logging.getLogger("smp")
+_WATCHED = "_smp_watched"
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first NaN or infinity that a rank has seen in a step.
+
+    Attributes:
+        module: name in the whole model; "(root)" is the model itself.
+        direction: "forward" or "backward".
+        what: which tensor, in words.
+        kind: "NaN", or "Inf" if there is no NaN in it.
+        global_rank: who has seen it.
+        place: its coordinates, ``"pp 1 tp 0 rdp 0"``.
+        step: calls of step functions before this one, as `SMP_FAULT` counts.
+        microbatch: None outside of steps, and where the thread does not know it.
+        time_ns: since the epoch, by the clock of the rank's host.
+    """
+
+    module: str
+    direction: str
+    what: str
+    kind: str
+    global_rank: int
+    place: str
+    step: int
+    microbatch: int | None
+    time_ns: int
+
+    def __str__(self) -> str:
+        mb = "" if self.microbatch is None else f", microbatch {self.microbatch}"
+        return (
+            f"{self.kind} in the {self.direction} of module '{self.module}': {self.what}; "
+            f"step {self.step}{mb}, on global_rank {self.global_rank} ({self.place})"
+        )
+
+
+@contextlib.contextmanager
+def detect_nonfinite(raises: bool = False) -> Iterator[list[NonFinite]]:
+    """Finds the module that makes the first NaN or infinity of a step.
+
+    Each rank logs the first one that it sees in a step at once. When the step is over the ranks of
+    a replica put theirs together. Infinities in tensors that need no gradient are taken for masks.
+    Enter it on all ranks of a replica, outside of step functions. Steps take longer inside, because
+    the host waits for each tensor; numbers do not change.
+
+    Args:
+        raises: end steps with a FloatingPointError on all ranks if there is something; not for
+            gradients that overflow under a loss scale that changes, since their step is skipped.
+
+    Yields:
+        a list that gets what was first in each step that had something, on all ranks of a replica.
+    """
+    detection = _detection_of(runtime.current())
+    found: list[NonFinite] = []
+    was_on, raised = detection.is_on, detection.raises
+    detection.raises = raises or raised
+    detection.sinks.append(found)
+    detection.start()
+    try:
+        yield found
+    finally:
+        detection.sinks[:] = [sink for sink in detection.sinks if sink is not found]
+        detection.raises = raised
+        if not was_on:
+            detection.stop()
+
+
+def model_partitioned(current: runtime.Runtime, model: Any) -> None:
+    """Called with a model that runs from now on."""
+    setting = current.settings.detect_nonfinite
+    if setting != "0" and current.detection is None:
+        _detection_of(current).raises = setting == "raise"
+        _detection_of(current).start()
+    elif isinstance(current.detection, _Detection):
+        current.detection.watch(model)
+
+
+def check_loss(current: runtime.Runtime, tensors: Tensor | Sequence[Tensor]) -> None:
+    """Called with what a backward begins at."""
+    if isinstance(current.detection, _Detection):
+        losses = [tensors] if isinstance(tensors, Tensor) else tensors
+        current.detection.check(losses, "(root)", "forward", "the loss made of its output")
+
+
+def _detection_of(current: runtime.Runtime) -> _Detection:
+    if current.detection is None:
+        current.detection = _Detection(current)
+    assert isinstance(current.detection, _Detection)
+    return current.detection
+
+
+class _Watched:
+    """Who makes and who uses a tensor whose gradient has a hook."""
+
+    def __init__(self) -> None:
+        self.makers: list[str] = []
+        self.users: list[str] = []
+
+    def words(self) -> tuple[str, str]:
+        """Module, and which of its gradients this is."""
+        if self.users:
+            # Who hands a tensor on to a child of its own does not use it.
+            last = self.users[-1]
+            others = [u for u in self.users if not last.startswith(f"{u}.") and u != "(root)"]
+            names = [name for name in dict.fromkeys(others) if name != last]
+            also = f", used also by {', '.join(names)}" if names else ""
+            return last, f"the gradient of its input{also}"
+        return self.makers[-1], "the gradient that comes back to its output"
+
+
+class _Detection:
+    """Looks at the models of a runtime.
+
+    Attributes:
+        is_on: somebody wants it now.
+        raises: as the argument of `detect_nonfinite`.
+        sinks: lists that get what was first.
+    """
+
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
+        self.is_on = self.raises = False
+        self.sinks: list[list[NonFinite]] = []
+        # Models live as long as the program has them.
+        self._undo: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]
+        self._undo = weakref.WeakKeyDictionary()
+        self._own: NonFinite | None = None  # first of this rank in this step
+        self._running = threading.local()
+        current.on_step(self._step_done)
+        current.on_shutdown(self.stop)
+
+    def start(self) -> None:
+        """Begins to look, at all models that are partitioned."""
+        self.is_on = True
+        for model in self._current.models:
+            self.watch(model)
+
+    def watch(self, model: Any) -> None:
+        """Wraps the forwards of the modules that run here, once the model is partitioned."""
+        if not self.is_on or not model.partitioned or model in self._undo:
+            return
+        undo: list[Callable[[], None]] = []
+        self._undo[model] = undo
+        prefix = "" if model._engine.idx == 0 else f"{model._engine.idx}:"
+        parts = model._engine.parts
+        for name, module in parts.named_modules():
+            around = functools.partial(self._around, prefix + (name or "(root)"), module)
+            undo.append(wrap_forward(module, Around.CHECKS, around))
+        for name, parameter in parts.named_parameters():
+            if parameter.requires_grad:
+                owner, _, own = name.rpartition(".")
+                hook = functools.partial(
+                    self._check_gradient, prefix + (owner or "(root)"), f"the gradient of '{own}'"
+                )
+                undo.append(parameter.register_hook(hook).remove)
+
+    def stop(self) -> None:
+        """Leaves nothing in the models."""
+        self.is_on, self._own = False, None
+        for functions in self._undo.values():
+            for undo in functions:
+                undo()
+        self._undo.clear()
+
+    # ---- looking
+
+    def _around(self, name: str, module: nn.Module, forward: Forward) -> Forward:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on or is_tracing():
+                return forward(*args, **kwargs)
+            callers = self._callers()
+            given = _tensors((args, kwargs))
+            if callers:
+                self.check(given, callers[-1], "forward", f"an argument that it gives to '{name}'")
+            else:
+                self.check(given, name, "forward", "an argument")
+            for tensor in given:
+                self._hook(tensor, user=name)
+            callers.append(name)
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                callers.pop()
+            made = _tensors(result)
+            self.check(made, name, "forward", "its output", module)
+            for tensor in made:
+                self._hook(tensor, maker=name)
+            return result
+
+        return functools.update_wrapper(checked, forward)
+
+    def _callers(self) -> list[str]:
+        """Modules whose forward this thread runs now, the innermost last."""
+        callers: list[str] = vars(self._running).setdefault("callers", [])
+        return callers
+
+    def _hook(self, tensor: Tensor, user: str | None = None, maker: str | None = None) -> None:
+        if not tensor.requires_grad:
+            return
+        watched = getattr(tensor, _WATCHED, None)
+        if watched is None:
+            watched = _Watched()
+            setattr(tensor, _WATCHED, watched)
+            tensor.register_hook(functools.partial(self._check_flowing, watched))
+        if user is not None:
+            watched.users.append(user)
+        if maker is not None:
+            watched.makers.append(maker)
+
+    def _check_flowing(self, watched: _Watched, grad: Tensor) -> None:
+        self._check_gradient(*watched.words(), grad)
+
+    def _check_gradient(self, name: str, what: str, grad: Tensor) -> None:
+        if self.is_on and self._own is None and (kind := _kind_of(grad)) is not None:
+            self._note(name, "backward", what, kind, grad)
+
+    def check(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        direction: str,
+        what: str,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Looks at values, unless something was found in this step.
+
+        Args:
+            tensors: of them those whose data are here.
+            name: of the module, in the whole job.
+            direction, what: see `NonFinite`.
+            module: whose parameters may be the reason.
+        """
+        for tensor in tensors if self._own is None else ():
+            if type(tensor) not in _PLAIN or tensor.is_meta:
+                continue
+            kind = _kind_of(tensor)
+            if kind is not None and (kind == "NaN" or tensor.requires_grad):
+                own = () if module is None else module.named_parameters(recurse=False)
+                for parameter_name, parameter in own:
+                    if _kind_of(parameter) is not None:
+                        what = f"{what}; its parameter '{parameter_name}' is not finite"
+                        break
+                self._note(name, direction, what, kind, tensor)
+                return
+
+    def _note(self, name: str, direction: str, what: str, kind: str, tensor: Tensor) -> None:
+        current = self._current
+        mb = _C.current_microbatch()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._own = NonFinite(
+            name,
+            direction,
+            f"{what} ({dtype} {list(tensor.shape)}{self._scale(direction)})",
+            kind,
+            current.global_rank,
+            current.grid.describe(current.global_rank),
+            current.num_begun - 1 if current.running_step is not None else current.num_begun,
+            None if mb < 0 else mb,
+            time.time_ns(),
+        )
+        _log.warning("%s%s", current.prefix, self._own)
+
+    def _scale(self, direction: str) -> str:
+        optimizers: list[Any] = self._current.optimizers
+        scale = optimizers[-1].loss_scale if optimizers and direction == "backward" else 1.0
+        return "" if scale == 1.0 else f", loss scale {scale:g}"
+
+    # ---- end of a step
+
+    def _step_done(self, _: float) -> None:
+        """Finds the first one over the ranks of a replica. Collective over them."""
+        if not self.is_on:
+            return
+        own, self._own = self._own, None
+        several = self._current.sizes["mp"] > 1
+        everyone = comm.allgather(own, comm.MP_GROUP) if several else [own]
+        seen = sorted((o for o in everyone if o is not None), key=lambda o: o.time_ns)
+        if not seen:
+            return
+        first: NonFinite = seen[0]
+        if len(seen) > 1 and self._current.ranks["mp"] == 0:
+            _log.warning("%sfirst of %d ranks: %s", self._current.prefix, len(seen), first)
+        for sink in self.sinks:
+            sink.append(first)
+        if self.raises and not (first.direction == "backward" and self._skips):
+            raise FloatingPointError(f"{self._current.prefix}{first}")
+
+    @property
+    def _skips(self) -> bool:
+        """Do overflows of gradients only make steps be skipped?"""
+        optimizers: list[Any] = self._current.optimizers
+        return any(optimizer.loss_scaler.is_dynamic for optimizer in optimizers)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those whose data are here, at any depth of containers."""
+    leaves = pytree.tree_leaves(values)
+    return [t for t in leaves if type(t) in _PLAIN and t.is_floating_point() and not t.is_meta]
+
+
+def _kind_of(tensor: Tensor) -> str | None:
+    """ "NaN", "Inf", or None if all elements are finite."""
+    if not tensor.is_floating_point():
+        return None
+    with torch.no_grad(), _disable_current_modes():
+        if bool(tensor.isfinite().all()):
+            return None
+        return "NaN" if bool(tensor.isnan().any()) else "Inf"

@@ -1,0 +1,75 @@
+"""Brings the recordings of all ranks to rank 0, on one clock."""
+
+from __future__ import annotations
+
+import socket
+
+from smp import _C
+from smp.observe.timeline.events import RankRecording, to_events
+from smp.world import comm, runtime
+from smp.world.rendezvous import machine_id
+
+_ROUNDS = 10
+
+
+def own_recording(current: runtime.Runtime) -> RankRecording:
+    """Takes what the recorder of this rank holds."""
+    rows, num_dropped = current.timeline.take()
+    names = () if current.server is None else tuple(current.server.module_names)
+    return RankRecording(
+        rank=current.global_rank,
+        pp_rank=current.ranks["pp"],
+        replica=tuple(current.groups["pp"]),
+        place=current.grid.describe(current.global_rank),
+        machine=machine_id(socket.gethostname()),
+        module_names=names,
+        policy=current.config.pipeline,
+        active_microbatches=current.config.active_microbatches,
+        events=to_events(rows),
+        num_dropped=num_dropped,
+    )
+
+
+def gather(current: runtime.Runtime) -> list[RankRecording]:
+    """All recordings on rank 0, by rank, aligned; nothing on the other ranks. Collective."""
+    own = own_recording(current)
+    if current.global_rank != 0:
+        _answer_clock_questions()
+        comm.send(own, 0, comm.RankType.WORLD_RANK)
+        return []
+    recordings = [own]
+    for peer in range(1, current.world_size):
+        offset_ns, uncertainty_ns = _ask_clock(peer)
+        other: RankRecording = comm.recv_from(peer, comm.RankType.WORLD_RANK)
+        same_clock = other.machine == own.machine and abs(offset_ns) <= uncertainty_ns
+        recordings.append(other.aligned(*((0, 0) if same_clock else (offset_ns, uncertainty_ns))))
+    return recordings
+
+
+def estimate(rounds: list[tuple[int, int, int]]) -> tuple[int, int]:
+    """Offset of a clock and how wrong it may be, from questions and answers.
+
+    The answer was given somewhere between question and arrival; the quickest round says it most
+    exactly (Cristian's algorithm, as in NTP).
+
+    Args:
+        rounds: (asked, clock of the other one, arrived); the first and last of the own clock.
+    """
+    asked, other, arrived = min(rounds, key=lambda r: r[2] - r[0])
+    return other - (asked + arrived) // 2, (arrived - asked + 1) // 2
+
+
+def _ask_clock(peer: int) -> tuple[int, int]:
+    rounds = []
+    for _ in range(_ROUNDS):
+        asked = _C.Timeline.now_ns()
+        comm.send(None, peer, comm.RankType.WORLD_RANK)
+        other: int = comm.recv_from(peer, comm.RankType.WORLD_RANK)
+        rounds.append((asked, other, _C.Timeline.now_ns()))
+    return estimate(rounds)
+
+
+def _answer_clock_questions() -> None:
+    for _ in range(_ROUNDS):
+        comm.recv_from(0, comm.RankType.WORLD_RANK)
+        comm.send(_C.Timeline.now_ns(), 0, comm.RankType.WORLD_RANK)

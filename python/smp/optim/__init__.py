@@ -1,0 +1,1 @@
+"""``smp.DistributedOptimizer`` and the optimizers that update in one pass."""

@@ -1,0 +1,55 @@
+"""``smp.amp``: automatic mixed precision, where a gradient may overflow on another rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smp.world import device_numbers, runtime
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for models of which each rank has a part.
+
+    Whether gradients are infinite or NaN all ranks of a replica find out together, so that they
+    skip the same steps and agree on the scale. ``unscale_`` and ``step`` are collective over them
+    (the MP group; all ranks if the optimizer state is sharded). The host waits for the device only
+    where PyTorch's does: in ``step`` of optimizers that are not fused. Autocast is PyTorch's own.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for PyTorch's.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(
+            runtime.current().device.type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not found:  # no gradient on this rank; PyTorch wants an answer all the same
+            found = {found_inf.device: torch.zeros_like(found_inf)}
+        own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
+        anywhere = device_numbers.maxima(own.amax(0).reshape(1), device_numbers.skipping_kinds())
+        anywhere = anywhere.reshape(())
+        return {device: device_numbers.moved(anywhere, device).clone() for device in found}

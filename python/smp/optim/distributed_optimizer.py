@@ -1,0 +1,531 @@
+"""``smp.DistributedOptimizer``: an optimizer whose parameters are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C, precision
+from smp.model import DistributedModel
+from smp.optim import grad_norm
+from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
+from smp.optim.state import OptimizerState
+from smp.optim.v1_names import LegacyNames
+from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
+from smp.storage.holdings import model_parameter_of
+from smp.tensor_parallel.sharding import replaced_name
+from smp.world import runtime
+from smp.world.device_numbers import DeviceFlag
+
+
+class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
+    """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
+
+    Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
+    updates the parameters that it holds; all others have no gradient and are left alone.
+
+    With 16-bit parameters or sharded ones the groups hold what this rank updates in their place
+    (masters) as soon as their model is partitioned; learning-rate schedulers may be made of this
+    optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
+    the loss as it is, and an update whose gradients are not finite is skipped on all ranks.
+
+    Norms, loss scales and whether a gradient is infinite stay on the device, and the fused
+    optimizers of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` skip there. So the host
+    waits for nothing in a training step unless it reads `overflow`, `loss_scale`,
+    `step_was_skipped` or a norm. Other optimizers cannot skip: with ``fp16: True``, :meth:`step`
+    waits once.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
+            optimizer inside of it.
+        static_loss_scale: factor of the loss; None means 1. For fp16 training, without effect
+            otherwise, as the next two.
+        dynamic_loss_scale: let the scale follow overflows instead.
+        dynamic_loss_args: of the dynamic scale (:class:`smp.precision.DynamicLossScaler`). Its
+            entries may also be given as keywords.
+
+    Raises:
+        ValueError: for something else than an optimizer, for unknown loss scale arguments, and for
+            parameters whose module was replaced.
+    """
+
+    # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
+    _is_accelerate_prepared = True
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **loose_loss_args: Any,
+    ) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
+        current = runtime.current()
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"{_C.rank_prefix()}DistributedOptimizer wraps a torch.optim.Optimizer, got a "
+                f"{type(optimizer).__name__}"
+            )
+        scaler = precision.make_loss_scaler(
+            static_loss_scale,
+            dynamic_loss_scale,
+            {**(dynamic_loss_args or {}), **loose_loss_args},
+            current.device,
+        )
+        _check_none_replaced(optimizer)
+        self.optimizer = optimizer
+        self._is_scaled = current.config.fp16
+        self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
+        # Knows nothing of this object, whose life ends when nobody else has it.
+        self._gradients = ScaledGradients(optimizer, self.loss_scaler, is_scaled=self._is_scaled)
+        self._fused = FusedUpdates(optimizer)
+        self._skipped = DeviceFlag()
+        self._num_reductions = 0  # of the models' gradients, when a step ended last
+        #: norm of the gradients before clipping in the last update with sharded data parallelism
+        self._global_grad_norm: Tensor | None = None
+        self._pending_load: dict[str, Any] | None = None
+        self.first_closure_call_this_step = True
+        self._use_masters()
+        current.add_optimizer(self)
+
+    # ---- as the wrapped optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the wrapped optimizer, which schedulers and users may change."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the wrapped optimizer, by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Defaults of the wrapped optimizer's groups."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer; the same one on every rank."""
+        self.optimizer.add_param_group(param_group)
+        self._use_masters()
+
+    def zero_grad(self, set_to_none: bool = True, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+        """Resets the gradients of all parameters.
+
+        Args:
+            set_to_none: drop them instead of writing zeros.
+            set_grads_to_None: the same; if given, it counts.
+        """
+        if set_grads_to_None is not None:
+            set_to_none = set_grads_to_None
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._gradients_used()
+
+    # ---- updating
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters of this rank. Call it outside of the step function.
+
+        Collective over the ranks that hold one copy of a sharded state, and with sharded data
+        parallelism, whose gradients are clipped here, over those of a replica.
+
+        Args:
+            closure: recomputes the loss, for optimizers that want it. Not with a dynamic loss
+                scale.
+
+        Returns:
+            what the wrapped optimizer returns; None if the update is skipped.
+
+        Raises:
+            ValueError: closure with a dynamic loss scale.
+            RuntimeError: gradients made by a closure are not finite.
+        """
+        self._load_pending()
+        if closure is not None:
+            return self._step_with(closure)
+        self._check_scale()
+        self._gradients.check()
+        overflow = self._skipped = self._gradients.overflow
+        result = None
+        if skips(self.optimizer) or not overflow:
+            self._take_given_scale()
+            self._clip_shards()
+            result = self._update()
+        self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
+        self._gradients_used(are_applied=True)
+        return result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Was the last update skipped? Waits for the device in fp16 training."""
+        return bool(self._skipped)
+
+    def _gradients_used(self, are_applied: bool = False) -> None:
+        if runtime.is_initialized():
+            runtime.current().has_gradients = False
+        self._gradients.used(are_applied)
+        if self._is_scaled:
+            self._num_reductions = self._count_reductions()
+
+    def _count_reductions(self) -> int:
+        return sum(model._engine.num_reductions for model in self._models() if model.partitioned)
+
+    def _check_scale(self) -> None:
+        """The last optimizer of a model that was wrapped has the say over its loss."""
+        for model in self._models() if self._is_scaled else ():
+            if not model.partitioned or model._engine.loss_scaler is self.loss_scaler:
+                continue
+            scale = model._engine.loss_scale  # of several optimizers: the host has to wait
+            if scale != self.loss_scale:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
+                    f"but its model scales losses by {scale:g}, as another "
+                    "DistributedOptimizer has it; give all of them the same static_loss_scale, or "
+                    "put the parameters into one"
+                )
+
+    def _update(self) -> Any:
+        """Applies gradients, and lets the model see it."""
+        result = None
+        has_local = self._has_local()  # some optimizers cannot work on nothing
+        if divides(self.optimizer):
+            found_inf = self._gradients.overflow.number if skips(self.optimizer) else None
+            result = self._fused.step(
+                self._gradients.divisor,
+                found_inf,
+                has_local=has_local,
+                given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
+            )
+        elif has_local:
+            self._gradients.unscale()
+            result = self.optimizer.step()
+        self._spread(writes_copies(self.optimizer))
+        return result
+
+    def _take_given_scale(self) -> None:
+        """Counts the scale that torch's GradScaler has left in the gradients as one of ours.
+
+        It leaves its scale and ``found_inf`` here, for optimizers that divide by themselves. Who
+        reads the gradients before them has to know it, and it must not count twice.
+        """
+        given = vars(self).get("grad_scale")
+        if given is not None and divides(self.optimizer):
+            self._gradients.scaled_by(given)
+            self.grad_scale = None  # the scaler deletes the attribute
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if self.loss_scaler.is_dynamic:
+            raise ValueError(
+                f"{_C.rank_prefix()}a closure cannot be called again after an overflow, which a "
+                "dynamic loss scale makes happen; use static_loss_scale, or step() without closure"
+            )
+        self._check_scale()
+        self.first_closure_call_this_step = True
+
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._spread()  # what the optimizer has changed between two calls
+            self.first_closure_call_this_step = False
+            self._gradients.used()
+            with torch.enable_grad():
+                loss = closure()
+            self._gradients.check()
+            if self.overflow:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the gradients that the closure has made with loss scale "
+                    f"{self.loss_scale:g} are not finite; use a smaller static_loss_scale"
+                )
+            self._clip_shards()
+            self._gradients.unscale()
+            return loss
+
+        result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
+        self._spread()
+        self.loss_scaler.update_scale(False)
+        self._gradients_used(are_applied=True)
+        return result
+
+    def _spread(self, are_written: bool = False) -> None:
+        """Brings masters into the model, here and on other ranks.
+
+        Args:
+            are_written: the optimizer has left copies of them there.
+        """
+        if not are_written:
+            precision.refresh_pieces(precision.holdings_of(self.optimizer))
+        for model in self._models():
+            if model.partitioned:
+                model._engine.after_update()
+
+    def _has_local(self) -> bool:
+        return any(map(self._locality(), precision.parameters_of(self.optimizer)))
+
+    def _use_masters(self) -> None:
+        """Puts masters in the place of parameters of models that are partitioned."""
+        precision.adopt_masters(self.optimizer)
+        self._gradients.attach()
+        if not self._is_scaled:
+            return
+        for model in self._models():
+            if model.partitioned:
+                model._engine.use_loss_scaler(self.loss_scaler)
+
+    def _step_done(self) -> None:
+        """A step function that trains has ended. Collective over the ranks that skip together."""
+        num_reductions = self._count_reductions() if self._is_scaled else 0
+        self._gradients.step_done(num_reductions != self._num_reductions)
+        self._num_reductions = num_reductions
+
+    # ---- loss scale
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of fp16 training; 1 in all other training.
+
+        Waits for the device if it is dynamic.
+        """
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.loss_scale = float(value)
+
+    overflow = LegacyNames.overflow
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """``model.backward(loss)`` of the model whose parameters these are.
+
+        Args:
+            loss: without a loss scale.
+            update_master_grads: accepted. In either case masters have their gradients when the
+                step function is over, and lose the loss scale when somebody reads them, as
+                :meth:`update_master_grads` and :meth:`step` do.
+            retain_graph: must be False.
+
+        Raises:
+            ValueError: for ``retain_graph=True``.
+            RuntimeError: the parameters are not those of one model.
+        """
+        if retain_graph:
+            raise ValueError(
+                f"{_C.rank_prefix()}optimizer.backward: retain_graph=True is not supported; add up "
+                "the losses that share a graph, and call backward once"
+            )
+        models = self._models()
+        if len(models) != 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the optimizer has parameters of {len(models)} models; call "
+                "backward of the model that is meant"
+            )
+        models[0].backward(loss)
+
+    def update_master_grads(self) -> None:
+        """Takes the loss scale out of the gradients of masters. Collective over the MP group."""
+        self._gradients.unscale()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Gradients of the masters without loss scale, by group; None after an overflow.
+
+        Collective over the MP group.
+        """
+        self._gradients.check()
+        if self.overflow:
+            return None
+        self._gradients.unscale()
+        return [[p.grad for p in group["params"]] for group in self.param_groups]
+
+    # ---- clipping
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of all groups to a norm over the whole model.
+
+        Between the step call and :meth:`step`. Collective over the ranks of a replica (the MP
+        group), and over the ranks that hold one copy of a sharded state.
+
+        Returns:
+            the norm before clipping, on the device, a tensor as of :func:`smp.clip_grad_norm_`; -1
+            if the gradients are not finite in fp16 training.
+        """
+        self._gradients.check()
+        norm = self._clip(max_norm, norm_type)
+        found_inf = self._gradients.overflow.number
+        return norm if found_inf is None else norm.masked_fill(found_inf != 0, -1.0)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """As :meth:`clip_master_grads`, but the norm is what it is."""
+        self._gradients.check()
+        return self._clip(max_norm, 2.0)
+
+    def _clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clips; fused optimizers do the division when they read the gradients."""
+        gradients = self._gradients
+        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer), norm_type)
+        scale = gradients.divisor_tensor
+        gradients.clip(norm.divisor(max_norm, scale))
+        if not divides(self.optimizer):
+            gradients.unscale()
+        return norm.rounded(norm.total / scale)
+
+    def _clip_shards(self) -> None:
+        """Sharded data parallelism clips in each update, and tells the norm in any case."""
+        config = runtime.current().config
+        if config.sharded_data_parallel_degree == 1:
+            return
+        if config.sdp_gradient_clipping > 0:
+            self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)
+            return
+        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer))
+        self._global_grad_norm = norm.rounded(norm.total / self._gradients.divisor_tensor)
+
+    # ---- state
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """State of the parameters of this rank with their masters, marked as partial.
+
+        In 16-bit training it has keys of apex' FP16 optimizer: ``loss_scaler``,
+        ``dynamic_loss_scale``, ``overflow`` and ``first_closure_call_this_step``.
+
+        Args:
+            gather_if_shard: where the state is sharded, ``rdp_rank`` 0 gets whole entries, which
+                is collective over the RDP group; all others, and everybody if False, get what they
+                hold, with marks that say which elements these are. Not collective otherwise.
+
+        Raises:
+            PeerFailure, RuntimeError: it is collective, and some ranks have not called it.
+        """
+        return {**self._state().of_rank(gather_if_shard), **self._half_state()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all parameters of the model, as the wrapped optimizer would have it alone.
+
+        Collective over the ranks of a replica (the MP group) once the model is partitioned, and
+        over the RDP group if the state is sharded; before that it is this rank's. The masters of
+        16-bit parameters are in their entries.
+
+        Raises:
+            PeerFailure, RuntimeError: some of these ranks have not called it.
+        """
+        state = self._state()
+        whole = state.whole() if self._is_partitioned(any) else state.local()
+        return {**whole, **self._half_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a full state dict, or the partial one that this rank saved.
+
+        Before the model is partitioned the dict is kept and loaded right after. Collective over
+        the MP group for partial dicts, and over all ranks for those of a sharded state.
+        """
+        self._pending_load = dict(state_dict)
+        models = self._models()
+        if not models:
+            return  # the first step is early enough
+        if self._is_partitioned(all):
+            self._load_pending()
+        for model in models:
+            if not model.partitioned:
+                model.register_post_partition_hook(lambda *_: self._load_if_partitioned())
+
+    def reload_model_params(self) -> None:
+        """Makes masters equal to parameters that were written to in the model."""
+        precision.reload_masters(precision.holdings_of(self.optimizer))
+
+    def _load_if_partitioned(self) -> None:
+        if self._is_partitioned(all):
+            self._load_pending()
+
+    def _load_pending(self) -> None:
+        given, self._pending_load = self._pending_load, None
+        if given is None:
+            return
+        self._take_half_state(given)
+        self._state().load(given)
+        self._spread()
+
+    def _state(self) -> OptimizerState:
+        return OptimizerState(self.optimizer, self._locality())
+
+    # ---- whose parameters these are
+
+    def _models(self) -> list[DistributedModel]:
+        """Models whose parameters these are; all there are when there is one or none."""
+        models = [m for m in runtime.current().models if isinstance(m, DistributedModel)]
+        if len(models) > 1:
+            updated = precision.parameters_of(self.optimizer)
+            own = {id(model_parameter_of(parameter)) for parameter in updated}
+            models = [m for m in models if any(id(p) in own for p in m.parameters())]
+        return models
+
+    def _is_partitioned(self, how_many: Callable[[Iterable[bool]], bool]) -> bool:
+        models = self._models()
+        return bool(models) and how_many(model.partitioned for model in models)
+
+    def _locality(self) -> Callable[[Tensor], bool]:
+        """Says of a parameter if it is updated here. All are until their model is partitioned."""
+        models = self._models()
+        if not models:
+            return lambda _: True
+        if len(models) == 1:
+            model = models[0]
+            return lambda p: (
+                not model.partitioned or model.is_local_parameter(model_parameter_of(p))
+            )
+        remote = {
+            id(parameter)
+            for model in models
+            if model.partitioned
+            for parameter in model.parameters()
+            if not model.is_local_parameter(parameter)
+        }
+        return lambda p: id(model_parameter_of(p)) not in remote
+
+
+def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:
+    names = [
+        name
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (name := replaced_name(parameter)) is not None
+    ]
+    if names:
+        raise ValueError(
+            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' for one, "
+            "of modules that distributed ones have replaced; make it from the parameters of the "
+            "DistributedModel"
+        )

@@ -1,0 +1,122 @@
+"""Updates by optimizers that divide gradients by themselves: torch's fused ones and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import precision
+from smp.optim import grad_norm
+from smp.optim.fused import FusedOptimizer
+from smp.storage.holdings import model_parameter_of
+from smp.tensor_parallel.sharding import interval_of
+from smp.world import comm, device_numbers, runtime
+
+
+def divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it divide gradients while it reads them? Torch's convention for fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it write ``_smp_copy`` of what it updates?"""
+    return isinstance(optimizer, FusedOptimizer)
+
+
+def skips(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it leave everything as it was where ``found_inf`` is not 0, without the host?
+
+    Not torch's SGD: the first update makes buffers that a skipped one leaves undefined.
+    """
+    return isinstance(optimizer, FusedOptimizer) or (
+        divides(optimizer) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    )
+
+
+class FusedUpdates:
+    """Makes updates with divided gradients.
+
+    Args:
+        optimizer: whose updates they are; :meth:`step` wants one that `divides`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._are_split: Tensor | None = None  # see _split_mask
+        self._split: list[bool] = []
+
+    def step(
+        self,
+        divisor: float | Tensor,
+        found_inf: Tensor | None = None,
+        *,
+        has_local: bool = True,
+        given_found_inf: Tensor | None = None,
+    ) -> Any:
+        """One update. The host waits for nothing.
+
+        Collective over the ranks that hold parts of the same parameters, and over those of a
+        replica, if the optimizer needs norms of whole gradients.
+
+        Args:
+            divisor: of the gradients; a tensor with one number if only the device knows it.
+            found_inf: one number; where it is not 0, nothing changes. Of an optimizer that
+                `skips`, or None.
+            has_local: there is something to update on this rank.
+            given_found_inf: of somebody else; where not 0, nothing changes; or None.
+
+        Returns:
+            what the optimizer returns.
+        """
+        target: Any = self._optimizer
+        grad_scale = None
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            own = divisor if isinstance(divisor, Tensor) else device_numbers.number(divisor)
+            grad_scale = own.float()  # torch's fused optimizers want that
+        if found_inf is not None:
+            found_inf = found_inf.float()
+            if given_found_inf is not None:
+                found_inf = torch.maximum(found_inf, given_found_inf)
+            given_found_inf = found_inf
+        target.grad_scale, target.found_inf = grad_scale, given_found_inf
+        is_ours = isinstance(self._optimizer, FusedOptimizer)
+        if is_ours:
+            target.sum_norms = self._sum_norms if _are_spread() else None
+            if target.wants_grad_norm and (_are_spread() or comm.mp_size() > 1):
+                parameters = precision.parameters_of(self._optimizer)
+                target.grad_norm = grad_norm.global_norm(parameters).total
+        try:
+            return target.step() if has_local else None
+        finally:
+            del target.grad_scale, target.found_inf
+            if is_ours:
+                target.sum_norms = target.grad_norm = None
+
+    def _sum_norms(self, norms: Tensor, parameters: Sequence[Tensor], is_max: bool) -> Tensor:
+        """Numbers of whole parameters out of those of the elements here (`SumNorms`).
+
+        In order of rank, so that all ranks get the same bits.
+        """
+        combine = device_numbers.maxima if is_max else device_numbers.sums
+        whole = combine(norms.reshape(-1), ("shard",))
+        if runtime.current().sizes["tp"] > 1:
+            over_ranks = combine(whole, ("tp",)).view_as(norms)
+            whole = torch.where(self._split_mask(parameters), over_ranks, whole.view_as(norms))
+        return whole.view_as(norms)
+
+    def _split_mask(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Which parameters are split over tp; made anew only when that changes."""
+        split = [interval_of(model_parameter_of(p)) is not None for p in parameters]
+        if self._are_split is None or split != self._split:
+            self._split = split
+            self._are_split = torch.tensor(split, device=runtime.current().device)
+        return self._are_split
+
+
+def _are_spread() -> bool:
+    """May elements of one parameter be on several ranks?"""
+    sizes = runtime.current().sizes
+    return sizes["shard"] > 1 or sizes["tp"] > 1

@@ -1,0 +1,141 @@
+"""``smp.clip_grad_norm_``: the norm of the gradients of the whole model, on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.precision.gradients import gradients_of, scale, sum_of_squares
+from smp.storage.holdings import holding_with_master, master_of, model_parameter_of
+from smp.tensor_parallel.sharding import interval_of
+from smp.world import device_numbers, runtime
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales gradients so that their norm over the whole model is at most ``max_norm``.
+
+    Takes the place of ``torch.nn.utils.clip_grad_norm_``: the norm covers the parameters of all
+    pipeline and tensor-parallel ranks and of all shards, each element once, and is the same on
+    every rank. The gradient of a parameter that has a master is the one there; a loss scale is
+    taken out. Between the step call and ``optimizer.step()``. Collective over the ranks of a
+    replica (the MP group), and over the ranks that hold one copy of a sharded state together.
+
+    The host waits for nothing, unless ``error_if_nonfinite``.
+
+    Args:
+        parameters: ``model.parameters()``, or on every rank its part of the same selection;
+            parameters without a gradient count as zero.
+        max_norm: largest norm that is left alone.
+        norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise instead of scaling when the norm is infinite or NaN.
+
+    Returns:
+        the norm before clipping: a tensor without dimensions, on the device of this rank, float64
+        if one of the parameters is, else float32.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive or ``max_norm`` is negative.
+        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    updated = list({id(p): p for p in map(master_of, listed)}.values())
+    for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
+        gradients.unscale()
+    norm = global_norm(updated, norm_type)
+    if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them all the same"
+        )
+    scale(norm.grads, 1.0 / norm.divisor(max_norm))
+    return norm.rounded(norm.total)
+
+
+@dataclass(frozen=True)
+class GlobalNorm:
+    """Norm of gradients over all ranks that hold parts of the model.
+
+    Attributes:
+        total: a float64 without dimensions on the device; bitwise equal on these ranks.
+        dtype: in which users get it.
+        grads: of this rank.
+    """
+
+    total: Tensor
+    dtype: torch.dtype
+    grads: list[Tensor]
+
+    def divisor(self, max_norm: float, scale: Tensor | None = None) -> Tensor:
+        """What makes the norm ``max_norm`` at most, as in ``torch.nn.utils.clip_grad_norm_``.
+
+        Args:
+            max_norm: >= 0.
+            scale: gradients are too large by this factor, which the result takes out as well.
+
+        Returns:
+            a float64 without dimensions on the device; NaN if the norm is.
+        """
+        divisor: Tensor = torch.ops.smp.clip_divisor(self.total.square(), max_norm, scale)[0]
+        return divisor
+
+    def rounded(self, norm: Tensor) -> Tensor:
+        """``norm`` as users get it."""
+        return norm.to(self.dtype)
+
+
+def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
+    """The norm of the gradients as they are. Collective as `clip_grad_norm_`.
+
+    Args:
+        updated: what optimizers update: masters, or parameters that have none; each once.
+        norm_type: > 0.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
+    having = [p for p in updated if p.grad is not None and p.grad.numel()]
+    power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type).reshape(1)
+    is_max = math.isinf(norm_type)
+    combine = device_numbers.maxima if is_max else device_numbers.sums
+    power = combine(power, ("shard", "mp")).reshape(())
+    if is_max:
+        total = power
+    else:
+        total = power.sqrt() if norm_type == 2.0 else power.pow(1.0 / norm_type)
+    is_double = any(p.dtype == torch.float64 for p in updated)
+    dtype = torch.float64 if is_double else torch.float32
+    return GlobalNorm(total, dtype, [_grad(p) for p in having])
+
+
+def _counts(updated: Tensor) -> bool:
+    """Is it this rank's to count? Others may hold the same elements."""
+    current = runtime.current()
+    if current.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
+        return False
+    return current.ranks["shard"] == 0 or holding_with_master(updated) is not None
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach()
+
+
+def _power_sum(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Sum of ``|x| ** norm_type`` over all elements in double precision; the maximum if inf."""
+    if norm_type == 2.0:
+        return sum_of_squares(grads)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
+    zero = device_numbers.number(0.0)
+    if not norms:
+        return zero
+    values = torch.stack([device_numbers.moved(norm, zero.device) for norm in norms])
+    return values.max() if math.isinf(norm_type) else values.pow(norm_type).sum()

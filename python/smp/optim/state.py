@@ -1,0 +1,307 @@
+"""State of an optimizer of which every rank has a part: saved, made whole, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.precision.masters import cut, parameters_of
+from smp.storage.holdings import Holding, holding_with_master, model_parameter_of
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
+from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
+from smp.world import comm, roll_call, runtime
+
+#: In a partial state: which elements of the flattened parameter an entry has, by index, as
+#: ``(begin, numel, shape of the parameter)``. Only entries that are cut so have one.
+FLAT_MARK = "_smp_flat"
+#: The master of a 16-bit parameter, in its entry.
+MASTER = "_smp_master"
+
+_LOCAL_SNIPPET = (
+    "state = optimizer.local_state_dict()  # on all ranks; gather_if_shard=False gathers nothing\n"
+    "    if smp.rdp_rank() == 0:\n"
+    "        smp.save(state, path)"
+)
+
+Entries = dict[Any, Any]
+Flat = tuple[int, int, tuple[int, ...]]
+
+
+class OptimizerState:
+    """Saves and loads the state of a torch optimizer whose parameters are spread over ranks.
+
+    Entries are by index of the parameter, as in state dicts of torch. That of a 16-bit parameter
+    has its master besides the optimizer's own values.
+
+    Args:
+        optimizer: of torch, with masters in its groups.
+        is_local: whether one of its parameters is updated on this rank.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, is_local: Callable[[Tensor], bool]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters_of(optimizer)
+        self._local = {index for index, p in enumerate(self._parameters) if is_local(p)}
+
+    # ---- saving
+
+    def local(self) -> dict[str, Any]:
+        """State dict with the entries of this rank."""
+        result = self._optimizer.state_dict()
+        entries = {}
+        for index in sorted(self._local):
+            entry = dict(result["state"].get(index, {}))
+            holding = holding_with_master(self._parameters[index])
+            if holding is not None and holding.has_copy:
+                entry[MASTER] = holding.master.detach()
+            if entry:
+                entries[index] = entry
+        rest = {key: e for key, e in result["state"].items() if not isinstance(key, int)}
+        return {**result, "state": {**entries, **rest}}
+
+    def marks(self) -> dict[str, Any]:
+        """What a partial state says of itself: which parameters are slices, which are cut."""
+        slices = self._slices()
+        return {
+            PARTIAL_MARK: True,
+            **({SHARDS_MARK: slices} if slices else {}),
+            **({FLAT_MARK: self._flat()} if self._is_sharded else {}),
+        }
+
+    @property
+    def _is_sharded(self) -> bool:
+        return runtime.current().sizes["shard"] > 1
+
+    def of_rank(self, gather_shards: bool) -> dict[str, Any]:
+        """State of this rank, marked.
+
+        Args:
+            gather_shards: the first rank of a shard group gets what its members have. Collective
+                over that group if the state is sharded, else not.
+        """
+        own, marks = self.local(), self.marks()
+        if not gather_shards or not self._is_sharded:
+            return {**own, **marks}
+        roll_call.meet("optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
+        first = runtime.current().groups["shard"][0]
+        mine = (to_cpu(own["state"]), marks[FLAT_MARK])
+        if runtime.current().global_rank != first:
+            comm.send(mine, first, comm.RankType.WORLD_RANK)
+            return {**own, **marks}
+        others = runtime.current().groups["shard"][1:]
+        parts = [mine, *(comm.recv_from(rank, comm.RankType.WORLD_RANK) for rank in others)]
+        del marks[FLAT_MARK]
+        return {**own, "state": join_flat(parts), **marks}
+
+    def whole(self) -> dict[str, Any]:
+        """State of all parameters, as the optimizer would have it alone.
+
+        Collective over the MP group, and over the rdp group if the state is sharded.
+        """
+        snippet = "state = optimizer.state_dict()  # on all ranks"
+        if not self._is_sharded:
+            snippet += ", or inside of `if smp.rdp_rank() == 0:`"
+        groups = ("rdp", "mp") if self._is_sharded else ("mp",)
+        roll_call.meet("optimizer.state_dict", groups, snippet)
+        result = self.local()
+        if self._is_sharded:
+            mine = (to_cpu(result["state"]), self._flat())
+            parts = comm.allgather(mine, comm.RDP_GROUP)
+            result["state"] = join_flat(comm.of_shard_group(parts))
+        if comm.mp_size() == 1:
+            return result
+        slices = self._slices()
+        marked = {**to_cpu(result["state"]), PARTIAL_MARK: True}
+        if slices:
+            marked[SHARDS_MARK] = slices
+        merged = partial.merge(
+            comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
+        )
+        for index, entry in result["state"].items():
+            if index not in slices:
+                merged[index] = entry  # on this rank's device
+        order = [index for index in range(len(self._parameters)) if index in merged]
+        rest = [key for key in merged if not isinstance(key, int)]
+        return {**result, "state": {key: merged[key] for key in order + rest}}
+
+    # ---- loading
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Loads a whole state, or a partial one, masters included.
+
+        Collective over the MP group for partial states; for those of sharded optimizers also over
+        the rdp group.
+        """
+        given = dict(state)
+        is_partial = bool(given.pop(PARTIAL_MARK, False))
+        held, flat = given.pop(SHARDS_MARK, {}), given.pop(FLAT_MARK, None)
+        given.pop(partial.LAYOUT_MARK, None)  # of a file that was read as it is
+        entries: Entries = given["state"]
+        own_flat = self._flat()
+        is_cut = False  # are entries those that this rank holds?
+        if is_partial and (flat is not None or self._is_sharded):
+            is_cut = self._is_sharded and flat is not None and _are_cut_alike(flat, own_flat)
+            told = comm.allgather((is_cut, flat is not None), comm.WORLD)
+            is_cut = all(alike for alike, _ in told)
+            if any(are_flat for _, are_flat in told) and not is_cut:
+                entries = join_flat(comm.allgather((to_cpu(entries), flat or {}), comm.RDP_GROUP))
+        slices = self._slices()
+        is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
+        if is_partial and comm.mp_size() > 1 and not is_cut:
+            entries, is_own = _complete(entries, held, self._local, is_own)
+        entries = {
+            index: entry
+            for index, entry in entries.items()
+            if not isinstance(index, int) or index in self._local
+        }
+        for index in entries.keys() & range(len(self._parameters)):
+            if not is_own and index in slices:
+                entries[index] = _slice_entry(entries[index], self._parameters[index])
+            if not is_cut and index in own_flat:
+                holding = holding_with_master(self._parameters[index])
+                assert holding is not None
+                entries[index] = _cut_entry(entries[index], holding)
+        self._fill(given, entries)
+
+    def _fill(self, given: dict[str, Any], entries: Entries) -> None:
+        """Gives the optimizer its entries, and masters their values."""
+        kept = {}
+        for index, entry in entries.items():
+            if isinstance(index, int) and MASTER in entry:
+                master = self._parameters[index]
+                with torch.no_grad():
+                    master.copy_(entry[MASTER].view(master.shape))
+                entry = {name: value for name, value in entry.items() if name != MASTER}
+                if not entry:
+                    continue
+            kept[index] = entry
+        self._optimizer.load_state_dict({**given, "state": kept})
+
+    # ---- which part this rank has
+
+    def _slices(self) -> dict[Any, partial.Slice]:
+        return partial.slices_of((i, model_parameter_of(p)) for i, p in enumerate(self._parameters))
+
+    def _flat(self) -> dict[int, Flat]:
+        flat: dict[int, Flat] = {}
+        if not self._is_sharded:
+            return flat
+        for index in sorted(self._local):
+            holding = holding_with_master(self._parameters[index])
+            if holding is not None:
+                flat[index] = (holding.begin, holding.numel, tuple(holding.shape))
+        return flat
+
+
+def _are_cut_alike(flat: Mapping[int, Flat], own: Mapping[int, Flat]) -> bool:
+    return all(tuple(flat.get(index, ())) == own[index] for index in own)
+
+
+def join_flat(parts: Sequence[tuple[Entries, Mapping[int, Flat]]]) -> Entries:
+    """Entries of whole parameters out of those of all members of a shard group.
+
+    Args:
+        parts: entries and which of them are cut, of each rank; what several have counts once.
+
+    Raises:
+        ValueError: elements of a parameter are missing.
+    """
+    joined: Entries = {}
+    shards: dict[int, dict[int, tuple[Entries, Flat]]] = {}
+    for entries, flat in parts:
+        for index, entry in entries.items():
+            joined.setdefault(index, entry)  # keeps the place
+            if index in flat and flat[index][1]:
+                shards.setdefault(index, {}).setdefault(flat[index][0], (entry, flat[index]))
+    for index, by_begin in shards.items():
+        joined[index] = _join_entry(index, [by_begin[begin] for begin in sorted(by_begin)])
+    return joined
+
+
+def _join_entry(index: int, shards: list[tuple[Entries, Flat]]) -> Entries:
+    end = 0
+    for _, (begin, numel, _) in shards:
+        if begin != end:
+            break
+        end += numel
+    first, (_, numel, shape) = shards[0]
+    if end != torch.Size(shape).numel():
+        raise ValueError(
+            f"{_C.rank_prefix()}the optimizer state of parameter {index} with shape "
+            f"{tuple(shape)} has {end} elements without a gap; load the states of all ranks that "
+            "sharded it together"
+        )
+    whole = dict(first)
+    for name, value in first.items():
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel:
+            parts = [entry[name].to(value.device) for entry, _ in shards]
+            whole[name] = torch.cat(parts).view(tuple(shape))
+    return whole
+
+
+def _cut_entry(entry: Entries, holding: Holding) -> Entries:
+    """What a rank holds of the state of a whole parameter."""
+    shape = tuple(holding.shape)
+    return {
+        name: cut(value, holding).clone()
+        if isinstance(value, Tensor) and tuple(value.shape) == shape
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _slice_entry(entry: Entries, parameter: Tensor) -> Entries:
+    """The state of a slice out of that of the whole parameter."""
+    split = model_parameter_of(parameter)
+    interval, shape = interval_of(split), whole_shape(split)
+    return {
+        name: slice_of(value, interval).clone()
+        if isinstance(value, Tensor) and list(value.shape) == shape
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _complete(
+    entries: Entries, held: dict[int, partial.Slice], local: set[int], is_own: bool
+) -> tuple[Entries, bool]:
+    """Adds entries of local parameters that other ranks of the replica have. Collective.
+
+    After the same partition every rank has all of its own, and nothing big is sent.
+
+    Args:
+        entries: of this rank.
+        held: which of them are slices.
+        local: parameters of this rank.
+        is_own: these are the slices of this rank.
+
+    Returns:
+        entries, and whether those of split parameters are slices still.
+    """
+    holdings = comm.allgather((set(entries), local, is_own), comm.MP_GROUP)
+    held_by_some = {index for there, _, _ in holdings for index in there}
+    is_whole = any((wanted & held_by_some) - there for there, wanted, _ in holdings)
+    if not is_whole and all(own for _, _, own in holdings):
+        return entries, True
+    marked = {**to_cpu(entries), SHARDS_MARK: held}
+    return partial.merge(
+        comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
+    ), False
+
+
+def to_cpu(value: Any) -> Any:
+    """The same structure with tensors in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,190 @@
+"""Names of the optimizer that scripts with an FP16 package of their own use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.precision import (
+    DynamicLossScaler,
+    LossScaler,
+    MasterViews,
+    ScaledGradients,
+    StaticLossScaler,
+    parameters_of,
+)
+from smp.storage.holdings import holding_with_master, model_parameter_of
+from smp.world import device_numbers, runtime
+
+_SCALER = "loss_scaler"
+# In the state of a scaler that has nothing to scale.
+_IN_USE = "in_use"
+
+
+class HalfState:
+    """What FP16 optimizers save beside the state of the optimizer inside of them.
+
+    Under the keys that apex' FP16 optimizer has. Scripts read them out of a saved state, and set
+    them on the optimizer, before they load the rest.
+    """
+
+    _loss_scaler: LossScaler
+    _gradients: ScaledGradients
+    _is_scaled: bool
+    first_closure_call_this_step: bool
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """What decides on the loss scale; a static one of 1 unless training is in fp16.
+
+        Setting it takes over the values of another scaler, or of its ``state_dict()``, as a saved
+        state has it. Without effect where there is no loss scale.
+        """
+        return self._loss_scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, given: LossScaler | Mapping[str, Any]) -> None:
+        own = self._loss_scaler
+        if isinstance(given, Mapping):
+            if self._is_scaled and given.get(_IN_USE, True):
+                own.load_state_dict(given)
+            return
+        if not isinstance(given, DynamicLossScaler | StaticLossScaler):
+            raise TypeError(
+                f"{_C.rank_prefix()}optimizer.loss_scaler takes the 'loss_scaler' of a saved "
+                f"state, or a scaler of smp.precision, got a {type(given).__name__}"
+            )
+        if not self._is_scaled or given is own:
+            return
+        self.dynamic_loss_scale = given.is_dynamic
+        if isinstance(own, DynamicLossScaler) and isinstance(given, DynamicLossScaler):
+            own.take_over(given)
+        else:
+            own.loss_scale = given.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Does the loss scale follow overflows?
+
+        It can be set to what it is only, where there is a loss scale.
+        """
+        return self._loss_scaler.is_dynamic
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, given: bool) -> None:
+        if self._is_scaled and bool(given) != self.dynamic_loss_scale:
+            raise ValueError(
+                f"{_C.rank_prefix()}the optimizer was made with dynamic_loss_scale="
+                f"{self.dynamic_loss_scale} and cannot change to {bool(given)}; give "
+                f"dynamic_loss_scale={bool(given)} to smp.DistributedOptimizer"
+            )
+
+    @property
+    def overflow(self) -> bool:
+        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16.
+
+        Waits for the device, once per step. What is set is told until the next step; gradients
+        that are there are judged by what they are.
+        """
+        return bool(self._gradients.overflow)
+
+    @overflow.setter
+    def overflow(self, given: bool) -> None:
+        if self._is_scaled and not self._gradients.is_checked:
+            number = device_numbers.number(1.0) if given else None
+            self._gradients.overflow = device_numbers.DeviceFlag(number)
+
+    def _half_state(self) -> dict[str, Any]:
+        """These values, of training in 16 bits."""
+        config = runtime.current().config
+        if config.half_dtype is None and not config.fp16_params:
+            return {}
+        scaler = self._loss_scaler.state_dict()
+        return {
+            _SCALER: scaler if self._is_scaled else {**scaler, _IN_USE: False},
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+        }
+
+    def _take_half_state(self, state: dict[str, Any]) -> None:
+        """Takes them out of a state, and over what goes on counting from there.
+
+        Whether the gradients overflowed that were there then says nothing about those of now.
+        """
+        scaler = state.pop(_SCALER, None)
+        if scaler is not None:
+            self.loss_scaler = scaler
+        for name in ("dynamic_loss_scale", "overflow", "first_closure_call_this_step"):
+            state.pop(name, None)
+
+
+class LegacyNames(HalfState, MasterViews):
+    """What `DistributedOptimizer` shows of masters, indices and names of what it updates.
+
+    Indices are those of the optimizer's state dicts, names those of the model's. Scripts replace
+    the methods by functions of their own.
+    """
+
+    optimizer: torch.optim.Optimizer
+    _models: Callable[[], list[Any]]
+    _locality: Callable[[], Callable[[Tensor], bool]]
+    _use_masters: Callable[[], None]
+
+    @property
+    def redefined_params(self) -> bool:
+        """Are the parameters in the groups parts of those of the model by now?
+
+        So it is with a sharded state once the model is partitioned.
+        """
+        updated = parameters_of(self.optimizer)
+        return runtime.current().sizes["shard"] > 1 and any(map(holding_with_master, updated))
+
+    @property
+    def fp32_from_fp16(self) -> dict[Tensor, Tensor]:
+        """Masters by the 16-bit parameters of the model."""
+        return {
+            parameter: master
+            for parameters, masters in zip(
+                self.fp16_groups, self.fp32_from_fp16_groups, strict=True
+            )
+            for parameter, master in zip(parameters, masters, strict=True)
+        }
+
+    def init_master_params(self) -> None:
+        """Puts masters in the place of parameters of models that are partitioned.
+
+        Those that are there already stay; otherwise this happens by itself after the partition.
+        """
+        self._use_masters()
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """Indices by ``id``, of parameters of the model and of their masters."""
+        return {
+            id(tensor): index
+            for index, updated in enumerate(parameters_of(self.optimizer))
+            for tensor in (model_parameter_of(updated), updated)
+        }
+
+    def param_name_to_index(self) -> dict[str, int]:
+        """Indices by the names that the user's model has for parameters, all names of tied ones."""
+        indices = self._param_id_to_index()
+        return {
+            name: indices[id(parameter)]
+            for model in self._models()
+            for name, parameter in model.get_module().named_parameters(remove_duplicate=False)
+            if id(parameter) in indices
+        }
+
+    def _param_index_to_param_local(self) -> dict[int, Tensor]:
+        """What is updated on this rank, by index."""
+        is_local = self._locality()
+        return {
+            index: updated
+            for index, updated in enumerate(parameters_of(self.optimizer))
+            if is_local(updated)
+        }

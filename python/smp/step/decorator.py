@@ -1,0 +1,249 @@
+"""``@smp.step``: runs a function once per microbatch, pipelined over the ranks of a replica."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smp.model import DistributedModel
+from smp.model.share import Share, set_share
+from smp.modules import autocast
+from smp.pipeline import begin_context
+from smp.step import microbatch
+from smp.step.first_use import partition_used
+from smp.step.microbatch import StepOutput as StepOutput
+from smp.step.run import StepRun
+from smp.world import preemption, runtime
+
+# As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
+# because `smp/__init__.py` binds it last.
+
+
+class StepFunction:
+    """A function that runs once per microbatch. Callable, but not a descriptor: used in a class
+    body it stays a plain function and does not receive ``self``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        detach_outputs: bool,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._non_split = frozenset(non_split_inputs or ())
+        self._axes = dict(input_split_axes or {})
+        self._detach_outputs = detach_outputs
+        self._check_names()
+
+    def _check_names(self) -> None:
+        parameters = self._signature.parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return  # any name may come
+        for option, names in (
+            ("non_split_inputs", self._non_split),
+            ("input_split_axes", self._axes.keys()),
+        ):
+            unknown = sorted(set(names) - parameters.keys())
+            if unknown:
+                raise ValueError(
+                    f"{option} names {unknown}, but the step function '{self._name}' has the "
+                    f"arguments {list(parameters)}"
+                )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = runtime.current()
+        if current.running_step is None:
+            preemption.before_step(current)
+        with current.exclusive_step(self._name), current.reporting(f"step '{self._name}'"):
+            return self._run(current, args, kwargs)
+
+    def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started_s = time.perf_counter()
+        current.inject_fault(current.num_begun)
+        # Held until the step is over: garbage is collected at any time.
+        models = [model for model in current.models if isinstance(model, DistributedModel)]
+        trains = torch.is_grad_enabled()
+        arguments = self._split_arguments(args, kwargs)
+        count = microbatch.num_microbatches(arguments, self._axes, current.config.microbatches)
+        # Arguments of other ranks than the driver may be dummies of any shape.
+        weights = None
+        if current.ranks["pp"] == 0:
+            sizes = microbatch.batch_sizes(arguments, self._axes)
+            weights = microbatch.weights(sizes, count, strict=trains)
+
+        def bodies_of(num_microbatches: int) -> _Bodies:
+            return self._bodies(args, kwargs, arguments, num_microbatches, current.device, weights)
+
+        partition_used(models, self, lambda: bodies_of(count)(0))
+        engines = [model._engine for model in models if model.partitioned]
+        step_run = StepRun(current, engines, self._name, trains)
+        try:
+            count = step_run.begin(count, weights)
+            bodies = bodies_of(count)
+            if models:
+                step_run.run(count, bodies)
+            else:
+                for mb in range(count):
+                    bodies(mb)
+            step_run.end()
+        except BaseException:
+            step_run.abandon()
+            raise
+        if trains:
+            current.has_gradients = True
+            for optimizer in current.optimizers:
+                optimizer._step_done()
+        for model in models:
+            model.run_post_step_hooks()
+        result = microbatch.join(
+            [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
+        )
+        current.step_finished(time.perf_counter() - started_s)
+        return result
+
+    def _bodies(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: dict[str, Any],
+        count: int,
+        device: torch.device,
+        weights: Sequence[float] | None,
+    ) -> _Bodies:
+        pieces = {
+            name: microbatch.split(value, count, self._axes.get(name, 0))
+            for name, value in arguments.items()
+        }
+        shares = [Share(weight) for weight in weights or [1.0] * count]
+        return _Bodies(self._function, self._bind(args, kwargs), pieces, device, shares)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        return self._signature.bind(*args, **kwargs)
+
+    def _split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments to cut, by name; ``*args`` and ``**kwargs`` are cut element by element."""
+        return {
+            name: value
+            for name, value in _named(self._bind(args, kwargs)).items()
+            if name not in self._non_split
+        }
+
+
+def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
+
+
+class _Bodies:
+    """Runs the function for one microbatch after the other, in whatever thread asks."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        bound: inspect.BoundArguments,
+        pieces: Mapping[str, list[Any]],
+        device: torch.device,
+        shares: Sequence[Share],
+    ) -> None:
+        self._function = function
+        self._bound = bound
+        self._pieces = pieces
+        self._device = device
+        self._shares = shares
+        self._autocast = autocast.capture(device)
+        self._context = contextvars.copy_context()
+        self.results: dict[int, Any] = {}
+
+    def __call__(self, mb: int) -> None:
+        bound = inspect.BoundArguments(self._bound.signature, self._bound.arguments.copy())
+        for name, value in self._bound.arguments.items():
+            kind = self._bound.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {k: self._piece(k, v, mb) for k, v in value.items()}
+            else:
+                bound.arguments[name] = self._piece(name, value, mb)
+
+        def run() -> Any:
+            current = runtime.current()
+            current.inject_fault(current.num_begun - 1, mb)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # per thread
+            set_share(self._shares[mb])
+            begin_context({})
+            with autocast.apply(self._autocast):
+                return self._function(*bound.args, **bound.kwargs)
+
+        self.results[mb] = self._context.copy().run(run)
+
+    def weights(self) -> list[float] | None:
+        """Weights of the microbatches, if they differ; after they have run."""
+        weights = [share.weight for share in self._shares]
+        return weights if any(weight != 1.0 for weight in weights) else None
+
+    def _piece(self, name: str, value: Any, mb: int) -> Any:
+        return self._pieces[name][mb] if name in self._pieces else value
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Decorator for the function that runs forward and backward of one batch.
+
+    A call cuts every tensor argument along its batch dimension into ``microbatches`` pieces and
+    runs the function once per piece on every rank of the replica, pipelined. On return the
+    backward of all microbatches and the data-parallel reduction are done. Collective: every rank
+    calls the same step functions in one order.
+
+    A batch that ``microbatches`` does not divide is cut into pieces that differ by one sample, and
+    into fewer pieces if there are fewer samples. Gradients and ``reduce_mean`` weigh each piece by
+    its samples, so a loss that is a mean over samples gives the mean over the batch. The batch of
+    pipeline rank 0 counts. Replicas count alike, whatever the sizes of their batches and however
+    many pieces these make.
+
+    The first call runs the function once more on pipeline rank 0 of the first replica, up to its
+    call of the model, to trace that call for the automatic partition. Side effects before the call
+    happen once more there; `smp.is_tracing` tells. With several models it goes on, with results of
+    zeros and without backward, until all those that are not partitioned yet have been called; those
+    that it does not call wait for a step function that does.
+
+    Args:
+        function: the function, when used without parentheses.
+        non_split_inputs: names of arguments passed whole to every microbatch.
+        input_split_axes: batch dimension by argument name; 0 for all others.
+        detach_outputs: detach returned tensors; otherwise their graphs stay alive.
+
+    Returns:
+        a callable; its result has the structure of the function's, with a ``StepOutput`` for each
+        tensor, a list for each other leaf, and ``None`` where all microbatches returned ``None``.
+
+    Raises:
+        ValueError: when called with arguments of different batch sizes which microbatches do not
+            divide.
+        smp.PeerFailure: when another rank failed meanwhile.
+    """
+
+    def decorate(decorated: Callable[..., Any]) -> StepFunction:
+        return StepFunction(decorated, non_split_inputs, input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)

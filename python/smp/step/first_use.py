@@ -1,0 +1,84 @@
+"""Partitions models in the first call of a step function that uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from smp import _C
+from smp.model import DistributedModel
+from smp.partition.capture import Capture, Captured
+from smp.partition.costs import Trace
+from smp.world import comm, runtime
+
+_log = logging.getLogger("smp")
+
+
+def partition_used(
+    models: Sequence[DistributedModel], step: object, run_body: Callable[[], object]
+) -> None:
+    """Partitions the models that a step function uses, unless that has happened. Collective.
+
+    Which ones it uses the first rank finds out, in the trace. A function that did not call a model
+    in its first call after that was wrapped is not traced for it again. If there is one model only,
+    it is taken to be used.
+
+    Args:
+        models: all that are wrapped.
+        step: the step function.
+        run_body: runs it on the first microbatch.
+    """
+    current = runtime.current()
+    # From what all ranks know: models that are gone here may still live elsewhere.
+    passed_over = current.passed_over.setdefault(step, set())
+    undecided = set(range(current.num_wrapped)) - current.partitioned - passed_over
+    if not undecided:
+        return
+    waiting = [model for model in models if model._engine.idx in undecided]
+    used = {model._engine.idx for model in waiting}
+    traces: dict[nn.Module, Trace | None] = {}
+    if current.global_rank == 0 and any(model._engine.wants_trace for model in waiting):
+        traces, used = _trace(models, waiting, run_body)
+    if current.num_wrapped > 1:
+        alive = {model._engine.idx for model in waiting}
+        told: list[tuple[set[int], set[int]]] = comm.allgather((used, alive), comm.WORLD)
+        used = told[0][0].intersection(*(alive for _, alive in told))
+    for model in waiting:
+        if model._engine.idx in used:
+            model.prepare(traces.get(model.get_module()))
+    passed_over.update(undecided - used)
+
+
+def _trace(
+    models: Sequence[DistributedModel],
+    waiting: Sequence[DistributedModel],
+    run_body: Callable[[], object],
+) -> tuple[dict[nn.Module, Trace | None], set[int]]:
+    """Traces, and the numbers of the models to be partitioned."""
+    engines = [model._engine for model in models]
+    capture = Capture(
+        [
+            Captured(model.get_module(), model._engine.trace_options, model in waiting)
+            for model in models
+        ]
+    )
+    outside = _C.RandomState.capture(str(runtime.current().device))
+    for engine in engines:
+        engine.capture = capture
+    try:
+        traces = capture.run(run_body)
+    finally:
+        for engine in engines:
+            engine.capture = None
+        outside.restore()
+    used = {model._engine.idx for model in waiting if model.get_module() in traces}
+    if runtime.current().num_wrapped == 1 and not used:
+        _log.warning(
+            "smp: the first call of a step function does not call the model, so the partition "
+            "goes by parameter sizes alone"
+        )
+    if runtime.current().num_wrapped == 1 or capture.ended_early:
+        used = {model._engine.idx for model in waiting}
+    return traces, used

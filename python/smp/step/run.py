@@ -1,0 +1,217 @@
+"""One call of a step function, over all models that take part."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from smp import _C, data_parallel
+from smp.model.engine import Engine
+from smp.pipeline import PipelineHub
+from smp.world import comm, runtime
+
+_log = logging.getLogger("smp")
+
+
+class StepRun:
+    """Opens a step for all models, runs its bodies, and ends it.
+
+    Args:
+        current: the runtime.
+        engines: of the models that are partitioned, in the order in which they were wrapped.
+        name: of the step function.
+        trains: whether gradients are enabled.
+    """
+
+    def __init__(
+        self, current: runtime.Runtime, engines: Sequence[Engine], name: str, trains: bool
+    ) -> None:
+        self._current = current
+        self._hub = current.pipeline if isinstance(current.pipeline, PipelineHub) else None
+        self._engines = list(engines)
+        self._name = name
+        self._trains = trains
+        self._seed = 0
+
+    def begin(self, num_microbatches: int, weights: Sequence[float] | None) -> int:
+        """Opens the step on all ranks of the replica, and over the replicas.
+
+        Args:
+            num_microbatches: of this rank.
+            weights: of the microbatches on the driver, if they have different sizes.
+
+        Returns:
+            the number of microbatches of the driver, whose data count.
+
+        Raises:
+            ValueError: the models cannot take part in one step.
+        """
+        hub = self._hub
+        # Before other ranks of the pipeline can ask for split layers, which communicate too.
+        self._seed = self._agreed_seed()
+        if hub is not None:
+            num_microbatches = hub.begin_step(self._name, num_microbatches)
+        self._check_weights(weights)
+        self._engines = self._agreed(num_microbatches)
+        # Two that reduce at the same time might do so in another order on other replicas.
+        first = max(self._engines, key=lambda e: (e.trainable_bytes, -e.idx), default=None)
+        self._engines.sort(key=lambda engine: engine is not first)
+        if hub is not None:
+            hub.on_microbatch_done = self._microbatch_done
+        for engine in self._engines:
+            engine.first_step.begin_step(self._trains, len(self._engines))
+            engine.begin_step(num_microbatches, self._trains, weights, engine is first)
+        self._current.num_begun += 1
+        return num_microbatches
+
+    def _check_weights(self, weights: Sequence[float] | None) -> None:
+        """A backward through several models begins with one weight for all of them."""
+        if weights is None or self._hub is None or not self._trains:
+            return
+        if len({engine.averages for engine in self._engines}) > 1:
+            raise ValueError(
+                f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different sizes, "
+                "and the models disagree on average_grads_across_microbatches, so a backward "
+                "through both has no weight that suits both; wrap them alike, or use batches that "
+                f"microbatches divide ({self._current.candidates})"
+            )
+
+    def _agreed(self, num_microbatches: int) -> list[Engine]:
+        """The models that all replicas have; garbage is collected at any time. Collective."""
+        current = self._current
+        communicator = current.comms.dp
+        several = self._trains and current.num_wrapped > 1
+        config = current.config
+        shares = config.sharded_data_parallel_degree > 1
+        ordered = shares or (config.orders_replicas and self._hub is not None)
+        if communicator is None or not (several or ordered):
+            return self._engines
+        here = {engine.idx for engine in self._engines}
+        missing = [int(idx not in here) for idx in range(current.num_wrapped)]
+        maxima = data_parallel.agree_on_maxima(
+            communicator, [num_microbatches, -num_microbatches, *missing], "begin of a step"
+        )
+        if ordered and maxima[0] != -maxima[1]:
+            raise ValueError(
+                f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
+                f"and between {-maxima[1]} and {maxima[0]} on the replicas; with "
+                f"{'sharded_data_parallel_degree' if shares else 'deterministic_server'} they "
+                "follow one order: give them batches that make equally many microbatches"
+            )
+        return [engine for engine in self._engines if not maxima[2 + engine.idx]]
+
+    def run(self, num_microbatches: int, body: Callable[[int], None]) -> None:
+        """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.
+
+        Args:
+            num_microbatches: how many there are.
+            body: runs one of them.
+        """
+        current = self._current
+        outside = _C.RandomState.capture(str(current.device))
+        if any(engine.sharded is not None for engine in self._engines):
+            body = self._reading(body)
+        for engine in self._engines:
+            body = engine.first_step.around_body(body)
+        try:
+            if self._hub is not None:
+                self._hub.server.run_step(num_microbatches, self._seed, body)
+            else:
+                self._run_alone(num_microbatches, body)
+        finally:
+            outside.restore()
+
+    def _agreed_seed(self) -> int:
+        """That of the step. Collective over ranks that read one batch.
+
+        They compute the same outside of split layers, hence draw the same; yet scripts give each
+        a seed of its own, as they do while weights are created.
+        """
+        current = self._current
+        seed, kind = torch.initial_seed() & (2**64 - 1), "dp"
+        if current.config.prescaled_batch and current.sizes["tp"] > 1:
+            seed, kind = current.comms.tp_group.seed_of_first(seed), "rdp"
+        for part in (current.ranks[kind], current.num_begun + 1):
+            seed = _C.mix_seed(seed, part)
+        return seed
+
+    def _reading(self, body: Callable[[int], None]) -> Callable[[int], None]:
+        """The body, which may read sharded parameters."""
+
+        def run(mb: int) -> None:
+            with contextlib.ExitStack() as stack:
+                for engine in self._engines:
+                    stack.enter_context(engine.reading())
+                body(mb)
+
+        return run
+
+    def _run_alone(self, num_microbatches: int, body: Callable[[int], None]) -> None:
+        current = self._current
+        device, timeline = str(current.device), current.timeline
+        timeline.begin_step(current.num_begun - 1, num_microbatches)
+        try:
+            for mb in range(num_microbatches):
+                _C.seed_generators(_C.mix_seed(self._seed, mb), device)
+                for engine in self._engines:
+                    engine.begin_microbatch(mb)
+                timeline.begin_run(False, mb)
+                if current.board is not None:
+                    current.board.set_activity(f"step '{self._name}', microbatch {mb}")
+                with _C.TaskScope(current.num_begun, mb):
+                    body(mb)
+                timeline.end_run()
+                self._microbatch_done(mb)
+            timeline.end_step()
+        finally:
+            if current.board is not None:
+                current.board.set_activity("")
+            for engine in self._engines:
+                engine.leave_bodies()
+
+    def _microbatch_done(self, mb: int) -> None:
+        for engine in self._engines:
+            engine.microbatch_done(mb)
+
+    def end(self) -> None:
+        """Waits for the reduction of the step's gradients.
+
+        Collective over the replicas, and over the ranks of each.
+        """
+        for engine in self._engines:
+            engine.end_step(self._trains)
+        for engine in self._engines:
+            engine.first_step.end_step()
+        self._warn_of_idle_offload()
+        self._let_go()
+
+    def _warn_of_idle_offload(self) -> None:
+        """Once, behind the first step that trains. Collective over the ranks of the replica."""
+        store = self._current.activation_store
+        is_first = self._trains and self._engines and not self._current.has_trained
+        self._current.has_trained |= bool(is_first)
+        if store is None or not is_first:
+            return
+        # A request travels with its call: only the rank that fulfils it counts it.
+        own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)
+        anywhere = any(comm.allgather(own, comm.CommGroup.MP_GROUP))
+        if self._current.global_rank == 0 and not anywhere:
+            _log.warning(
+                "smp: offload_activations has no effect, because no module is checkpointed; use "
+                "smp.set_activation_checkpointing"
+            )
+
+    def abandon(self) -> None:
+        """Closes a step that failed; its gradients are lost. Not collective."""
+        for engine in self._engines:
+            engine.abandon_step()
+            engine.first_step.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._hub is not None:
+            self._hub.on_microbatch_done = None
+        self._engines = []

@@ -1,0 +1,195 @@
+"""Sharded optimizer state: parameters in flat memory, of which each rank updates a part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.data_parallel.reduction import by_kind, records_of
+from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.materialize import cast
+from smp.storage.holdings import Holding, attach
+from smp.storage.masters import cast_rest, check_castable
+from smp.storage.watched import watch_parameters
+from smp.world import runtime
+
+_log = logging.getLogger("smp")
+# The others have begun the last gathers before they left, so there is nothing to wait for but time.
+_FINISH_TIMEOUT_S = 60.0
+
+
+class FlatParameters:
+    """The trainable parameters of this rank as views of flat buckets.
+
+    The buckets are those of the reducer, each cut into equal parts: rank r of the shard group gets
+    the gradients of part r and updates these elements. After an update all parts are gathered,
+    bucket by bucket in the order of the model, while other work goes on: a module waits for its
+    buckets when its forward begins, other code where it reads a parameter from a module. Only who
+    has kept a reference to a parameter over an update does not wait.
+
+    All ranks of the shard group make it, with parameters of equal values; it does not communicate
+    before the first update.
+
+    Args:
+        root: the user's model; parameters of other pipeline ranks are placeholders.
+        local: names in the whole model and parameters of this rank, in one order on all ranks of
+            the group; real.
+        bucket_cap_bytes: size of a gradient bucket.
+        overlap: False: an update waits until all parts have come.
+
+    Attributes:
+        holdings: of trainable parameters.
+
+    Raises:
+        ValueError: on every rank, for a parameter that has no 16-bit form where it is to have one.
+
+    Source: ZeRO stage 1 and 2 (arXiv:1910.02054); parts of flat buckets as in Megatron-LM's
+    distributed optimizer.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        local: Sequence[tuple[str, nn.Parameter]],
+        *,
+        bucket_cap_bytes: int,
+        overlap: bool,
+    ) -> None:
+        current = runtime.current()
+        half = current.config.half_dtype
+        if half is not None:
+            check_castable(root, half)
+        self.holdings: dict[nn.Parameter, Holding] = {}
+        self._overlap = overlap
+        self._undo: list[Callable[[], None]] = []
+        flats = []  # with the position in the model of their first parameter
+        positions = {parameter: i for i, (_, parameter) in enumerate(local)}
+        for own in by_kind([item for item in local if item[1].requires_grad]).values():
+            for bucket in _C.plan_shards(
+                records_of(own), bucket_cap_bytes, current.sizes["shard"], _C.ShardLayout.EQUAL_CUT
+            ):
+                flat = self._lay_out(own, bucket, current.ranks["shard"])
+                inside = [own[held.record_idx][1] for held in bucket.holdings[0]]
+                flats.append((min(positions[p] for p in inside), flat, inside))
+        flats.sort(key=lambda item: item[0])
+        if half is not None:
+            cast_rest(root, half)
+        assert current.comms.shard is not None
+        self._gathers = _C.FlatGathers(
+            [flat for _, flat, _ in flats],
+            current.comms.shard,
+            faults=current.board,
+            ranks=list(current.groups["shard"]),
+            timeout_s=current.settings.timeout_s,
+        )
+        if overlap:
+            bucket_of = {p: i for i, (_, _, inside) in enumerate(flats) for p in inside}
+            self._install(root, bucket_of)
+
+    def _lay_out(
+        self, own: Sequence[tuple[str, nn.Parameter]], bucket: _C.ShardedBucket, shard_rank: int
+    ) -> Tensor:
+        """Moves the parameters of a bucket into flat memory, one after the other."""
+        first = own[bucket.holdings[0][0].record_idx][1]
+        numel = bucket.shard_numel
+        flat = torch.zeros(bucket.num_shards * numel, dtype=bucket.dtype, device=first.device)
+        shard = flat.narrow(0, shard_rank * numel, numel)
+        masters = shard
+        if bucket.accumulation_dtype != bucket.dtype:
+            masters = torch.zeros(numel, dtype=bucket.accumulation_dtype, device=first.device)
+        places = {segment.record_idx: segment for segment in bucket.segments}
+        for held in bucket.holdings[shard_rank]:
+            name, parameter = own[held.record_idx]
+            segment = places.get(held.record_idx)  # None: without elements
+            offset = 0 if segment is None else segment.flat_offset
+            values = parameter.detach()
+            place = flat.narrow(0, offset, values.numel()).view(values.shape)
+            place.copy_(values)
+            part = values.reshape(-1).narrow(0, held.begin, held.numel)
+            master, piece = (
+                memory_.narrow(0, held.offset, held.numel) for memory_ in (masters, shard)
+            )
+            master.copy_(part)  # the values from before the cast
+            if held.numel == values.numel():
+                master, piece = master.view(values.shape), piece.view(values.shape)
+            cast(parameter, bucket.dtype)
+            parameter.data = place
+            holding = Holding(name, parameter, held.begin, held.numel, piece, nn.Parameter(master))
+            attach(holding)
+            self.holdings[parameter] = holding
+        return flat
+
+    # ---- after updates
+
+    @property
+    def num_gathers(self) -> int:
+        """Buckets that were gathered so far."""
+        return self._gathers.num_gathers
+
+    @property
+    def num_overlapped(self) -> int:
+        """Those of them that were waited for where they were needed."""
+        return self._gathers.num_overlapped
+
+    def after_update(self) -> None:
+        """Brings the parts of all ranks to all of them. Collective over the shard group."""
+        self._gathers.launch()
+        if not self._overlap:
+            self._gathers.wait_all()
+
+    def wait(self) -> None:
+        """Waits until all parameters have their values."""
+        self._gathers.wait_all()
+
+    def finish(self) -> None:
+        """`wait` when the other ranks may have left."""
+        if not self._gathers.pending:
+            return
+        try:
+            self._gathers.finish(_FINISH_TIMEOUT_S)
+        except RuntimeError as error:
+            _log.warning(
+                "%sparts of the parameters that other ranks have updated last did not come: %s",
+                _C.rank_prefix(),
+                error,
+            )
+
+    def _install(self, root: nn.Module, bucket_of: dict[nn.Parameter, int]) -> None:
+        for module in root.modules():
+            own = {
+                name: bucket_of[parameter]
+                for name, parameter in module._parameters.items()
+                if parameter is not None and parameter in bucket_of
+            }
+            if own:
+                needed = sorted(set(own.values()))
+                self._undo.append(wrap_forward(module, Around.PARAMETERS, self._waiting(needed)))
+                self._undo.append(watch_parameters(module, own, self._wait_for))
+
+    def _wait_for(self, flat_idx: int) -> None:
+        if self._gathers.pending:
+            self._gathers.wait([flat_idx])
+
+    def _waiting(self, needed: list[int]) -> Callable[[Forward], Forward]:
+        gathers = self._gathers
+
+        def wrapper(forward: Forward) -> Forward:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if gathers.pending:
+                    gathers.wait(needed)
+                return forward(*args, **kwargs)
+
+            return run
+
+        return wrapper
+
+    def uncover(self) -> None:
+        """Takes what waits from around the modules, unless there is something to wait for: the
+        modules may live longer than their model. May be called twice."""
+        while self._undo and not self._gathers.pending:
+            self._undo.pop()()

@@ -1,0 +1,58 @@
+"""Makes sharded parameters whole where code reads them: around forwards, and on access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp import _C
+from smp.modules.flat import tensors_in
+from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.storage.units import UnitPlan
+from smp.storage.watched import watch_parameters
+
+
+def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[Callable[[], None]]:
+    """Lets modules gather what they need.
+
+    Args:
+        store: of the units of ``plan``, in their order.
+        plan: of ``root``.
+
+    Returns:
+        functions that undo it.
+    """
+    undo = [
+        wrap_forward(module, Around.PARAMETERS, _around(store, list(units)))
+        for module, units in plan.needs.items()
+    ]
+    unit_of = {p: index for index, unit in enumerate(plan.units) for p in unit.parameters}
+    for module in root.modules():
+        units = {
+            name: unit_of[parameter]
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in unit_of
+        }
+        if units:
+            # Who lists parameters rarely reads them, and all at once may be too many.
+            undo.append(watch_parameters(module, units, store.read, on_listing=False))
+    return undo
+
+
+def _around(store: _C.ParameterStore, units: list[int]) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            scope = store.enter(units)
+            results: list[Tensor] = []
+            try:
+                output = forward(*args, **kwargs)
+                results = tensors_in(output)
+            finally:
+                scope.leave(results)
+            return output
+
+        return run
+
+    return wrapper

@@ -1,0 +1,221 @@
+"""The parts of parameters that one rank keeps, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smp.modules.materialize import cast, make_placeholder
+from smp.storage.holdings import write_values
+
+_SHARD = "_smp_shard"
+
+
+@dataclass
+class Shard:
+    """One rank's part of a parameter.
+
+    Attributes:
+        parameter: shows a placeholder.
+        tensor: ``[c]``, the part in the model's dtype, zeros behind its end (``ds_tensor``).
+        begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter.
+        piece: ``tensor[:numel]``.
+        flat: ``[c]`` in the master's dtype: the same memory unless 16-bit training gives it more
+            digits; None for frozen parameters in 16 bits, and for those that are not floating.
+        master: leaf, ``flat[:numel]``; None for frozen parameters.
+    """
+
+    parameter: nn.Parameter
+    tensor: Tensor
+    begin: int
+    numel: int
+    piece: Tensor
+    flat: Tensor | None
+    master: nn.Parameter | None
+
+    def move(self, flat: Tensor) -> None:
+        """Puts the values of ``flat`` somewhere else; whoever has the tensors sees them there."""
+        with torch.no_grad():
+            flat.copy_(self.tensor if self.flat is None else self.flat)
+        if self.flat is not None and self.flat.data_ptr() == self.tensor.data_ptr():
+            self.tensor.data = flat
+            self.piece.data = flat[: self.numel]
+        if self.master is not None:
+            self.master.data = flat[: self.numel]
+        if self.flat is not None:
+            self.flat = flat
+
+    def write(self, value: Tensor) -> None:
+        """Takes the part out of a whole value."""
+        part = value.detach().reshape(-1)[self.begin : self.begin + self.numel]
+        write_values(self.piece, self.master, part)
+
+
+class Cutter:
+    """Keeps one part of each parameter and frees the rest, one parameter at a time.
+
+    The memory of all parts is there from the beginning: those of one dtype lie behind each other,
+    in the order of the parameters, in whatever order these are cut.
+
+    Args:
+        parameters: names and parameters with elements; they may have no values yet.
+        position: which part is kept.
+        num_shards: how many there are.
+        half: dtype that floating parameters get; None: they stay as they are.
+        device: of the parts.
+
+    Attributes:
+        shards: of the parameters, in their order. Values are there once they were cut.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        position: int,
+        num_shards: int,
+        half: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        plans = [_plan(parameter, num_shards, half) for _, parameter in parameters]
+        memories = _Memories(plans, device)
+        self.shards: dict[nn.Parameter, Shard] = {}
+        self._waiting = {parameter: name for name, parameter in parameters}
+        for (_, parameter), plan in zip(parameters, plans, strict=True):
+            begin = min(position * plan.part, parameter.numel())
+            numel = min(plan.part, parameter.numel() - begin)
+            tensor = memories.take(plan.dtype, plan.part)
+            has_flat = plan.master_dtype is not None or plan.dtype in (torch.float32, torch.float64)
+            flat: Tensor | None = tensor if has_flat else None
+            if plan.master_dtype is not None and plan.master_dtype != plan.dtype:
+                flat = memories.take(plan.master_dtype, plan.part)
+            master = None
+            if plan.master_dtype is not None:
+                assert flat is not None
+                master = nn.Parameter(flat[:numel])
+            self.shards[parameter] = Shard(
+                parameter, tensor, begin, numel, tensor[:numel], flat, master
+            )
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self.shards
+
+    def cut(self, parameter: nn.Parameter) -> None:
+        """Keeps the part of a parameter that has its values now, and frees them."""
+        shard = self.shards[parameter]
+        values = parameter.data.reshape(-1)[shard.begin : shard.begin + shard.numel]
+        with torch.no_grad():
+            if shard.flat is not None:
+                shard.flat[: shard.numel].copy_(values)
+            shard.tensor[: shard.numel].copy_(values)
+        make_placeholder(parameter, parameter.device)
+        cast(parameter, shard.tensor.dtype)
+        _describe(parameter, shard.tensor)
+        setattr(parameter, _SHARD, shard)
+        del self._waiting[parameter]
+
+    def check_all_cut(self) -> None:
+        """Our own mistake, if not."""
+        assert not self._waiting, f"whole parameters: {sorted(self._waiting.values())}"
+
+
+def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
+    """Puts the masters of each group of an optimizer behind each other.
+
+    Args:
+        groups: parameters of models; those that have no shard here are passed over.
+
+    Returns:
+        one flat tensor per group: for each of its parameters the ``c`` elements of this rank's
+        part, zeros behind the last one included, without gaps. Masters are views of it, and
+        ``ds_tensor`` too unless the model has 16 bits. The parts of frozen 16-bit parameters are
+        copies. None for an empty group, and for one with masters of several dtypes.
+    """
+    return [
+        _lay_out([shard for p in group if (shard := shard_of(p)) is not None]) for group in groups
+    ]
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """This rank's part of a parameter; None where parameters are whole."""
+    shard = getattr(parameter, _SHARD, None)
+    assert shard is None or isinstance(shard, Shard)
+    return shard
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The parameter is whole again."""
+    for name in (_SHARD, "ds_shape", "ds_numel", "ds_tensor"):
+        delattr(parameter, name)
+
+
+def _lay_out(shards: Sequence[Shard]) -> Tensor | None:
+    flats = [shard.flat for shard in shards]
+    dtypes = {torch.float32 if flat is None else flat.dtype for flat in flats}
+    floating = all(shard.parameter.is_floating_point() for shard in shards)
+    if len(dtypes) != 1 or not floating:
+        return None
+    total = sum(shard.tensor.numel() for shard in shards)
+    known = [flat for flat in flats if flat is not None]
+    if len(known) == len(flats) and _are_adjacent(known):
+        return known[0].as_strided((total,), (1,))
+    result = torch.zeros(total, dtype=dtypes.pop(), device=shards[0].tensor.device)
+    for shard, part in zip(
+        shards, result.split([shard.tensor.numel() for shard in shards]), strict=True
+    ):
+        shard.move(part)
+    return result
+
+
+def _are_adjacent(parts: Iterable[Tensor]) -> bool:
+    end = None
+    for part in parts:
+        begin = (part.untyped_storage().data_ptr(), part.storage_offset())
+        if end is not None and begin != end:
+            return False
+        end = (begin[0], begin[1] + part.numel())
+    return True
+
+
+@dataclass(frozen=True)
+class _Plan:
+    part: int
+    dtype: torch.dtype
+    master_dtype: torch.dtype | None
+
+
+def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) -> _Plan:
+    floating = parameter.is_floating_point()
+    dtype = half if half is not None and floating else parameter.dtype
+    master_dtype = None
+    if parameter.requires_grad and floating:
+        master_dtype = dtype if half is None else torch.float32
+    return _Plan(-(-parameter.numel() // num_shards), dtype, master_dtype)
+
+
+class _Memories:
+    """One tensor per dtype, handed out piece by piece."""
+
+    def __init__(self, plans: Iterable[_Plan], device: torch.device) -> None:
+        totals: dict[torch.dtype, int] = {}
+        for plan in plans:
+            for dtype in {plan.dtype, plan.master_dtype or plan.dtype}:
+                totals[dtype] = totals.get(dtype, 0) + plan.part
+        self._rest = {
+            dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()
+        }
+
+    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
+        rest = self._rest[dtype]
+        self._rest[dtype] = rest[numel:]
+        return rest[:numel]
+
+
+def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """What scripts ask a sharded parameter for."""
+    attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": tensor}
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    tensor.ds_numel = tensor.numel()  # type: ignore[attr-defined]

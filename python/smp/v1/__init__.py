@@ -1,0 +1,1 @@
+"""Names that only scripts of the v1 interface use."""

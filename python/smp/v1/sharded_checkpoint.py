@@ -1,0 +1,158 @@
+"""A whole model out of a partial checkpoint of sharded data parallelism, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.checkpoint.folder import partial_checkpoints
+
+
+def get_full_state_dict_from_sharded_data_parallel_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Merges the files of ``save_checkpoint(partial=True)`` with sharded data parallelism.
+
+    No process group, GPU or `smp.init` is needed. Parameters come from the float32 masters in the
+    files of the optimizer, buffers from that of the model. Files are read with
+    ``weights_only=True`` and mapped into memory, so that the whole model is there once; objects
+    of the user's among its content are passed over, and no code of theirs runs.
+
+    Args:
+        checkpoint_dir: the folder that `save_checkpoint` got.
+        tag: of the checkpoint, with or without its suffix ``_partial``; by default what the file
+            ``newest`` names, or where that is a whole model, the newest of the partial ones.
+        dtype: of parameters in the result; float32, as they were saved, by default.
+
+    Returns:
+        buffers and whole parameters by name, as the plain model's state dict has them.
+
+    Raises:
+        FileNotFoundError: naming the file that is not there.
+        ValueError: naming the file whose content does not fit.
+    """
+    folder = _folder(Path(checkpoint_dir), tag)
+    content = _read_beside_objects(folder / "user_content.pt")
+    model = _entry(_read(folder / "model_0.pt"), "module", folder / "model_0.pt")
+    names = _entry(content, "buffer_names", folder / "user_content.pt")
+    shapes = _entry(content, "param_shapes", folder / "user_content.pt")
+    groups = _flat_groups(folder)
+    if len(groups) != len(shapes):
+        raise ValueError(
+            f"{folder}: user_content.pt has param_shapes of {len(shapes)} groups, the files of "
+            f"the optimizer have {len(groups)}"
+        )
+    missing = [name for name in names if name not in model]
+    if missing:
+        raise ValueError(f"{folder / 'model_0.pt'}: the buffers {missing} are not in 'module'")
+    result: dict[str, Any] = {name: model[name].clone() for name in names}
+    for index, (group_shapes, shards) in enumerate(zip(shapes, groups, strict=True)):
+        result.update(_join_group(group_shapes, shards, dtype, f"{folder}: group {index}"))
+    return result
+
+
+def _folder(path: Path, tag: str | None) -> Path:
+    if tag is None:
+        newest = path / "newest"
+        if not newest.is_file():
+            raise FileNotFoundError(f"{newest} does not exist; give the tag of the checkpoint")
+        tag = newest.read_text().strip()
+        if (path / tag).is_file():
+            partial = partial_checkpoints(path)
+            if not partial:
+                raise FileNotFoundError(
+                    f"{newest} names '{tag}', a whole model, and {path} has no complete partial "
+                    "checkpoint of ours; give the tag of the checkpoint, or load the whole model"
+                )
+            return partial[-1]
+    for name in (tag, f"{tag}_partial"):
+        if (path / name).is_dir():
+            return path / name
+    raise FileNotFoundError(f"neither {path / tag} nor {path / tag}_partial is a folder")
+
+
+class _PassedOver:
+    """Stands for an object of a class that is of no interest."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _PassedOver:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+def _read_beside_objects(path: Path) -> Any:
+    """The content of a file in which users may have put objects of any class."""
+    _require(path)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    stand_ins: list[Any] = [(type("_PassedOver", (_PassedOver,), {}), name) for name in names]
+    with torch.serialization.safe_globals(stand_ins):
+        return _read(path)
+
+
+def _read(path: Path) -> Any:
+    _require(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; partial checkpoints of sharded data parallelism have it"
+        )
+
+
+def _entry(content: Any, key: str, path: Path) -> Any:
+    if not isinstance(content, Mapping) or key not in content:
+        raise ValueError(
+            f"{path} has no '{key}'; was it saved without sharded data parallelism? Then load the "
+            "file of a full checkpoint"
+        )
+    return content[key]
+
+
+def _flat_groups(folder: Path) -> list[list[Tensor]]:
+    """Flat tensors of all shards, by group."""
+    first = folder / "optimizer_0.pt"
+    count = _entry(_read(first), "partition_count", first)
+    num_shards = max(count) if isinstance(count, list | tuple) else int(count)
+    shards: list[Sequence[Tensor]] = []
+    for index in range(num_shards):
+        path = folder / f"optimizer_{index}.pt"
+        flats = _entry(_read(path), "fp32_flat_groups", path)
+        if shards and len(flats) != len(shards[0]):
+            raise ValueError(f"{path} has {len(flats)} groups, {first} has {len(shards[0])}")
+        shards.append(flats)
+    return [list(group) for group in zip(*shards, strict=True)]
+
+
+def _join_group(
+    shapes: Mapping[str, Sequence[int]],
+    shards: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    where: str,
+) -> dict[str, Tensor]:
+    """Parameters of one group, each of which takes ``ceil(numel / shards)`` elements of a shard."""
+    joined: dict[str, Tensor] = {}
+    begin = 0
+    available = min(shard.numel() for shard in shards)
+    for name, given in shapes.items():
+        shape = torch.Size(given)
+        end = begin - (-shape.numel() // len(shards))
+        if end > available:
+            raise ValueError(
+                f"{where}: '{name}' of shape {tuple(shape)} ends at element {end} of a shard, "
+                f"which has {available}"
+            )
+        whole = torch.cat([shard[begin:end] for shard in shards])[: shape.numel()].view(shape)
+        joined[name] = whole if dtype is None else whole.to(dtype)
+        begin = end
+    return joined

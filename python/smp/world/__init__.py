@@ -1,0 +1,1 @@
+"""The ranks: who started them, how they meet, talk and end; the runtime object of a process."""

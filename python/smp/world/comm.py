@@ -1,0 +1,331 @@
+"""Ranks, sizes and groups, and the exchange of Python objects between ranks.
+
+Ranks and sizes may be read in forked children; communication may not happen there.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from smp.world import host_objects, runtime
+from smp.world.launch import read_launch
+
+_T = TypeVar("_T")
+
+
+class CommGroup(enum.Enum):
+    """A kind of group; each process belongs to one group of each kind."""
+
+    WORLD = "world"
+    MP_GROUP = "mp"
+    DP_GROUP = "dp"
+    PP_GROUP = "pp"
+    TP_GROUP = "tp"
+    RDP_GROUP = "rdp"
+
+
+class RankType(enum.Enum):
+    """The kind of group in which a rank number is counted."""
+
+    WORLD_RANK = "world"
+    MP_RANK = "mp"
+    DP_RANK = "dp"
+    PP_RANK = "pp"
+    TP_RANK = "tp"
+    RDP_RANK = "rdp"
+
+
+WORLD = CommGroup.WORLD
+MP_GROUP = CommGroup.MP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+PP_GROUP = CommGroup.PP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
+
+
+# ---- ranks and sizes ---------------------------------------------------------------
+
+
+def rank() -> int:
+    """Position among all processes, in ``[0, size())``."""
+    return runtime.current().global_rank
+
+
+def local_rank() -> int:
+    """Position among the processes of this host. Before `init`: what the launcher says, or 0."""
+    if runtime.is_initialized():
+        return runtime.current().local_rank
+    return read_launch(os.environ, socket.gethostname()).local_rank
+
+
+def mp_rank() -> int:
+    """Position in the group that holds one whole model."""
+    return runtime.current().ranks["mp"]
+
+
+def dp_rank() -> int:
+    """Position in the group that holds the same partition."""
+    return runtime.current().ranks["dp"]
+
+
+def pp_rank() -> int:
+    """Index of the partition that this process holds."""
+    return runtime.current().ranks["pp"]
+
+
+def tp_rank() -> int:
+    """Position in the group over which single modules are split."""
+    return runtime.current().ranks["tp"]
+
+
+def rdp_rank() -> int:
+    """Position in the group that holds the same partition and the same slice."""
+    return runtime.current().ranks["rdp"]
+
+
+def size() -> int:
+    """Number of processes."""
+    return runtime.current().world_size
+
+
+def local_size() -> int:
+    """Number of processes on this host."""
+    return runtime.current().local_size
+
+
+def mp_size() -> int:
+    """Processes that together hold one whole model: ``pp_size() * tp_size()``."""
+    return runtime.current().sizes["mp"]
+
+
+def dp_size() -> int:
+    """Processes that hold the same partition: ``tp_size() * rdp_size()``."""
+    return runtime.current().sizes["dp"]
+
+
+def pp_size() -> int:
+    """Number of partitions."""
+    return runtime.current().sizes["pp"]
+
+
+def tp_size() -> int:
+    """Processes over which single modules are split."""
+    return runtime.current().sizes["tp"]
+
+
+def rdp_size() -> int:
+    """Processes that hold the same partition and the same slice."""
+    return runtime.current().sizes["rdp"]
+
+
+# ---- groups ------------------------------------------------------------------------
+
+
+def get_world_group() -> list[int]:
+    """All global ranks."""
+    return list(runtime.current().groups["world"])
+
+
+def get_mp_group() -> list[int]:
+    """Global ranks of the caller's MP group, ascending."""
+    return list(runtime.current().groups["mp"])
+
+
+def get_dp_group() -> list[int]:
+    """Global ranks of the caller's DP group, ascending."""
+    return list(runtime.current().groups["dp"])
+
+
+def get_pp_group() -> list[int]:
+    """Global ranks of the caller's PP group, ascending."""
+    return list(runtime.current().groups["pp"])
+
+
+def get_tp_group() -> list[int]:
+    """Global ranks of the caller's TP group, ascending."""
+    return list(runtime.current().groups["tp"])
+
+
+def get_rdp_group() -> list[int]:
+    """Global ranks of the caller's RDP group, ascending."""
+    return list(runtime.current().groups["rdp"])
+
+
+def get_world_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of all processes. Needs ``ddp: True``."""
+    return runtime.current().process_group("world")
+
+
+def get_mp_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of the caller's MP group. Needs ``ddp: True``."""
+    return runtime.current().process_group("mp")
+
+
+def get_dp_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of the caller's DP group. Needs ``ddp: True``."""
+    return runtime.current().process_group("dp")
+
+
+def get_pp_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of the caller's PP group. Needs ``ddp: True``."""
+    return runtime.current().process_group("pp")
+
+
+def get_tp_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of the caller's TP group. Needs ``ddp: True``."""
+    return runtime.current().process_group("tp")
+
+
+def get_rdp_process_group() -> dist.ProcessGroup:
+    """`torch.distributed` group of the caller's RDP group. Needs ``ddp: True``."""
+    return runtime.current().process_group("rdp")
+
+
+# ---- objects -----------------------------------------------------------------------
+
+
+def broadcast(obj: object, group: CommGroup) -> None:
+    """Sends an object to all other members of a group; they call `recv_from`.
+
+    Called by the sender only. Returns when all members have received it.
+
+    Args:
+        obj: anything picklable; tensors travel by value.
+        group: kind of the caller's group.
+    """
+    current, members = _communicating("broadcast", group)
+    if current.exchange is not None and len(members) > 1:
+        with current.reporting("smp.broadcast"):
+            current.exchange.broadcast(members, host_objects.pack(obj))
+
+
+def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
+    """Sends an object and returns when the peer has called `recv_from`.
+
+    Args:
+        obj: anything picklable; tensors travel by value.
+        dest_rank: rank of the receiver in the caller's group of kind `rank_type`.
+        rank_type: how `dest_rank` is counted.
+    """
+    current, peer = _peer("send", dest_rank, rank_type)
+    exchange = _exchange_with(current, peer, "send")
+    with current.reporting("smp.send"):
+        exchange.send(peer, host_objects.pack(obj))
+
+
+def recv_from(src_rank: int, rank_type: RankType) -> Any:
+    """Waits for the next object of a peer, from its `send` or `broadcast`, in order.
+
+    Args:
+        src_rank: rank of the sender in the caller's group of kind `rank_type`.
+        rank_type: how `src_rank` is counted.
+    Returns:
+        the object; tensors that were on a GPU are on the caller's device.
+    """
+    current, peer = _peer("recv_from", src_rank, rank_type)
+    exchange = _exchange_with(current, peer, "recv_from")
+    with current.reporting("smp.recv_from"):
+        return host_objects.unpack(exchange.recv(peer), current.device)
+
+
+def allgather(obj: object, group: CommGroup) -> list[Any]:
+    """Objects of all members of a group, in the order of their ranks. Collective over the group.
+
+    Args:
+        obj: anything picklable; tensors travel by value.
+        group: kind of the caller's group.
+    """
+    current, members = _communicating("allgather", group)
+    own = host_objects.pack(obj)
+    parts = [own]
+    if current.exchange is not None and len(members) > 1:
+        with current.reporting("smp.allgather"):
+            parts = current.exchange.all_gather(members, own, f"smp.allgather({group.name})")
+    return [host_objects.unpack(part, current.device) for part in parts]
+
+
+def of_shard_group(objects: Sequence[_T]) -> list[_T]:
+    """Those of the ranks that hold one copy of a sharded state together with this one.
+
+    Args:
+        objects: one of each rank of the RDP group, from `allgather`.
+    """
+    groups = runtime.current().groups
+    return [
+        item for rank, item in zip(groups["rdp"], objects, strict=True) if rank in groups["shard"]
+    ]
+
+
+def barrier(group: CommGroup = WORLD) -> None:
+    """Waits for the members of the caller's group of this kind. Collective over the group."""
+    current, members = _communicating("barrier", group)
+    if current.exchange is not None and len(members) > 1:
+        with current.reporting("smp.barrier"):
+            current.exchange.barrier(members, f"smp.barrier({group.name})")
+
+
+def mp_barrier() -> None:
+    """`barrier` of the MP group."""
+    barrier(MP_GROUP)
+
+
+def dp_barrier() -> None:
+    """`barrier` of the DP group."""
+    barrier(DP_GROUP)
+
+
+def pp_barrier() -> None:
+    """`barrier` of the PP group."""
+    barrier(PP_GROUP)
+
+
+def tp_barrier() -> None:
+    """`barrier` of the TP group."""
+    barrier(TP_GROUP)
+
+
+def rdp_barrier() -> None:
+    """`barrier` of the RDP group."""
+    barrier(RDP_GROUP)
+
+
+def _communicating(what: str, group: CommGroup) -> tuple[runtime.Runtime, list[int]]:
+    current = runtime.current()
+    current.check_process(f"smp.{what}")
+    if not isinstance(group, CommGroup):
+        raise ValueError(
+            f"{current.prefix}smp.{what}: group is {group!r}; pass a CommGroup such as smp.DP_GROUP"
+        )
+    return current, list(current.groups[group.value])
+
+
+def _peer(what: str, peer_rank: int, rank_type: RankType) -> tuple[runtime.Runtime, int]:
+    """The runtime, and the global rank of the peer."""
+    current = runtime.current()
+    current.check_process(f"smp.{what}")
+    if not isinstance(rank_type, RankType):
+        raise ValueError(
+            f"{current.prefix}smp.{what}: rank_type is {rank_type!r}; pass a RankType such as "
+            "smp.RankType.DP_RANK"
+        )
+    members = current.groups[rank_type.value]
+    if not 0 <= peer_rank < len(members):
+        raise ValueError(
+            f"{current.prefix}smp.{what}: {rank_type.name} {peer_rank} does not exist; the group "
+            f"has {len(members)} members"
+        )
+    return current, members[peer_rank]
+
+
+def _exchange_with(current: runtime.Runtime, peer: int, what: str) -> Any:
+    if current.exchange is None:
+        raise ValueError(
+            f"{current.prefix}smp.{what}: rank {peer} is the only process; there is no peer"
+        )
+    return current.exchange

@@ -1,0 +1,106 @@
+"""Numbers that decide on an update. They stay on the device until somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from smp import _C
+from smp.world import runtime
+
+
+def gather(numbers: Tensor, kind: str) -> Tensor:
+    """Numbers of all ranks of a group. Collective over it, outside of step functions.
+
+    The host waits for nothing that a device does, unless ranks share a GPU (``SMP_SHARE_GPU``),
+    where what pipeline ranks tell each other goes through the host.
+
+    Args:
+        numbers: floating point ``[n]``, on the device of this rank.
+        kind: of the caller's group: "mp", "tp", "shard" or "replica".
+
+    Returns:
+        ``[size of the group, n]``, in order of rank.
+    """
+    current = runtime.current()
+    if current.sizes[kind] == 1:
+        return numbers[None]
+    comms = current.comms
+    communicators = {
+        "mp": comms.mp,
+        "tp": comms.tp,
+        # The reducers are done with these when a step is over.
+        "shard": comms.shard_reduce,
+        "replica": comms.replica,
+    }
+    communicator = communicators[kind]
+    assert communicator is not None
+    on_host = kind == "mp" and comms.mp_is_on_host
+    gathered = _C.gather_numbers(
+        numbers.cpu() if on_host else numbers,
+        communicator,
+        what=f"exchange of numbers of an update ({kind})",
+        faults=current.board,
+        ranks=list(current.groups[kind]),
+        timeout_s=current.settings.timeout_s,
+    )
+    return moved(gathered, numbers.device)
+
+
+def sums(numbers: Tensor, kinds: Iterable[str]) -> Tensor:
+    """Sums over groups, one after the other. Collective as `gather`.
+
+    In order of rank, so that all ranks get the same bits.
+
+    Args:
+        numbers: floating point ``[n]``.
+        kinds: of groups.
+    """
+    for kind in kinds:
+        gathered = gather(numbers, kind)
+        # The last of the partial sums: how `sum` puts terms together depends on their number.
+        numbers = gathered.cumsum(0)[-1] if len(gathered) > 1 else numbers
+    return numbers
+
+
+def maxima(numbers: Tensor, kinds: Iterable[str]) -> Tensor:
+    """The largest over groups, NaN if there is one. Otherwise as `sums`."""
+    for kind in kinds:
+        numbers = gather(numbers, kind).amax(0)
+    return numbers
+
+
+def skipping_kinds() -> tuple[str, ...]:
+    """Groups whose ranks, taken together, apply an update or skip it."""
+    is_sharded = runtime.current().sizes["shard"] > 1
+    return ("mp", "shard", "replica") if is_sharded else ("mp",)
+
+
+def number(value: float) -> Tensor:
+    """A number on the device of this rank, float64 without dimensions; nobody waits for it."""
+    return torch.full((), value, dtype=torch.float64, device=runtime.current().device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; only a copy to the CPU is waited for."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class DeviceFlag:
+    """Yes or no. The device knows; the host waits for it, once, when somebody asks.
+
+    Args:
+        number: one number that nobody writes to, not 0 for yes; None: no.
+    """
+
+    def __init__(self, number: Tensor | None = None) -> None:
+        self.number = number
+        self._value: bool | None = None if number is not None else False
+
+    def __bool__(self) -> bool:
+        if self._value is None:
+            assert self.number is not None
+            self._value = self.number.item() != 0
+        return self._value

@@ -1,0 +1,405 @@
+"""Makes the communicators and process groups of a process grid."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp import _C
+from smp.config.sources import Plan
+
+GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
+# Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
+# hold equal parts of it (docs/design/memory.md).
+SHARD_KINDS = ("shard", "replica")
+
+# Gloo's own time-out closes every connection of a group; ours must come first.
+_NEVER = timedelta(days=365)
+
+
+def make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
+    """The axes of all processes, as the configuration wants them."""
+    config = plan.config
+    assert config is not None
+    return _C.ProcessGrid(
+        world_size,
+        config.pipeline_parallel_degree,
+        config.tensor_parallel_degree,
+        config.placement_strategy,
+    )
+
+
+@dataclass
+class Groups:
+    """Communicators of this rank; None for a group of one.
+
+    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, `mp` those on the CPU if
+    ``mp_is_on_host``; the control communicators serve CPU tensors. Nothing but the reducers may use
+    `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
+    ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
+    `tp`, `shard_reduce` and `replica`.
+    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
+    parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
+    then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
+    spans hosts evenly, `shard_across` connects equal places of its hosts and `shard_within` the
+    ranks of this one.
+    Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
+    own.
+    """
+
+    dp: _C.Communicator | None = None
+    dp_control: _C.Communicator | None = None
+    mp: _C.Communicator | None = None
+    mp_is_on_host: bool = False
+    rdp: _C.Communicator | None = None
+    tp: _C.Communicator | None = None
+    tp_control: _C.Communicator | None = None
+    shard: _C.Communicator | None = None
+    shard_across: _C.Communicator | None = None
+    shard_within: _C.Communicator | None = None
+    shard_reduce: _C.Communicator | None = None
+    replica: _C.Communicator | None = None
+    whole_shard_reduce: _C.Communicator | None = None
+    whole_replica: _C.Communicator | None = None
+    whole_tp: _C.Communicator | None = None
+    tp_group: _C.TensorParallelGroup = field(
+        default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
+    )
+
+    def abort(self) -> None:
+        """Ends what is in flight, for a run that has failed."""
+        for communicator in vars(self).values():
+            if isinstance(communicator, _C.Communicator):
+                communicator.abort()
+
+
+def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
+    """The groups of `SHARD_KINDS` that an rdp group consists of.
+
+    Args:
+        rdp_ranks: global ranks of the group, ascending.
+        shard_size: ranks that hold one copy of the state together; they are neighbours.
+    """
+    shards = [
+        list(rdp_ranks[begin : begin + shard_size])
+        for begin in range(0, len(rdp_ranks), shard_size)
+    ]
+    return {"shard": shards, "replica": [list(ranks) for ranks in zip(*shards, strict=True)]}
+
+
+def split_by_host(
+    ranks: Sequence[int], hosts: Sequence[str], global_rank: int
+) -> tuple[list[int], list[int]] | None:
+    """The two groups in which a gather over several hosts goes in two hops.
+
+    Args:
+        ranks: of the group, one of them ``global_rank``.
+        hosts: by global rank.
+
+    Returns:
+        ranks with the same place on their hosts, and those of the host of ``global_rank``; None if
+        that saves nothing, or if hosts have different numbers of ranks or mixed ones.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    within = by_host[hosts[global_rank]]
+    in_order = [rank for members in by_host.values() for rank in members] == list(ranks)
+    even = len({len(members) for members in by_host.values()}) == 1
+    if len(by_host) == 1 or len(within) == 1 or not (in_order and even):
+        return None
+    place = within.index(global_rank)
+    return [members[place] for members in by_host.values()], within
+
+
+def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int]]]:
+    """All groups of every kind, in one order on all ranks."""
+    result = {kind: [list(ranks) for ranks in grid.groups(kind)] for kind in GROUP_KINDS}
+    for kind in SHARD_KINDS:
+        result[kind] = [
+            ranks
+            for rdp_ranks in result["rdp"]
+            for ranks in split_into_shards(rdp_ranks, shard_size)[kind]
+        ]
+    return result
+
+
+def own_groups(
+    grid: _C.ProcessGrid, global_rank: int, shard_size: int
+) -> dict[str, tuple[int, ...]]:
+    """The group of each kind that a rank belongs to."""
+    return {
+        kind: next(tuple(ranks) for ranks in groups if global_rank in ranks)
+        for kind, groups in all_groups(grid, shard_size).items()
+    }
+
+
+def make_world(
+    store: dist.Store, global_rank: int, world_size: int, *, loopback: bool, timeout_s: float
+) -> _C.Communicator:
+    """Gloo communicator over all ranks, for messages. Collective."""
+    ranks = list(range(world_size))
+    return _make_gloo(store, "world", ranks, global_rank, loopback, timeout_s)
+
+
+def build_groups(
+    grid: _C.ProcessGrid,
+    global_rank: int,
+    store: dist.Store,
+    *,
+    shard_size: int,
+    device: torch.device,
+    board: _C.FaultBoard,
+    machine: str,
+    hosts: Sequence[str] = (),
+    shared_memory: bool,
+    loopback: bool,
+    timeout_s: float,
+    shares_gpus: bool = False,
+) -> Groups:
+    """Communicators of the groups that `global_rank` belongs to. Collective over the world.
+
+    Args:
+        grid: process grid.
+        global_rank: of this process.
+        store: for the connections; nobody else uses keys that begin with the name of a group.
+        shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
+        device: of the tensors that `dp` serves.
+        board: ends waits of `tp_group` and of what shares memory when a rank fails, and counts
+            the collectives of all groups.
+        machine: equal on ranks that may try to share memory.
+        hosts: of all ranks, if parameters are to be gathered between hosts first.
+        shared_memory: whether this rank wants to, for collectives.
+        loopback: all ranks are on one machine; listen on loopback only.
+        timeout_s: for making the connections.
+        shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
+    """
+    made = Groups()
+    own = own_groups(grid, global_rank, shard_size)
+
+    def ranks_of(kind: str) -> list[int]:
+        return list(own[kind])
+
+    def watched(
+        communicator: _C.Communicator | None, ranks: Sequence[int]
+    ) -> _C.Communicator | None:
+        if communicator is None:
+            return None
+        return _C.watch_collectives(communicator, board, list(ranks))
+
+    def control(kind: str) -> _C.Communicator | None:
+        name, ranks = f"{kind}_control", ranks_of(kind)
+        if len(ranks) == 1:
+            return None
+        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+
+    def between(name: str, ranks: list[int]) -> _C.Communicator | None:
+        if len(ranks) == 1:
+            return None
+        if device.type == "cuda":
+            return _make_nccl(store, name, ranks, global_rank, timeout_s)
+        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+
+    def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
+        return between(name or kind, ranks_of(kind))
+
+    def sharing(
+        communicator: _C.Communicator | None, ranks: Sequence[int]
+    ) -> _C.Communicator | None:
+        if communicator is None or device.type == "cuda":
+            return watched(communicator, ranks)
+        return watched(on_host(communicator, ranks), ranks)
+
+    def on_host(communicator: _C.Communicator, ranks: Sequence[int]) -> _C.Communicator:
+        return _C.share_collectives(
+            communicator,
+            machine=machine,
+            enabled=shared_memory,
+            faults=board,
+            ranks=list(ranks),
+            timeout_s=timeout_s,
+        )
+
+    made.dp_control = watched(control("dp"), own["dp"])
+    made.dp = sharing(on_device("dp"), own["dp"])
+    if shard_size > 1:
+        ranks = own["shard"]
+        made.shard = sharing(on_device("shard"), ranks)
+        made.shard_reduce = sharing(on_device("shard", "shard_reduce"), ranks)
+        made.replica = sharing(on_device("replica"), own["replica"])
+        if hosts and (hops := split_by_host(ranks, hosts, global_rank)) is not None:
+            across, within = hops
+            made.shard_across = watched(between("shard_across", across), across)
+            made.shard_within = sharing(between("shard_within", within), within)
+    if shard_size > 1 and grid.group_size("tp") > 1:
+        made.whole_shard_reduce = sharing(on_device("shard", "whole_shard_reduce"), own["shard"])
+        made.whole_replica = sharing(on_device("replica", "whole_replica"), own["replica"])
+        made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
+    if grid.group_size("tp") > 1:
+        made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
+        tp_control = control("tp") if device.type == "cuda" else made.tp
+        assert tp_control is not None
+        made.tp_control = watched(on_host(tp_control, own["tp"]), own["tp"])
+        made.tp = watched(made.tp, own["tp"]) if device.type == "cuda" else made.tp_control
+        assert made.tp is not None and made.tp_control is not None
+        made.tp_group = _C.TensorParallelGroup(
+            made.tp,
+            grid.group_rank("tp", global_rank),
+            grid.group_size("tp"),
+            control=made.tp_control,
+            faults=board,
+            ranks=ranks_of("tp"),
+            timeout_s=timeout_s,
+        )
+    if own["mp"] == own["tp"]:
+        made.mp = made.tp
+    else:
+        made.mp_is_on_host = shares_gpus
+        made.mp = watched(control("mp") if shares_gpus else on_device("mp"), own["mp"])
+    return made
+
+
+def _make_gloo(
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    global_rank: int,
+    loopback: bool,
+    timeout_s: float,
+) -> _C.Communicator:
+    gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
+    options = gloo._Options()
+    if loopback:
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [gloo.create_device(interface=interface.split(",")[0])]
+    else:
+        options._devices = [gloo.create_default_device()]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2
+    backend = gloo(
+        dist.PrefixStore(f"{name}/{ranks[0]}", store),
+        ranks.index(global_rank),
+        len(ranks),
+        options,
+    )
+    backend._set_default_timeout(_NEVER)
+    return _C.make_c10d_communicator(backend, f"gloo:{name}")
+
+
+def _make_nccl(
+    store: dist.Store, name: str, ranks: Sequence[int], global_rank: int, timeout_s: float
+) -> _C.Communicator:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = nccl(
+        dist.PrefixStore(f"{name}/{ranks[0]}", store),
+        ranks.index(global_rank),
+        len(ranks),
+        options,
+    )
+    return _C.make_c10d_communicator(backend, f"nccl:{name}")
+
+
+class TorchGroups:
+    """The `torch.distributed` process groups that users get. Collective to make."""
+
+    def __init__(
+        self,
+        grid: _C.ProcessGrid,
+        global_rank: int,
+        store: dist.Store,
+        *,
+        shard_size: int,
+        device: torch.device,
+        loopback: bool,
+        timeout_s: float,
+    ) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._owns_default = not dist.is_initialized()
+        self._excepthooks = [sys.excepthook]
+        with _gloo_on_loopback(loopback):
+            if self._owns_default:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("torch", store),
+                    rank=global_rank,
+                    world_size=grid.world_size,
+                    timeout=timeout,
+                )
+                self._excepthooks.append(sys.excepthook)  # torch puts one on top
+            elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
+                raise RuntimeError(
+                    f"torch.distributed is already initialized as rank {dist.get_rank()} of "
+                    f"{dist.get_world_size()}, the launcher says rank {global_rank} of "
+                    f"{grid.world_size}; initialize it with the launcher's values or leave it to "
+                    "smp.init"
+                )
+            self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+            self._made: list[dist.ProcessGroup] = []
+            self._make_all(grid, global_rank, shard_size, timeout)
+        self._by_kind = {
+            kind: self._by_ranks[ranks]
+            for kind, ranks in own_groups(grid, global_rank, shard_size).items()
+        }
+
+    def _make_all(
+        self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._by_ranks[tuple(range(grid.world_size))] = world
+        alone = (global_rank,)
+        if alone not in self._by_ranks:
+            self._add(
+                alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
+            )
+        seen = set(self._by_ranks)
+        for groups in all_groups(grid, shard_size).values():
+            for members in groups:  # every rank makes all, in one order
+                ranks = tuple(members)
+                if len(ranks) > 1 and ranks not in seen:
+                    seen.add(ranks)
+                    self._add(ranks, dist.new_group(ranks, timeout), global_rank)
+
+    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup, global_rank: int) -> None:
+        if global_rank in ranks:
+            self._by_ranks[ranks] = group
+            self._made.append(group)
+
+    def __getitem__(self, kind: str) -> dist.ProcessGroup:
+        return self._by_kind[kind]
+
+    def destroy(self) -> None:
+        """Ends the groups that this object made."""
+        if not dist.is_initialized():
+            return  # the user did it
+        if self._owns_default:
+            dist.destroy_process_group()
+            if sys.excepthook is self._excepthooks[-1]:
+                sys.excepthook = self._excepthooks[0]
+            return
+        for group in self._made:
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def _gloo_on_loopback(loopback: bool) -> Iterator[None]:
+    """Makes torch's own Gloo groups listen on loopback, unless the user has chosen."""
+    if not loopback or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

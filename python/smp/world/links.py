@@ -1,0 +1,161 @@
+"""What connects a process to the others: liveness, messages, objects."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from smp import _C
+from smp.world import process_hooks
+from smp.world.groups import make_world
+
+_POLL_S = 0.002
+_LINGER_S = 10.0  # for goodbyes that are on their way
+
+
+class Links:
+    """Connections of one rank of a world of more than one. Collective to make.
+
+    Liveness comes first, so that whatever happens afterwards is already reported.
+    """
+
+    def __init__(
+        self, global_rank: int, coordinates: Sequence[str], timeout_s: float, hang_s: float
+    ) -> None:
+        """
+        Args:
+            global_rank: of this process.
+            coordinates: words for each rank, index = global rank.
+            timeout_s: bound of every wait.
+            hang_s: when nothing has moved for so long it is reported; 0: never.
+        """
+        self._global_rank = global_rank
+        self._world_size = len(coordinates)
+        self._timeout_s = timeout_s
+        self._hang_s = hang_s
+        self.board = _C.FaultBoard(global_rank)
+        self.board.set_coordinates(list(coordinates))
+        self.stops = _C.StopAgreement(self.board)
+        self.has_failed = False  # this rank raised; nobody may wait for its goodbye
+        self.mailbox: _C.Mailbox | None = None
+        self.exchange: _C.ObjectExchange | None = None
+        self._hub: _C.LivenessHub | None = None
+        self._client: _C.LivenessClient | None = None
+        self._world: _C.Communicator | None = None
+
+    def connect(
+        self,
+        store: dist.Store,
+        *,
+        own_host: str,
+        loopback: bool,
+        transport: str,
+        machine: str,
+        shared_memory: bool,
+        ring_mb: int,
+    ) -> None:
+        """Connects to all other ranks. Collective.
+
+        Args:
+            store: keys of this init.
+            own_host: address of this machine as others see it; that of rank 0 is used.
+            loopback: all ranks are on one machine.
+            transport: "gloo" or "mpi".
+            machine: equal on ranks that may try to share memory.
+            shared_memory: whether this rank wants to.
+            ring_mb: MiB of it for the messages of each other rank to this one.
+        """
+        rank, size = self._global_rank, self._world_size
+        if rank == 0:
+            token = secrets.token_hex(16)
+            self._hub = _C.LivenessHub(
+                size, loopback_only=loopback, token=token, hang_after_s=self._hang_s
+            )
+            host = "127.0.0.1" if loopback else own_host
+            store.set("liveness", f"{host} {self._hub.port} {token}")
+        host, port, token = store.get("liveness").decode().split()
+        stacks_signals, stacks_fd = process_hooks.register_stack_dump()
+        self._client = _C.LivenessClient(
+            host,
+            int(port),
+            token=token,
+            global_rank=rank,
+            board=self.board,
+            stops=self.stops,
+            stacks_signals=stacks_signals,
+            stacks_fd=stacks_fd,
+            hang_after_s=self._hang_s,
+        )
+        if transport == "mpi":
+            self._world = _C.make_mpi_world()
+        else:
+            self._world = make_world(
+                store, rank, size, loopback=loopback, timeout_s=self._timeout_s
+            )
+        shared = _C.connect_shared_memory(
+            self._world,
+            self.board,
+            machine=machine,
+            enabled=shared_memory,
+            ring_bytes=ring_mb << 20,
+            timeout_s=self._timeout_s,
+        )
+        self.mailbox = _C.Mailbox(self._world, self.board, shared)
+        self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
+
+    def wait_for_all(self, what: str) -> None:
+        """Until all ranks have made their connections. Collective.
+
+        A rank is connected before its peers have noticed; were it to leave at once, as a script
+        does that fails in its first line, they would report a broken socket instead of its error.
+        """
+        assert self.exchange is not None
+        self.exchange.barrier(list(range(self._world_size)), what)
+
+    @property
+    def is_healthy(self) -> bool:
+        """No rank has failed as far as is known."""
+        return not self.has_failed and self.board.fault_text() is None
+
+    def report_raised(self, where: str, text: str) -> None:
+        """Tells all other ranks that this one cannot go on."""
+        self.has_failed = True
+        if self._client is not None:
+            self._client.report_raised(where, text)
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at one boundary."""
+        if self._client is not None:
+            self._client.request_stop()
+
+    def leave(self) -> None:
+        """Says goodbye and waits until all have, or one has failed.
+
+        A rank that still needs this one raises as soon as it hears of the goodbye, so this does
+        not wait for something that cannot happen.
+        """
+        if self._client is None or self.has_failed:
+            return
+        self._client.leave()
+        others = [rank for rank in range(self._world_size) if rank != self._global_rank]
+        deadline = time.monotonic() + self._timeout_s
+        while self.board.fault_text() is None and time.monotonic() < deadline:
+            if all(self.board.has_left(rank) for rank in others):
+                return
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        is_healthy = self.is_healthy
+        if self.mailbox is not None:
+            self.mailbox.close()
+        if self._world is not None and not is_healthy:
+            self._world.abort()
+        self.exchange = self.mailbox = self._world = None
+        if self._client is not None:
+            self._client.close()
+        if self._hub is not None:
+            self._hub.close(_LINGER_S if is_healthy else 0.0)

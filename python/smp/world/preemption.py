@@ -1,0 +1,214 @@
+"""Machines that are taken away: all ranks stop at one boundary between steps, to be resumed.
+
+A script asks at the end of each iteration, and does what has to be done::
+
+    if smp.preemption_requested():
+        smp.save_checkpoint(folder, tag=f"step{step}", model=model, optimizer=optimizer, ...)
+        smp.preemption.leave()
+
+or leaves this to the library, with :func:`save_to` or the variable `SMP_PREEMPTION_PATH`. Before
+either, SIGTERM ends a process as ever. See docs/design/preemption.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from smp import _C
+from smp.world import runtime
+
+__all__ = ["EXIT_RESUME", "leave", "request", "requested", "save_to"]
+
+EXIT_RESUME = 75
+"""Status of a process that saved and wants to be started again (EX_TEMPFAIL of sysexits.h).
+``smp run`` has the same number."""
+
+_log = logging.getLogger("smp")
+
+
+@dataclass(frozen=True)
+class _Automatic:
+    """What the library saves by itself."""
+
+    path: Path
+    user_content: Callable[[], Any] | None
+    keep: int | None
+
+
+class _Process:
+    """What belongs to the process and not to one `init`."""
+
+    automatic: _Automatic | None = None
+    save_checkpoint: Callable[..., Any] | None = None
+    has_handler = False
+    previous_handler: Any = None
+
+
+def requested() -> bool:
+    """Whether all ranks are to stop here, because one of them received SIGTERM or called `request`.
+
+    All ranks call this equally often and at the same places, and get the same answers: ranks that
+    are behind the others still get False until they are as far. Communicates only after somebody
+    asked. From the first call on, SIGTERM is such a request and does not end the process.
+
+    Raises:
+        smp.PeerFailure: somebody asked, but a rank has failed; there is nothing to be saved then.
+    """
+    current = runtime.current()
+    current.check_process("smp.preemption_requested")
+    _install_handler()
+    return current.stops.arrive(current.settings.timeout_s)
+
+
+def request() -> None:
+    """Asks all ranks to stop at the next boundary; one rank's call is enough. Returns at once."""
+    runtime.current().request_stop()
+
+
+def leave() -> NoReturn:
+    """Ends this process with status 75, which tells the launcher to start it again. Call it on all
+    ranks, after saving."""
+    raise SystemExit(EXIT_RESUME)
+
+
+def save_to(
+    path: str | os.PathLike[str],
+    *,
+    user_content: Callable[[], Any] | None = None,
+    keep: int | None = None,
+) -> None:
+    """From now on a request is honoured by the library: it saves and leaves before a training step.
+
+    That is the beginning of the first call of a step function, with gradients enabled, after an
+    optimizer has made its update: nothing is lost then. Call it on all ranks, once. With more than
+    one model or optimizer the first training step raises; these are saved by a script that asks
+    :func:`requested`.
+
+    Args:
+        path: folder of `save_checkpoint`, seen by all ranks. `SMP_PREEMPTION_PATH` does the same
+            without a change of the script.
+        user_content: called then; what the script needs to go on, such as the number of the step
+            that is about to run, or the state of a scheduler.
+        keep: `num_kept_partial_checkpoints`.
+    """
+    _Process.automatic = _Automatic(Path(path), user_content, keep)
+    _install_handler()
+
+
+def use_saver(save_checkpoint: Callable[..., Any]) -> None:
+    """Sets the function that saves, which lies in a layer above."""
+    _Process.save_checkpoint = save_checkpoint
+
+
+def before_step(current: runtime.Runtime) -> None:
+    """Called when a step function begins; does not return if all ranks stop here.
+
+    Raises:
+        SystemExit: after saving.
+        RuntimeError: there is more than one model or optimizer. Not only when it is time to save,
+            when nobody can do anything about it.
+        smp.PeerFailure: as `requested`.
+    """
+    automatic = _Process.automatic or _from_settings(current)
+    if automatic is None or not torch.is_grad_enabled() or current.has_gradients:
+        return
+    model, optimizer = _what_to_save(current)
+    if requested():
+        _save(current, automatic, model, optimizer)
+        leave()
+
+
+def _what_to_save(current: runtime.Runtime) -> tuple[Any, Any]:
+    """The model and the optimizer; None for what was not wrapped."""
+    problem = _problem(current)
+    if problem is not None:
+        gc.collect()  # what nobody has any more is not counted, on any rank
+        problem = _problem(current)
+    if problem is not None:
+        raise RuntimeError(f"{current.prefix}{problem}")
+    return current.model, current.optimizer
+
+
+def _problem(current: runtime.Runtime) -> str | None:
+    """Why these models and optimizers are not saved by the library."""
+    # One optimizer may have been wrapped several times.
+    num_optimizers = len({id(wrapped.optimizer) for wrapped in current.optimizers})
+    if len(current.models) <= 1 and num_optimizers <= 1:
+        return None
+    return (
+        "SMP_PREEMPTION_PATH and smp.preemption.save_to save one model with one optimizer, but "
+        f"{len(current.models)} models ({current.candidates}) and {num_optimizers} optimizers are "
+        "wrapped, and all but one would be lost. Do without these; ask "
+        "smp.preemption_requested() at the end of each iteration, save each model with "
+        "smp.save_checkpoint into a folder of its own, and call smp.preemption.leave()"
+    )
+
+
+def _from_settings(current: runtime.Runtime) -> _Automatic | None:
+    path = current.settings.preemption_path
+    return None if path is None else _Automatic(Path(path), None, None)
+
+
+def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:
+    if not current.has_trained:
+        _log_first(current, "smp: stopping before the first step; there is nothing to save")
+        return
+    if _Process.save_checkpoint is None:
+        raise RuntimeError(
+            f"{current.prefix}nothing saves checkpoints; see smp.preemption.use_saver"
+        )
+    tag = f"preempted{current.num_steps}"
+    _log_first(current, f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
+    _Process.save_checkpoint(
+        automatic.path,
+        tag=tag,
+        partial=True,
+        model=model,
+        optimizer=optimizer,
+        user_content=None if automatic.user_content is None else automatic.user_content(),
+        num_kept_partial_checkpoints=automatic.keep,
+    )
+
+
+def _log_first(current: runtime.Runtime, text: str) -> None:
+    if current.global_rank == 0:
+        _log.warning(text)
+
+
+def _install_handler() -> None:
+    """Takes SIGTERM, once per process; what handled it before is called, too."""
+    if _Process.has_handler or threading.current_thread() is not threading.main_thread():
+        return
+    _Process.has_handler = True
+    _Process.previous_handler = signal.signal(signal.SIGTERM, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if not runtime.is_initialized() or os.getpid() != runtime.current().pid:
+        # A worker of a loader, or after shutdown: no step will come.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    current = runtime.current()
+    if current.board is not None and (fault := current.board.fault_text()) is not None:
+        raise _C.PeerFailure(f"{current.prefix}ended by SIGTERM after a failure: {fault}")
+    print(
+        f"{current.prefix}SIGTERM: all ranks will stop at the next boundary between steps",
+        file=sys.stderr,
+        flush=True,
+    )
+    current.request_stop()
+    if callable(_Process.previous_handler):
+        _Process.previous_handler(number, frame)

@@ -1,0 +1,214 @@
+"""The first meeting of the ranks: a key-value store, and what they tell each other through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from smp.world.launch import Launch, Rendezvous, plan_rendezvous
+from smp.world.presence import wait_for_hellos
+
+# How long a rank that already failed waits for the others to read its error.
+FAREWELL_S = 10.0
+# Number of the process that is a rank, and which; processes that it starts see it.
+_RANK_PROCESS = "SMP_RANK_PROCESS"
+# How long a folder may take to be seen on this host: network file systems remember its absence.
+_FOLDER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What each rank tells all others before anything is set up."""
+
+    world_size: int
+    host: str
+    """Host name, possibly simulated."""
+    machine: str
+    """Equal on two ranks when loopback connects them."""
+    device: str
+    """"cpu" or "cuda"."""
+    num_devices: int
+    config: dict[str, Any] | None
+    """Effective configuration; None when `error` is set."""
+    error: str | None = None
+    """Why this rank cannot start."""
+
+
+def machine_id(hostname: str) -> str:
+    """Names the machine and network namespace that this process runs in."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return hostname
+
+
+class MeetingPoint:
+    """The store of this launch. One object per process serves all inits.
+
+    The store stays open between shutdown and the next init, because a rank that is ahead may
+    already be using it; each init has its own key prefix.
+    """
+
+    def __init__(self) -> None:
+        self._identity = ""
+        self._store: dist.Store | None = None
+        self._num_inits: Counter[str] = Counter()
+
+    def open(self, launch: Launch, env: Mapping[str, str], timeout_s: float) -> dist.Store:
+        """A store whose keys belong to this init alone.
+
+        Args:
+            launch: of this process.
+            env: environment variables.
+            timeout_s: for the connection and for each wait.
+        Raises:
+            ValueError: the environment does not say where to meet.
+            RuntimeError: nobody answers there.
+        """
+        plan = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
+        identity = f"{plan.identity} size {launch.world_size} rank {launch.global_rank}"
+        _refuse_in_worker(identity, launch.global_rank, env)
+        if self._store is None or self._identity != identity:
+            self._store = None
+            self._store = _connect(plan, launch, timeout_s)
+            self._identity = identity
+        self._num_inits[identity] += 1
+        os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity}"
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        prefix = f"smp/{plan.attempt}/{self._num_inits[identity]}"
+        return dist.PrefixStore(prefix, self._store)
+
+    def end(self) -> None:
+        """This process is no rank any more, so one that it starts may be."""
+        os.environ.pop(_RANK_PROCESS, None)
+
+
+def _refuse_in_worker(identity: str, rank: int, env: Mapping[str, str]) -> None:
+    """A process that a rank has started, with its environment, is not that rank a second time."""
+    pid, _, of_parent = env.get(_RANK_PROCESS, "").partition(" ")
+    if not pid or int(pid) == os.getpid() or of_parent != identity:
+        return
+    raise RuntimeError(
+        f"smp.init was called in process {os.getpid()}, which process {pid} has started, and that "
+        f"is rank {rank} of this job already; workers that are spawned (of a DataLoader, of "
+        "multiprocessing) run the main module of the script again: put what the script does under "
+        "`if __name__ == '__main__':`, and start other programs with RANK, WORLD_SIZE and an "
+        "address of their own"
+    )
+
+
+def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
+    if plan.kind == "hash":
+        return dist.HashStore()
+    if plan.kind == "file":
+        if plan.private_folder:
+            _make_private(os.path.dirname(plan.path))
+        _await_folder(os.path.dirname(plan.path))
+        return dist.FileStore(plan.path, launch.world_size)
+    hosts_store = launch.global_rank == 0 and not plan.use_agent_store
+    try:
+        return dist.TCPStore(
+            plan.host,
+            plan.port,
+            launch.world_size,
+            hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # torch.distributed may use the same address
+        )
+    except Exception as error:
+        raise RuntimeError(
+            f"smp launch: rank {launch.global_rank} cannot "
+            f"{'listen on' if hosts_store else 'reach'} {plan.host}:{plan.port} "
+            f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
+            "port is free"
+        ) from None
+
+
+def _await_folder(folder: str) -> None:
+    """The store would try until its time-out to make a file where it cannot."""
+    deadline = time.monotonic() + _FOLDER_S
+    while not os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        fault = "may not be written to" if os.path.isdir(folder) else "does not exist"
+        raise RuntimeError(
+            f"smp launch: the ranks are to meet in the folder {folder}, which {fault} on host "
+            f"{socket.gethostname()!r}; make it, on a file system that all ranks share, or correct "
+            "SMP_RENDEZVOUS"
+        )
+
+
+def _make_private(folder: str) -> None:
+    """Makes a folder that only this user may enter, and checks that it is one."""
+    try:
+        os.mkdir(folder, mode=0o700)
+    except FileExistsError:
+        pass
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise RuntimeError(
+            f"smp launch: {folder} is not a folder of this user with mode 0700; remove it, or "
+            "set SMP_RENDEZVOUS=file:///path"
+        )
+
+
+def exchange_hellos(
+    store: dist.Store, launch: Launch, hello: Hello, timeout_s: float
+) -> list[Hello]:
+    """The hello of every rank, index = global rank. Collective.
+
+    Raises:
+        RuntimeError: ranks did not come in time; names them.
+        ValueError: another rank has an error, or thinks of another world size.
+    """
+    store.set(f"hello/{launch.global_rank}", json.dumps(asdict(hello)))
+    keys = [f"hello/{rank}" for rank in range(launch.world_size)]
+    texts = wait_for_hellos(store, launch.global_rank, keys, timeout_s)
+    hellos = [Hello(**json.loads(text)) for text in texts]
+    for rank, other in enumerate(hellos):
+        if other.world_size != launch.world_size:
+            raise ValueError(
+                f"smp launch: rank {rank} was started as one of {other.world_size} processes, "
+                f"rank {launch.global_rank} as one of {launch.world_size}; start all ranks of a "
+                "job with the same number"
+            )
+    return hellos
+
+
+def raise_first_error(errors: Sequence[str | None]) -> None:
+    """Raises the error of the lowest rank that has one, with the same text on every rank.
+
+    Args:
+        errors: of each rank, index = global rank.
+
+    Raises:
+        ValueError: text of the error; names the rank unless all ranks have the same one.
+    """
+    first = next((error for error in errors if error is not None), None)
+    if first is None:
+        return
+    ranks = [rank for rank, error in enumerate(errors) if error == first]
+    where = "" if len(ranks) == len(errors) else f" (on ranks {ranks} of {len(errors)})"
+    raise ValueError(first + where)
+
+
+def say_farewell(store: dist.Store, launch: Launch) -> None:
+    """Called before init fails: the process with the store waits until all have read it."""
+    deadline = time.monotonic() + FAREWELL_S
+    arrived = store.add("farewell", 1)
+    while arrived < launch.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        arrived = store.add("farewell", 0)

@@ -1,0 +1,158 @@
+"""Ranks meet before they save, load or join their states, or hear why others did not come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from smp import _C
+from smp.world import host_objects, runtime
+
+_MARK = "_smp_roll_call"
+#: What a call of these groups often stands in that is wrong.
+_GUARDS = {
+    "mp": "`if smp.rank() == 0:` or, with tensor parallelism, `if smp.dp_rank() == 0:`",
+    "rdp": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
+    "shard": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
+    "world": "`if smp.rank() == 0:` or `if smp.dp_rank() == 0:`",
+}
+#: Errors that stay what they are on the other ranks.
+_KINDS: dict[str, type[Exception]] = {
+    "FileNotFoundError": FileNotFoundError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
+
+
+def roll_call(
+    what: str, call: dict[str, Any], snippet: str, own: Any = None, group: str = "world"
+) -> list[Any]:
+    """Waits until all ranks of a group have made the same call. Collective over the group.
+
+    Ranks that compute are waited for; when every rank waits, those here for the others and those
+    elsewhere for this one, the watch for deadlocks ends all waits after a few seconds, and so does
+    a rank that ends.
+
+    Args:
+        what: name of the public function.
+        call: arguments that have to be equal on all ranks, and ``error``: why this rank cannot, or
+            None.
+        snippet: how the call stands in a script.
+        own: for the other ranks.
+        group: kind of the caller's group.
+
+    Returns:
+        ``own`` of all ranks of the group.
+
+    Raises:
+        ValueError: on all ranks, if some rank has an error or other arguments.
+        PeerFailure, RuntimeError: some rank is elsewhere, or has failed.
+    """
+    current = runtime.current()
+    current.check_process(what)
+    members = current.groups[group]
+    calls = [{_MARK: what, "call": call, "own": own}]
+    if current.exchange is not None:
+        packed = host_objects.pack(calls[0])
+        try:
+            parts = current.exchange.all_gather(members, packed, what)
+        except (_C.PeerFailure, RuntimeError) as error:
+            if _is_elsewhere(current, error):
+                absent = _C.PeerFailure(_advice(what, snippet, group, str(error)))
+                current.report_raised(what, absent)
+                raise absent from error
+            raise
+        calls = [host_objects.unpack(part, current.device) for part in parts]
+    with current.reporting(what):
+        came = dict(zip(members, calls, strict=True))
+        for rank, other in came.items():
+            is_ours = isinstance(other, dict) and _MARK in other
+            where = other[_MARK] if is_ours else "smp.allgather"
+            if where != what:
+                reason = f"global_rank {rank} is in {where}"
+                raise RuntimeError(_advice(what, snippet, group, reason))
+    _compare(what, {rank: other["call"] for rank, other in came.items()})
+    return [other["own"] for other in calls]
+
+
+def meet(
+    what: str, groups: Sequence[str], snippet: str, call: dict[str, Any] | None = None
+) -> None:
+    """`roll_call` of groups whose ranks make one state together. Collective over each of them.
+
+    What stands alone in a group has nobody to wait for.
+    """
+    for group in groups:
+        if len(runtime.current().groups[group]) > 1:
+            roll_call(what, call or {}, snippet, group=group)
+
+
+def agree(what: str, error: BaseException | None, own: Any = None) -> list[Any]:
+    """Goes on if no rank has an error. Collective over all ranks.
+
+    Returns:
+        ``own`` of all ranks.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: on all ranks, with the error of the first one
+            that has one; RuntimeError for those of other classes.
+    """
+    current = runtime.current()
+    told = [(None if error is None else _kind_and_text(error), own)]
+    if current.exchange is not None:
+        packed = host_objects.pack(told[0])
+        parts = current.exchange.all_gather(current.groups["world"], packed, what)
+        told = [host_objects.unpack(part, current.device) for part in parts]
+    for rank, (told_error, _) in enumerate(told):
+        if told_error is not None:
+            kind, text = told_error
+            raise _KINDS.get(kind, RuntimeError)(
+                f"{_C.rank_prefix()}{what} failed on global_rank {rank}: {text}"
+            ) from error
+    return [item for _, item in told]
+
+
+def _kind_and_text(error: BaseException) -> tuple[str, str]:
+    kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), "")
+    text = str(error).removeprefix(_C.rank_prefix())
+    return kind, text if kind else f"{type(error).__name__}: {text}"
+
+
+def _is_elsewhere(current: runtime.Runtime, error: Exception) -> bool:
+    """Did the wait end because ranks were somewhere else?"""
+    text = str(error)
+    fault = "" if current.board is None else current.board.fault_text() or ""
+    return (
+        fault.startswith("deadlock")
+        or "has left" in fault + text
+        or "of the same ranks" in text
+        or "timed out" in text
+    )
+
+
+def _advice(what: str, snippet: str, group: str, reason: str) -> str:
+    if group == "world":
+        where = "on all ranks. Every rank writes or reads its own part, so all of them"
+    else:
+        members = ", ".join(str(rank) for rank in runtime.current().groups[group])
+        where = f"on all ranks that have a part of the state: global_ranks {members}"
+    must = f"{where} have to call it, with the same arguments; not inside of {_GUARDS[group]}"
+    return (
+        f"{_C.rank_prefix()}{what} was called here, and not {must}, but\n\n    {snippet}\n\n"
+        f"({reason})"
+    )
+
+
+def _compare(what: str, calls: dict[int, dict[str, Any]]) -> None:
+    """Refuses errors and differences, by global rank."""
+    for rank, call in calls.items():
+        if call.get("error") is not None:
+            raise ValueError(f"{_C.rank_prefix()}{what}: global_rank {rank}: {call['error']}")
+    first, expected = next(iter(calls.items()))
+    for rank, call in calls.items():
+        for key, value in call.items():
+            if value != expected[key]:
+                raise ValueError(
+                    f"{_C.rank_prefix()}{what}: {key} is {expected[key]!r} on global_rank {first} "
+                    f"and {value!r} on global_rank {rank}; give all ranks the same"
+                )

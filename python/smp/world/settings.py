@@ -1,0 +1,207 @@
+"""Settings of the library that come from the environment only, and the choice of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from smp.world.fault_injection import InjectedFault, read_fault
+
+DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_HANG_S = 600.0
+DEFAULT_RING_MB = 8
+MAX_RING_MB = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the `SMP_*` variables."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """`SMP_TIMEOUT_S`: bound of every wait."""
+    device: str = "auto"
+    """`SMP_DEVICE`: cpu, cuda, or auto (CUDA when there is one)."""
+    share_gpu: bool = False
+    """`SMP_SHARE_GPU`: several processes may use one GPU."""
+    transport: str = "gloo"
+    """`SMP_TRANSPORT`: gloo or mpi, for messages between ranks."""
+    shared_memory: bool = True
+    """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
+    ring_mb: int = DEFAULT_RING_MB
+    """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
+    hang_s: float = DEFAULT_HANG_S
+    """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
+    preemption_path: str | None = None
+    """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
+    fault: InjectedFault | None = None
+    """`SMP_FAULT`: see `fault_injection`."""
+    detect_nonfinite: str = "0"
+    """`SMP_DETECT_NONFINITE`: 1 or raise: see `nonfinite`."""
+    check_first_step: str = "auto"
+    """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `first_step`."""
+    host_pool: bool = True
+    """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
+
+
+def read_settings(env: Mapping[str, str]) -> Settings:
+    """Settings from environment variables.
+
+    Raises:
+        ValueError: a variable has a value that is not understood.
+    """
+    return Settings(
+        timeout_s=_seconds(env, "SMP_TIMEOUT_S", DEFAULT_TIMEOUT_S),
+        device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
+        share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
+        transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
+        shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
+        ring_mb=_ring_mb(env),
+        hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
+        preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
+        fault=read_fault(env),
+        detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
+        check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),
+        host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
+    )
+
+
+def _seconds(
+    env: Mapping[str, str], name: str, default: float, *, allows_zero: bool = False
+) -> float:
+    text = env.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < 1e9 or (seconds == 0 and not allows_zero):
+        bound = ">= 0" if allows_zero else "> 0"
+        raise ValueError(f"smp: {name}={text!r} is not a number of seconds {bound}; correct it")
+    return seconds
+
+
+def _ring_mb(env: Mapping[str, str]) -> int:
+    text = env.get("SMP_SHM_RING_MB") or str(DEFAULT_RING_MB)
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RING_MB:
+        raise ValueError(
+            f"smp: SMP_SHM_RING_MB={text!r} is not a whole number from 1 to {MAX_RING_MB}; "
+            "correct it"
+        )
+    return int(text)
+
+
+def _choice(env: Mapping[str, str], name: str, default: str, *others: str) -> str:
+    value = env.get(name) or default
+    if value not in (default, *others):
+        raise ValueError(f"smp: {name}={value!r} is not one of {[default, *others]}; correct it")
+    return value
+
+
+def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: CUDA was demanded and there is none.
+    """
+    if settings.device == "auto":
+        return "cuda" if cuda_available else "cpu"
+    if settings.device == "cuda" and not cuda_available:
+        raise RuntimeError(
+            "smp: SMP_DEVICE=cuda, but torch sees no CUDA device; use SMP_DEVICE=cpu"
+        )
+    return settings.device
+
+
+def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.device:
+    """The device that a process works on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % max(1, num_devices))
+
+
+def check_device_count(host: str, local_size: int, num_devices: int, share_gpu: bool) -> None:
+    """Row 14: one GPU per process, unless `SMP_SHARE_GPU=1`.
+
+    Raises:
+        ValueError: names the host and both numbers.
+    """
+    if local_size > num_devices and not share_gpu:
+        raise ValueError(
+            f"smp config: processes_per_host={local_size}: host {host!r} has {num_devices} visible "
+            "GPUs and each process needs its own; start fewer processes, or set SMP_SHARE_GPU=1 "
+            "to let processes share a GPU"
+        )
+
+
+def check_devices(
+    hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int], share_gpu: bool
+) -> None:
+    """Checks devices of all ranks; the same answer on every rank.
+
+    Args:
+        hosts: host name of each rank.
+        devices: "cpu" or "cuda" of each rank.
+        nums_devices: GPUs that each rank sees.
+        share_gpu: from `SMP_SHARE_GPU`.
+    Raises:
+        ValueError: devices differ, or a host has fewer GPUs than processes.
+    """
+    if len(set(devices)) > 1:
+        ranks = {d: [r for r, other in enumerate(devices) if other == d] for d in set(devices)}
+        raise ValueError(
+            f"smp: the ranks use different devices: {dict(sorted(ranks.items()))}; set SMP_DEVICE "
+            "to the same value on every rank"
+        )
+    if devices[0] != "cuda":
+        return
+    for rank, host in enumerate(hosts):
+        check_device_count(host, hosts.count(host), nums_devices[rank], share_gpu)
+
+
+def check_gpu_sharing(
+    dp_groups: Sequence[Sequence[int]], hosts: Sequence[str], nums_devices: Sequence[int]
+) -> None:
+    """Refuses data parallelism between processes that share a GPU: NCCL cannot do it.
+
+    Args:
+        dp_groups: global ranks of each data-parallel group.
+        hosts: host name of each rank.
+        nums_devices: GPUs that each rank sees.
+    Raises:
+        ValueError: names the ranks and the GPU.
+    """
+    gpus = [
+        (host, hosts[:rank].count(host) % max(1, nums_devices[rank]))
+        for rank, host in enumerate(hosts)
+    ]
+    for group in dp_groups:
+        for gpu in {gpus[rank] for rank in group}:
+            sharers = [rank for rank in group if gpus[rank] == gpu]
+            if len(sharers) > 1:
+                raise ValueError(
+                    f"smp: the data-parallel ranks {sharers} share GPU {gpu[1]} of host "
+                    f"{gpu[0]!r}, and NCCL needs one GPU for each; start fewer processes, or use "
+                    "them for pipeline parallelism only"
+                )
+
+
+def shares_gpus(hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int]) -> bool:
+    """Do processes share a GPU somewhere? The arguments are those of `check_devices`."""
+    return any(
+        device == "cuda" and hosts.count(host) > num_devices
+        for host, device, num_devices in zip(hosts, devices, nums_devices, strict=True)
+    )
+
+
+def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:
+    """Warnings about groups that cross hosts."""
+    for group in tp_groups:
+        names = sorted({hosts[rank] for rank in group})
+        if len(names) > 1:
+            return [
+                f"smp: tensor-parallel group {list(group)} spans the hosts {names}, which is slow; "
+                "use a placement_strategy that ends with T, or a tensor_parallel_degree that fits "
+                "in a host"
+            ]
+    return []
