@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smp.storage.holdings import holding_of
+from smp.precision.holdings import holding_of
 
 
 @dataclass(frozen=True)

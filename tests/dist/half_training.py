@@ -186,7 +186,7 @@ def marked(model: Any, what: str) -> dict[str, Any]:
     """Local masters, their gradients or the model's own values, with the parts that they are."""
     import smp
     from smp.optim.state import FLAT_MARK
-    from smp.storage.holdings import holding_of, master_of
+    from smp.precision.holdings import holding_of, master_of
     from smp.tensor_parallel import partial
 
     named = [(strip(name), p) for name, p in model.local_named_parameters()]

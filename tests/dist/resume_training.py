@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.model import engine_of
+from smp.storage.flat_parameters import FlatParameters
+from smp.storage.sharded import ShardedParameters
 from tests.reference.split_families import VOCABULARY, make_split_family
 
 CASE = "gpt2"  # its head is tied to its embedding
@@ -189,8 +192,8 @@ def facts_of(job: Job, model: Any) -> dict[str, Any]:
         "places": (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank()),
         "local": sum(p.numel() for p in local),
         "split": sum(sharding.interval_of(p) is not None for p in local),
-        "is_sharded": model._engine.sharded is not None,
-        "is_flat": model._engine.flat is not None,
+        "is_sharded": isinstance(engine_of(model).storage, ShardedParameters),
+        "is_flat": isinstance(engine_of(model).storage, FlatParameters),
         "partition": model._decision.text if model._decision is not None else None,
     }
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
+from smp.storage.flat_parameters import FlatParameters
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 from tests.reference.split_families import build_split_family, make_split_batch
@@ -128,13 +130,14 @@ def train_sharded(run: ShardRun, is_sharded: bool) -> ShardRecord:
             continue
         named = model.local_named_parameters()
         record.params.append({name: p.detach().clone() for name, p in named})
-    engine = model._engine
-    record.num_buckets = sum(reducer.num_buckets for reducer in engine.reducers)
-    record.num_early_buckets = sum(r.stats.num_early_buckets for r in engine.reducers)
-    assert (engine.flat is not None) == is_sharded
-    if engine.flat is not None:
-        record.num_gathers = engine.flat.num_gathers
-        record.num_overlapped = engine.flat.num_overlapped
+    engine = engine_of(model)
+    record.num_buckets = sum(reducer.num_buckets for reducer in engine.gradients.reducers)
+    record.num_early_buckets = sum(r.stats.num_early_buckets for r in engine.gradients.reducers)
+    storage = engine.storage
+    assert isinstance(storage, FlatParameters) == is_sharded
+    if isinstance(storage, FlatParameters):
+        record.num_gathers = storage.num_gathers
+        record.num_overlapped = storage.num_overlapped
     return record
 
 

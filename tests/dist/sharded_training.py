@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
 from tests.reference.data import compute_loss, make_batch
@@ -50,13 +51,13 @@ def check_is_sharded(model: Any, degree: int) -> int:
         assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel() == part
         assert parameter.untyped_storage().nbytes() <= 16, "the whole of it must be freed"
         assert parameter.isnan().all(), "what has no memory must not look like a weight"
-    store = model._engine.sharded.store
+    store = engine_of(model).storage.store
     assert store.stats.live_elements == 0
     return len(parameters)
 
 
 def stats_of(model: Any) -> dict[str, int]:
-    stats = model._engine.sharded.store.stats
+    stats = engine_of(model).storage.store.stats
     return {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool, RankFailure
 
 WIDTH = 16
@@ -77,7 +78,7 @@ def train(rank: int, kind: str, config: dict[str, Any], uses: list[int]) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     params = {name: p.detach().clone() for name, p in model.local_named_parameters()}
-    stats = model._engine.reducers[0].stats
+    stats = engine_of(model).gradients.reducers[0].stats
     return params, seen, stats.num_early_buckets, stats.num_late_parameters
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool
 from tests.reference import filled_arguments
 from tests.reference.shared_state import Block, Stack, batch, train_plain
@@ -53,7 +54,7 @@ def train(
         optimizer.step()
     model.eval()
     evaluated = [loss.item() for _ in range(2) for loss in eval_step(batch(9)).outputs]
-    checked = model._engine.first_step.outcome
+    checked = engine_of(model).first_step.outcome
     calls = smp.metrics.server_stats()["remote_calls"]
     smp.shutdown()
     return {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool
 from tests.dist.training import local_parameters
 
@@ -147,7 +148,7 @@ def train(
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {
-        "outcome": model._engine.first_step.outcome,
+        "outcome": engine_of(model).first_step.outcome,
         "error": error,
         "losses": losses,
         "params": {n: p.detach().clone() for n, p in local_parameters(model).items()},
@@ -630,7 +631,7 @@ def run_case(rank: int, case: str, config: dict[str, Any]) -> tuple[str, list[fl
     if history is not None and rank == 0:
         assert history == [float(i) for i in range(1, 7)], history
         assert float(plain.steps) == 6
-    return model._engine.first_step.outcome, losses
+    return engine_of(model).first_step.outcome, losses
 
 
 CASES: dict[str, tuple[str, Callable[..., Tensor], Callable[[Any], None] | None, str]] = {

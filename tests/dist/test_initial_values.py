@@ -115,7 +115,7 @@ def check(expected: State, state: State, where: str) -> None:
 def sharded_state(rank: int, degree: int, tp: int, zero_init: bool) -> tuple[State, int, int]:
     """The model, the most elements that were real at once, and those of the largest module."""
     import smp
-    from smp.storage.sharded import ShardedParameters
+    from smp.storage.shards import Cutter
 
     smp.init(
         {
@@ -129,20 +129,20 @@ def sharded_state(rank: int, degree: int, tp: int, zero_init: bool) -> tuple[Sta
     with smp.model_creation(tensor_parallelism=tp > 1, zero_init=zero_init):
         plain = build_family("hf/gpt2")
     most = 0
-    take = ShardedParameters.take
+    cut = Cutter.cut
 
-    def watched(self: ShardedParameters, parameter: nn.Parameter) -> None:
+    def watched(self: Cutter, parameter: nn.Parameter) -> None:
         nonlocal most
-        real = (p for p in self._shards if not p.is_meta and not p.untyped_storage().nbytes() <= 16)
+        real = (p for p in self.shards if not p.is_meta and not p.untyped_storage().nbytes() <= 16)
         most = max(most, sum(p.numel() for p in real))
-        take(self, parameter)
+        cut(self, parameter)
 
-    ShardedParameters.take = watched  # type: ignore[method-assign]
+    Cutter.cut = watched  # type: ignore[method-assign]
     try:
         torch.manual_seed(3)
         model = smp.DistributedModel(plain)
     finally:
-        ShardedParameters.take = take  # type: ignore[method-assign]
+        Cutter.cut = cut  # type: ignore[method-assign]
     modules = model.get_module().modules()
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
     assert all(p.ds_tensor.ds_numel == -(-p.ds_numel // degree) for p in model.parameters())

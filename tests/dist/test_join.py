@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool, RankFailure
 
 WIDTH, BATCH = 6, 4
@@ -299,7 +300,7 @@ def ignore(rank: int) -> None:
     smp.init({"microbatches": 2})
     model = smp.DistributedModel(make_net())
     with model.join(enable=False):
-        assert model._engine.uneven is None
+        assert engine_of(model).uneven is None
 
 
 def test_it_can_be_switched_off(pool: Pool) -> None:

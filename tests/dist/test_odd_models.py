@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
 from tests.dist.pool import Pool
 from tests.reference.tolerances import assert_close
 
@@ -186,7 +187,7 @@ def checkpointed(
     grads = {
         name.removeprefix("module."): p.grad.clone() for name, p in model.local_named_parameters()
     }
-    partition_of = model._engine.decision.partition_of
+    partition_of = engine_of(model).partitioning.decision.partition_of
     placed = [
         len({partition_of[half] for half in (layer.first, layer.second)})
         for layer in model.get_module().layers
@@ -247,7 +248,7 @@ def switched_on(rank: int) -> tuple[list[int], list[bool]]:
         return loss
 
     train_step(torch.randint(41, (4, 5), generator=torch.Generator().manual_seed(1)))
-    partition_of = model._engine.decision.partition_of
+    partition_of = engine_of(model).partitioning.decision.partition_of
     owned = [m for layer in plain.model.layers for m in (layer.self_attn, layer.mlp)]
     places = [len({partition_of[m] for m in pair}) for pair in zip(*[iter(owned)] * 2, strict=True)]
     return places, seen

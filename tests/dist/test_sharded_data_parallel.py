@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from smp.model import engine_of
 from tests.dist.pool import Pool
 from tests.dist.sharded_training import SHARDED, check_equal, check_runs, sharded, train
 from tests.dist.training import Run
@@ -112,7 +113,7 @@ def bucket_counts(rank: int, cases: list[tuple[dict[str, int], float]]) -> list[
         smp.init({"ddp": True, "sharded_data_parallel_degree": 2, **SHARDED, **config})
         layers = [torch.nn.Linear(32, 32, bias=False) for _ in range(4)]
         model = smp.DistributedModel(torch.nn.Sequential(*layers), bucket_cap_mb=cap_mb)
-        counts.append(sum(reducer.num_buckets for reducer in model._engine.reducers))
+        counts.append(sum(reducer.num_buckets for reducer in engine_of(model).gradients.reducers))
         smp.shutdown()
     return counts
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smp.model import engine_of
 from tests.dist.pool import Outcome, Pool
 from tests.dist.sharded_training import SHARDED, stats_of
 from tests.reference.models import randomise_
@@ -445,10 +446,10 @@ def lay_out(rank: int) -> None:
         assert flat.dtype == torch.float64 and torch.equal(flat, values)
         flat.mul_(0.5)
         assert torch.equal(torch.cat([p.ds_tensor for p in group]), flat), "the same memory"
-    for parameter, holding in model._engine.holdings.items():
+    for parameter, holding in engine_of(model).holdings.items():
         assert holding.master.data_ptr() == holding.piece.data_ptr()
         assert torch.equal(holding.master, parameter.ds_tensor[: holding.numel])
-    model._engine.after_update()
+    engine_of(model).after_update()
     state = build("Frozen").state_dict()
     assert_params(model.state_dict(), {name: value * 0.5 for name, value in state.items()})
     norm = sum(flat.square().sum() for flat in flats)

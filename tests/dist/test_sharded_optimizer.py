@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.model import engine_of
+from smp.storage.whole import WholeParameters
 from tests.dist.pool import Pool
 from tests.dist.sharded_optimizer import (
     STEPS,
@@ -108,8 +110,8 @@ def state_bytes(rank: int, half: bool) -> dict[str, Any]:
     for _ in range(2):
         model.backward(model(torch.randn(2, 250)).square().mean())
         optimizer.step()
-    (reducer,) = model._engine.reducers
-    holdings = model._engine.holdings.values()
+    (reducer,) = engine_of(model).gradients.reducers
+    holdings = engine_of(model).holdings.values()
     stats = reducer.stats
     return {
         "total": total,
@@ -188,7 +190,7 @@ def update_and_read(rank: int, overlap: bool) -> list[Tensor]:
     )
     module = model.get_module()
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-    flat = model._engine.flat
+    flat = engine_of(model).storage
     seen = []
 
     def update() -> None:
@@ -240,7 +242,7 @@ def read_after_deletion(rank: int) -> Tensor:
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     model(torch.full((1, 30), 1.0 + smp.dp_rank())).sum().backward()
     optimizer.step()
-    assert model._engine.flat._gathers.pending
+    assert engine_of(model).storage._gathers.pending
     del model, optimizer
     gc.collect()
     return module.weight.detach().clone()
@@ -291,12 +293,12 @@ def load_state(rank: int) -> bool:
     other = build("branches", torch.float64, seed=9)
     model.load_state_dict(other.state_dict())
     values = dict(other.named_parameters())
-    for holding in model._engine.holdings.values():
+    for holding in engine_of(model).holdings.values():
         whole = values[holding.name].detach().reshape(-1)
         part = whole[holding.begin : holding.begin + holding.numel]
         assert torch.equal(holding.master.detach().reshape(-1), part)
         assert torch.equal(holding.parameter.detach().reshape(-1), whole)
-    return len(model._engine.holdings) > 3
+    return len(engine_of(model).holdings) > 3
 
 
 def test_loaded_values_are_those_of_the_masters(pool: Pool) -> None:
@@ -308,7 +310,7 @@ def one_rank(rank: int) -> bool:
 
     init_sharded(ShardRun("branches", dp=1), True)
     model = smp.DistributedModel(build("branches", torch.float64))
-    return model._engine.flat is None and model._engine.holdings is None
+    return isinstance(engine_of(model).storage, WholeParameters) and not engine_of(model).holdings
 
 
 def test_one_rank_keeps_everything(pool: Pool) -> None:

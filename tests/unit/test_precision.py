@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.precision import cast_inputs, cast_outputs
-from smp.storage.holdings import holding_of
+from smp.precision.holdings import holding_of
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

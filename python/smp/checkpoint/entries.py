@@ -16,11 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from smp.checkpoint.manifest import Part
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.model.parts import is_extra_state
-from smp.precision.masters import parameters_of
-from smp.storage.holdings import Holding, holding_of, holding_with_master, model_parameter_of
-from smp.storage.shards import shard_of
+from smp.precision.holdings import (
+    Holding,
+    holding_of,
+    holding_with_master,
+    model_parameter_of,
+    parameters_of,
+)
+from smp.storage.protocol import Storage
 from smp.tensor_parallel.sharding import interval_of, whole_shape
 from smp.world import runtime
 
@@ -56,6 +61,7 @@ class Held:
         values: in the model's dtype.
         master: in 16-bit training, of what is trained.
         is_owner: this pipeline rank has the true value; buffers are on all of them.
+        is_shown: ``tensor`` shows the values; otherwise it is a placeholder.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Held:
     values: Entry
     master: Entry | None
     is_owner: bool
+    is_shown: bool
 
     @property
     def is_parameter(self) -> bool:
@@ -82,6 +89,7 @@ class ModelState:
         tensors: of the whole model by canonical name; those of other ranks have no values.
         owners: pipeline rank that has the true value, by canonical name.
         keys: of the state dict, in its order, tensors only.
+        shows_values: see `Storage`.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -92,6 +100,7 @@ class ModelState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
+    shows_values: bool = True
 
 
 def part_of(tensor: Tensor, begin: int = 0, numel: int | None = None) -> Part:
@@ -111,12 +120,10 @@ def part_of(tensor: Tensor, begin: int = 0, numel: int | None = None) -> Part:
 
 def model_state(model: DistributedModel) -> ModelState:
     """What a partitioned model has on this rank. Waits for parameters that are on their way."""
-    engine = model._engine
-    parts = engine.parts
+    parts = engine_of(model).parts
     assert parts is not None, "the model is not partitioned"
-    if engine.flat is not None:
-        engine.flat.wait()
-    state = ModelState()
+    parts.storage.settle()
+    state = ModelState(shows_values=parts.storage.shows_values)
     canonical: dict[int, str] = {}
     partitions = parts.key_partitions()
     pp_rank = runtime.current().ranks["pp"]
@@ -137,8 +144,15 @@ def model_state(model: DistributedModel) -> ModelState:
         if isinstance(value, nn.Parameter):
             state.names[id(value)] = key
         if owns or not isinstance(value, nn.Parameter):
-            state.held[key] = _held(key, value, owns)
+            state.held[key] = _held(key, value, owns, parts.storage)
     return state
+
+
+def storage_of(model: DistributedModel) -> Storage:
+    """How the parameters of a partitioned model are stored."""
+    parts = engine_of(model).parts
+    assert parts is not None, "the model is not partitioned"
+    return parts.storage
 
 
 def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
@@ -163,17 +177,21 @@ def names_of_tied(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return result
 
 
-def _held(name: str, tensor: Tensor, is_owner: bool) -> Held:
-    shard, holding = shard_of(tensor), holding_of(tensor)
-    if shard is None:
-        values, part = tensor.detach(), part_of(tensor)
-    else:
-        values, part = shard.piece, part_of(tensor, shard.begin, shard.numel)
+def _held(name: str, tensor: Tensor, is_owner: bool, storage: Storage) -> Held:
+    stored, holding = storage.stored(tensor), holding_of(tensor)
+    part = part_of(tensor, stored.begin, stored.numel)
     shape = tuple(whole_shape(tensor))
     master = None
     if holding is not None and holding.has_copy:
         master = Entry(MASTER + name, shape, held_part(holding), holding.master.detach())
-    return Held(name, tensor, Entry(MODEL + name, shape, part, values), master, is_owner)
+    return Held(
+        name,
+        tensor,
+        Entry(MODEL + name, shape, part, stored.values),
+        master,
+        is_owner,
+        stored.is_shown,
+    )
 
 
 def held_part(holding: Holding) -> Part:

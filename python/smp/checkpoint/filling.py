@@ -20,6 +20,7 @@ from smp.checkpoint.entries import (
     model_state,
     names_of_tied,
     own_state_keys,
+    storage_of,
     updated_by,
 )
 from smp.checkpoint.manifest import Manifest, Part
@@ -109,9 +110,7 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool) -> N
             if name in stored:
                 fill_held(held, stored[name], source, folder)
     _set_extra_state(model, folder.manifest)
-    sharded = model._engine.sharded
-    if sharded is not None:
-        sharded.after_update()
+    storage_of(model).after_load()
 
 
 def _match(
@@ -190,9 +189,7 @@ def fill_masters(
                     "load_optimizer=False"
                 )
             fill_held(held, stored, source, folder)
-    sharded = model._engine.sharded
-    if sharded is not None:
-        sharded.after_update()
+    storage_of(model).after_load()
 
 
 def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> None:

@@ -21,8 +21,9 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.whole_files import WholeModel
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.storage.choose import lockstep_of
 from smp.world import runtime
 from smp.world.roll_call import agree, roll_call
 
@@ -108,9 +109,9 @@ def resume_from_checkpoint(
         return _resume_whole(
             model, Path(path), tag, strict, translate_function, unsafe_user_content
         )
-    wants_state = load_optimizer and (
-        load_sharded_optimizer_state or current.config.sharded_data_parallel_degree == 1
-    )
+    lockstep = lockstep_of(current)
+    is_sharded = lockstep is not None and lockstep.is_forward
+    wants_state = load_optimizer and (load_sharded_optimizer_state or not is_sharded)
     resumption = _Resumption(strict, load_optimizer, wants_state)
     content = None
     try:
@@ -260,7 +261,7 @@ class _Resumption:
         told = self.manifest.values.get("partition")
         is_equal = self.manifest.layout.sizes["pp"] == current.sizes["pp"] > 1
         if told is not None and is_equal and current.config.partition_file is None:
-            model._engine.follow_partition(self.folder / PARTITION_FILE, told["chunks"])
+            engine_of(model).partitioning.follow(self.folder / PARTITION_FILE, told["chunks"])
 
     def _restore_random_states(self, current: runtime.Runtime) -> None:
         steps = self.manifest.values["steps"]

@@ -23,8 +23,9 @@ from smp.checkpoint.entries import (
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.storage.holdings import model_parameter_of
-from smp.storage.shards import shard_of
+from smp.precision.holdings import model_parameter_of
+from smp.storage.names import place_in_names
+from smp.storage.shards import flat_places
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.tensor_parallel.sharding import interval_of
@@ -107,14 +108,7 @@ class _Writers:
 def file_name(kind: str) -> str:
     """The documented name of this rank's file of a kind."""
     current = runtime.current()
-    place = f"{current.ranks['pp']}_{current.ranks['tp']}"
-    is_sharded = current.config.sharded_data_parallel_degree > 1
-    if kind != MODEL and current.sizes["shard"] > 1:
-        shard = str(current.ranks["shard"])
-        place = shard if is_sharded and current.sizes["mp"] == 1 else f"{place}_{shard}"
-    elif is_sharded and current.sizes["mp"] == 1:
-        place = "0"
-    return f"{kind}_{place}.pt"
+    return f"{kind}_{place_in_names(current, is_model=kind == MODEL)}.pt"
 
 
 def state_of_rank(
@@ -128,16 +122,15 @@ def state_of_rank(
         with_model: False: the model's own tensors are not saved.
     """
     result, writers = RankState(), _Writers()
-    is_sharded = runtime.current().config.sharded_data_parallel_degree > 1
     covered: set[str] = set()
     if optimizer is not None:
-        _add_optimizer(result, state, optimizer, writers, is_sharded, covered)
+        _add_optimizer(result, state, optimizer, writers, covered)
     _add_masters(result, state, optimizer, writers, covered)
     if with_model:
-        if is_sharded:
-            _add_sharded_model(result, state, writers, covered)
-        else:
+        if state.shows_values:
             _add_model(result, state, writers)
+        else:
+            _add_sharded_model(result, state, writers, covered)
         others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
         if writers.writes(MODEL) and writers.is_first_of_shards and others:
             result.values["extra_state"] = others
@@ -174,7 +167,7 @@ def _add_sharded_model(
         module: dict[str, Any] = {}
         file = PlannedFile(file_name(MODEL), {"module": module})
         for name, held in own.items():
-            if shard_of(held.tensor) is None:
+            if held.is_shown:
                 module[name] = held.values.tensor
                 file.places.append(Place(held.values, ("module", name)))
             else:
@@ -183,9 +176,7 @@ def _add_sharded_model(
     rest = {
         name: held
         for name, held in own.items()
-        if shard_of(held.tensor) is not None
-        and held.values.name not in covered
-        and held.master is None
+        if not held.is_shown and held.values.name not in covered and held.master is None
     }
     if rest and writers.writes(MODEL_SHARDS):
         content = {"module": {name: held.values.tensor for name, held in rest.items()}}
@@ -230,7 +221,6 @@ def _add_optimizer(
     state: ModelState,
     optimizer: DistributedOptimizer,
     writers: _Writers,
-    is_sharded: bool,
     covered: set[str],
 ) -> None:
     everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
@@ -241,7 +231,7 @@ def _add_optimizer(
         result.values["groups"] = encode_groups(optimizer, everything)
     content: dict[str, Any] = {}
     file = PlannedFile(file_name(OPTIMIZER), content, updated=frozenset({"state"}))
-    if is_sharded:
+    if not state.shows_values:
         content["partition_count"] = runtime.current().sizes["shard"]
         content["fp32_flat_groups"] = _flat_groups(optimizer, state, writers, file, covered)
     entries: dict[int, dict[str, Any]] = {}
@@ -285,19 +275,14 @@ def _flat_groups(
     groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.param_groups, strict=True)
     for idx, (flat, group) in enumerate(groups):
         flats.append(torch.zeros(0) if flat is None else flat.detach())
-        offset = 0
-        for tensor in group["params"] if flat is not None else ():
-            parameter = model_parameter_of(tensor)
-            shard = shard_of(parameter)
-            if shard is None:
-                continue
-            held = state.held[state.names[id(parameter)]]
+        parameters = map(model_parameter_of, group["params"] if flat is not None else ())
+        for place in flat_places(parameters):
+            held = state.held[state.names[id(place.parameter)]]
             entry = held.values if held.master is None else held.master
-            if shard.master is not None:
+            if place.is_trained:
                 covered.add(entry.name)
-                if writers.has_first(parameter):
-                    file.places.append(Place(entry, ("fp32_flat_groups", idx), offset))
-            offset += shard.tensor.numel()
+                if writers.has_first(place.parameter):
+                    file.places.append(Place(entry, ("fp32_flat_groups", idx), place.offset))
     return flats
 
 
@@ -319,10 +304,8 @@ def sharded_names(state: ModelState, optimizer: DistributedOptimizer) -> dict[st
     """
     shapes: list[dict[str, torch.Size]] = []
     for group in optimizer.param_groups:
-        parameters = [model_parameter_of(tensor) for tensor in group["params"]]
-        shapes.append(
-            {state.names[id(p)]: torch.Size(p.shape) for p in parameters if shard_of(p) is not None}
-        )
+        places = flat_places(map(model_parameter_of, group["params"]))
+        shapes.append({state.names[id(p.parameter)]: torch.Size(p.parameter.shape) for p in places})
     buffers = [name for name, held in state.held.items() if not held.is_parameter]
     return {"buffer_names": buffers, "param_shapes": shapes}
 

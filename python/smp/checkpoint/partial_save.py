@@ -20,7 +20,7 @@ from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
 from smp.checkpoint.staging import LaterCopies, Staging
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import plan_file
 from smp.world import runtime
@@ -129,7 +129,7 @@ class PartialSave:
         values["seed"] = torch.initial_seed()
         values["registrations"] = [
             [registration.family, registration.module_cls.__name__]
-            for registration in named._engine.registrations
+            for registration in engine_of(named).registrations
             if registration.family is not None
         ]
         generation = self._generation.generation
@@ -283,7 +283,7 @@ def with_sharded_names(
         the content, and the keys that were added.
     """
     content = {} if content is None else content
-    if runtime.current().config.sharded_data_parallel_degree == 1 or optimizer is None:
+    if state.shows_values or optimizer is None:
         return content, []
     if not isinstance(content, Mapping):
         raise ValueError(

@@ -74,7 +74,7 @@ def save_checkpoint(
         "path": os.fspath(path),
         "tag": tag,
         "partial": partial,
-        "model": None if not isinstance(model, DistributedModel) else model._engine.idx,
+        "model": None if not isinstance(model, DistributedModel) else model._idx,
         "optimizer": optimizer is not None,
         "translate_if_full": translate_if_full,
         "num_kept_partial_checkpoints": num_kept_partial_checkpoints,

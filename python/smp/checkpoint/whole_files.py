@@ -14,10 +14,10 @@ from torch import Tensor
 from smp import _C
 from smp.checkpoint import huggingface
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, model_state, names_of_tied
+from smp.checkpoint.entries import ModelState, model_state, names_of_tied, storage_of
 from smp.checkpoint.file_generation import content_of
 from smp.checkpoint.lazy_tensor import LazyTensor
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.model.parts import is_extra_state, set_extra_states
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK
@@ -67,17 +67,15 @@ class WholeModel:
         given = self._translated(model)
         state = model_state(model)
         found = _match(model, state, given, self._strict)
-        parts = model._engine.parts
-        assert parts is not None
+        storage = storage_of(model)
         with torch.no_grad():
             for name, held in state.held.items():
                 if name in found:
                     value = sharding.slice_of(found[name], sharding.interval_of(held.tensor))
                     made = value.make() if isinstance(value, LazyTensor) else value
-                    parts.write(held.tensor, made)
+                    storage.write(held.tensor, made)
         set_extra_states(model.get_module(), given)
-        if model._engine.sharded is not None:
-            model._engine.sharded.after_update()
+        storage.after_load()
 
     def _translated(self, model: DistributedModel) -> Mapping[str, Any]:
         state = dict(self._state)
@@ -94,11 +92,11 @@ class WholeModel:
             for key, value in state.items()
         }
         try:
-            return model._engine.loader.translated(lazy)
+            return engine_of(model).state.translated(lazy)
         except TypeError as error:
             # A translator of somebody else's may do what needs the values.
             _log.warning("smp: %s is translated in memory as a whole: %s", self._file, error)
-            return model._engine.loader.translated(state)
+            return engine_of(model).state.translated(state)
 
 
 def _match(

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp.checkpoint import archive, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.entries import ModelState, model_state, storage_of
 from smp.checkpoint.exporting import second_names
 from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.replacement import to_theirs
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.sharding import interval_of
@@ -54,7 +54,7 @@ def save_whole(
                 writing = FileGeneration.begin(path, tag, generation)
             content = gatherer.lazy_state()
             if translate:
-                content = to_theirs(model._engine.registrations, content)
+                content = to_theirs(engine_of(model).registrations, content)
             if tag.endswith(huggingface.SAFETENSORS):
                 content = _as_safetensors(content)
         except Exception as caught:
@@ -118,7 +118,7 @@ class Gatherer:
     def __init__(self, model: DistributedModel) -> None:
         current = runtime.current()
         self._current = current
-        self._engine = model._engine
+        self._storage = storage_of(model)
         self._state: ModelState = model_state(model)
         self._is_with_first = 0 in current.groups["mp"]
         self._places: dict[tuple[int, int], int] = {}  # (pp, tp) of this replica: global rank
@@ -193,12 +193,10 @@ class Gatherer:
             interval is not None or current.ranks["tp"] == 0
         )
         value = tensor.detach()
-        sharded = self._engine.sharded
-        if sharded is not None and tensor in sharded and is_source:
+        if is_source and self._storage.gathers(tensor):
             if current.ranks["rdp"] >= current.sizes["shard"]:
                 return value  # another copy
-            assert isinstance(tensor, nn.Parameter)
-            value = sharded.gathered(tensor)
+            value = self._storage.gathered(tensor)
         if not self._is_with_first:
             return value
         if current.global_rank != 0:

@@ -104,11 +104,13 @@ def hooked(
     return group, connect
 
 
-def refuse_comm_hook(overlaps: bool) -> None:
+def refuse_comm_hook(overlaps: bool, of_storage: str | None) -> None:
     """Raises where gradients are not summed by buckets that all replicas have whole.
 
     Args:
         overlaps: buckets are reduced while backward goes on.
+        of_storage: key and value of the configuration by which parameters, or the state of their
+            optimizer, are sharded over replicas; None if they are not.
 
     Raises:
         ValueError: naming the configuration key.
@@ -118,10 +120,7 @@ def refuse_comm_hook(overlaps: bool) -> None:
     reasons = {
         f"ddp={config.ddp}": not config.ddp,
         "overlapping_allreduce=False": not overlaps,
-        f"sharded_data_parallel_degree={config.sharded_data_parallel_degree}": (
-            config.sharded_data_parallel_degree > 1
-        ),
-        "shard_optimizer_state=True": current.sizes["shard"] > 1,
+        str(of_storage): of_storage is not None,
         f"tensor_parallel_degree={config.tensor_parallel_degree}": current.sizes["tp"] > 1,
     }
     for key, is_so in reasons.items():

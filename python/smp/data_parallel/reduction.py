@@ -103,43 +103,33 @@ def records_of(
     return make_records(parameters, reductions, ties, runtime.current().config.half_dtype)
 
 
-def cap_of(bucket_cap_bytes: int) -> int:
-    """Size of a bucket, given that of the model.
-
-    With sharded data parallelism two buckets are whole at a time, so each is half as large, and
-    smaller if ``sdp_reduce_bucket_size`` says so. That key alone never makes them larger: scripts
-    give its default, 2 GB a bucket, without meaning it.
-    """
-    config = runtime.current().config
-    if config.sharded_data_parallel_degree == 1:
-        return bucket_cap_bytes
-    return min(bucket_cap_bytes // 2, config.sdp_reduce_bucket_size * torch.float32.itemsize)
-
-
-def sharding_of(kind: str) -> _C.Sharding | None:
-    """How gradients of a kind are reduced into shards; None where every rank keeps all.
+def shards_of_gradients(
+    current: runtime.Runtime,
+    kind: str,
+    layout: _C.ShardLayout,
+    *,
+    every_microbatch: bool = False,
+) -> _C.Sharding:
+    """How gradients of a kind are reduced into shards.
 
     Args:
+        current: the runtime; some ranks hold one copy of a sharded state together.
         kind: "dp" or "rdp". The tp groups are part of the former; they are summed over last, when
             gradients have the size of a shard.
+        layout: which elements a rank gets.
+        every_microbatch: reduce behind each microbatch instead of behind the last one.
     """
-    current = runtime.current()
-    if current.sizes["shard"] == 1:
-        return None
     comms = current.comms
     if current.sizes["tp"] > 1 and kind == "dp":
         shard, further = comms.whole_shard_reduce, [comms.whole_replica, comms.whole_tp]
     else:
         shard, further = comms.shard_reduce, [comms.replica]
     assert shard is not None
-    per_parameter = current.config.sharded_data_parallel_degree > 1
-    layout = _C.ShardLayout.PER_PARAMETER if per_parameter else _C.ShardLayout.EQUAL_CUT
     return _C.Sharding(
         layout,
         shard,
         further=[group for group in further if group is not None],
-        # Ranks of a pipeline end their microbatches at different times.
-        every_microbatch=per_parameter and current.sizes["pp"] == 1,
+        every_microbatch=every_microbatch,
     )
 
 
@@ -147,6 +137,7 @@ def make_reducers(
     parameters: Sequence[tuple[str, nn.Parameter]],
     *,
     target_of: Callable[[nn.Parameter], Tensor],
+    sharding_of: Callable[[str], _C.Sharding | None],
     bucket_cap_bytes: int,
     overlap: bool,
     average: bool,
@@ -162,6 +153,7 @@ def make_reducers(
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
         target_of: the tensor whose ``.grad`` gets the gradient of a parameter.
+        sharding_of: how gradients of a kind, "dp" or "rdp", become parts; None: they stay whole.
         bucket_cap_bytes: size of a bucket.
         overlap: reduce buckets while backward goes on.
         average: divide by the number of microbatches.
@@ -174,7 +166,6 @@ def make_reducers(
     """
     current = runtime.current()
     communicators = {"dp": current.comms.dp, "rdp": current.comms.rdp}
-    cap = cap_of(bucket_cap_bytes)
     reducers = []
     for kind, own in by_kind(parameters).items():
         group, records = communicators[kind], records_of(own, ties)
@@ -191,7 +182,7 @@ def make_reducers(
             sharding=sharding_of(kind),
             faults=current.board,
             dp_ranks=list(current.groups[kind]),
-            bucket_cap_bytes=cap,
+            bucket_cap_bytes=bucket_cap_bytes,
             overlap=overlap,
             average_over_microbatches=average and connect is None,
             passes_per_reduction=passes_per_reduction,
@@ -199,7 +190,7 @@ def make_reducers(
             timeout_s=current.settings.timeout_s,
         )
         if connect is not None:
-            connect(reducer, [parameter for _, parameter in own], cap)
+            connect(reducer, [parameter for _, parameter in own], bucket_cap_bytes)
         reducers.append(reducer)
     return reducers
 

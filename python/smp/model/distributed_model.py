@@ -19,10 +19,11 @@ from smp.initial.initialise import initialise_again
 from smp.model.backward_roots import is_one, listed, run_backward, weighted
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
-from smp.model.parts import ModelParts, ModuleWrapper, alias_forwards
+from smp.model.parts import ModelParts
 from smp.model.root_call import RootCall
 from smp.model.share import current_share
 from smp.model.views import ModelViews
+from smp.model.wrapper import ModuleWrapper, alias_forwards
 from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
@@ -32,8 +33,8 @@ from smp.partition.decide import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
+from smp.precision.holdings import master_of, model_parameter_of
 from smp.replacement import replace_marked
-from smp.storage.holdings import master_of, model_parameter_of
 from smp.world import runtime
 
 Hook = Callable[["DistributedModel", Any], Any]
@@ -149,21 +150,21 @@ class DistributedModel(ModelViews):
         if self._engine.capture is not None:
             on_call = functools.partial(self._engine.capture.on_call, self.get_module())
             return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
-        link = self._engine.link
-        if link is None:
+        place = self._engine.pipeline
+        if place is None:
             if self._runtime.sizes["pp"] > 1:
                 self._raise_outside_step("called")
             self._engine.honour_checkpointing()
             output = self._root_call(args, kwargs).run(self.get_module())
-            self._engine.watch_backward(output)
+            self._engine.loss.watch_backward(output)
             if self._engine.uneven is not None:
                 self._engine.uneven.watch(output)
             return output
         self._check_in_step("called")
         share = current_share()
         call = self._root_call(args, kwargs)
-        if not self._engine.is_driver:
-            called_idx, output, share.weight, filled = link.await_output()
+        if not place.is_driver:
+            called_idx, output, share.weight, filled = place.link.await_output()
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
@@ -172,8 +173,8 @@ class DistributedModel(ModelViews):
                 )
             return call.settle(filled, output)
         output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
-        self._engine.watch_backward(output)
-        link.publish_output((self._engine.idx, output, share.weight, call.filled))
+        self._engine.loss.watch_backward(output)
+        place.link.publish_output((self._engine.idx, output, share.weight, call.filled))
         return output
 
     def backward(
@@ -193,12 +194,12 @@ class DistributedModel(ModelViews):
             self._engine.capture.on_backward()
             return
         tensors, grad_tensors = listed(tensors, grad_tensors)
-        server = self._engine.server
-        if server is None and self._runtime.sizes["pp"] > 1:
+        place = self._engine.pipeline
+        if place is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
-        if server is None or server.is_driver:
+        if place is None or place.is_driver:
             loss_checks.before_backward(self._runtime, tensors)
-        if server is None:
+        if place is None:
             self._engine.begin_backward_alone()
             scale = self._engine.root_weight(1.0)
             if not is_one(scale):
@@ -207,6 +208,7 @@ class DistributedModel(ModelViews):
                 torch.autograd.backward(tensors, grad_tensors)
             return
         self._check_in_step("run backward")
+        server = place.server
         if not server.is_driver:
             server.await_backward()
             return
@@ -250,12 +252,12 @@ class DistributedModel(ModelViews):
         )
 
     def _root_call(self, *arguments: Any) -> RootCall:
-        casts = self._engine.half_dtype is not None
+        casts = self._runtime.config.half_dtype is not None
         return RootCall(arguments, self._runtime.device, self._half_dtype(), casts)
 
     def _half_dtype(self) -> torch.dtype | None:
         """Of a model that trains in 16 bits, once it is cast."""
-        half = self._engine.half_dtype
+        half = self._runtime.config.half_dtype
         if half is None or self.partitioned:
             return half
         dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
@@ -302,6 +304,11 @@ class DistributedModel(ModelViews):
     # ---- access
 
     @property
+    def _idx(self) -> int:
+        """Number among the models of this runtime."""
+        return self._engine.idx
+
+    @property
     def _label(self) -> str:
         """What messages call this model."""
         module = self.get_module()
@@ -331,7 +338,7 @@ class DistributedModel(ModelViews):
     @property
     def _decision(self) -> Decision | None:
         """Which rank owns which module; None before the partition."""
-        return self._engine.decision
+        return self._engine.partitioning.decision
 
     def _parts(self) -> ModelParts:
         if self._engine.parts is None:
@@ -348,9 +355,7 @@ class DistributedModel(ModelViews):
         What is written to them is lost. Without sharded data parallelism they have them at all
         times. Collective over the ranks that share parameters.
         """
-        self._parts()
-        sharded = self._engine.sharded
-        with contextlib.nullcontext() if sharded is None else sharded.whole():
+        with self._parts().storage.whole():
             yield
 
     # ---- state
@@ -382,7 +387,7 @@ class DistributedModel(ModelViews):
         if self.partitioned:
             is_merged = not gather_to_rank0 or 0 in self._runtime.groups["mp"]
             self._parts().meet("model.state_dict", is_merged, gather_to_rank0=gather_to_rank0)
-        return self._engine.state_dict(gather_to_rank0)
+        return self._engine.state.gathered(self._engine.parts, gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]
         self,
@@ -402,7 +407,7 @@ class DistributedModel(ModelViews):
             RuntimeError: keys or shapes do not fit; not strict, for a piece of a module that was
                 replaced under the names from before.
         """
-        return self._engine.load_state_dict(state_dict, strict, same_partition_load)
+        return self._engine.state.load(self._engine.parts, state_dict, strict, same_partition_load)
 
     def cpu(self) -> DistributedModel:
         """Gathers the whole model on the CPU of every rank and ends its partition. Collective.
@@ -468,7 +473,7 @@ class DistributedModel(ModelViews):
             )
         super().to(dtype=dtype)
         if self.partitioned:
-            self._engine.make_reducers()
+            self._engine.lay_out_gradients()
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -562,6 +567,11 @@ class DistributedModel(ModelViews):
 
     #: its name in PyTorch 1.7
     _register_comm_hook = register_comm_hook
+
+
+def engine_of(model: DistributedModel) -> Engine:
+    """What stands behind a model, for the other rooms of the library."""
+    return model._engine
 
 
 def _check_module(module: nn.Module, current: runtime.Runtime) -> None:

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, data_parallel
 from smp.model.engine import Engine
-from smp.precision import reload_masters
-from smp.storage.holdings import master_of
+from smp.precision.holdings import master_of, reload_masters
+from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
 # What a replica does next; an exchange takes the maxima.
@@ -114,9 +114,9 @@ class _Uneven:
                     "partitioned yet; with pipeline parallelism give every replica at least one "
                     "batch inside of join(), or run a step before"
                 )
-            before = engine.num_reductions
+            before = engine.gradients.num_reductions
             self._shadow_step(_first(active), max(active) == _SYNCS)
-            if engine.num_reductions != before:
+            if engine.gradients.num_reductions != before:
                 self._drop_gradients()
         self._catch_up()
 
@@ -131,10 +131,7 @@ class _Uneven:
         assert parts is not None
         if syncs_buffers:
             data_parallel.broadcast_from_first(list(parts.root.buffers()), first=first)
-        for reducer in self._engine.reducers:
-            reducer.begin_step(1)
-        for reducer in self._engine.reducers:
-            reducer.end_step()
+        self._engine.gradients.shadow_step()
 
     def _drop_gradients(self) -> None:
         """Gradients of others are no use to who makes no update of them."""
@@ -198,7 +195,7 @@ class _Uneven:
         data_parallel.broadcast_from_first(
             local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
         )
-        reload_masters((self._engine.holdings or {}).values())
+        reload_masters(self._engine.holdings.values())
         for optimizer in current.optimizers:
             self._send_state(optimizer, [active[rank] for rank in peers], first)
 
@@ -217,19 +214,15 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
     config = current.config
     reasons = {
         f"ddp={config.ddp}": (not config.ddp, "there are no replicas to join; use ddp=True"),
-        f"sharded_data_parallel_degree={config.sharded_data_parallel_degree}": (
-            config.sharded_data_parallel_degree > 1,
-            "forwards need the shards of all replicas, so all of them need equally many batches",
-        ),
-        "shard_optimizer_state=True": (
-            current.sizes["shard"] > 1,
-            "updates need the shards of all replicas, so all of them need equally many batches",
-        ),
         "deterministic_server=True": (
             config.orders_replicas and current.sizes["pp"] > 1,
             "replicas follow the order of the first one, so all need equally many batches",
         ),
     }
+    lockstep = lockstep_of(current)
+    if lockstep is not None:
+        reason = f"{lockstep.reason}, so all of them need equally many batches"
+        reasons[f"{lockstep.key}={lockstep.value}"] = (True, reason)
     for key, (is_so, reason) in reasons.items():
         if is_so:
             raise ValueError(f"{_C.rank_prefix()}smp config: {key}: {reason}; or leave join() out")

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from smp import _C
 from smp.initial.initialise import initialise_delayed
 from smp.modules.materialize import make_placeholder, make_real
-from smp.precision import load_value, reload_masters
-from smp.storage.holdings import holding_of
-from smp.storage.sharded import ShardedParameters
+from smp.storage.protocol import Storage
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.world import roll_call
@@ -39,40 +37,6 @@ def set_extra_states(root: nn.Module, state: Mapping[str, Any]) -> None:
             module.set_extra_state(state[key])
 
 
-def alias_forwards(root: nn.Module) -> None:
-    """Gives the classes of a model's modules ``_orig_forward``, another name of their ``forward``.
-
-    Scripts call ``super()._orig_forward(...)`` in subclasses of modules; ``super().forward(...)``
-    works as well, because only instances ever get another forward.
-    """
-    for cls in {cls for module in root.modules() for cls in type(module).__mro__}:
-        forward = cls.__dict__.get("forward")
-        if forward is not None and cls is not nn.Module and "_orig_forward" not in cls.__dict__:
-            setattr(cls, "_orig_forward", forward)  # noqa: B010 - not in the type of a class
-
-
-class ModuleWrapper(nn.Module):
-    """The level between DistributedModel and the user's module that public scripts expect.
-
-    In fp16 training they expect two of them.
-    """
-
-    module: nn.Module
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
 class ModelParts:
     """Views of a partitioned model, restricted to this rank, and its state by name.
 
@@ -80,16 +44,20 @@ class ModelParts:
         root: the user's model.
         partition_of: pipeline rank of every module.
         pp_rank: of this process.
+        storage: of the parameters that live here.
     """
 
     def __init__(
-        self, root: nn.Module, partition_of: Mapping[nn.Module, int], pp_rank: int
+        self,
+        root: nn.Module,
+        partition_of: Mapping[nn.Module, int],
+        pp_rank: int,
+        storage: Storage,
     ) -> None:
         self.root = root
         self._partition_of = partition_of
         self._pp_rank = pp_rank
-        #: with sharded data parallelism
-        self.sharded: ShardedParameters | None = None
+        self.storage = storage
         #: partition by parameter; parameters that modules share are on one partition
         self._parameter_partition: dict[Tensor, int] = {}
         for module in root.modules():
@@ -101,7 +69,7 @@ class ModelParts:
         self,
         device: torch.device,
         seed: int,
-        on_ready: Callable[[nn.Parameter], None] | None = None,
+        on_ready: Callable[[nn.Parameter], None],
     ) -> None:
         """Makes local parameters real on ``device`` and frees all others; moves all buffers.
 
@@ -118,8 +86,7 @@ class ModelParts:
 
         def note(parameter: nn.Parameter) -> None:
             ready.add(parameter)
-            if on_ready is not None:
-                on_ready(parameter)
+            on_ready(parameter)
 
         initialise_delayed(self.root, self.is_local_parameter, device, seed=seed, on_ready=note)
         for parameter, partition in self._parameter_partition.items():
@@ -190,35 +157,23 @@ class ModelParts:
 
         Args:
             what: name of the public function.
-            is_merged: it exchanges tensors over the replica, not only those of sharded parameters.
+            is_merged: it exchanges tensors over the replica, not only to make parameters whole.
             call: arguments that have to be equal.
         """
-        shard = () if self.sharded is None else ("shard",)
-        guard = "" if shard else ", or inside of `if smp.rdp_rank() == 0:`"
-        groups = ("mp", *shard) if is_merged else shard
+        kinds = self.storage.gather_kinds
+        guard = "" if kinds else ", or inside of `if smp.rdp_rank() == 0:`"
+        groups = ("mp", *kinds) if is_merged else kinds
         roll_call.meet(what, groups, f"state = {what}()  # on all ranks{guard}", call)
-
-    def state(self, keep: bool = True) -> dict[str, Any]:
-        """The state dict, detached, with whole tensors for sharded parameters.
-
-        Collective over the shard group with sharded data parallelism.
-
-        Args:
-            keep: False: an empty dict, for a rank that others need and that needs nothing.
-        """
-        if self.sharded is not None:
-            return self.sharded.filled(self.root.state_dict(keep_vars=True), keep)
-        return dict(self.root.state_dict()) if keep else {}
 
     def local_state(self) -> dict[str, Any]:
         """The entries of the state dict that live here, detached, in the model's order.
 
-        Collective like :meth:`state`.
+        Collective like `Storage.state`.
         """
         partitions = self.key_partitions()
         return {
             key: value
-            for key, value in self.state().items()
+            for key, value in self.storage.state().items()
             if partitions.get(key, 0) == self._pp_rank
         }
 
@@ -276,10 +231,9 @@ class ModelParts:
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
                     interval = None if sliced else sharding.interval_of(value)
-                    self.write(value, sharding.slice_of(state[key], interval))
+                    self.storage.write(value, sharding.slice_of(state[key], interval))
         set_extra_states(self.root, state)
-        if self.sharded is not None:
-            self.sharded.after_update()
+        self.storage.after_load()
         return result
 
     def compare(
@@ -309,22 +263,6 @@ class ModelParts:
             )
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
-    def write(self, target: Tensor, value: Tensor) -> None:
-        """Gives a parameter or buffer of this rank, and its master, a value.
-
-        Args:
-            target: of the model.
-            value: whole, or the slice of this tensor-parallel rank.
-        """
-        if self.sharded is not None and target in self.sharded:
-            assert isinstance(target, nn.Parameter)
-            self.sharded.write(target, value)
-            holding = holding_of(target)
-            if holding is not None and value.dtype.itemsize < 4:
-                reload_masters([holding])
-        else:
-            load_value(target, value)
-
 
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Parameters and buffers of a state dict, without what modules say of themselves."""
@@ -333,30 +271,3 @@ def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
         for key, value in state.items()
         if isinstance(value, Tensor) and not is_extra_state(key)
     }
-
-
-def make_whole(
-    root: nn.Module, state: Mapping[str, Any], is_local: Callable[[Tensor], bool] | None
-) -> None:
-    """Makes all parameters and buffers real on the CPU.
-
-    Args:
-        root: the user's model.
-        state: values by name.
-        is_local: parameters that are real already, in the memory of a device; all if None.
-    """
-    cpu = torch.device("cpu")
-    with torch.no_grad():
-        for name, parameter in root.named_parameters():
-            if is_local is None or is_local(parameter):
-                make_real(parameter, cpu)
-            else:
-                parameter.data = state[name].detach().clone()
-        for module in root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(cpu)
-        for key, value in root.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and not is_extra_state(key):
-                value.copy_(state[key])
-    set_extra_states(root, state)

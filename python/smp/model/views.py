@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from smp.data_parallel import reduction_of
 from smp.model.parts import ModelParts
 from smp.nn import DistributedModule
-from smp.storage.holdings import master_of
+from smp.precision.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of
 
 

@@ -177,12 +177,11 @@ class _Detection:
             return
         undo: list[Callable[[], None]] = []
         self._undo[model] = undo
-        prefix = "" if model._engine.idx == 0 else f"{model._engine.idx}:"
-        parts = model._engine.parts
-        for name, module in parts.named_modules():
+        prefix = "" if model._idx == 0 else f"{model._idx}:"
+        for name, module in model.local_named_modules():
             around = functools.partial(self._around, prefix + (name or "(root)"), module)
             undo.append(wrap_forward(module, Around.CHECKS, around))
-        for name, parameter in parts.named_parameters():
+        for name, parameter in model.local_named_parameters():
             if parameter.requires_grad:
                 owner, _, own = name.rpartition(".")
                 hook = functools.partial(

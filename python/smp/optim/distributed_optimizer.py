@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from smp import _C, precision
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.optim import grad_norm
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
+from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
-from smp.storage.holdings import model_parameter_of
+from smp.precision.holdings import model_parameter_of, parameters_of, reload_masters
 from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
 from smp.world.device_numbers import DeviceFlag
@@ -203,14 +204,18 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             self._num_reductions = self._count_reductions()
 
     def _count_reductions(self) -> int:
-        return sum(model._engine.num_reductions for model in self._models() if model.partitioned)
+        return sum(
+            engine_of(model).gradients.num_reductions
+            for model in self._models()
+            if model.partitioned
+        )
 
     def _check_scale(self) -> None:
         """The last optimizer of a model that was wrapped has the say over its loss."""
         for model in self._models() if self._is_scaled else ():
-            if not model.partitioned or model._engine.loss_scaler is self.loss_scaler:
+            if not model.partitioned or engine_of(model).loss.scaler is self.loss_scaler:
                 continue
-            scale = model._engine.loss_scale  # of several optimizers: the host has to wait
+            scale = engine_of(model).loss.scale  # of several optimizers: the host has to wait
             if scale != self.loss_scale:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
@@ -287,23 +292,23 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             are_written: the optimizer has left copies of them there.
         """
         if not are_written:
-            precision.refresh_pieces(precision.holdings_of(self.optimizer))
+            refresh_pieces(holdings_of(self.optimizer))
         for model in self._models():
             if model.partitioned:
-                model._engine.after_update()
+                engine_of(model).after_update()
 
     def _has_local(self) -> bool:
-        return any(map(self._locality(), precision.parameters_of(self.optimizer)))
+        return any(map(self._locality(), parameters_of(self.optimizer)))
 
     def _use_masters(self) -> None:
         """Puts masters in the place of parameters of models that are partitioned."""
-        precision.adopt_masters(self.optimizer)
+        adopt_masters(self.optimizer)
         self._gradients.attach()
         if not self._is_scaled:
             return
         for model in self._models():
             if model.partitioned:
-                model._engine.use_loss_scaler(self.loss_scaler)
+                engine_of(model).loss.scaler = self.loss_scaler
 
     def _step_done(self) -> None:
         """A step function that trains has ended. Collective over the ranks that skip together."""
@@ -396,7 +401,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clips; fused optimizers do the division when they read the gradients."""
         gradients = self._gradients
-        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer), norm_type)
+        norm = grad_norm.global_norm(parameters_of(self.optimizer), norm_type)
         scale = gradients.divisor_tensor
         gradients.clip(norm.divisor(max_norm, scale))
         if not divides(self.optimizer):
@@ -411,7 +416,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if config.sdp_gradient_clipping > 0:
             self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)
             return
-        norm = grad_norm.global_norm(precision.parameters_of(self.optimizer))
+        norm = grad_norm.global_norm(parameters_of(self.optimizer))
         self._global_grad_norm = norm.rounded(norm.total / self._gradients.divisor_tensor)
 
     # ---- state
@@ -464,7 +469,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def reload_model_params(self) -> None:
         """Makes masters equal to parameters that were written to in the model."""
-        precision.reload_masters(precision.holdings_of(self.optimizer))
+        reload_masters(holdings_of(self.optimizer))
 
     def _load_if_partitioned(self) -> None:
         if self._is_partitioned(all):
@@ -487,7 +492,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Models whose parameters these are; all there are when there is one or none."""
         models = [m for m in runtime.current().models if isinstance(m, DistributedModel)]
         if len(models) > 1:
-            updated = precision.parameters_of(self.optimizer)
+            updated = parameters_of(self.optimizer)
             own = {id(model_parameter_of(parameter)) for parameter in updated}
             models = [m for m in models if any(id(p) in own for p in m.parameters())]
         return models

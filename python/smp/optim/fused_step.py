@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import precision
 from smp.optim import grad_norm
 from smp.optim.fused import FusedOptimizer
-from smp.storage.holdings import model_parameter_of
+from smp.precision.holdings import model_parameter_of, parameters_of
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import comm, device_numbers, runtime
 
@@ -86,7 +85,7 @@ class FusedUpdates:
         if is_ours:
             target.sum_norms = self._sum_norms if _are_spread() else None
             if target.wants_grad_norm and (_are_spread() or comm.mp_size() > 1):
-                parameters = precision.parameters_of(self._optimizer)
+                parameters = parameters_of(self._optimizer)
                 target.grad_norm = grad_norm.global_norm(parameters).total
         try:
             return target.step() if has_local else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smp import _C
 from smp.precision.gradients import gradients_of, scale, sum_of_squares
-from smp.storage.holdings import holding_with_master, master_of, model_parameter_of
+from smp.precision.holdings import holding_with_master, master_of, model_parameter_of
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import device_numbers, runtime
 

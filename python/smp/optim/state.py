@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from smp import _C
-from smp.precision.masters import cut, parameters_of
-from smp.storage.holdings import Holding, holding_with_master, model_parameter_of
+from smp.precision.holdings import (
+    Holding,
+    cut,
+    holding_with_master,
+    model_parameter_of,
+    parameters_of,
+)
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from smp import _C
+from smp.optim.masters import MasterViews
 from smp.precision import (
     DynamicLossScaler,
     LossScaler,
-    MasterViews,
     ScaledGradients,
     StaticLossScaler,
-    parameters_of,
 )
-from smp.storage.holdings import holding_with_master, model_parameter_of
+from smp.precision.holdings import holding_with_master, model_parameter_of, parameters_of
 from smp.world import device_numbers, runtime
 
 _SCALER = "loss_scaler"

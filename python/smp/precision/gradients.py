@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from smp import _C
+from smp.precision.holdings import parameters_of
 from smp.precision.loss_scaler import LossScaler
-from smp.precision.masters import parameters_of
 from smp.world import comm, device_numbers, runtime
 from smp.world.device_numbers import DeviceFlag, moved
 

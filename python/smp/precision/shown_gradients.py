@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from smp import _C
 from smp.precision.gradients import ShownGradient, gradients_of
-from smp.storage.holdings import Holding, holding_of
+from smp.precision.holdings import Holding, holding_of
 
 _native: Any = torch.Tensor.grad
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.pipeline import begin_context
@@ -86,7 +86,7 @@ class StepFunction:
             return self._bodies(args, kwargs, arguments, num_microbatches, current.device, weights)
 
         partition_used(models, self, lambda: bodies_of(count)(0))
-        engines = [model._engine for model in models if model.partitioned]
+        engines = [engine_of(model) for model in models if model.partitioned]
         step_run = StepRun(current, engines, self._name, trains)
         try:
             count = step_run.begin(count, weights)

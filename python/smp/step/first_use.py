@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from smp import _C
-from smp.model import DistributedModel
+from smp.model import DistributedModel, engine_of
 from smp.partition.capture import Capture, Captured
 from smp.partition.costs import Trace
 from smp.world import comm, runtime
@@ -36,17 +36,19 @@ def partition_used(
     undecided = set(range(current.num_wrapped)) - current.partitioned - passed_over
     if not undecided:
         return
-    waiting = [model for model in models if model._engine.idx in undecided]
-    used = {model._engine.idx for model in waiting}
+    waiting = [model for model in models if engine_of(model).idx in undecided]
+    used = {engine_of(model).idx for model in waiting}
     traces: dict[nn.Module, Trace | None] = {}
-    if current.global_rank == 0 and any(model._engine.wants_trace for model in waiting):
+    if current.global_rank == 0 and any(
+        engine_of(model).partitioning.wants_trace for model in waiting
+    ):
         traces, used = _trace(models, waiting, run_body)
     if current.num_wrapped > 1:
-        alive = {model._engine.idx for model in waiting}
+        alive = {engine_of(model).idx for model in waiting}
         told: list[tuple[set[int], set[int]]] = comm.allgather((used, alive), comm.WORLD)
         used = told[0][0].intersection(*(alive for _, alive in told))
     for model in waiting:
-        if model._engine.idx in used:
+        if engine_of(model).idx in used:
             model.prepare(traces.get(model.get_module()))
     passed_over.update(undecided - used)
 
@@ -57,10 +59,12 @@ def _trace(
     run_body: Callable[[], object],
 ) -> tuple[dict[nn.Module, Trace | None], set[int]]:
     """Traces, and the numbers of the models to be partitioned."""
-    engines = [model._engine for model in models]
+    engines = [engine_of(model) for model in models]
     capture = Capture(
         [
-            Captured(model.get_module(), model._engine.trace_options, model in waiting)
+            Captured(
+                model.get_module(), engine_of(model).partitioning.trace_options, model in waiting
+            )
             for model in models
         ]
     )
@@ -73,12 +77,12 @@ def _trace(
         for engine in engines:
             engine.capture = None
         outside.restore()
-    used = {model._engine.idx for model in waiting if model.get_module() in traces}
+    used = {engine_of(model).idx for model in waiting if model.get_module() in traces}
     if runtime.current().num_wrapped == 1 and not used:
         _log.warning(
             "smp: the first call of a step function does not call the model, so the partition "
             "goes by parameter sizes alone"
         )
     if runtime.current().num_wrapped == 1 or capture.ended_early:
-        used = {model._engine.idx for model in waiting}
+        used = {engine_of(model).idx for model in waiting}
     return traces, used

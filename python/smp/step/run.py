@@ -11,6 +11,7 @@ import torch
 from smp import _C, data_parallel
 from smp.model.engine import Engine
 from smp.pipeline import PipelineHub
+from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
@@ -57,7 +58,9 @@ class StepRun:
         self._check_weights(weights)
         self._engines = self._agreed(num_microbatches)
         # Two that reduce at the same time might do so in another order on other replicas.
-        first = max(self._engines, key=lambda e: (e.trainable_bytes, -e.idx), default=None)
+        first = max(
+            self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
+        )
         self._engines.sort(key=lambda engine: engine is not first)
         if hub is not None:
             hub.on_microbatch_done = self._microbatch_done
@@ -71,7 +74,7 @@ class StepRun:
         """A backward through several models begins with one weight for all of them."""
         if weights is None or self._hub is None or not self._trains:
             return
-        if len({engine.averages for engine in self._engines}) > 1:
+        if len({engine.gradients.averages for engine in self._engines}) > 1:
             raise ValueError(
                 f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different sizes, "
                 "and the models disagree on average_grads_across_microbatches, so a backward "
@@ -85,7 +88,8 @@ class StepRun:
         communicator = current.comms.dp
         several = self._trains and current.num_wrapped > 1
         config = current.config
-        shares = config.sharded_data_parallel_degree > 1
+        lockstep = lockstep_of(current)
+        shares = lockstep is not None and lockstep.is_forward
         ordered = shares or (config.orders_replicas and self._hub is not None)
         if communicator is None or not (several or ordered):
             return self._engines
@@ -98,7 +102,7 @@ class StepRun:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
                 f"and between {-maxima[1]} and {maxima[0]} on the replicas; with "
-                f"{'sharded_data_parallel_degree' if shares else 'deterministic_server'} they "
+                f"{lockstep.key if shares and lockstep else 'deterministic_server'} they "
                 "follow one order: give them batches that make equally many microbatches"
             )
         return [engine for engine in self._engines if not maxima[2 + engine.idx]]
@@ -112,8 +116,7 @@ class StepRun:
         """
         current = self._current
         outside = _C.RandomState.capture(str(current.device))
-        if any(engine.sharded is not None for engine in self._engines):
-            body = self._reading(body)
+        body = self._reading(body)
         for engine in self._engines:
             body = engine.first_step.around_body(body)
         try:
@@ -157,7 +160,7 @@ class StepRun:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(self._seed, mb), device)
                 for engine in self._engines:
-                    engine.begin_microbatch(mb)
+                    engine.begin_body(mb)
                 timeline.begin_run(False, mb)
                 if current.board is not None:
                     current.board.set_activity(f"step '{self._name}', microbatch {mb}")
@@ -174,7 +177,7 @@ class StepRun:
 
     def _microbatch_done(self, mb: int) -> None:
         for engine in self._engines:
-            engine.microbatch_done(mb)
+            engine.gradients.microbatch_done(mb)
 
     def end(self) -> None:
         """Waits for the reduction of the step's gradients.

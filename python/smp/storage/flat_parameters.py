@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C
-from smp.data_parallel.reduction import by_kind, records_of
+from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.modules.materialize import cast
-from smp.storage.holdings import Holding, attach
-from smp.storage.masters import cast_rest, check_castable
+from smp.precision.holdings import Holding, attach
 from smp.storage.watched import watch_parameters
+from smp.storage.whole import WholeParameters
 from smp.world import runtime
 
 _log = logging.getLogger("smp")
@@ -23,7 +24,7 @@ _log = logging.getLogger("smp")
 _FINISH_TIMEOUT_S = 60.0
 
 
-class FlatParameters:
+class FlatParameters(WholeParameters):
     """The trainable parameters of this rank as views of flat buckets.
 
     The buckets are those of the reducer, each cut into equal parts: rank r of the shard group gets
@@ -32,21 +33,11 @@ class FlatParameters:
     buckets when its forward begins, other code where it reads a parameter from a module. Only who
     has kept a reference to a parameter over an update does not wait.
 
-    All ranks of the shard group make it, with parameters of equal values; it does not communicate
-    before the first update.
-
     Args:
+        current: the runtime.
         root: the user's model; parameters of other pipeline ranks are placeholders.
-        local: names in the whole model and parameters of this rank, in one order on all ranks of
-            the group; real.
         bucket_cap_bytes: size of a gradient bucket.
         overlap: False: an update waits until all parts have come.
-
-    Attributes:
-        holdings: of trainable parameters.
-
-    Raises:
-        ValueError: on every rank, for a parameter that has no 16-bit form where it is to have one.
 
     Source: ZeRO stage 1 and 2 (arXiv:1910.02054); parts of flat buckets as in Megatron-LM's
     distributed optimizer.
@@ -54,31 +45,32 @@ class FlatParameters:
 
     def __init__(
         self,
+        current: runtime.Runtime,
         root: nn.Module,
-        local: Sequence[tuple[str, nn.Parameter]],
         *,
         bucket_cap_bytes: int,
         overlap: bool,
     ) -> None:
-        current = runtime.current()
-        half = current.config.half_dtype
-        if half is not None:
-            check_castable(root, half)
-        self.holdings: dict[nn.Parameter, Holding] = {}
+        super().__init__(current, root)
+        self._bucket_cap_bytes = bucket_cap_bytes
         self._overlap = overlap
         self._undo: list[Callable[[], None]] = []
+
+    def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        current = self._current
         flats = []  # with the position in the model of their first parameter
         positions = {parameter: i for i, (_, parameter) in enumerate(local)}
         for own in by_kind([item for item in local if item[1].requires_grad]).values():
             for bucket in _C.plan_shards(
-                records_of(own), bucket_cap_bytes, current.sizes["shard"], _C.ShardLayout.EQUAL_CUT
+                records_of(own),
+                self._bucket_cap_bytes,
+                current.sizes["shard"],
+                _C.ShardLayout.EQUAL_CUT,
             ):
-                flat = self._lay_out(own, bucket, current.ranks["shard"])
+                flat = self._lay_out_bucket(own, bucket, current.ranks["shard"])
                 inside = [own[held.record_idx][1] for held in bucket.holdings[0]]
                 flats.append((min(positions[p] for p in inside), flat, inside))
         flats.sort(key=lambda item: item[0])
-        if half is not None:
-            cast_rest(root, half)
         assert current.comms.shard is not None
         self._gathers = _C.FlatGathers(
             [flat for _, flat, _ in flats],
@@ -87,11 +79,22 @@ class FlatParameters:
             ranks=list(current.groups["shard"]),
             timeout_s=current.settings.timeout_s,
         )
-        if overlap:
+        if self._overlap:
             bucket_of = {p: i for i, (_, _, inside) in enumerate(flats) for p in inside}
-            self._install(root, bucket_of)
+            self._install(self._root, bucket_of)
+        self._finish_on_shutdown()
 
-    def _lay_out(
+    def _finish_on_shutdown(self) -> None:
+        known, links = weakref.ref(self), self._current.links
+
+        def finish() -> None:
+            last = known()  # None: the model was deleted
+            if last is not None and links is not None and links.is_healthy:
+                last.finish()
+
+        self._current.on_shutdown(finish)
+
+    def _lay_out_bucket(
         self, own: Sequence[tuple[str, nn.Parameter]], bucket: _C.ShardedBucket, shard_rank: int
     ) -> Tensor:
         """Moves the parameters of a bucket into flat memory, one after the other."""
@@ -124,7 +127,12 @@ class FlatParameters:
             self.holdings[parameter] = holding
         return flat
 
-    # ---- after updates
+    # ---- of gradients
+
+    def sharding(self, kind: str) -> _C.Sharding | None:
+        return shards_of_gradients(self._current, kind, _C.ShardLayout.EQUAL_CUT)
+
+    # ---- of updates
 
     @property
     def num_gathers(self) -> int:
@@ -137,17 +145,15 @@ class FlatParameters:
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
-        """Brings the parts of all ranks to all of them. Collective over the shard group."""
         self._gathers.launch()
         if not self._overlap:
             self._gathers.wait_all()
 
-    def wait(self) -> None:
-        """Waits until all parameters have their values."""
+    def settle(self) -> None:
         self._gathers.wait_all()
 
     def finish(self) -> None:
-        """`wait` when the other ranks may have left."""
+        """`settle` when the other ranks may have left."""
         if not self._gathers.pending:
             return
         try:
@@ -188,8 +194,7 @@ class FlatParameters:
 
         return wrapper
 
-    def uncover(self) -> None:
-        """Takes what waits from around the modules, unless there is something to wait for: the
-        modules may live longer than their model. May be called twice."""
+    def close(self) -> None:
+        # As long as parts are on their way, whoever has the modules has to wait for them.
         while self._undo and not self._gathers.pending:
             self._undo.pop()()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smp import _C
-from smp.data_parallel.reduction import broadcast_from_first
+from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
+from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
 from smp.storage import gathering
-from smp.storage.holdings import Holding, attach
-from smp.storage.masters import cast_rest, cast_with_master, check_castable
-from smp.storage.shards import Cutter, Shard, forget
-from smp.storage.units import UnitPlan, plan_units
+from smp.storage.half import cast_rest, cast_with_master, check_castable
+from smp.storage.protocol import MakeReal, Storage, Stored
+from smp.storage.shards import Cutter, Shard, forget, shard_of
+from smp.storage.units import plan_units
+from smp.storage.whole import WholeParameters
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import runtime
 
@@ -24,80 +27,70 @@ class ShardedParameters:
 
     Rank r of the ``q`` ranks of its shard group keeps elements ``[r * c, (r + 1) * c)`` of each
     flattened parameter, with ``c = ceil(numel / q)``, the frozen ones too. Outside of forwards and
-    backwards a parameter shows NaN in its true shape, unless it is small enough to stay.
-
-    They are made in three steps: the object, :meth:`take` for each parameter as soon as it has its
-    values, in one order on all replicas, and :meth:`open`, which is collective over the shard
-    group. So no rank ever has more than one module whole if initialisation is delayed.
+    backwards a parameter shows NaN in its true shape, unless it is small enough to stay. A
+    parameter is cut as soon as it has its values, so no rank ever has more than one module whole if
+    initialisation is delayed.
 
     Args:
+        current: the runtime.
         root: the user's model.
-        local: names in the whole model and parameters of this rank, in one order on all ranks of
-            the group; they may be on the meta device.
 
     Attributes:
-        holdings: of trainable parameters.
         plan: units that are gathered together.
         store: gathers them.
-
-    Raises:
-        ValueError: on every rank, for a parameter that has no 16-bit form where it is to have one.
     """
 
-    def __init__(self, root: nn.Module, local: Sequence[tuple[str, nn.Parameter]]) -> None:
-        current = runtime.current()
+    shows_values = False
+    gather_kinds: tuple[str, ...] = ("shard",)
+
+    def __init__(self, current: runtime.Runtime, root: nn.Module) -> None:
+        self._current = current
+        self._root = root
+        self.holdings: dict[nn.Parameter, Holding] = {}
+        self._shards: dict[nn.Parameter, Shard] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def place(
+        self,
+        local: Sequence[tuple[str, nn.Parameter]],
+        make_real: MakeReal,
+        load_kept: Callable[[], None],
+    ) -> None:
+        current = self._current
         half = current.config.half_dtype
         if half is not None:
-            check_castable(root, half)
-        ranks = list(current.groups["shard"])
-        position = ranks.index(current.global_rank)
+            check_castable(self._root, half)
         # Nothing of what has no elements can be cut.
-        self._empty = [(name, p) for name, p in local if p.numel() == 0]
+        empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
-        self._cutter = Cutter(local, position, len(ranks), half, current.device)
-        self._shards = self._cutter.shards
-        self._root = root
-        self._undo: list[Callable[[], None]] = []
+        ranks = list(current.groups["shard"])
+        cutter = Cutter(local, ranks.index(current.global_rank), len(ranks), half, current.device)
+        self._shards = cutter.shards
         self.holdings = {
             shard.parameter: _holding(name, shard)
             for (name, _), shard in zip(local, self._shards.values(), strict=True)
             if shard.master is not None
         }
-        self.plan: UnitPlan = plan_units(root, lambda p: p in self._shards)
+        self.plan = plan_units(self._root, lambda p: p in self._shards)
         self._order = [p for unit in self.plan.units for p in unit.parameters]
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """Keeps a part of a parameter of this rank, and frees the rest.
-
-        Collective over the replicas: the first one's values count.
-
-        Args:
-            parameter: real, on the device of this process.
-        """
-        if parameter not in self._cutter:
-            return  # without elements
-        broadcast_from_first([parameter], "dp" if interval_of(parameter) is None else "rdp")
-        self._cutter.cut(parameter)
-
-    def open(self) -> None:
-        """From here on modules find their parameters whole. Collective over the shard group."""
-        self._cutter.check_all_cut()
-        self._cast_rest()
+        make_real(lambda parameter: _take(parameter, cutter))
+        broadcast_from_first(list(self._root.buffers()))
+        cutter.check_all_cut()
+        if half is not None:
+            self._cast_rest(empty, half)
         self.store = self._make_store()
         self._undo = gathering.install(self.store, self.plan, self._root)
+        load_kept()
 
-    def _cast_rest(self) -> None:
+    def _cast_rest(self, empty: Sequence[tuple[str, nn.Parameter]], half: torch.dtype) -> None:
         """Gives 16 bits to what has no shard: empty parameters, those of other ranks, buffers."""
-        half = runtime.current().config.half_dtype
-        if half is None:
-            return
-        for name, parameter in self._empty:
+        for name, parameter in empty:
             if parameter.requires_grad and parameter.is_floating_point():
                 self.holdings[parameter] = cast_with_master(name, parameter, half)
         cast_rest(self._root, half)
 
     def _make_store(self) -> _C.ParameterStore:
-        current = runtime.current()
+        current = self._current
         config = current.config
         positions = {parameter: i for i, parameter in enumerate(self._order)}
         return _C.ParameterStore(
@@ -115,10 +108,28 @@ class ShardedParameters:
             timeout_s=current.settings.timeout_s,
         )
 
-    # ---- running
+    # ---- of gradients
+
+    def bucket_bytes(self, cap_bytes: int) -> int:
+        """Two buckets are whole at a time, so each is half as large, and smaller if
+        ``sdp_reduce_bucket_size`` says so. That key alone never makes them larger: scripts give its
+        default, 2 GB a bucket, without meaning it.
+        """
+        own = self._current.config.sdp_reduce_bucket_size * torch.float32.itemsize
+        return min(cap_bytes // 2, own)
+
+    def sharding(self, kind: str) -> _C.Sharding | None:
+        return shards_of_gradients(
+            self._current,
+            kind,
+            _C.ShardLayout.PER_PARAMETER,
+            # Ranks of a pipeline end their microbatches at different times.
+            every_microbatch=self._current.sizes["pp"] == 1,
+        )
+
+    # ---- of steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
-        """A step that is alike if the arguments are."""
         self.store.begin_pass(2 * num_microbatches + trains)
 
     def end_step(self) -> None:
@@ -129,8 +140,8 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Code that is no forward: each parameter that it reads is gathered and stays whole until
-        its end. Collective: all ranks of the group read in one order."""
+        """Each parameter that is read is gathered and stays whole until the end. Collective: all
+        ranks of the group read in one order."""
         scope = self.store.enter([], is_forward=False)
         try:
             yield
@@ -139,7 +150,6 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """All parameters are whole inside. What is written to them is lost. Collective."""
         scope = self.store.enter(list(range(len(self.plan.units))), is_forward=False)
         try:
             yield
@@ -147,31 +157,45 @@ class ShardedParameters:
             scope.leave()
 
     def after_update(self) -> None:
-        """The shards have got other values."""
         self.store.mark_stale()
 
-    # ---- values
+    # ---- of values
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._shards
+    def settle(self) -> None:
+        pass
 
-    def gathered(self, parameter: nn.Parameter) -> Tensor:
-        """A whole copy. Collective over the shard group."""
-        index = next(i for i, p in enumerate(self._order) if p is parameter)
+    def stored(self, tensor: Tensor) -> Stored:
+        shard = shard_of(tensor)
+        if shard is None:
+            return Stored(0, tensor.numel(), tensor.detach(), is_shown=True)
+        return Stored(shard.begin, shard.numel, shard.piece, is_shown=False)
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        shard = shard_of(target)
+        if shard is None:
+            load_value(target, value)
+            return
+        shard.write(value)
+        holding = holding_of(target)
+        if holding is not None and value.dtype.itemsize < 4:
+            reload_masters([holding])
+
+    def after_load(self) -> None:
+        self.store.mark_stale()
+
+    def gathers(self, tensor: Tensor) -> bool:
+        return tensor in self._shards
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._shards:
+            return tensor.detach()
+        index = next(i for i, p in enumerate(self._order) if p is tensor)
         return self.store.gather_one(index)
 
-    def filled(self, state: Mapping[str, Any], keep: bool = True) -> dict[str, Any]:
-        """A state dict with whole tensors for sharded parameters, which are gathered one by one.
-
-        Collective over the shard group.
-
-        Args:
-            state: made with ``keep_vars``.
-            keep: False: takes part in the gathers, and returns nothing.
-        """
+    def state(self, keep: bool = True) -> dict[str, Any]:
         whole: dict[nn.Parameter, Tensor] = {}
         result: dict[str, Any] = {}
-        for key, value in state.items():
+        for key, value in self._root.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter) and value in self._shards:
                 tensor = whole.get(value)
                 if tensor is None:
@@ -184,25 +208,35 @@ class ShardedParameters:
                 result[key] = value
         return result
 
-    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Takes this rank's part out of a whole value; call :meth:`after_update` at the end."""
-        self._shards[parameter].write(value)
+    # ---- of the end
 
-    # ---- ending
-
-    def uncover(self) -> None:
-        """Modules have their own forward and parameters again. May be called twice."""
+    def close(self) -> None:
         for undo in self._undo:
             undo()
         self._undo.clear()
 
-    def make_real(self) -> None:
-        """Gives all parameters memory of their own, with the whole values. Collective."""
-        self.uncover()
+    def make_real(self) -> Storage:
+        self.close()
         for parameter in self._order:
             parameter.data = self.gathered(parameter)
             forget(parameter)
         self._shards.clear()
+        whole = WholeParameters(self._current, self._root)
+        whole.holdings = self.holdings
+        return whole
+
+
+def _take(parameter: nn.Parameter, cutter: Cutter) -> None:
+    """Keeps a part of a parameter of this rank, and frees the rest.
+
+    Collective over the replicas: the first one's values count.
+
+    Args:
+        parameter: real, on the device of this process.
+    """
+    if parameter in cutter:  # those without elements are not
+        broadcast_from_first([parameter], "dp" if interval_of(parameter) is None else "rdp")
+        cutter.cut(parameter)
 
 
 def _holding(name: str, shard: Shard) -> Holding:

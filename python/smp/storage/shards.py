@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.materialize import cast, make_placeholder
-from smp.storage.holdings import write_values
+from smp.precision.holdings import write_values
 
 _SHARD = "_smp_shard"
 
@@ -136,6 +136,32 @@ def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
     return [
         _lay_out([shard for p in group if (shard := shard_of(p)) is not None]) for group in groups
     ]
+
+
+@dataclass(frozen=True)
+class FlatPlace:
+    """Where the part of a parameter lies in the flat tensor that `lay_out` makes of its group.
+
+    Attributes:
+        parameter: of the model.
+        offset: of its first element.
+        is_trained: the optimizer updates it.
+    """
+
+    parameter: nn.Parameter
+    offset: int
+    is_trained: bool
+
+
+def flat_places(group: Iterable[Tensor]) -> list[FlatPlace]:
+    """The places of a group's parameters; those without a shard here have none."""
+    places, offset = [], 0
+    for parameter in group:
+        shard = shard_of(parameter)
+        if shard is not None:
+            places.append(FlatPlace(shard.parameter, offset, shard.master is not None))
+            offset += shard.tensor.numel()
+    return places
 
 
 def shard_of(parameter: Tensor) -> Shard | None:

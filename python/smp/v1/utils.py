@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from smp import _C
-from smp.storage.holdings import model_parameter_of
+from smp.precision.holdings import model_parameter_of
 from smp.tensor_parallel.sharding import interval_of
 
 

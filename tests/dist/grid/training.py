@@ -151,7 +151,7 @@ def _blocks(model: nn.Module) -> nn.Module:
 
 def _held(model: Any) -> Iterator[tuple[str, nn.Parameter, int, Tensor, Tensor]]:
     """Of what this rank updates: name, parameter, first element, piece of the model, master."""
-    from smp.storage.holdings import holding_of
+    from smp.precision.holdings import holding_of
 
     for name, parameter in model.local_named_parameters():
         holding = holding_of(parameter)

@@ -84,16 +84,20 @@ class FirstStepCheck:
         return self._current.ranks["rdp"] == 0
 
     def before_placing(
-        self, trace: Trace | None, local: Sequence[tuple[str, nn.Parameter]]
+        self,
+        trace: Trace | None,
+        local: Sequence[tuple[str, nn.Parameter]],
+        shows_values: bool,
     ) -> None:
         """Keeps the values of the whole model where that is to be run as a whole.
 
         Args:
             trace: of the model, on the first rank, if there is one.
             local: the parameters of this rank.
+            shows_values: see `Storage`.
         """
         self._local = dict(local)
-        self._reason = self._reason_against(trace)
+        self._reason = self._reason_against(trace, shows_values)
         # The ranks of a tensor-parallel group take whole parameters of its first one.
         keeps = self._takes_part or self._current.sizes["tp"] > 1
         if self._is_driver and self._reason is None and keeps:
@@ -103,14 +107,14 @@ class FirstStepCheck:
             self._made = {name: stamp(p) for name, p in known}
             self._made |= _stamps_of_state(self._root)
 
-    def _reason_against(self, trace: Trace | None) -> str | None:
+    def _reason_against(self, trace: Trace | None, shows_values: bool) -> str | None:
         current = self._current
         setting = current.settings.check_first_step
         if setting == "0":
             return "SMP_CHECK_FIRST_STEP is 0"
         if current.sizes["pp"] == 1:
             return "there is one partition"
-        if current.config.sharded_data_parallel_degree > 1:
+        if not shows_values:
             return "parameters are sharded over replicas"
         if current.config.orders_replicas and current.sizes["rdp"] > 1:
             return "the replicas do all in one order, and one of them is checked"

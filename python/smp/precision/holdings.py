@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,3 +113,31 @@ def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
             rounded = values.to(piece.dtype)
             values = torch.where(master.to(piece.dtype) == rounded, master, values.to(master.dtype))
         master.copy_(values)
+
+
+def cut(whole: Tensor, holding: Holding) -> Tensor:
+    """The elements of a tensor like the parameter that a holding has, in its master's shape."""
+    end = holding.begin + holding.numel
+    return whole.reshape(-1)[holding.begin : end].view(holding.master.shape)
+
+
+def load_value(target: Tensor, value: Tensor) -> None:
+    """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
+    with torch.no_grad():
+        target.copy_(value)
+    holding = holding_of(target)
+    if holding is not None and holding.has_copy and holding.numel:
+        write_values(holding.piece, holding.master, cut(value, holding))
+
+
+def reload_masters(holdings: Iterable[Holding]) -> None:
+    """Takes over values that were written to the model (see `write_values`)."""
+    for holding in holdings:
+        if holding.has_copy and holding.numel:
+            write_values(holding.piece, holding.master, holding.piece.detach())
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters of an optimizer by the index that they have in its state dicts."""
+    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return list(unique.values())

@@ -1,20 +1,23 @@
-"""State dicts that are given to a model, before and after it is partitioned."""
+"""State dicts of the whole model: taken, loaded, and kept until the model is partitioned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from smp import _C
-from smp.model.parts import ModelParts
+from smp.model.parts import ModelParts, is_extra_state, set_extra_states
+from smp.modules.materialize import make_real
 from smp.replacement import refuse_pieces, to_ours
+from smp.storage.whole import WholeParameters
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.tensor_parallel.registry import Registration
-from smp.world import comm
+from smp.world import comm, runtime
 
 
 class _Call(NamedTuple):
@@ -78,18 +81,74 @@ class _Kept:
         return calls
 
 
-class StateLoader:
-    """Loads state dicts of the whole model, and parts of them, into what this rank has.
+class WholeState:
+    """The state of a model by the names of the unwrapped one, over all ranks of a replica.
 
     Args:
+        current: the runtime.
         root: the user's model.
         registrations: of the modules in it that were replaced by distributed ones.
     """
 
-    def __init__(self, root: nn.Module, registrations: Sequence[Registration]) -> None:
+    def __init__(
+        self, current: runtime.Runtime, root: nn.Module, registrations: Sequence[Registration]
+    ) -> None:
+        self._current = current
         self._root = root
         self._registrations = registrations
         self._kept = _Kept()
+
+    # ---- taking
+
+    def gathered(self, parts: ModelParts | None, to_rank0: bool) -> dict[str, Any]:
+        """`DistributedModel.state_dict`.
+
+        Args:
+            parts: of this rank; None before the partition.
+            to_rank0: only global rank 0 gets it.
+        """
+        current = self._current
+        is_wanted = not to_rank0 or current.global_rank == 0
+        if parts is None:
+            return dict(self._root.state_dict()) if is_wanted else {}
+        if current.sizes["mp"] == 1:
+            return parts.storage.state(keep=is_wanted)
+        if not to_rank0:
+            return parts.merged(comm.allgather(parts.marked_state(), comm.MP_GROUP))
+        if 0 not in current.groups["mp"]:
+            return parts.storage.state(keep=False)
+        if current.global_rank != 0:
+            comm.send(parts.marked_state(), 0, comm.RankType.WORLD_RANK)
+            return {}
+        others = [rank for rank in current.groups["mp"] if rank != 0]
+        states = [parts.marked_state()]
+        states += [comm.recv_from(rank, comm.RankType.WORLD_RANK) for rank in others]
+        return parts.merged(states)
+
+    def make_whole(self, parts: ModelParts | None, state: Mapping[str, Any]) -> None:
+        """Makes all parameters and buffers real on the CPU.
+
+        Args:
+            parts: those of this rank are real already, in the memory of a device.
+            state: values by name.
+        """
+        cpu = torch.device("cpu")
+        with torch.no_grad():
+            for name, parameter in self._root.named_parameters():
+                if parts is None or parts.is_local_parameter(parameter):
+                    make_real(parameter, cpu)
+                else:
+                    parameter.data = state[name].detach().clone()
+            for module in self._root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(cpu)
+            for key, value in self._root.state_dict(keep_vars=True).items():
+                if isinstance(value, Tensor) and not is_extra_state(key):
+                    value.copy_(state[key])
+        set_extra_states(self._root, state)
+
+    # ---- loading
 
     def load(
         self,
@@ -118,7 +177,7 @@ class StateLoader:
             return _IncompatibleKeys([], [])
         if not same_partition_load:
             held = [dict(state)]
-            if comm.mp_size() > 1:
+            if self._current.sizes["mp"] > 1:
                 held = comm.allgather(held[0], comm.MP_GROUP)
             return self._parts(parts).load(partial.merge(held), strict)
         if parts is not None:
@@ -139,7 +198,7 @@ class StateLoader:
 
         Before the values of the first replica go to the others, as with loading at once.
         """
-        if comm.pp_size() == 1:
+        if self._current.sizes["pp"] == 1:
             return  # partitioned where it was wrapped
         for state, strict, same_partition_load in self._kept.take():
             self.load(parts, state, strict, same_partition_load)
@@ -153,4 +212,5 @@ class StateLoader:
         the partition keeps what belongs to this rank."""
         if parts is not None:
             return parts
-        return ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0)
+        storage = WholeParameters(self._current, self._root)
+        return ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0, storage)

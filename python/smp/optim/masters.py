@@ -9,22 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp.storage.holdings import (
+from smp.precision.holdings import (
     Holding,
+    cut,
     holding_of,
     holding_with_master,
     model_parameter_of,
-    write_values,
+    parameters_of,
 )
 from smp.storage.shards import lay_out
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import runtime
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters of an optimizer by the index that they have in its state dicts."""
-    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    return list(unique.values())
 
 
 def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
@@ -33,8 +28,7 @@ def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
     State that the optimizer has of them already moves along. Sharded masters of a group get to lie
     behind each other. May be called again.
     """
-    if runtime.current().config.sharded_data_parallel_degree > 1:
-        lay_out(map(model_parameter_of, group["params"]) for group in optimizer.param_groups)
+    lay_out(map(model_parameter_of, group["params"]) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             holding = holding_of(parameter)
@@ -61,12 +55,6 @@ def _held_state(entry: dict[str, Any], holding: Holding) -> dict[str, Any]:
     }
 
 
-def cut(whole: Tensor, holding: Holding) -> Tensor:
-    """The elements of a tensor like the parameter that a holding has, in its master's shape."""
-    end = holding.begin + holding.numel
-    return whole.reshape(-1)[holding.begin : end].view(holding.master.shape)
-
-
 def holdings_of(optimizer: torch.optim.Optimizer) -> list[Holding]:
     """Holdings whose masters the optimizer updates."""
     holdings = (holding_with_master(p) for p in parameters_of(optimizer))
@@ -82,22 +70,6 @@ def refresh_pieces(holdings: Iterable[Holding]) -> None:
                 [holding.piece for holding in copies],
                 [holding.master.view(holding.piece.shape) for holding in copies],
             )
-
-
-def reload_masters(holdings: Iterable[Holding]) -> None:
-    """Takes over values that were written to the model (see `write_values`)."""
-    for holding in holdings:
-        if holding.has_copy and holding.numel:
-            write_values(holding.piece, holding.master, holding.piece.detach())
-
-
-def load_value(target: Tensor, value: Tensor) -> None:
-    """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
-    with torch.no_grad():
-        target.copy_(value)
-    holding = holding_of(target)
-    if holding is not None and holding.has_copy and holding.numel:
-        write_values(holding.piece, holding.master, cut(value, holding))
 
 
 class MasterViews:

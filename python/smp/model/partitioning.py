@@ -1,0 +1,117 @@
+"""Which pipeline rank owns which module of one model: what the decision depends on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch import nn
+
+from smp import _C, activations
+from smp.activations import HonouredModules
+from smp.partition.costs import Trace
+from smp.partition.decide import Decision
+from smp.partition.together import Wishes, decide_together
+from smp.partition.trace_choice import TraceOptions
+from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule
+from smp.world import runtime
+
+_log = logging.getLogger("smp")
+
+
+class Partitioning:
+    """Decides the partition of one model, once.
+
+    Args:
+        current: the runtime.
+        root: the user's model.
+        trace: how the model is traced.
+        honoured: what transformers was told of gradient checkpointing.
+
+    Attributes:
+        decision: None before it is made.
+    """
+
+    def __init__(
+        self,
+        current: runtime.Runtime,
+        root: nn.Module,
+        trace: TraceOptions,
+        honoured: HonouredModules,
+    ) -> None:
+        self._current = current
+        self._root = root
+        self.trace_options = trace
+        self._honoured = honoured
+        self._followed: Path | None = None  # partition of a checkpoint
+        self.decision: Decision | None = None
+
+    @property
+    def wants_trace(self) -> bool:
+        """Does the partition depend on a trace?"""
+        config = self._current.config
+        is_open = config.auto_partition and not config.skip_tracing and self._followed is None
+        return self._current.sizes["pp"] > 1 and is_open
+
+    def follow(self, path: Path, num_chunks: int) -> None:
+        """Lets a file decide on the partition, if it is for as many stages as this run has.
+
+        Args:
+            path: as `partition_file` in the configuration, which comes first.
+            num_chunks: stages per rank in it.
+        """
+        if self._schedule().num_chunks == num_chunks:
+            self._followed = path
+
+    def decide(self, trace: Trace | None) -> tuple[Decision, ChosenSchedule]:
+        """The partition and the schedule of this model. Collective over all ranks.
+
+        Args:
+            trace: of the model, on the first rank, if there is one.
+
+        Raises:
+            ValueError: on every rank, for a model that cannot be partitioned as configured.
+        """
+        current, config = self._current, self._current.config
+        schedule = self._schedule()
+        self._check_files()
+        wishes = Wishes(
+            plan=config.partition_file or self._followed,
+            num_chunks=schedule.num_chunks,
+            memory_limit_bytes=config.partition_memory_limit or 0,
+            kept=schedule.kept_microbatches,
+            whole=activations.units(self._root.modules()) | set(self._honoured.layers),
+        )
+        decision = decide_together(
+            self._root,
+            config,
+            current.sizes["pp"],
+            (lambda: trace) if self.wants_trace else None,
+            wishes,
+        )
+        self.decision = decision
+        if current.global_rank == 0 and current.sizes["pp"] > 1:
+            _log.info("%s", decision.text)
+        activations.note_placement(decision)
+        activations.settle_marks(decision.modules)
+        return decision, schedule
+
+    def _schedule(self) -> ChosenSchedule:
+        return choose_schedule(self._current.config, self._current.sizes["pp"])
+
+    def _check_files(self) -> None:
+        """Files that describe one model cannot be meant for several.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        config = self._current.config
+        if self._current.num_wrapped < 2:
+            return
+        for key in ("partition_file", "schedule_file"):
+            if getattr(config, key) is not None:
+                raise ValueError(
+                    f"{_C.rank_prefix()}smp config: {key} is for one model, and "
+                    f"{self._current.num_wrapped} were wrapped ({self._current.candidates}); leave "
+                    "it out, or put the models into one module"
+                )

@@ -1,0 +1,80 @@
+"""The place of one model in the pipeline."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smp.partition.decide import Decision
+from smp.pipeline import PipelineHub, PipelineLink
+from smp.pipeline.chosen_schedule import ChosenSchedule
+from smp.pipeline.opening import check_order, open_pipeline
+from smp.world import runtime
+
+
+class PipelinePlace:
+    """Lets modules of this rank be called from others, and those of others from here.
+
+    Opens the pipeline of the runtime if the model is the first one. Collective over the ranks of
+    the replica.
+
+    Args:
+        current: the runtime.
+        idx: number of the model.
+        root: the user's model.
+        decision: who has which module.
+        schedule: of the pipeline.
+
+    Attributes:
+        link: between the modules of this rank and those of others.
+        server: of the pipeline.
+    """
+
+    def __init__(
+        self,
+        current: runtime.Runtime,
+        idx: int,
+        root: nn.Module,
+        decision: Decision,
+        schedule: ChosenSchedule,
+    ) -> None:
+        hub = current.pipeline
+        if hub is None:
+            hub = current.pipeline = open_pipeline(current, schedule, decision)
+        assert isinstance(hub, PipelineHub)
+        check_order(current, hub, decision)
+        self._hub = hub
+        self.server = hub.server
+        owners = [
+            None if owner is None else current.groups["pp"][owner]
+            for owner in decision.owner_partitions
+        ]
+        self.link = PipelineLink(
+            root,
+            decision.modules,
+            owners,
+            decision.names,
+            current.global_rank,
+            current.device,
+            later_stages=decision.later_stages if self.server.is_driver else (),
+            writes=decision.index.writes,
+        )
+        names = decision.names
+        if idx > 0:
+            names = [f"{idx}:{name or '(root)'}" for name in names]
+        depth = decision.depth_of(current.ranks["pp"])
+        hub.add(self.link, names, decision.chunk_idxs or [0] * len(names), depth)
+        # Last registered, first called: its threads may still be at work for the models.
+        current.on_shutdown(hub.close)
+
+    @property
+    def is_driver(self) -> bool:
+        """Does the root of the model run on this rank?"""
+        return self.server.is_driver
+
+    def leave(self) -> None:
+        """The model is gone. May be called twice."""
+        self._hub.remove(self.link)
+
+    def disconnect(self) -> None:
+        """Gives modules their own forward."""
+        self.link.disconnect()

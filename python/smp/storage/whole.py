@@ -1,0 +1,128 @@
+"""Whole parameters, each on every rank of its data-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp import _C
+from smp.data_parallel import broadcast_from_first
+from smp.precision.holdings import Holding, load_value
+from smp.precision.shown_gradients import show_gradients
+from smp.storage.half import cast_rest, cast_with_master, check_castable
+from smp.storage.protocol import MakeReal, Storage, Stored
+from smp.tensor_parallel.sharding import interval_of
+from smp.world import runtime
+
+
+class WholeParameters:
+    """Parameters as the user's modules have them; 16-bit training adds masters.
+
+    Args:
+        current: the runtime.
+        root: the user's model; parameters of other pipeline ranks are placeholders.
+    """
+
+    shows_values = True
+    gather_kinds: tuple[str, ...] = ()
+
+    def __init__(self, current: runtime.Runtime, root: nn.Module) -> None:
+        self._current = current
+        self._root = root
+        self.holdings: dict[nn.Parameter, Holding] = {}
+
+    def place(
+        self,
+        local: Sequence[tuple[str, nn.Parameter]],
+        make_real: MakeReal,
+        load_kept: Callable[[], None],
+    ) -> None:
+        make_real(lambda _: None)
+        load_kept()
+        split = [p for _, p in local if interval_of(p) is not None]
+        whole = [p for _, p in local if interval_of(p) is None]
+        broadcast_from_first(whole + list(self._root.buffers()))
+        broadcast_from_first(split, "rdp")
+        half = self._current.config.half_dtype
+        if half is not None:
+            check_castable(self._root, half)
+        self._lay_out(local)
+        if half is not None:
+            cast_rest(self._root, half)
+
+    def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Makes the holdings of parameters that have their values.
+
+        Parameters are cast one by one, so that a copy more than needed exists of one of them only.
+        """
+        half = self._current.config.half_dtype
+        if half is None:
+            return
+        self.holdings = {
+            parameter: cast_with_master(name, parameter, half)
+            for name, parameter in local
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+        show_gradients(self.holdings.values())
+
+    # ---- of gradients
+
+    def bucket_bytes(self, cap_bytes: int) -> int:
+        return cap_bytes
+
+    def sharding(self, kind: str) -> _C.Sharding | None:
+        return None
+
+    # ---- of steps
+
+    def begin_step(self, num_microbatches: int, trains: bool) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def abandon_step(self) -> None:
+        pass
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def after_update(self) -> None:
+        pass
+
+    # ---- of values
+
+    def settle(self) -> None:
+        pass
+
+    def stored(self, tensor: Tensor) -> Stored:
+        return Stored(0, tensor.numel(), tensor.detach(), is_shown=True)
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        load_value(target, value)
+
+    def after_load(self) -> None:
+        pass
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gathers(self, tensor: Tensor) -> bool:
+        return False
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        return dict(self._root.state_dict()) if keep else {}
+
+    # ---- of the end
+
+    def close(self) -> None:
+        pass
+
+    def make_real(self) -> Storage:
+        return self
