@@ -38,14 +38,13 @@ venv:  ## create or update .venv
 	@PYTHON="$(PYTHON)" scripts/setup_venv.sh .venv
 
 .PHONY: build
-build: $(SETUP)  ## build the extension and the C++ tests
-	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
+build:  ## build the extension and the C++ tests
+	@PYTHON="$(PYTHON)" NO_VENV="$(NO_VENV)" scripts/setup_and_build.sh all $(BUILD)
 
 .PHONY: demo
-demo: $(SETUP)  ## fine-tune a small GPT-J on two processes and check it
-	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target smp_extension
-	$(RUN) OMP_NUM_THREADS=$(THREADS_OF_TWO) $(PY) -m torch.distributed.run \
-	  --standalone --nproc-per-node 2 examples/gptj/finetune.py --check
+demo:  ## fine-tune a small GPT-J on two processes and check it
+	@PYTHON="$(PYTHON)" NO_VENV="$(NO_VENV)" OMP_NUM_THREADS=$(THREADS_OF_TWO) \
+	  $(WITH_VENV) scripts/demo.sh $(BUILD) $(PY)
 
 # The last release with the interface that scripts of smp v1 were written for.
 .PHONY: transformers

@@ -34,7 +34,7 @@ function(smp_add_bindings)
 
   add_library(_C MODULE ${folder}/module.cpp ${sources})
   target_include_directories(_C PRIVATE ${CMAKE_BINARY_DIR}/generated)
-  smp_compile_together(_C 4)
+  smp_compile_together(_C 8)
   target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
   smp_link_rooms(_C ${rooms})
   target_link_libraries(_C PRIVATE smp_flags smp_torch_python)

@@ -18,7 +18,7 @@ if(NOT facts_are_fresh)
     OUTPUT_VARIABLE facts ERROR_VARIABLE complaint RESULT_VARIABLE status)
   if(NOT status EQUAL 0)
     message(FATAL_ERROR
-      "cannot import torch with ${Python_EXECUTABLE}:\n${complaint}\n"
+      "cannot use torch of ${Python_EXECUTABLE}:\n${complaint}\n"
       "Install torch >= 2.6 there or pass -DPython_EXECUTABLE=<python with "
       "torch>.")
   endif()

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Configures and builds.
 # Usage: scripts/build.sh <folder> <python> [--target name]... [-Dname=value]...
+# SMP_CUDA=on|off decides whether CUDA sources are compiled; without it they are
+# where there is nvcc.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +11,7 @@ python=$(command -v "$2") || { echo "no such python: $2" >&2; exit 1; }
 [[ $python == /* ]] || python=$PWD/$python
 shift 2
 targets=()
-defines=()
+defines=("-DSMP_CUDA=${SMP_CUDA:-auto}")
 while (($#)); do
   case $1 in
     --target) targets+=(--target "$2"); shift 2 ;;

@@ -45,7 +45,7 @@ torch=${1:?"$usage"}
 venv=.venv-compat-$torch
 build=build/compat-$torch
 
-scripts/setup_venv.sh "$venv" "$torch"
+scripts/setup_venv.sh "$venv" all "$torch"
 export PATH="$PWD/$venv/bin:$PATH"
 
 rm -rf "$build/python"

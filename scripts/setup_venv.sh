@@ -1,22 +1,19 @@
 #!/usr/bin/env bash
 # Creates or updates a virtual environment with the pinned requirements.
-# Usage: scripts/setup_venv.sh <folder> [torch version]
+# Usage: scripts/setup_venv.sh <folder> [build|run|all] [torch version]
+#   build  what the compiler reads: torch without the libraries it loads
+#   run    also what training scripts import
+#   all    also tests, lint and packaging (the default)
 # Does nothing when the folder already holds what is asked for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$1
-torch=${2:-}
+level=${2:-all}
+torch=${3:-$(sed -n 's/^torch==//p' requirements/torch.txt)}
 python=${PYTHON:-python3}
 # What an active copy of this very folder offers is not the system's.
 PATH=${PATH//"$PWD/$venv/bin:"/}
-
-if [[ -n $torch ]]; then
-  packages=("torch==$torch")
-else
-  packages=(-r requirements/torch.txt)
-fi
-packages+=(-r requirements/run.txt -r requirements/tools.txt)
 
 # Build tools that the system lacks. `mpicc` stands for a complete MPI.
 pinned() { grep "^$1==" requirements/system.txt; }
@@ -26,22 +23,31 @@ recent_cmake() {
 sys.exit((int(v[0]), int(v[1])) < (3, 22))' \
       "$(cmake --version | sed -n 's/^cmake version //p')"
 }
-recent_cmake || packages+=("$(pinned cmake)")
-command -v ninja > /dev/null || packages+=("$(pinned ninja)")
-command -v mpicc > /dev/null || packages+=("$(pinned openmpi)")
+tools=()
+recent_cmake || tools+=("$(pinned cmake)")
+command -v ninja > /dev/null || tools+=("$(pinned ninja)")
+command -v mpicc > /dev/null || tools+=("$(pinned openmpi)")
 
-wanted=$(echo "${packages[@]}" | cat - requirements/*.txt | sha256sum)
-stamp=$venv/.smp_ready
-if [[ -f $stamp && $(cat "$stamp") == "$wanted" ]]; then
-  exit 0
-fi
+wanted=$(echo "torch==$torch" "${tools[@]}" | cat - requirements/*.txt | sha256sum)
+stamp() { echo "$venv/.smp_ready_$1"; }
+has() { [[ -f $(stamp "$1") && $(cat "$(stamp "$1")") == "$wanted" ]]; }
+install() {
+  has "$1" && return
+  echo "installing into $venv, once: $1"
+  "$python" scripts/install.py "$venv/bin/python" "${@:2}"
+  echo "$wanted" > "$(stamp "$1")"
+}
 
-echo "setting up $venv (the first time takes some minutes)"
-[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet)
-"${pip[@]}" "${packages[@]}"
-# In this environment `import smp` means the checkout, from any folder.
-"$venv/bin/python" -c 'import pathlib, sysconfig
+if ! has "$level"; then
+  [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+  # In this environment `import smp` means the checkout, from any folder.
+  "$venv/bin/python" -c 'import pathlib, sysconfig
 packages = pathlib.Path(sysconfig.get_path("purelib"))
 (packages / "smp_checkout.pth").write_text(str(pathlib.Path("python").resolve()) + "\n")'
-echo "$wanted" > "$stamp"
+fi
+install build --no-deps "torch==$torch" "${tools[@]}"
+[[ $level == build ]] && exit
+install run "torch==$torch" -r requirements/run.txt
+[[ $level == run ]] && exit
+install all "torch==$torch" -r requirements/run.txt -r requirements/test.txt \
+  -r requirements/tools.txt

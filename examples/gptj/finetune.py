@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import sys
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformers import get_linear_schedule_with_warmup as linear_schedule
 import smp
 from smp.world.launch import read_launch
 
-NUM_CHECKED_STEPS = 3
+NUM_CHECKED_STEPS = NUM_TRACED_STEPS = 3
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
@@ -45,6 +46,7 @@ def parse_args():
     add("--seed", type=int, default=1)
     add("--prompt", default="The ", help="beginning of the sample at the end")
     add("--check", action="store_true", help="compare the first steps with one process")
+    add("--trace", help="page to write: what each rank did in the last steps of training")
     add("--out", type=Path, help="folder for metrics and a checkpoint of each rank's part")
     add("--save-full", action="store_true", help="also write the whole model to OUT/model")
     args = parser.parse_args()
@@ -126,15 +128,22 @@ def train(model, loader, args, check):
     scheduler = make_schedule(optimizer, args)
     num_sequences = args.batch_size * smp.dp_size()
     with Display(model, args.steps, num_sequences, args.seq_len, args.out) as display:
-        for batch in islice(epochs(loader), args.steps):
-            loss = train_step(model, batch, args.precision).reduce_mean()
-            if check is not None:
-                check.record(loss, model)
-            smp.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            display.update(loss.item())
+
+        def run(batches):
+            for batch in batches:
+                loss = train_step(model, batch, args.precision).reduce_mean()
+                if check is not None:
+                    check.record(loss, model)
+                smp.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                display.update(loss.item())
+
+        batches = islice(epochs(loader), args.steps)
+        run(islice(batches, max(0, args.steps - NUM_TRACED_STEPS)))
+        with smp.trace(args.trace) if args.trace else nullcontext():
+            run(batches)
     return optimizer
 
 
@@ -167,6 +176,7 @@ def main():
     # Rank 0 prepares the text, the others receive it.
     prepared = None
     if smp.rank() == 0:
+        print("text: reading, and making a tokenizer", flush=True)
         prepared = prepare(args.data, args.model, args.seq_len)
     tokenizer, train_set, valid_set = smp.allgather(prepared, smp.WORLD)[0]
 
@@ -176,6 +186,9 @@ def main():
     model = make_model(args, tokenizer)
     check = Check(model, NUM_CHECKED_STEPS, TOLERANCE[args.precision]) if args.check else None
     model = smp.DistributedModel(model)
+    if smp.rank() == 0:
+        size = f"{len(train_set)} sequences of {args.seq_len} tokens"
+        print(f"training: {args.steps} steps of {args.batch_size} out of {size}", flush=True)
     valid_loader = loader(valid_set, smp.dp_rank(), shuffle=False)
     before = evaluate(model, valid_loader, args)
     optimizer = train(model, loader(train_set, smp.dp_rank(), shuffle=True), args, check)
