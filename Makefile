@@ -54,14 +54,19 @@ ifeq ($(NO_VENV),)
 endif
 
 .PHONY: test
-test: build transformers  ## run every test: C++, lint rules, one process, several processes
-	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure
+test: build transformers  ## every claim: C++, lint rules, one process, several processes
+	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure --parallel 2
 	$(RUN) scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 
-# One class of each family on two ranks, then a sample in the other modes.
-.PHONY: test-all
-test-all: test zoo  ## `make test`, and every model of the zoo (tests/zoo)
+# One of ZOO models of the zoo, on two ranks; those of `make zoo` are all.
+ZOO ?= 16
 
+.PHONY: test-all
+test-all: build transformers  ## what `make test` leaves out: larger samples of the same claims
+	$(RUN) SMP_SAMPLES=others scripts/pytest.sh $(PY) $(PYTEST_ARGS)
+	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --sample $(ZOO) --jobs 2 --check
+
+# One class of each family on two ranks, then a sample in the other modes.
 .PHONY: zoo
 zoo: build  ## every model of the zoo: one of each family on two ranks, samples in other modes
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --jobs 2 --check
@@ -74,7 +79,7 @@ quick: build  ## C++ and one-process tests only
 	$(RUN) $(PY) -m pytest tests/lint tests/unit tests/api $(PYTEST_ARGS)
 
 .PHONY: grid
-grid: build  ## all of what CI runs samples of, and thousands of random programs: hours
+grid: build  ## all of what the tests run samples of, and thousands of random programs: hours
 	$(RUN) SMP_NUM_PROGRAMS=5000 SMP_GRID=all $(PY) -m pytest tests/dist tests/hosts $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -40,7 +40,7 @@ class Progress:
         elif line.startswith("Collecting "):
             self._collected.add(re.split(r"[=<>!~\[ ;(]", line[len("Collecting ") :])[0])
         elif line.startswith("Installing collected packages: "):
-            self._installing = line.split(": ", 1)[1].split(", ")
+            self._installing = line.strip().split(": ", 1)[1].split(", ")
 
     def line(self) -> str:
         seconds = int(time.monotonic() - self._begin)

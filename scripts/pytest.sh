@@ -2,6 +2,7 @@
 # The Python tests: most of them wait more than they compute, so two at a time
 # where pytest-xdist is installed; those that must be alone afterwards.
 # Usage: scripts/pytest.sh <python> [argument of pytest ...]
+# SMP_SAMPLES=some|others|all says which cases (tests/samples.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -14,6 +15,7 @@ fi
 status=0
 ran=0
 for mark in "not alone" alone; do
+  echo "=== tests that are $mark (${SMP_SAMPLES:-some} of the samples)"
   arguments=(-m "$mark")
   [[ $mark == alone ]] || arguments+=(-n "${SMP_TEST_JOBS:-2}" --dist worksteal)
   code=0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +29,9 @@ for path in (str(REPO / "python"), str(REPO)):
         sys.path.insert(0, path)
 
 
-from tests.dist.grid.covering import Row, covering_sample  # noqa: E402 - from the path above
-from tests.dist.pool import Pool  # noqa: E402
+from tests.dist.pool import Pool  # noqa: E402 - from the path above
+from tests.progress import Progress  # noqa: E402
+from tests.samples import to_run  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
+        "sample(keep): of many cases of one claim, `make test` runs so many, `make test-all` the "
+        "others; without keep the test divides its work itself (tests/samples.py)",
+    )
+    config.addinivalue_line(
+        "markers",
         "alone: measures times or what is left on the machine, or needs all of its file in one "
         "process; not beside other tests",
     )
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(reporter))
 
 
 def pytest_report_header() -> str:
@@ -60,27 +68,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what a covering sample does not need, unless somebody names single tests."""
-    if os.environ.get("SMP_GRID") == "all" or any("::" in argument for argument in config.args):
+    """Leaves out what is in no sample, unless somebody names single tests."""
+    if any("::" in argument for argument in config.args):
         return
-    products: dict[str, dict[Row, pytest.Item]] = defaultdict(dict)
-    times: dict[str, int] = {}
-    for item in items:
-        marker = item.get_closest_marker("covering")
-        if marker is not None:
-            assert isinstance(item, pytest.Function)
-            function = item.nodeid.split("[")[0]
-            # One per decorator. `indices`, which is public, numbers whole tests since pytest 9.
-            products[function][tuple(item.callspec._idlist)] = item
-            times[function] = marker.kwargs["times"]
-    left_out: set[pytest.Item] = set()
-    for function, by_row in products.items():
-        rows = list(by_row)
-        for repetition in range(times[function]):
-            seed = 1000 * repetition + int(os.environ["SMP_GRID_SEED"])
-            chosen = set(covering_sample(rows, 1, seed))
-            rows = [row for row in rows if row not in chosen]
-        left_out |= {by_row[row] for row in rows}
+    chosen = to_run(items)
+    left_out = [item for item in items if item not in chosen]
     if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in chosen]

@@ -60,6 +60,7 @@ def test_client_a_trains_with_heads_that_do_not_divide(pool: Pool, tmp_path: Pat
     assert results[0]["num_split"] > 0, "the first rank has two heads, the other one"
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("prescaled", [0, 1])
 def test_client_c_by_tensor_parallelism(pool: Pool, tmp_path: Path, prescaled: int) -> None:
     client = Client(pool, tmp_path, "client_c.py")
@@ -95,6 +96,7 @@ def test_client_c_by_sharded_data_parallelism_resumes(pool: Pool, tmp_path: Path
         assert other["losses"] == one["losses"][4:]
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "bloom", "falcon", "flan_t5"])
 def test_client_d_trains_a_family(pool: Pool, tmp_path: Path, model_type: str) -> None:
     client = Client(pool, tmp_path, "client_d.py")
@@ -113,6 +115,7 @@ def test_client_d_trains_gptj_with_tensor_parallelism_too(pool: Pool, tmp_path: 
     check(client.run(4, argv), 4)
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("how", ["load_full", "finetune"])
 def test_client_d_begins_with_pretrained_weights(pool: Pool, tmp_path: Path, how: str) -> None:
     """From a plain state dict after wrapping, or from ``from_pretrained`` and no later load."""

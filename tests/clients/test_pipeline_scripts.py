@@ -10,6 +10,7 @@ from tests.clients.running import Client
 from tests.dist.pool import Pool
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("gather", [0, 1])
 def test_client_b_never_updates_and_saves(pool: Pool, tmp_path: Path, gather: int) -> None:
     client = Client(pool, tmp_path, "client_b.py")
@@ -30,6 +31,7 @@ E = {"partitions": 2, "microbatches": 4, "memory_weight": 0.3, "overlapping_allr
      "ddp": True}  # fmt: skip
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("use_sequential", [0, 1])
 def test_client_e_pretrains_and_resumes(pool: Pool, tmp_path: Path, use_sequential: int) -> None:
     client = Client(pool, tmp_path, "client_e.py")
@@ -50,6 +52,7 @@ def test_client_e_without_the_library_asks_for_its_local_rank(pool: Pool, tmp_pa
     assert len(results[0]["losses"]) == 2
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("amp", [0, 1])
 def test_client_f_learns_digits_and_resumes(pool: Pool, tmp_path: Path, amp: int) -> None:
     client = Client(pool, tmp_path, "client_f.py")

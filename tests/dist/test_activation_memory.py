@@ -24,6 +24,7 @@ def cases_of(num_ranks: int) -> list[tuple[str, int, int | None]]:
     ]
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_peak_of_each_rank_is_the_simulated_number_of_activations(
     num_ranks: int, tmp_path: Path

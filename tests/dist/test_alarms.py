@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,6 +19,26 @@ pytestmark = pytest.mark.alone
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
 HANG_S = 3.0
 LIMIT_S = 20.0
+
+
+class SlowJobs(NamedTuple):
+    """Jobs that wait for half a minute; the other tests of this file go on beside them."""
+
+    without_folder: Started
+    with_a_killed_rank: Started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_jobs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SlowJobs:
+    place = f"file://{tmp_path_factory.mktemp('alarms')}/missing/rendezvous"
+    without_folder = start_ranks(
+        pool, SCRIPT, 2, ["none", "0"], timeout=600, env={"SMP_RENDEZVOUS": place}
+    )
+    with_a_killed_rank = start_ranks(pool, SCRIPT, 3, ["init", "1"], timeout=600)
+    wait_for(with_a_killed_rank, "AT ", [0])
+    time.sleep(4.0)
+    os.kill(with_a_killed_rank.pids[1], signal.SIGKILL)
+    return SlowJobs(without_folder, with_a_killed_rank)
 
 
 def output(started: Started, rank: int) -> str:
@@ -49,6 +70,7 @@ def names(rank: int) -> str:
 # ---- ranks that are stopped or loop ---------------------------------------------------
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_stopped_rank_is_reported_in_time(pool: Pool, pp: int, victim: int) -> None:
@@ -66,6 +88,7 @@ def test_stopped_rank_is_reported_in_time(pool: Pool, pp: int, victim: int) -> N
     assert seconds < 3 * HANG_S + 3.0
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
     started = start_ranks(
@@ -90,6 +113,7 @@ def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
 # ---- ranks that leave --------------------------------------------------------------
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("victim", [1, 2])
 @pytest.mark.parametrize("action", ["exit", "leave"])
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (2, 2)], ids=["pp2-dp2", "tp2-pp2"])
@@ -143,25 +167,6 @@ def test_ctrl_c_in_init_ends_all_ranks_that_have_come(pool: Pool, victim: int) -
     assert f"rank {victim} was ended by KeyboardInterrupt while it waited" in text, text
 
 
-def test_killed_rank_is_missed_in_init(pool: Pool) -> None:
-    started = start_ranks(pool, SCRIPT, 3, ["init", "1"], timeout=70)
-    wait_for(started, "AT ", [0])
-    time.sleep(4.0)
-    os.kill(started.pids[1], signal.SIGKILL)
-    while pool.zygote().ended(started.pids[0]) is None:
-        assert time.monotonic() < started.deadline, output(started, 0)
-        time.sleep(0.05)
-    text = end(pool, started)[0].output
-    assert "rank 1 came and has said nothing for" in text, text
-
-
-def test_missing_folder_of_the_rendezvous_is_an_error(pool: Pool, tmp_path: Path) -> None:
-    place = f"file://{tmp_path}/missing/rendezvous"
-    for result in run_ranks(pool, SCRIPT, 2, ["none", "0"], env={"SMP_RENDEZVOUS": place}):
-        assert not result.hung and result.returncode != 0, result.output
-        assert f"in the folder {tmp_path}/missing, which does not exist" in result.output
-
-
 # ---- workers that run the script again ---------------------------------------------
 
 
@@ -179,3 +184,21 @@ def test_spawned_worker_that_runs_the_script_again_is_refused(pool: Pool) -> Non
         assert not result.hung and result.returncode != 0, result.output
     words = "put what the script does under `if __name__ == '__main__':`"
     assert any(words in result.output for result in results), results[0].output
+
+
+# ---- what takes long by itself, and has been going on since the first test ---------------
+
+
+def test_missing_folder_of_the_rendezvous_is_an_error(pool: Pool, slow_jobs: SlowJobs) -> None:
+    for result in wait_for_ranks(pool, slow_jobs.without_folder):
+        assert not result.hung and result.returncode != 0, result.output
+        assert "/missing, which does not exist" in result.output, result.output
+
+
+def test_killed_rank_is_missed_in_init(pool: Pool, slow_jobs: SlowJobs) -> None:
+    started = slow_jobs.with_a_killed_rank
+    while pool.zygote().ended(started.pids[0]) is None:
+        assert time.monotonic() < started.deadline, output(started, 0)
+        time.sleep(0.05)
+    text = end(pool, started)[0].output
+    assert "rank 1 came and has said nothing for" in text, text

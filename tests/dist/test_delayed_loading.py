@@ -81,6 +81,7 @@ def losses_of(rank: int, config: dict[str, Any], split: bool, how: str) -> list[
     return [*losses, train(1), train(2)]
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize(
     ("world", "config", "split", "how"),
     [

@@ -14,6 +14,7 @@ CASES = ("gptj", "gpt2", "bert")
 VARIANTS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -24,6 +25,7 @@ def test_auto_partition_trains_like_one_process_in_fp64(
     check_runs(pool, [Run(case, pp, dp, s, mb, dummies=mb == 4) for s, mb in VARIANTS])
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 def test_hf_models_train_like_one_process_in_fp32(pool: Pool, pp: int, dp: int) -> None:
     check_runs(pool, [Run(case, pp, dp, dtype=torch.float32) for case in CASES])

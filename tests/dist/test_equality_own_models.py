@@ -23,6 +23,7 @@ CASES = (
 CROSS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -32,6 +33,7 @@ def test_manual_partition_trains_like_one_process_in_fp64(
     check_runs(pool, [Run(case, pp, dp, s, mb, manual=True) for s, mb in CROSS])
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.covering(times=2)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -41,6 +43,7 @@ def test_auto_partition_trains_like_one_process_in_fp64(
     check_runs(pool, [Run(case, pp, dp, s, mb) for s, mb in (("interleaved", 4), ("simple", 2))])
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 def test_own_models_train_like_one_process_in_fp32(pool: Pool, pp: int, dp: int) -> None:
     runs = [Run(case, pp, dp, dtype=torch.float32, manual=True) for case in CASES]

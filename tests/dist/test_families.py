@@ -50,6 +50,7 @@ def run_of(
     return Run(case, pp, 1, schedule, config=(("static_mode", static), *config.items()))
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,6 +58,7 @@ def test_family_trains_like_one_process(pool: Pool, family: str, pp: int) -> Non
     check_runs(pool, [run_of(family, pp, *variant) for variant in VARIANTS])
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", WITH_CACHE)
@@ -66,6 +68,7 @@ def test_family_trains_like_one_process_without_attention_cache(
     check_runs(pool, [run_of(f"{family}+nocache", pp, static=pp == 4)])
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", HYBRID)
 def test_family_with_states_beside_keys_and_values_trains_like_one_process(
@@ -101,6 +104,7 @@ def assert_same_numbers(a: list[RankRecord], b: list[RankRecord], run: Run, what
         assert_bitwise_equal(join_parts(a, run, kind), join_parts(b, run, kind), f"{what}: {kind}")
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("family", WITH_DROPOUT)
 def test_dropout_depends_on_the_seed_and_neither_on_schedule_nor_static_mode(
     pool: Pool, family: str
@@ -133,6 +137,7 @@ def judge(rank: int, runs: list[Run], results: list[list[RankRecord]]) -> tuple[
     return transformers.__version__, str(transformers.__file__)
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", OLDER_FAMILIES)

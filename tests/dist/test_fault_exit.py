@@ -85,6 +85,7 @@ WORLDS = [(2, 1, victim) for victim in range(2)] + [(2, 2, victim) for victim in
 in_each_world = pytest.mark.parametrize(("pp", "dp", "victim"), WORLDS)
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.covering(times=1)
 @in_each_world
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
@@ -96,6 +97,7 @@ def test_killed_rank_is_named_by_all_others(
     check_survivors(results, victim, pp, f"kill -9 of rank {victim} of {pp * dp} in {place}")
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.covering(times=1)
 @in_each_world
 @pytest.mark.parametrize("place", ["forward", "backward"])

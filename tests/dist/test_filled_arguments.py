@@ -91,6 +91,7 @@ def test_containers_are_filled_as_in_one_process(pool: Pool, case: str, pp: int)
     assert_equal_to_one_process(case, pool.run(pp, train, case, pp, {}))
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("case", ["ReadByOthers", "FillsDict", "FillsNested"])
 @pytest.mark.parametrize(
     "config",

@@ -178,6 +178,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize(("size", "config"), LAYOUTS, ids=str)
 def test_a_healthy_model_is_checked_and_trains_as_without(
     pool: Pool, size: int, config: dict[str, Any]

@@ -28,6 +28,7 @@ def plain(pool: Pool, run: HalfRun, kind: str) -> dict[str, torch.Tensor]:
     return _plain[alone, kind]
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 @pytest.mark.parametrize("run", LAYOUTS, ids=str)
 def test_updates_do_not_depend_on_the_layout(pool: Pool, run: HalfRun, kind: str) -> None:

@@ -123,6 +123,7 @@ def _train(pp: int, tp: int, prescaled: bool, optimize: str, variant: str) -> in
     return len(local)
 
 
+@pytest.mark.sample(keep=6)
 @pytest.mark.parametrize("variant", _VARIANTS)
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize(

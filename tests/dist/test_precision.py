@@ -52,6 +52,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("run", EXACT, ids=str)
 def test_equals_one_process_bit_by_bit(pool: Pool, run: HalfRun) -> None:
     records = pool.run(run.world_size, train, run, timeout=120)
@@ -66,6 +67,7 @@ def test_equals_one_process_bit_by_bit(pool: Pool, run: HalfRun) -> None:
     same(joined(records, run, lambda r: r.params), expected.params, "parameters")
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("run", ROUNDED, ids=str)
 def test_is_as_close_to_float32_as_one_process(pool: Pool, run: HalfRun) -> None:
     records = pool.run(run.world_size, train, run, timeout=120)

@@ -63,6 +63,7 @@ def resume(
     return marked(model, "masters")
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(
     "run",
     [

@@ -1,6 +1,7 @@
 """Random faults over five layouts: all others end in time, and name the culprit first.
 
-200 with `SMP_GRID=all` (`SMP_NUM_FAULTS` sets another number), else a few. Each prints a line.
+200 with `SMP_GRID=all` (`SMP_NUM_FAULTS` sets another number), else 3 in `make test` and 9 others
+in `make test-all`. Each prints a line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.alone
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
 ALL = os.environ.get("SMP_GRID") == "all"
-NUM_FAULTS = int(os.environ.get("SMP_NUM_FAULTS", "200" if ALL else "3"))
+NUM_FAULTS = int(os.environ.get("SMP_NUM_FAULTS", "200" if ALL else "12"))
 LIMIT_S = 20.0
 LAYOUTS = {
     "pp2": (2, ["--pp=2"]),
@@ -52,6 +53,7 @@ def draw(index: int) -> Fault:
     return Fault(layout, action, victim, dice.randint(1, 24), dice.randint(0, 5))
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("fault", [draw(index) for index in range(NUM_FAULTS)], ids=str)
 def test_random_fault_is_named_by_all_others(pool: Pool, fault: Fault) -> None:
     results = run_ranks(pool, SCRIPT, LAYOUTS[fault.layout][0], fault.argv(), timeout=90)

@@ -1,8 +1,8 @@
 """Random module trees with random code on random ranks give the numbers of plain autograd.
 
-``SMP_NUM_PROGRAMS`` sets how many (300 by default). A failing program is printed in a form that
-``python -m tests.dist.programs`` replays; with ``SMP_SHRINK=1`` hypothesis makes it smaller first,
-which takes minutes.
+``SMP_NUM_PROGRAMS`` sets how many (60 by default, and 240 others in `make test-all`). A failing
+program is printed in a form that ``python -m tests.dist.programs`` replays; with ``SMP_SHRINK=1``
+hypothesis makes it smaller first, which takes minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.dist.pool import Pool
@@ -26,8 +27,13 @@ from tests.dist.programs.running import (
     run_plain,
 )
 from tests.dist.programs.strategy import bundles
+from tests.samples import SAMPLES
 
-NUM_PROGRAMS = int(os.environ.get("SMP_NUM_PROGRAMS", "300"))
+pytestmark = pytest.mark.sample
+
+NUM_SOME, NUM_OTHERS = 60, 240
+DEFAULT = {"some": NUM_SOME, "others": NUM_OTHERS, "all": NUM_SOME + NUM_OTHERS}[SAMPLES]
+NUM_PROGRAMS = int(os.environ.get("SMP_NUM_PROGRAMS", str(DEFAULT)))
 SHRINK = bool(os.environ.get("SMP_SHRINK"))
 # Results of a callee that share memory with each other, and are then written to.
 REFUSAL = "results that share memory, and one of them was changed in place"
@@ -69,9 +75,12 @@ class Seen:
 
 def over_bundles(seen: Seen, check: Callable[[list[Program]], None], **kinds: bool) -> None:
     """Calls `check` until enough programs were equal; the same ones in every session."""
+    # `make test` has run these.
+    num_left_out = seen.wanted * NUM_SOME // NUM_OTHERS if SAMPLES == "others" else 0
 
     @settings(
-        max_examples=10 + seen.wanted * (4 if SHRINK else 1),  # not all are new and accepted
+        # Not all are new and accepted.
+        max_examples=10 + num_left_out + seen.wanted * (4 if SHRINK else 1),
         deadline=None,
         derandomize=True,
         database=None,
@@ -81,7 +90,10 @@ def over_bundles(seen: Seen, check: Callable[[list[Program]], None], **kinds: bo
     )
     @given(bundles(1, fine=True, **kinds) if SHRINK else bundles(BUNDLE, **kinds))
     def run(programs: list[Program]) -> None:
-        if not seen.enough:
+        nonlocal num_left_out
+        if num_left_out > 0:
+            num_left_out -= len(programs)
+        elif not seen.enough:
             check(programs)
 
     run()

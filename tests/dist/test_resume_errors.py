@@ -229,6 +229,7 @@ def resume_halves(rank: int, job: Job, folder: str, is_early: bool) -> list[Any]
     return states
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(
     ("job", "is_early"),
     ((Job(2, 1, 1), False), (Job(2, 1, 1, "none", "bf16"), False),

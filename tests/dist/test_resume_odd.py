@@ -184,6 +184,7 @@ PAIRS = tuple(
 ) + ((Way(2, "none", "adafactor"), Way(1, "none", "adafactor")),)
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_everything_comes_back(pool: Pool, tmp_path: Path, pair: tuple[Way, Way]) -> None:
     source, target = pair

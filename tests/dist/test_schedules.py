@@ -18,6 +18,7 @@ from tests.reference.families import FAMILIES
 NEW = ("virtual_interleaved", "zero_bubble")
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", NEW)
 @pytest.mark.parametrize("case", ["chain", "gpt2"])
@@ -124,6 +125,7 @@ def run_slow_chain(
 # Messages take time and plans do not know it: forwards that take a little less, or more, on later
 # ranks keep tasks of two ranks from becoming ready in the same moment, in which a message would
 # decide what goes first.
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize(
     ("schedule", "pp", "slope"),
     [
@@ -155,6 +157,7 @@ def test_equal_slow_stages_execute_the_plan(
     pytest.fail(f"expected\n{plan}got\n" + "or\n".join(seen))
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize(
     "schedule", ["simple", "interleaved", "virtual_interleaved", "zero_bubble"]
@@ -231,6 +234,7 @@ def test_a_schedule_that_cannot_run_is_refused_by_all_ranks_alike(
 # ---- families ----------------------------------------------------------------
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", NEW)
@@ -241,6 +245,7 @@ def test_new_schedules_end_and_train_families_like_one_process(
         check_runs(pool, [Run(family, pp, 1, schedule)])
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_limits_of_interleaved_stop_no_family_whatever_its_graph(pool: Pool, family: str) -> None:
     for pp in (2, 4):

@@ -80,6 +80,7 @@ def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
 NOT_CHECKPOINTED = ("StateOnSelf", "LeftForSecondCall", "SharedList")
 
 
+@pytest.mark.sample(keep=9)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize(
     "case", [case for case in shared_state.CASES if case not in NOT_CHECKPOINTED]
@@ -88,6 +89,7 @@ def test_checkpointed_modules_share_state(pool: Pool, case: str, pp: int) -> Non
     assert_equal_to_one_process(case, pool.run(pp, train, case, pp, {}, True))
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize(
     "case", ["StateOnSelf", "FeaturesOfRoot", "AuxByAttribute", "LeftForSecondCall"]
 )

@@ -162,6 +162,7 @@ def train_once(
     return results
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "no step"])
 @pytest.mark.parametrize(("optimize", "prescaled"), MODES)
 def test_reading_a_split_weight_is_reading_the_whole(

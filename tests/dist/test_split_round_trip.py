@@ -72,12 +72,14 @@ def check(results: list[dict[str, Any]], degree: int) -> None:
         assert result["share"] == 1.0 if degree == 1 else result["share"] < 1 / degree + 0.06
 
 
+@pytest.mark.sample(keep=9)
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
 def test_weights_survive_bit_by_bit(pool: Pool, tmp_path: Path, case: str, degree: int) -> None:
     check(pool.run(degree, round_trip, case, str(tmp_path), degree), degree)
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("case", OLDER_SPLIT_FAMILIES)
@@ -98,6 +100,7 @@ def judge(rank: int, run: SplitRun, records: list[SplitRecord]) -> str:
     return str(transformers.__version__)
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("case", OLDER_SPLIT_FAMILIES)
 def test_split_family_trains_like_one_process_with_transformers_4_30_2(
     older_pool: Pool, case: str
@@ -110,6 +113,7 @@ def test_split_family_trains_like_one_process_with_transformers_4_30_2(
         assert version == OLDER
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
 def test_untouched_models_differ_by_their_casts_only(pool: Pool, case: str) -> None:
     """In fp64 the model as it is, with its casts to float32, is 1e-5 away at most."""

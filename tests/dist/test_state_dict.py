@@ -120,6 +120,7 @@ def load_full(rank: int, run: Run, before_partition: bool) -> None:
         assert torch.allclose(loss[mb], expected, rtol=1e-6 if run.case == "gpt2" else 1e-12)
 
 
+@pytest.mark.sample(keep=3)
 @on_layouts
 @pytest.mark.parametrize("before_partition", [True, False])
 def test_full_state_dicts_load(pool: Pool, pp: int, dp: int, before_partition: bool) -> None:

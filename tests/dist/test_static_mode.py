@@ -307,6 +307,7 @@ def train_counted(rank: int, runs: list[Run]) -> list[tuple[RankRecord, dict[str
     return results
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", ["hf/gptj", "hf/t5", "moe", "tree"])
 def test_families_with_dropout_have_the_same_bits(pool: Pool, family: str, pp: int) -> None:

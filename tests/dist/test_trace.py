@@ -418,6 +418,7 @@ def train_uneven(rank: int, run: Run, samples: int, plain_backward: bool) -> dic
 
 
 # With a pipeline only the model's own backward can be called.
+@pytest.mark.sample(keep=8)
 @pytest.mark.parametrize(("pp", "plain_backward"), [(1, False), (1, True), (2, False)])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("samples", [2, 5, 7, 8])

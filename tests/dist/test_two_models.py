@@ -18,12 +18,14 @@ from tests.reference.tolerances import assert_close
 STATIC = (("static_mode", True),)
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
 def test_numbers_equal_one_process(pool: Pool, layout: tuple[int, int], schedule: str) -> None:
     check_runs(pool, [Run(case, *layout, schedule) for case in PROGRAMS])
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2)])
 def test_numbers_equal_one_process_in_static_mode(pool: Pool, layout: tuple[int, int]) -> None:
     check_runs(pool, [Run(case, *layout, config=STATIC) for case in PROGRAMS])

@@ -51,6 +51,7 @@ def check_trained(results: list[Ended], name: str, at_least_s: float) -> None:
     assert broadcast_s > at_least_s, "the link is not as slow as it should be"
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str) -> None:
     """4 MiB at 4.5 Mbit/s: 7.5 s for the broadcast, and as much for the reduction."""

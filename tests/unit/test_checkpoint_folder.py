@@ -44,6 +44,7 @@ def _hidden(path: Path) -> list[str]:
     return sorted(p.name for p in path.rglob(".*"))
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(
     ("mode", "count"), [("random", 50), ("everywhere", 400), ("aside", 400), ("whole", 400)]
 )

@@ -16,6 +16,7 @@ SUBJECTS = ("translators", "hooks", "registration", "parity", "arguments")
 FILES = tuple(f"test_hf_{what}.py" for what in SUBJECTS)
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("file", FILES)
 def test_with_transformers_4_30_2(file: str) -> None:
     if not (FOLDER / ".smp_ready").is_file():

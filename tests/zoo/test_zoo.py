@@ -334,6 +334,7 @@ def test_an_error_of_ours_is_one_that_we_raise() -> None:
 # ---- a sample of the models ------------------------------------------------
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_has_the_numbers_of_one_process_or_is_refused(pool: Pool, name: str) -> None:
     [result] = run_entry(pool, choose(name, False)[0], [MODES["pp2"]])

@@ -1,0 +1,92 @@
+"""Which cases of a test run: `make test` takes a few of each claim, `make test-all` the others.
+
+``SMP_SAMPLES`` is `some` (the default), `others` or `all`. A test with the marker
+``sample(keep=n)`` has more cases than its claim needs: `some` runs n of them, which show as many
+values of each parameter as n can, `others` the rest. A test with ``sample`` alone divides its work
+by itself and runs in both. A test without the marker runs in `some` only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from tests.dist.grid.covering import Row, covering_sample
+
+T = TypeVar("T", bound=Hashable)
+
+GRID_SEED = int(os.environ.get("SMP_GRID_SEED", "1"))
+RUNS_GRID = os.environ.get("SMP_GRID") == "all"
+SAMPLES = "all" if RUNS_GRID else os.environ.get("SMP_SAMPLES", "some")
+if SAMPLES not in ("some", "others", "all"):
+    raise ValueError(f"SMP_SAMPLES is '{SAMPLES}'; expected some, others or all")
+
+
+def part_of(items: Sequence[T], num_some: int) -> list[T]:
+    """For a test that divides its work itself: the first ones, or the others."""
+    return {
+        "some": list(items[:num_some]),
+        "others": list(items[num_some:]),
+        "all": list(items),
+    }[SAMPLES]
+
+
+def spread(rows: Sequence[Row], num_rows: int) -> list[Row]:
+    """A few rows that show as many values of each column as they can; the same ones each time."""
+    best = covering_sample(rows, 1, 0)
+    return [*best, *(row for row in rows if row not in best)][:num_rows]
+
+
+def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What of a session's tests the environment asks for."""
+    chosen = set(items) - _beyond_covering(items)
+    some = chosen - _beyond_samples(item for item in items if item in chosen)
+    if SAMPLES == "some":
+        return some
+    if SAMPLES == "all":
+        return chosen
+    itself = {i for i in some if (m := i.get_closest_marker("sample")) and "keep" not in m.kwargs}
+    return chosen - some | itself
+
+
+def _by_row(
+    items: Iterable[pytest.Item], name: str
+) -> dict[str, tuple[pytest.Mark, dict[Row, pytest.Item]]]:
+    """Tests with a marker, by function and by what their parameters are."""
+    products: dict[str, tuple[pytest.Mark, dict[Row, pytest.Item]]] = {}
+    rows: dict[str, dict[Row, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        marker = item.get_closest_marker(name)
+        if marker is None or not marker.kwargs:
+            continue
+        assert isinstance(item, pytest.Function)
+        function = item.nodeid.split("[")[0]
+        # One per decorator. `indices`, which is public, numbers whole tests since pytest 9.
+        rows[function][tuple(item.callspec._idlist)] = item
+        products[function] = (marker, rows[function])
+    return products
+
+
+def _beyond_covering(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    left_out: set[pytest.Item] = set()
+    if RUNS_GRID:
+        return left_out
+    for marker, by_row in _by_row(items, "covering").values():
+        rows = list(by_row)
+        for repetition in range(marker.kwargs["times"]):
+            chosen = set(covering_sample(rows, 1, 1000 * repetition + GRID_SEED))
+            rows = [row for row in rows if row not in chosen]
+        left_out |= {by_row[row] for row in rows}
+    return left_out
+
+
+def _beyond_samples(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    left_out: set[pytest.Item] = set()
+    for marker, by_row in _by_row(items, "sample").values():
+        kept = set(spread(list(by_row), marker.kwargs["keep"]))
+        left_out |= {item for row, item in by_row.items() if row not in kept}
+    return left_out
