@@ -42,8 +42,8 @@ std::shared_ptr<Server> make_server(
     std::shared_ptr<comm::FaultBoard> faults, int global_rank,
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
     std::optional<std::string> actions, int num_chunks, int active_microbatches,
-    bool deterministic, bool static_mode, const std::string& device,
-    double timeout_s, std::shared_ptr<pipeline::Timeline> timeline) {
+    bool deterministic, const std::string& device, double timeout_s,
+    std::shared_ptr<pipeline::Timeline> timeline) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -53,7 +53,6 @@ std::shared_ptr<Server> make_server(
   options.num_chunks = num_chunks;
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
-  options.static_mode = static_mode;
   options.device = c10::Device(device);
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
@@ -180,8 +179,6 @@ py::dict stats(const Server& server) {
   result["switches"] = scheduler.num_switches;
   const Server::Stats sent = server.stats();
   result["remote_calls"] = sent.requests;
-  result["replayed_requests"] = sent.replayed_requests;
-  result["replays"] = sent.replays;
   result["headers"] = sent.headers;
   result["pushes"] = sent.pushes;
   result["fetches"] = sent.fetches;
@@ -212,8 +209,8 @@ void bind_pipeline(py::module_& m) {
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
            py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
            py::arg("num_chunks"), py::arg("active_microbatches"),
-           py::arg("deterministic"), py::arg("static_mode"), py::arg("device"),
-           py::arg("timeout_s"), py::arg("timeline") = nullptr)
+           py::arg("deterministic"), py::arg("device"), py::arg("timeout_s"),
+           py::arg("timeline") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -33,34 +32,6 @@ struct CallerState {
   std::vector<SentTensor> sent;
   /// Everything named here that may still be asked for.
   std::vector<std::weak_ptr<RemoteRef>> refs;
-
-  // What follows is for contexts whose requests are recorded (replay.h).
-
-  /// Requests to one owner, one behind the other, that were not sent yet.
-  struct Batch {
-    int owner = -1;  ///< -1: none
-    int node = 0;    ///< in the program of that owner
-    int64_t request_id = 0;
-    int64_t module_id = 0;
-    std::vector<comm::MessageTensor> data;
-    size_t num_copied = 0;  ///< of `data`, which nobody else writes to
-    bool has_large_data = false;
-    std::vector<comm::Ref> released;
-    std::chrono::steady_clock::time_point since;
-  };
-  /// The last request, as long as the context did nothing but call modules.
-  struct LastRequest {
-    int owner = -1;
-    int node = 0;
-    std::chrono::steady_clock::time_point when;
-  };
-
-  int64_t next_id = 0;  ///< of those reserved for this context
-  int64_t end_id = 0;
-  std::map<int, int> program_nodes;  ///< by owner
-  std::map<int, int64_t> posted;     ///< last request that was sent, by owner
-  Batch batch;
-  LastRequest last;
 
   /// Remembers a ref; forgets those that are gone from time to time.
   void add_ref(const RemoteRefPtr& ref);

@@ -223,13 +223,6 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
                        shared = std::make_shared<comm::Message>(std::move(
                            message))] { serve(header, std::move(*shared)); });
       break;
-    case Kind::kProgress:
-      after.push_back(
-          [this, header,
-           shared = std::make_shared<comm::Message>(std::move(message))] {
-            serve_progress(header, std::move(*shared));
-          });
-      break;
     case Kind::kForwardMeta:
     case Kind::kBackwardMeta: {
       const auto found = requests_.find(header.request_id);
@@ -318,8 +311,6 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
     header.kind = Kind::kStepBegin;
     header.step = step_;
     header.index = num_microbatches;
-    header.flags = forget_programs_.exchange(false);
-    if (header.flags) programs_.clear();
     for (const int rank : options_.pp_ranks) {
       if (rank != options_.global_rank) post(rank, header, name, {});
     }
@@ -331,9 +322,7 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
   SMP_CHECK(begin.bytes == name, "step call ", step_, " runs '", name,
             "' here but '", begin.bytes, "' on global_rank ", driver_rank(),
             "; all ranks must call the same step functions in one order");
-  const Header header = Header::read_from(begin);
-  served_programs_.begin_step(header.flags != 0);
-  return static_cast<int>(header.index);
+  return static_cast<int>(Header::read_from(begin).index);
 }
 
 void Server::run_step(int num_microbatches, uint64_t seed,
@@ -450,7 +439,6 @@ void Server::abandon_step(std::exception_ptr failure) {
     acks_.clear();
     ack_waits_.clear();
     published_.clear();
-    forget_programs_ = true;
   }
   // What a message of this step is just bringing would come after the clearing.
   {

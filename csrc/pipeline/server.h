@@ -26,7 +26,6 @@
 #include "csrc/pipeline/call_record.h"
 #include "csrc/pipeline/operation.h"
 #include "csrc/pipeline/remote_ref.h"
-#include "csrc/pipeline/replay.h"
 #include "csrc/pipeline/request_queues.h"
 #include "csrc/pipeline/result_cache.h"
 #include "csrc/pipeline/scheduler.h"
@@ -86,9 +85,6 @@ class Server {
     int num_chunks = 1;           ///< parts of each model on each rank
     int active_microbatches = 0;  ///< 0: the policy's default
     bool deterministic = false;
-    /// Requests that repeat those of an earlier microbatch are sent as a place
-    /// in its program, and several to one owner in one message.
-    bool static_mode = false;
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
     /// How long contexts may take to unwind after a failure elsewhere.
@@ -105,9 +101,7 @@ class Server {
   struct Stats {
     int64_t headers = 0;  ///< messages of this server
     int64_t requests = 0;
-    int64_t replayed_requests = 0;  ///< of `requests`, those without a header
-    int64_t replays = 0;            ///< messages that took these
-    int64_t pushes = 0;             ///< orders to send data on
+    int64_t pushes = 0;   ///< orders to send data on
     int64_t fetches = 0;  ///< waits of this rank for data of another one
     std::map<int, int64_t> data_bytes;  ///< tensors, by destination
   };
@@ -273,22 +267,6 @@ class Server {
   at::Tensor to_device(at::Tensor tensor) const;
   bool runs_ahead() const;
 
-  // server_replay.cpp: requests that repeat those of an earlier microbatch
-  bool is_recorded(const Context& context, int owner) const;
-  int64_t take_id(Context& context);
-  bool replay(Context& context, int owner, Header& header,
-              const std::string& structure,
-              std::vector<comm::MessageTensor>& tensors,
-              std::vector<comm::Ref>& released);
-  void add_to_batch(Context& context, const Header& header,
-                    std::vector<comm::MessageTensor>& tensors,
-                    const std::vector<comm::Ref>& released);
-  void note_request(CallerState& caller, int owner, int node);
-  bool may_hold_back(const CallerState& caller);
-  void send_batch(Context& context);
-  void end_run(Context& context);
-  void serve_progress(const Header& progress, comm::Message&& message);
-
   // server_service.cpp: what other ranks ask of this one
   void serve(const Header& header, comm::Message&& message);
   void open_inputs(Call& call, bool grad, CallRecord& record) const;
@@ -349,11 +327,7 @@ class Server {
   TensorStore store_;
   RequestQueues queues_;
   const std::shared_ptr<ReleaseList> releases_;
-  ResultCache results_;               // with the baton
-  std::map<int, Programs> programs_;  // by owner; with the baton
-  std::atomic<bool> forget_programs_{
-      false};  // they are full, or owners may lack some
-  ServedPrograms served_programs_;
+  ResultCache results_;  // with the baton
 
   ForwardHandler forward_handler_;
   ErrorReporter error_reporter_;

@@ -61,7 +61,7 @@ Header Server::request_header(Context& context, Kind kind) {
   CallerState& caller = context.caller;
   if (caller.context_id == 0) caller.context_id = next_context_id_++;
   Header header = header_of(kind, context.key.mb);
-  header.request_id = take_id(context);
+  header.request_id = next_request_id_++;
   header.index = caller.context_id;
   return header;
 }
@@ -99,7 +99,7 @@ comm::MessageTensor Server::address(Context& context, int dst,
   ref = context.caller.find_sent(tensor);
   if (!ref) {
     ref = std::make_shared<RemoteRef>();
-    ref->ref = {options_.global_rank, take_id(context) * kMaxResults};
+    ref->ref = {options_.global_rank, next_request_id_++ * kMaxResults};
     ref->home_rank = options_.global_rank;
     ref->mb = context.key.mb;
     ref->is_argument = true;
@@ -118,7 +118,6 @@ comm::MessageTensor Server::address(Context& context, int dst,
 }
 
 void Server::order_push(RemoteRef& ref, int dst) {
-  end_run(*current_context());
   ref.copies.push_back(dst);
   if (ref.route) ref.route->add(ref.result_idx, dst);
   Header header = header_of(Kind::kPush, ref.mb);
@@ -169,7 +168,6 @@ void Server::send_request(Context& context, int owner, Header& header,
     std::lock_guard<std::mutex> lock(stats_mutex_);
     ++stats_.requests;
   }
-  if (replay(context, owner, header, structure, tensors, released)) return;
   header.flags |= static_cast<int64_t>(released.size()) << kFlagBits;
   for (const comm::Ref& ref : released) {
     tensors.emplace_back();
@@ -189,7 +187,6 @@ comm::Message Server::wait_for_meta(int owner, const Header& header,
       server->requests_.erase(id);
     }
   } forget{this, header.request_id};
-  end_run(*current_context());
   return scheduler_.wait(*slot, waits_for, owner);
 }
 
@@ -394,7 +391,6 @@ at::Tensor Server::fetch(const RemoteRefPtr& ref) {
     ++stats_.fetches;
   }
   std::erase(ref->foreseen, options_.global_rank);
-  end_run(context);
   const auto slot = std::make_shared<Slot>();
   store_.when_available(ref->ref, ref->mb, [this, slot](at::Tensor t) {
     comm::Message message;
@@ -429,7 +425,6 @@ at::Tensor Server::make_handle(const RemoteRefPtr& ref) {
 
 // What outlives the body must not depend on the other ranks any more.
 void Server::settle(Context& context) {
-  end_run(context);
   context.caller.sent.clear();
   for (const auto& weak : std::exchange(context.caller.refs, {})) {
     const RemoteRefPtr ref = weak.lock();
@@ -470,7 +465,6 @@ void Server::await_requests(Context& context) {
 void Server::publish_output(const std::string& structure,
                             const std::vector<at::Tensor>& tensors) {
   Context& context = calling_context("the model's output");
-  end_run(context);
   Header header = header_of(Kind::kModelOutput, context.key.mb);
   header.index = context.num_model_calls++;
   ResultMeta result;
@@ -505,7 +499,7 @@ void Server::publish_output(const std::string& structure,
 // A large output that was made here waits for ranks which want to see it.
 RemoteRefPtr Server::store_output(Context& context, const at::Tensor& tensor) {
   auto ref = std::make_shared<RemoteRef>();
-  ref->ref = {options_.global_rank, take_id(context) * kMaxResults};
+  ref->ref = {options_.global_rank, next_request_id_++ * kMaxResults};
   ref->home_rank = options_.global_rank;
   ref->mb = context.key.mb;
   ref->releases = releases_;
@@ -558,13 +552,12 @@ ModelOutput Server::await_output() {
 }
 
 void Server::begin_backward() {
-  end_run(calling_context("backward"));
+  calling_context("backward");
   scheduler_.enter_phase(Phase::kBackward);
 }
 
 void Server::end_backward() {
   Context& context = calling_context("backward");
-  end_run(context);
   Header header = header_of(Kind::kBackwardDone, context.key.mb);
   header.index = context.num_backward_calls++;
   post_to_others(header);

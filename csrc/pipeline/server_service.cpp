@@ -124,9 +124,6 @@ void Server::serve(const Header& header, comm::Message&& message) {
     store_.release(message.tensors[i].ref, header.mb);
   }
   message.tensors.resize(num_tensors);
-  if (header.flags & kRecorded) {
-    served_programs_.record(header, message.tensors, message.bytes, caller);
-  }
 
   auto call = std::make_shared<Call>();
   call->mb = header.mb;

@@ -36,8 +36,6 @@ const char* to_string(Kind kind) {
       return "microbatch end";
     case Kind::kStepEnd:
       return "step end";
-    case Kind::kProgress:
-      return "progress";
   }
   return "unknown message";
 }
@@ -73,12 +71,7 @@ Header Header::read_from(const comm::Message& message) {
 }
 
 size_t num_released_of(const Header& header) {
-  constexpr int64_t kMask = (int64_t{1} << (kCallIdxShift - kFlagBits)) - 1;
-  return static_cast<size_t>((header.flags >> kFlagBits) & kMask);
-}
-
-int64_t call_idx_of(const Header& header) {
-  return header.flags >> kCallIdxShift;
+  return static_cast<size_t>(header.flags >> kFlagBits);
 }
 
 int64_t call_path(int64_t seed, int64_t call_idx, int64_t module_id) {

@@ -24,7 +24,6 @@ enum class Kind : int64_t {
   kBodyDone,         ///< others → driver: a step body is over
   kMicrobatchEnd,    ///< driver → others: free what belongs to a microbatch
   kStepEnd,          ///< driver → others: no further work in this step
-  kProgress,         ///< caller → owner: recorded requests, as a place
 };
 
 const char* to_string(Kind kind);
@@ -34,13 +33,10 @@ enum Flags : int64_t {
   kTraining = 2,
   kWantsMeta = 4,  ///< the caller waits to be told what comes
   kStrided = 8,    ///< an argument has gaps or another order at its caller
-  kRecorded = 16,  ///< the request continues a program (see replay.h)
 };
 
-/// Above the flags: how many of the last tensors are only released; above
-/// that, which forward of its caller context this is.
+/// Above the flags: how many of the last tensors are only released.
 constexpr int kFlagBits = 8;
-constexpr int kCallIdxShift = 32;
 
 /// Stand for a module where arithmetic, or a function of Python, is meant.
 constexpr int64_t kOperationId = -2;
@@ -55,10 +51,9 @@ struct Header {
   int64_t step = 0;
   int64_t mb = 0;
   /// Number of the request among those of its sender; answers repeat it.
-  /// Progress: of the last request that it stands for.
   int64_t request_id = 0;
   /// Backward: request id of the forward it belongs to. Forward: digest of
-  /// what the caller expects, 0 for nothing. Progress: how far (Programs).
+  /// what the caller expects, 0 for nothing.
   int64_t forward_id = 0;
   int64_t module_id = 0;
   int64_t flags = 0;
@@ -66,7 +61,6 @@ struct Header {
   /// its bytes come along the first time only (see StructureCache).
   int64_t structure_id = 0;
   /// Random seed that stands for (seed, step, microbatch, call path).
-  /// Progress: the seed of the context.
   int64_t path = 0;
   /// Requests: the caller's context. Notices: which call of the model, or of
   /// backward, within the step body. Push: where to.
@@ -78,7 +72,6 @@ struct Header {
 
 /// How many of the last tensors of a request are only released.
 size_t num_released_of(const Header& header);
-int64_t call_idx_of(const Header& header);
 /// The seed of a forward. @param seed  of its caller's context
 int64_t call_path(int64_t seed, int64_t call_idx, int64_t module_id);
 

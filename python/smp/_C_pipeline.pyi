@@ -21,7 +21,6 @@ class Server:
         num_chunks: int,
         active_microbatches: int,
         deterministic: bool,
-        static_mode: bool,
         device: str,
         timeout_s: float,
         timeline: Timeline | None = None,

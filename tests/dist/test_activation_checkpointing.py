@@ -85,12 +85,12 @@ def test_pipeline(pool: Pool, schedule: str) -> None:
     check_offload(cells, results)
 
 
-def test_pipeline_in_static_mode_and_with_virtual_stages(pool: Pool) -> None:
-    static = Cell(pp=2, steps=4, config=(("static_mode", True),))
+def test_pipeline_with_and_without_virtual_stages(pool: Pool) -> None:
+    plain = Cell(pp=2, steps=4)
     virtual = Cell(
         pp=2, schedule="virtual_interleaved", manual=False, config=(("skip_tracing", True),)
     )
-    cells = variants(static, ("each", "group_2")) + variants(virtual, ("each", "contiguous"))
+    cells = variants(plain, ("each", "group_2")) + variants(virtual, ("each", "contiguous"))
     results = run(pool, cells)
     check_counts(cells, results, NUM_BLOCKS)
 

@@ -6,7 +6,6 @@ Default settings of the installed transformers (attention caches included), drop
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.reference.families import CAUSAL, FAMILIES
 from tests.reference.hybrid_families import HYBRID
 from tests.reference.single_process import train_reference
 
-VARIANTS = tuple(itertools.product(SCHEDULES, (False, True)))  # (schedule, static_mode)
 WITH_CACHE = (*CAUSAL, "hf/t5")
 WITH_DROPOUT = (
     "hf/gpt2+nocache",
@@ -44,10 +42,8 @@ WITH_DROPOUT = (
 )
 
 
-def run_of(
-    case: str, pp: int, schedule: str = "interleaved", static: bool = False, **config: Any
-) -> Run:
-    return Run(case, pp, 1, schedule, config=(("static_mode", static), *config.items()))
+def run_of(case: str, pp: int, schedule: str = "interleaved", **config: Any) -> Run:
+    return Run(case, pp, 1, schedule, config=tuple(config.items()))
 
 
 @pytest.mark.sample(keep=5)
@@ -55,7 +51,7 @@ def run_of(
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains_like_one_process(pool: Pool, family: str, pp: int) -> None:
-    check_runs(pool, [run_of(family, pp, *variant) for variant in VARIANTS])
+    check_runs(pool, [run_of(family, pp, schedule) for schedule in SCHEDULES])
 
 
 @pytest.mark.sample(keep=2)
@@ -65,7 +61,7 @@ def test_family_trains_like_one_process(pool: Pool, family: str, pp: int) -> Non
 def test_family_trains_like_one_process_without_attention_cache(
     pool: Pool, family: str, pp: int
 ) -> None:
-    check_runs(pool, [run_of(f"{family}+nocache", pp, static=pp == 4)])
+    check_runs(pool, [run_of(f"{family}+nocache", pp)])
 
 
 @pytest.mark.sample(keep=5)
@@ -75,7 +71,7 @@ def test_family_with_states_beside_keys_and_values_trains_like_one_process(
     pool: Pool, family: str, pp: int
 ) -> None:
     # The default use_cache: convolutions and recurrences leave their states in it.
-    check_runs(pool, [run_of(family, pp, static=pp == 4)])
+    check_runs(pool, [run_of(family, pp)])
 
 
 # ---- dropout ---------------------------------------------------------------
@@ -106,14 +102,12 @@ def assert_same_numbers(a: list[RankRecord], b: list[RankRecord], run: Run, what
 
 @pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("family", WITH_DROPOUT)
-def test_dropout_depends_on_the_seed_and_neither_on_schedule_nor_static_mode(
-    pool: Pool, family: str
-) -> None:
+def test_dropout_depends_on_the_seed_and_not_on_the_schedule(pool: Pool, family: str) -> None:
     case = f"{family}+dropout"
     # A schedule keeps activations of its own number of microbatches, so with memory in the balance
     # the partition would depend on it, and random numbers are a function of the partition.
     first = run_of(case, 2, memory_weight=0.0)
-    others = [first] + [run_of(case, 2, *variant, memory_weight=0.0) for variant in VARIANTS[1:]]
+    others = [first] + [run_of(case, 2, name, memory_weight=0.0) for name in SCHEDULES[1:]]
     results: list[Any] = pool.run(2, train_seeded, [first, *others], timeout=120)
     records = [[rank[i] for rank in results] for i in range(1 + len(others))]
     check_was_distributed(records[0], first)
@@ -144,7 +138,7 @@ def judge(rank: int, runs: list[Run], results: list[list[RankRecord]]) -> tuple[
 def test_family_trains_like_one_process_with_transformers_4_30_2(
     older_pool: Pool, family: str, pp: int
 ) -> None:
-    runs = [run_of(family, pp, *variant) for variant in VARIANTS]
+    runs = [run_of(family, pp, schedule) for schedule in SCHEDULES]
     results = older_pool.run(pp, train_all, runs, timeout=120)
     [(version, file)] = older_pool.run(1, judge, runs, results)
     assert version == OLDER and Path(file).is_relative_to(OLDER_FOLDER)

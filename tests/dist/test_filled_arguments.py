@@ -99,7 +99,6 @@ def test_containers_are_filled_as_in_one_process(pool: Pool, case: str, pp: int)
         {"pipeline": "simple"},
         {"pipeline": "zero_bubble"},
         {"pipeline": "virtual_interleaved", "virtual_stages": 2},
-        {"static_mode": True},
     ],
     ids=lambda config: next(iter(config.values())),
 )

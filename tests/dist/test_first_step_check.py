@@ -167,7 +167,6 @@ LAYOUTS = (
     (3, {"pipeline_parallel_degree": 3}),
     (4, {}),
     (4, {"tensor_parallel_degree": 2}),
-    (2, {"static_mode": True}),
     (2, {"pipeline": "simple"}),
     (2, {"deterministic_server": True}),
     (2, {"pipeline": "zero_bubble"}),

@@ -99,7 +99,6 @@ def test_checkpointed_modules_share_state(pool: Pool, case: str, pp: int) -> Non
         {"pipeline": "simple"},
         {"pipeline": "zero_bubble"},
         {"pipeline": "virtual_interleaved", "virtual_stages": 2},
-        {"static_mode": True},
     ],
     ids=lambda config: next(iter(config.values())),
 )

@@ -15,20 +15,12 @@ from tests.dist.training import SCHEDULES, local_parameters
 from tests.dist.two_models import PROGRAMS, WIDTH, Run, check_runs, make_models
 from tests.reference.tolerances import assert_close
 
-STATIC = (("static_mode", True),)
-
 
 @pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
 def test_numbers_equal_one_process(pool: Pool, layout: tuple[int, int], schedule: str) -> None:
     check_runs(pool, [Run(case, *layout, schedule) for case in PROGRAMS])
-
-
-@pytest.mark.sample(keep=1)
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2)])
-def test_numbers_equal_one_process_in_static_mode(pool: Pool, layout: tuple[int, int]) -> None:
-    check_runs(pool, [Run(case, *layout, config=STATIC) for case in PROGRAMS])
 
 
 def test_replicas_without_a_pipeline_reduce_several_models(pool: Pool) -> None:

@@ -203,7 +203,7 @@ class Config:
     """Both mean NCCL on GPUs."""
 
     static_mode: bool = _bool(False)
-    """Microbatches that do what an earlier one did are replayed; never changes results."""
+    """Hint; never changes results."""
     fast_mode: bool = _bool(False)
     """Hint; never changes results."""
     _match_weights: bool = _bool(True)

@@ -24,7 +24,7 @@ Counters = Mapping[str, float]
 
 _SERVER_COUNTERS = (
     *("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records", "stored"),
-    *("headers", "pushes", "fetches", "data_bytes", "replayed_requests", "replays"),
+    *("headers", "pushes", "fetches", "data_bytes"),
 )
 
 
@@ -36,11 +36,9 @@ def server_stats() -> dict[str, float]:
         - ``contexts``, ``switches``: executions started, and changes from one to another.
         - ``remote_calls``, ``served_calls``: modules run elsewhere for this rank, and here for
           others.
-        - ``headers``: messages that told others what to do or how far they are; ``pushes``: orders
+        - ``headers``: messages that told others what to do; ``pushes``: orders
           to send a tensor on; ``fetches``: waits for the data of another rank; ``data_bytes``:
           tensors sent.
-        - ``replayed_requests``: of ``remote_calls``, those that were sent without a header, as a
-          place in a recorded program (``static_mode``); ``replays``: the messages that took them.
         - ``stored``: tensors kept now for others; 0 between steps.
         - ``records``: calls kept now for their backward; 0 between steps.
         - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between

@@ -44,7 +44,6 @@ def open_pipeline(
         active_microbatches=1 if in_order else config.active_microbatches or 0,
         # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
         deterministic=config.orders_replicas or current.sizes["tp"] > 1,
-        static_mode=config.static_mode,
         device=str(current.device),
         timeout_s=current.settings.timeout_s,
         timeline=current.timeline,

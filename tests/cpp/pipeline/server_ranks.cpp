@@ -103,7 +103,6 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   for (int r = 0; r < settings.size; ++r) options.pp_ranks.push_back(r);
   options.num_chunks = settings.num_chunks;
   options.policy = settings.policy;
-  options.static_mode = settings.static_mode;
   options.active_microbatches = settings.active_microbatches;
   options.timeout = std::chrono::seconds(20);
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);

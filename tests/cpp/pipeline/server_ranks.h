@@ -38,7 +38,6 @@ struct RankSettings {
   bool has_shared_memory = false;
   int active_microbatches = 0;
   int num_chunks = 1;
-  bool static_mode = false;
 
   int num_modules() const { return size * num_chunks; }
 };
