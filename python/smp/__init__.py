@@ -100,7 +100,8 @@ from smp.world.comm import (  # noqa: E402
 )
 from smp.world.preemption import requested as preemption_requested  # noqa: E402
 from smp.world.preemption import use_saver  # noqa: E402
-from smp.world.runtime import init, is_initialized, shutdown, state  # noqa: E402
+from smp.world.runtime import init, is_initialized, shutdown  # noqa: E402
+from smp.world.state import state  # noqa: E402
 
 use_saver(save_checkpoint)
 

@@ -1,4 +1,4 @@
 """The module in which old scripts find the global state."""
 
-from smp.world.runtime import State as State
-from smp.world.runtime import state as state
+from smp.world.state import State as State
+from smp.world.state import state as state

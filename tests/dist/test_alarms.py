@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest

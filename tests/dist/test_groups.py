@@ -15,6 +15,7 @@ import smp
 from smp import _C
 from smp.world import groups, runtime
 from smp.world.launch import read_launch
+from smp.world.process_groups import TorchGroups
 from smp.world.rendezvous import MeetingPoint
 from tests.dist.pool import Pool
 
@@ -60,7 +61,7 @@ def test_public_functions_agree_with_the_grid(pool: Pool, placement: str) -> Non
 def read_local(rank: int) -> tuple[int, int, tuple[str, ...]]:
     os.environ["SMP_HOSTNAME"] = "ab"[rank % 2]
     smp.init({"partitions": 4})
-    return smp.local_rank(), smp.local_size(), runtime.current().launch.hosts
+    return smp.local_rank(), smp.local_size(), runtime.current().rank.launch.hosts
 
 
 def test_local_ranks_follow_simulated_hosts(pool: Pool) -> None:
@@ -157,7 +158,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
         loopback=True,
         timeout_s=30.0,
     )
-    torch_groups = groups.TorchGroups(
+    torch_groups = TorchGroups(
         grid, rank, store, shard_size=2, device=torch.device("cpu"), loopback=True, timeout_s=30.0
     )
     assert made.replica is None

@@ -123,7 +123,7 @@ def test_missing_rank_is_named_after_the_time_out(pool: Pool) -> None:
 def accept(rank: int, config: dict[str, Any]) -> bool:
     """Row 9: BF16 needs no sharding."""
     smp.init(config)
-    return runtime.current().config.bf16
+    return runtime.current().rank.config.bf16
 
 
 def test_row_9_bf16_without_sharding_is_no_error_of_the_configuration(pool: Pool) -> None:
@@ -134,12 +134,12 @@ def init_with_faked_gpus(rank: int, share: str, config: dict[str, Any]) -> str:
     """Init on a machine that seems to have one GPU: the device, or the text of the error."""
     os.environ["SMP_SHARE_GPU"] = share
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "_look_at_devices", lambda settings: ("cuda", 1))
+        patch.setattr(runtime, "look_at_devices", lambda settings: ("cuda", 1))
         try:
             smp.init(config)
         except ValueError as error:
             return str(error)
-    return str(runtime.current().device)
+    return str(runtime.current().rank.device)
 
 
 def test_row_14_more_processes_than_gpus_is_refused_on_all_ranks(pool: Pool) -> None:
@@ -162,7 +162,7 @@ def test_data_parallel_ranks_on_one_gpu_are_refused_on_all_ranks(pool: Pool) -> 
 def init_on_cpu(rank: int) -> str:
     os.environ.update(SMP_DEVICE="cpu")
     smp.init({"partitions": 2})
-    return str(runtime.current().device)
+    return str(runtime.current().rank.device)
 
 
 def test_row_14_does_not_apply_to_cpu(pool: Pool) -> None:

@@ -108,7 +108,7 @@ def look(rank: int, config: dict[str, Any]) -> dict[int, Any]:
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain = train(0)
     model.load_state_dict(start)
-    runtime.current().num_begun = 1  # dropout follows from it
+    runtime.current().steps.num_begun = 1  # dropout follows from it
     harm(model)
     with smp.detect_nonfinite() as found:
         assert train(0) == plain, "looking changes no number"

@@ -134,7 +134,7 @@ def test_forked_child_reads_ranks_and_may_not_communicate(pool: Pool) -> None:
 def peer_raises(rank: int) -> str:
     smp.init({"partitions": 2})
     if rank == 1:
-        with runtime.current().reporting("a test"):
+        with runtime.current().rank.reporting("a test"):
             raise KeyError("broken on purpose")
     with pytest.raises(smp.PeerFailure) as error:
         smp.recv_from(1, smp.RankType.WORLD_RANK)

@@ -216,7 +216,7 @@ def check_flat(model: Any, optimizer: Any) -> None:
         assert torch.equal(part[: master.numel()], master)
         assert part.data_ptr() == master.data_ptr() or not master.numel()
     group = torch.distributed.get_process_group_ranks(optimizer.ds_param_shard_group)
-    assert group == list(runtime.current().groups["shard"])
+    assert group == list(runtime.current().rank.groups["shard"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

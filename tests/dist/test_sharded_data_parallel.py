@@ -85,7 +85,7 @@ def train_on_hosts(rank: int, run: Run) -> object:
         result = train(rank, run)
         from smp.world import runtime
 
-        comms = runtime.current().comms
+        comms = runtime.current().rank.comms
         hops = (comms.shard_across, comms.shard_within)
         smp.shutdown()
         return result, [hop.name if hop else "" for hop in hops]

@@ -89,7 +89,7 @@ def exchange_large(rank: int, num_mb: int) -> dict[str, int]:
     data = bytes(range(256)) * (num_mb << 12)
     received = smp.allgather(data, smp.WORLD)
     assert received == [data, data]
-    mailbox = runtime.current().mailbox
+    mailbox = runtime.current().rank.mailbox
     assert mailbox is not None
     return mailbox.stats()
 
@@ -99,13 +99,13 @@ def shared_peers(rank: int, hosts: str) -> list[int]:
     os.environ["SMP_HOSTNAME"] = hosts[rank]
     smp.init({"ddp": True})
     current = runtime.current()
-    assert current.exchange is not None and current.mailbox is not None
+    assert current.rank.exchange is not None and current.rank.mailbox is not None
     peers = []
     for other in range(smp.size()):
-        before = current.mailbox.stats()["shared_memory_messages_sent"]
+        before = current.rank.mailbox.stats()["shared_memory_messages_sent"]
         if other != rank:
-            current.exchange.all_gather(sorted((rank, other)), b"")
-        if current.mailbox.stats()["shared_memory_messages_sent"] > before:
+            current.rank.exchange.all_gather(sorted((rank, other)), b"")
+        if current.rank.mailbox.stats()["shared_memory_messages_sent"] > before:
             peers.append(other)
     return peers
 

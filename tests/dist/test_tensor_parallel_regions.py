@@ -318,7 +318,7 @@ def dies(rank: int, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         error = RuntimeError("planned")
-        runtime.current().report_raised("a test", error)
+        runtime.current().rank.report_raised("a test", error)
         raise error
     regions.reduce(torch.ones(4))
 

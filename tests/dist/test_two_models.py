@@ -380,7 +380,7 @@ def live_and_die(rank: int, pp: int, dp: int) -> list[Any]:
             gc.collect()
         keeper.zero_grad()
         make_step([keeper])(x)  # the others may still have it
-        counts.append(len(smp.world.runtime.current().models))
+        counts.append(len(smp.world.runtime.current().wrapped.models))
     gc.collect()
     gc.enable()
     dead = [[reference() is None for reference in references] for references in gone]

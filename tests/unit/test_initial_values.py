@@ -345,7 +345,7 @@ def test_an_original_has_values_one_module_at_a_time() -> None:
 def test_zero_init_acts_with_sharded_data_parallelism(
     degree: int, zero_init: bool, is_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = smp.world.runtime.current().config
+    config = smp.world.runtime.current().rank.config
     monkeypatch.setitem(config.__dict__, "sharded_data_parallel_degree", degree)
     with smp.model_creation(tensor_parallelism=False, zero_init=zero_init):
         made = nn.Linear(2, 2)

@@ -16,6 +16,7 @@ from smp import _C
 from smp.optim import distributed_optimizer as optimizer_module
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.world import comm, device_numbers, runtime
+from smp.world.wrapped import Wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_groups_state_and_defaults_are_shared() -> None:
     extra = nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [extra]})
     assert inner.param_groups[1]["params"][0] is extra
-    assert runtime.current().optimizer is optimizer
+    assert runtime.current().wrapped.optimizer is optimizer
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_wrapping_again_wraps_the_optimizer_inside() -> None:
     inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
     first = smp.DistributedOptimizer(inner)
     second = smp.DistributedOptimizer(first)
-    assert second.optimizer is inner and runtime.current().optimizer is second
+    assert second.optimizer is inner and runtime.current().wrapped.optimizer is second
 
 
 def test_accelerate_finds_what_it_asks_for() -> None:
@@ -202,7 +203,7 @@ class Replica:
     def become(self, rank: int, answers: list[list[Any]], partitioned: bool = True) -> FakeModel:
         """Acts as ``rank``; ``answers`` are the other rank's objects per exchange, in order."""
         fake = FakeModel(self.parameters[:2] if rank == 0 else self.parameters[2:], partitioned)
-        self._monkeypatch.setattr(runtime.Runtime, "models", [fake])
+        self._monkeypatch.setattr(Wrapped, "models", [fake])
         answers = list(answers)
 
         def allgather(obj: Any, group: Any) -> list[Any]:

@@ -92,8 +92,8 @@ def test_what_nobody_has_any_more_does_not_count(tmp_path: Path) -> None:
         old.cycle = old
         del old
         optimizer = make_optimizer(model)
-        assert len(smp.world.runtime.current().optimizers) == 2
+        assert len(smp.world.runtime.current().wrapped.optimizers) == 2
         train([model], optimizer)
-        assert smp.world.runtime.current().optimizers == [optimizer]
+        assert smp.world.runtime.current().wrapped.optimizers == [optimizer]
     finally:
         gc.enable()

@@ -31,10 +31,10 @@ def test_world_of_one_starts_nothing() -> None:
     assert os.listdir("/proc/self/task") == threads
     assert len(os.listdir("/proc/self/fd")) == len(files)
     assert not dist.is_initialized()
-    current = runtime.current()
-    assert (current.links, current.board, current.mailbox, current.exchange) == (None,) * 4
+    rank = runtime.current().rank
+    assert (rank.connections, rank.board, rank.mailbox, rank.exchange) == (None,) * 4
     assert (smp.size(), smp.rank(), smp.local_size(), smp.dp_size()) == (1, 0, 1, 1)
-    assert current.device == torch.device("cpu")
+    assert rank.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("has_pool", [True, False])
@@ -60,7 +60,7 @@ def test_large_tensors_have_memory_of_their_own_while_it_runs(
 
 def test_rank_prefix_lives_from_init_to_shutdown() -> None:
     smp.init()
-    assert runtime.current().prefix == "[global_rank 0 | pp 0 tp 0 rdp 0] "
+    assert runtime.current().rank.prefix == "[global_rank 0 | pp 0 tp 0 rdp 0] "
     smp.shutdown()
     assert runtime._C.rank_prefix() == ""
 
@@ -122,11 +122,11 @@ def test_local_rank_before_init_is_that_of_the_launcher(monkeypatch: pytest.Monk
 def test_nested_steps_are_refused() -> None:
     smp.init()
     current = runtime.current()
-    with current.exclusive_step("outer"):
+    with current.steps.exclusive("outer"):
         with pytest.raises(RuntimeError, match="'inner' was called inside step 'outer'"):
-            with current.exclusive_step("inner"):
+            with current.steps.exclusive("inner"):
                 pass
-    with current.exclusive_step("next"):
+    with current.steps.exclusive("next"):
         pass
 
 
@@ -149,9 +149,9 @@ def test_shutdown_inside_a_step_is_refused() -> None:
 def test_finished_steps_are_counted_and_announced() -> None:
     smp.init()
     durations: list[float] = []
-    runtime.current().on_step(durations.append)
-    runtime.current().step_finished(0.5)
-    assert (runtime.current().num_steps, durations) == (1, [0.5])
+    runtime.current().steps.on_finished(durations.append)
+    runtime.current().steps.finished(0.5)
+    assert (runtime.current().steps.num_finished, durations) == (1, [0.5])
 
 
 def test_shutdown_runs_every_callback_last_first_whatever_they_raise() -> None:

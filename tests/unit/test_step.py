@@ -125,5 +125,5 @@ def test_two_models_train_in_step_functions_of_their_own(twins: Twins) -> None:
 
 def test_calls_that_name_no_model_list_the_candidates(twins: Twins) -> None:
     with pytest.raises(RuntimeError, match=r"0: Linear of 1.2e-05 M.*; 1: Linear.*the model that"):
-        _ = smp.world.runtime.current().model
-    assert smp.world.runtime.current().models == twins.models
+        _ = smp.world.runtime.current().wrapped.model
+    assert smp.world.runtime.current().wrapped.models == twins.models

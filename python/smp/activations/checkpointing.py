@@ -151,7 +151,9 @@ def _check_module(module: object) -> None:
 
 
 def _check_type(module: object) -> None:
-    if runtime.is_initialized() and any(module is model for model in runtime.current().models):
+    if runtime.is_initialized() and any(
+        module is model for model in runtime.current().wrapped.models
+    ):
         raise TypeError(
             f"{_C.rank_prefix()}a DistributedModel cannot be checkpointed as a whole; do that with "
             "modules inside of it"

@@ -80,7 +80,7 @@ def is_together(module: nn.Module, instead: str = "it runs without checkpointing
         )
     if place.name not in _warned:
         _warned.add(place.name)
-        if not runtime.is_initialized() or runtime.current().global_rank == 0:
+        if not runtime.is_initialized() or runtime.current().rank.global_rank == 0:
             _log.warning("smp: %s; %s", what, instead)
     return False
 

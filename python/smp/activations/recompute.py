@@ -276,7 +276,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _device_of(current: runtime.Runtime | None, tensors: Sequence[Tensor]) -> torch.device:
     if current is not None:
-        return current.device
+        return current.rank.device
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 

@@ -26,6 +26,7 @@ from smp.model import DistributedModel
 from smp.optim import grad_norm
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.world import comm, runtime
+from smp.world.wrapped import module_manager
 
 _TAG = "accelerate"
 #: a loss scale that behaves as that of ``torch.amp.GradScaler``
@@ -343,7 +344,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, Any]:
     """The whole model in Hugging Face's names, on rank 0; collective over all ranks."""
     state: dict[str, Any] = model.state_dict(gather_to_rank0=True)
     if comm.rank() == 0:
-        for to_hugging_face, _ in runtime.state.module_manager.translate_functions:
+        for to_hugging_face, _ in module_manager.translate_functions:
             state = to_hugging_face(state)
     return state
 

@@ -36,6 +36,7 @@ from smp.pipeline.remote_tensor import RemoteTensor
 from smp.precision.holdings import master_of, model_parameter_of
 from smp.replacement import replace_marked
 from smp.world import runtime
+from smp.world.wrapped import module_manager
 
 Hook = Callable[["DistributedModel", Any], Any]
 
@@ -103,7 +104,7 @@ class DistributedModel(ModelViews):
         initialise_again(module, current.device, seed)
         module, registrations = replace_marked(module)
         translators = [r.translators for r in registrations if r.translators is not None]
-        runtime.state.module_manager.add(translators)
+        module_manager.add(translators)
         if current.config.fp16_params and current.config.half_dtype is None:
             for distributed in module.modules():
                 if isinstance(distributed, DistributedModule):

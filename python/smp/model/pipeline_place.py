@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smp.partition.decide import Decision
-from smp.pipeline import PipelineHub, PipelineLink
+from smp.pipeline import PipelineLink
 from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.pipeline.opening import check_order, open_pipeline
 from smp.world import runtime
@@ -39,9 +39,10 @@ class PipelinePlace:
     ) -> None:
         hub = current.pipeline
         if hub is None:
-            hub = current.pipeline = open_pipeline(current, schedule, decision)
-        assert isinstance(hub, PipelineHub)
-        check_order(current, hub, decision)
+            hub = current.pipeline = open_pipeline(
+                current.rank, schedule, decision, current.timeline
+            )
+        check_order(current.config, hub, decision)
         self._hub = hub
         self.server = hub.server
         owners = [

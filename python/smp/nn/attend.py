@@ -72,7 +72,7 @@ def tell_beyond_fused(scoring: Scoring, has_slopes: bool) -> None:
         has_slopes: with ALiBi.
     """
     running = runtime.current()
-    if not scoring.flash or running.global_rank != 0:
+    if not scoring.flash or running.rank.global_rank != 0:
         return
     told = _told.setdefault(running, set())
     for name in beyond_fused(scoring.window, has_slopes, scoring.prescale):

@@ -152,7 +152,7 @@ def current() -> Layout:
         RuntimeError: before ``smp.init``.
     """
     running = runtime.current()
-    config, num_ranks = running.config, running.sizes["tp"]
+    config, num_ranks = running.rank.config, running.rank.sizes["tp"]
     dim = None
     if config.optimize == "memory" and num_ranks > 1:
         dim = 1 if config.prescaled_batch else 0

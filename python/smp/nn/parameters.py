@@ -46,7 +46,7 @@ def add_split(
     """
     begin = sharding.begin_of(sizes)
     local = list(shape)
-    local[dim] = sizes[runtime.current().ranks["tp"]]
+    local[dim] = sizes[runtime.current().rank.ranks["tp"]]
     module.register_parameter(name, nn.Parameter(torch.empty(local)))
     # A context may have put another object in its place.
     sharding.mark_split(getattr(module, name), dim, begin, shape[dim])

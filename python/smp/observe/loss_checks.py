@@ -43,7 +43,7 @@ def before_backward(current: runtime.Runtime, losses: Tensor | Sequence[Tensor])
         RuntimeError: one is not finite, or depends on a part of a parameter.
     """
     nonfinite.check_loss(current, losses)
-    if current.sizes["tp"] > 1 and current.sizes["pp"] == 1:
+    if current.rank.sizes["tp"] > 1 and current.rank.sizes["pp"] == 1:
         _refuse_parts([losses] if isinstance(losses, Tensor) else losses, current)
 
 
@@ -74,7 +74,7 @@ def _refuse_parts(roots: Sequence[Tensor], current: runtime.Runtime) -> None:
 
 
 def _error(current: runtime.Runtime, parameter: Tensor, how: str) -> RuntimeError:
-    models: Sequence[Any] = current.models
+    models: Sequence[Any] = current.wrapped.models
     names = (
         name
         for model in models

@@ -54,7 +54,7 @@ def server_stats() -> dict[str, float]:
     stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
     if current.server is not None:
         stats.update(current.server.stats())
-    traffic = None if current.mailbox is None else current.mailbox.stats()
+    traffic = None if current.rank.mailbox is None else current.rank.mailbox.stats()
     for name in ("messages_sent", "bytes_sent", "messages_received", "bytes_received"):
         for part in (name, f"shared_memory_{name}"):
             stats[part] = 0 if traffic is None else traffic[part]
@@ -104,7 +104,7 @@ def executed_schedule() -> str:
     current = runtime.current()
     if current.server is None:
         return ""
-    return f"{current.ranks['pp']}: {current.server.executed_actions()}".rstrip()
+    return f"{current.rank.ranks['pp']}: {current.server.executed_actions()}".rstrip()
 
 
 def transformer_flops_per_token(

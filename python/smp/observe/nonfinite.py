@@ -103,7 +103,7 @@ def detect_nonfinite(raises: bool = False) -> Iterator[list[NonFinite]]:
 
 def model_partitioned(current: runtime.Runtime, model: Any) -> None:
     """Called with a model that runs from now on."""
-    setting = current.settings.detect_nonfinite
+    setting = current.rank.settings.detect_nonfinite
     if setting != "0" and current.detection is None:
         _detection_of(current).raises = setting == "raise"
         _detection_of(current).start()
@@ -162,13 +162,13 @@ class _Detection:
         self._undo = weakref.WeakKeyDictionary()
         self._own: NonFinite | None = None  # first of this rank in this step
         self._running = threading.local()
-        current.on_step(self._step_done)
+        current.steps.on_finished(self._step_done)
         current.on_shutdown(self.stop)
 
     def start(self) -> None:
         """Begins to look, at all models that are partitioned."""
         self.is_on = True
-        for model in self._current.models:
+        for model in self._current.wrapped.models:
             self.watch(model)
 
     def watch(self, model: Any) -> None:
@@ -287,16 +287,18 @@ class _Detection:
             direction,
             f"{what} ({dtype} {list(tensor.shape)}{self._scale(direction)})",
             kind,
-            current.global_rank,
-            current.grid.describe(current.global_rank),
-            current.num_begun - 1 if current.running_step is not None else current.num_begun,
+            current.rank.global_rank,
+            current.rank.grid.describe(current.rank.global_rank),
+            current.steps.num_begun - 1
+            if current.steps.running is not None
+            else current.steps.num_begun,
             None if mb < 0 else mb,
             time.time_ns(),
         )
-        _log.warning("%s%s", current.prefix, self._own)
+        _log.warning("%s%s", current.rank.prefix, self._own)
 
     def _scale(self, direction: str) -> str:
-        optimizers: list[Any] = self._current.optimizers
+        optimizers: list[Any] = self._current.wrapped.optimizers
         scale = optimizers[-1].loss_scale if optimizers and direction == "backward" else 1.0
         return "" if scale == 1.0 else f", loss scale {scale:g}"
 
@@ -307,23 +309,23 @@ class _Detection:
         if not self.is_on:
             return
         own, self._own = self._own, None
-        several = self._current.sizes["mp"] > 1
+        several = self._current.rank.sizes["mp"] > 1
         everyone = comm.allgather(own, comm.MP_GROUP) if several else [own]
         seen = sorted((o for o in everyone if o is not None), key=lambda o: o.time_ns)
         if not seen:
             return
         first: NonFinite = seen[0]
-        if len(seen) > 1 and self._current.ranks["mp"] == 0:
-            _log.warning("%sfirst of %d ranks: %s", self._current.prefix, len(seen), first)
+        if len(seen) > 1 and self._current.rank.ranks["mp"] == 0:
+            _log.warning("%sfirst of %d ranks: %s", self._current.rank.prefix, len(seen), first)
         for sink in self.sinks:
             sink.append(first)
         if self.raises and not (first.direction == "backward" and self._skips):
-            raise FloatingPointError(f"{self._current.prefix}{first}")
+            raise FloatingPointError(f"{self._current.rank.prefix}{first}")
 
     @property
     def _skips(self) -> bool:
         """Do overflows of gradients only make steps be skipped?"""
-        optimizers: list[Any] = self._current.optimizers
+        optimizers: list[Any] = self._current.wrapped.optimizers
         return any(optimizer.loss_scaler.is_dynamic for optimizer in optimizers)
 
 

@@ -43,7 +43,7 @@ def check_index(source: str, index: object, pp_size: int | None) -> int:
 
 
 def _known_pp_size() -> int | None:
-    return runtime.current().sizes["pp"] if runtime.is_initialized() else None
+    return runtime.current().rank.sizes["pp"] if runtime.is_initialized() else None
 
 
 @contextmanager
@@ -92,11 +92,11 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def _is_partitioned(module: nn.Module) -> bool:
-    if not runtime.is_initialized() or runtime.current().sizes["pp"] == 1:
+    if not runtime.is_initialized() or runtime.current().rank.sizes["pp"] == 1:
         return False
     return any(
         isinstance(model, nn.Module)
         and bool(getattr(model, "partitioned", False))
         and any(part is module for part in model.modules())
-        for model in runtime.current().models
+        for model in runtime.current().wrapped.models
     )

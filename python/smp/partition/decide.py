@@ -375,7 +375,7 @@ def _label(index: ModuleIndex, idx: int) -> str:
 
 
 def _warn_at_rank0(text: str) -> None:
-    if not runtime.is_initialized() or runtime.current().global_rank == 0:
+    if not runtime.is_initialized() or runtime.current().rank.global_rank == 0:
         _log.warning(text)
 
 
@@ -385,7 +385,7 @@ def agree(decision: Decision) -> None:
     Raises:
         ValueError: on every rank with the same text, when decisions differ.
     """
-    if runtime.current().world_size == 1:
+    if runtime.current().rank.world_size == 1:
         return
     digests = comm.allgather(decision.digest, comm.WORLD)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]

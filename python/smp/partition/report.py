@@ -34,7 +34,7 @@ def explain_partition(module: str | None = None, model: WrappedModel | None = No
     """
     decision = _decision("smp.explain_partition", model)
     result: Explanation | str | None = None
-    if runtime.current().global_rank == 0:
+    if runtime.current().rank.global_rank == 0:
         try:
             result = explain(decision, module)
         except ValueError as error:
@@ -60,7 +60,7 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
     """
     decision = _decision("smp.save_partition", model)
     error: str | None = None
-    if runtime.current().global_rank == 0:
+    if runtime.current().rank.global_rank == 0:
         try:
             plan_file.write(decision, path)
         except OSError as refused:
@@ -73,7 +73,7 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
 def _decision(what: str, model: WrappedModel | None) -> Decision:
     current = runtime.current()
     if model is None:
-        model = current.model  # with several this raises and lists them
+        model = current.wrapped.model  # with several this raises and lists them
     decision: Decision | None = None if model is None else model._decision
     if decision is None:
         raise RuntimeError(

@@ -64,10 +64,10 @@ def decide_together(
     """
     current = runtime.current()
     wishes = wishes or Wishes()
-    if current.world_size == 1 or (make_trace is None and wishes.plan is None):
+    if current.rank.world_size == 1 or (make_trace is None and wishes.plan is None):
         trace = None if make_trace is None else make_trace()
         decision = _decide(root, config, pp_size, trace, wishes)
-    elif current.global_rank == 0:
+    elif current.rank.global_rank == 0:
         decision = _decide_for_all(root, config, pp_size, make_trace, wishes)
     else:
         given = comm.allgather(None, comm.WORLD)[0]
@@ -206,7 +206,7 @@ def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> Non
     modules = list(root.modules())
     for idx, name, dtype in casts:
         parameter = modules[idx]._parameters.get(name) if idx < len(modules) else None
-        if parameter is not None and runtime.current().config.half_dtype is None:
+        if parameter is not None and runtime.current().rank.config.half_dtype is None:
             cast(parameter, dtype)
 
 

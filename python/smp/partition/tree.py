@@ -215,7 +215,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
     if sharding.interval_of(parameter) is None:
         return parameter.numel() * parameter.element_size()
     whole = math.prod(sharding.whole_shape(parameter)) * parameter.element_size()
-    return whole // runtime.current().sizes["tp"]
+    return whole // runtime.current().rank.sizes["tp"]
 
 
 def _further_places(

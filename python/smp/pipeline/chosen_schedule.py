@@ -54,7 +54,7 @@ def choose_schedule(config: Config, pp_size: int) -> ChosenSchedule:
 def _read_on_rank0(config: Config, pp_size: int) -> tuple[str, str | None]:
     """The text in its normal form, or what is wrong with it."""
     result: tuple[str, str | None] = ("", None)
-    if runtime.current().global_rank == 0:
+    if runtime.current().rank.global_rank == 0:
         try:
             result = (_read(config, pp_size), None)
         except ValueError as error:

@@ -126,7 +126,7 @@ class _Replacement:
 
     def _say(self, module: nn.Module, name: str, what: str) -> None:
         """Tells the user of rank 0, once per class."""
-        if runtime.current().global_rank == 0 and (type(module), what) not in self._said:
+        if runtime.current().rank.global_rank == 0 and (type(module), what) not in self._said:
             self._said.add((type(module), what))
             _log.warning("smp: %s ('%s') %s", type(module).__name__, name, what)
 
@@ -206,7 +206,7 @@ class _Replacement:
         """Warns the user of rank 0 who asked for tensor parallelism and gets none."""
         marks = ((module, mark_of(module)) for module in root.modules())
         wanted = [module for module, mark in marks if mark is not None and mark.enabled]
-        if self.used or not wanted or runtime.current().global_rank != 0:
+        if self.used or not wanted or runtime.current().rank.global_rank != 0:
             return
         numbers: dict[type[nn.Module], list[int]] = {}
         for module in wanted:

@@ -76,7 +76,7 @@ def take_over_values(
         keep_original(made, None if values is None else module, translate)
         return
     initialise_delayed(
-        made, lambda _: True, runtime.current().device, name=name, on_ready=_move_to_cpu
+        made, lambda _: True, runtime.current().rank.device, name=name, on_ready=_move_to_cpu
     )
 
 

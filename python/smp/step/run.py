@@ -10,7 +10,6 @@ import torch
 
 from smp import _C, data_parallel
 from smp.model.engine import Engine
-from smp.pipeline import PipelineHub
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
@@ -31,7 +30,7 @@ class StepRun:
         self, current: runtime.Runtime, engines: Sequence[Engine], name: str, trains: bool
     ) -> None:
         self._current = current
-        self._hub = current.pipeline if isinstance(current.pipeline, PipelineHub) else None
+        self._hub = current.pipeline
         self._engines = list(engines)
         self._name = name
         self._trains = trains

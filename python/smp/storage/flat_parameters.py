@@ -85,11 +85,11 @@ class FlatParameters(WholeParameters):
         self._finish_on_shutdown()
 
     def _finish_on_shutdown(self) -> None:
-        known, links = weakref.ref(self), self._current.links
+        known, connections = weakref.ref(self), self._current.rank.connections
 
         def finish() -> None:
             last = known()  # None: the model was deleted
-            if last is not None and links is not None and links.is_healthy:
+            if last is not None and connections is not None and connections.is_healthy:
                 last.finish()
 
         self._current.on_shutdown(finish)

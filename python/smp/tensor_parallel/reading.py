@@ -96,7 +96,7 @@ def is_outside() -> bool:
     """
     if _here.depth > 0:
         return False
-    if _C.in_context() or runtime.current().running_step is not None:
+    if _C.in_context() or runtime.current().steps.running is not None:
         return True
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -241,7 +241,7 @@ def _written(split: Split, func: OpOverload) -> RuntimeError:
 
 
 def _say(split: Split) -> None:
-    if split.name not in _said and runtime.current().global_rank == 0:
+    if split.name not in _said and runtime.current().rank.global_rank == 0:
         _said.add(split.name)
         _log.warning(
             "smp: '%s' is read by code outside of its module, which gets it whole: it is gathered "

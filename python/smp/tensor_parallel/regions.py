@@ -41,7 +41,7 @@ def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _group() -> _C.TensorParallelGroup:
-    return runtime.current().comms.tp_group
+    return runtime.current().rank.comms.tp_group
 
 
 def _sizes(sizes: Sizes) -> list[int]:

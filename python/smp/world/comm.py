@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from smp.world import host_objects, runtime
 from smp.world.launch import read_launch
+from smp.world.rank import Rank
 
 _T = TypeVar("_T")
 
@@ -49,79 +50,84 @@ TP_GROUP = CommGroup.TP_GROUP
 RDP_GROUP = CommGroup.RDP_GROUP
 
 
+def _rank() -> Rank:
+    """What the functions of this file tell and use: the rank that `init` has made."""
+    return runtime.current().rank
+
+
 # ---- ranks and sizes ---------------------------------------------------------------
 
 
 def rank() -> int:
     """Position among all processes, in ``[0, size())``."""
-    return runtime.current().global_rank
+    return _rank().global_rank
 
 
 def local_rank() -> int:
     """Position among the processes of this host. Before `init`: what the launcher says, or 0."""
     if runtime.is_initialized():
-        return runtime.current().local_rank
+        return _rank().local_rank
     return read_launch(os.environ, socket.gethostname()).local_rank
 
 
 def mp_rank() -> int:
     """Position in the group that holds one whole model."""
-    return runtime.current().ranks["mp"]
+    return _rank().ranks["mp"]
 
 
 def dp_rank() -> int:
     """Position in the group that holds the same partition."""
-    return runtime.current().ranks["dp"]
+    return _rank().ranks["dp"]
 
 
 def pp_rank() -> int:
     """Index of the partition that this process holds."""
-    return runtime.current().ranks["pp"]
+    return _rank().ranks["pp"]
 
 
 def tp_rank() -> int:
     """Position in the group over which single modules are split."""
-    return runtime.current().ranks["tp"]
+    return _rank().ranks["tp"]
 
 
 def rdp_rank() -> int:
     """Position in the group that holds the same partition and the same slice."""
-    return runtime.current().ranks["rdp"]
+    return _rank().ranks["rdp"]
 
 
 def size() -> int:
     """Number of processes."""
-    return runtime.current().world_size
+    return _rank().world_size
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return runtime.current().local_size
+    return _rank().local_size
 
 
 def mp_size() -> int:
     """Processes that together hold one whole model: ``pp_size() * tp_size()``."""
-    return runtime.current().sizes["mp"]
+    return _rank().sizes["mp"]
 
 
 def dp_size() -> int:
     """Processes that hold the same partition: ``tp_size() * rdp_size()``."""
-    return runtime.current().sizes["dp"]
+    return _rank().sizes["dp"]
 
 
 def pp_size() -> int:
     """Number of partitions."""
-    return runtime.current().sizes["pp"]
+    return _rank().sizes["pp"]
 
 
 def tp_size() -> int:
     """Processes over which single modules are split."""
-    return runtime.current().sizes["tp"]
+    return _rank().sizes["tp"]
 
 
 def rdp_size() -> int:
     """Processes that hold the same partition and the same slice."""
-    return runtime.current().sizes["rdp"]
+    return _rank().sizes["rdp"]
 
 
 # ---- groups ------------------------------------------------------------------------
@@ -129,62 +135,66 @@ def rdp_size() -> int:
 
 def get_world_group() -> list[int]:
     """All global ranks."""
-    return list(runtime.current().groups["world"])
+    return list(_rank().groups["world"])
 
 
 def get_mp_group() -> list[int]:
     """Global ranks of the caller's MP group, ascending."""
-    return list(runtime.current().groups["mp"])
+    return list(_rank().groups["mp"])
 
 
 def get_dp_group() -> list[int]:
     """Global ranks of the caller's DP group, ascending."""
-    return list(runtime.current().groups["dp"])
+    return list(_rank().groups["dp"])
 
 
 def get_pp_group() -> list[int]:
     """Global ranks of the caller's PP group, ascending."""
-    return list(runtime.current().groups["pp"])
+    return list(_rank().groups["pp"])
 
 
 def get_tp_group() -> list[int]:
     """Global ranks of the caller's TP group, ascending."""
-    return list(runtime.current().groups["tp"])
+    return list(_rank().groups["tp"])
 
 
 def get_rdp_group() -> list[int]:
     """Global ranks of the caller's RDP group, ascending."""
-    return list(runtime.current().groups["rdp"])
+    return list(_rank().groups["rdp"])
+
+
+def _process_group(kind: str) -> dist.ProcessGroup:
+    return runtime.current().process_groups.of(kind)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of all processes. Needs ``ddp: True``."""
-    return runtime.current().process_group("world")
+    return _process_group("world")
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of the caller's MP group. Needs ``ddp: True``."""
-    return runtime.current().process_group("mp")
+    return _process_group("mp")
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of the caller's DP group. Needs ``ddp: True``."""
-    return runtime.current().process_group("dp")
+    return _process_group("dp")
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of the caller's PP group. Needs ``ddp: True``."""
-    return runtime.current().process_group("pp")
+    return _process_group("pp")
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of the caller's TP group. Needs ``ddp: True``."""
-    return runtime.current().process_group("tp")
+    return _process_group("tp")
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
     """`torch.distributed` group of the caller's RDP group. Needs ``ddp: True``."""
-    return runtime.current().process_group("rdp")
+    return _process_group("rdp")
 
 
 # ---- objects -----------------------------------------------------------------------
@@ -199,10 +209,10 @@ def broadcast(obj: object, group: CommGroup) -> None:
         obj: anything picklable; tensors travel by value.
         group: kind of the caller's group.
     """
-    current, members = _communicating("broadcast", group)
-    if current.exchange is not None and len(members) > 1:
-        with current.reporting("smp.broadcast"):
-            current.exchange.broadcast(members, host_objects.pack(obj))
+    here, members = _communicating("broadcast", group)
+    if here.exchange is not None and len(members) > 1:
+        with here.reporting("smp.broadcast"):
+            here.exchange.broadcast(members, host_objects.pack(obj))
 
 
 def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
@@ -213,9 +223,9 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
         dest_rank: rank of the receiver in the caller's group of kind `rank_type`.
         rank_type: how `dest_rank` is counted.
     """
-    current, peer = _peer("send", dest_rank, rank_type)
-    exchange = _exchange_with(current, peer, "send")
-    with current.reporting("smp.send"):
+    here, peer = _peer("send", dest_rank, rank_type)
+    exchange = _exchange_with(here, peer, "send")
+    with here.reporting("smp.send"):
         exchange.send(peer, host_objects.pack(obj))
 
 
@@ -228,10 +238,10 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     Returns:
         the object; tensors that were on a GPU are on the caller's device.
     """
-    current, peer = _peer("recv_from", src_rank, rank_type)
-    exchange = _exchange_with(current, peer, "recv_from")
-    with current.reporting("smp.recv_from"):
-        return host_objects.unpack(exchange.recv(peer), current.device)
+    here, peer = _peer("recv_from", src_rank, rank_type)
+    exchange = _exchange_with(here, peer, "recv_from")
+    with here.reporting("smp.recv_from"):
+        return host_objects.unpack(exchange.recv(peer), here.device)
 
 
 def allgather(obj: object, group: CommGroup) -> list[Any]:
@@ -241,13 +251,13 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
         obj: anything picklable; tensors travel by value.
         group: kind of the caller's group.
     """
-    current, members = _communicating("allgather", group)
+    here, members = _communicating("allgather", group)
     own = host_objects.pack(obj)
     parts = [own]
-    if current.exchange is not None and len(members) > 1:
-        with current.reporting("smp.allgather"):
-            parts = current.exchange.all_gather(members, own, f"smp.allgather({group.name})")
-    return [host_objects.unpack(part, current.device) for part in parts]
+    if here.exchange is not None and len(members) > 1:
+        with here.reporting("smp.allgather"):
+            parts = here.exchange.all_gather(members, own, f"smp.allgather({group.name})")
+    return [host_objects.unpack(part, here.device) for part in parts]
 
 
 def of_shard_group(objects: Sequence[_T]) -> list[_T]:
@@ -256,7 +266,7 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
     Args:
         objects: one of each rank of the RDP group, from `allgather`.
     """
-    groups = runtime.current().groups
+    groups = _rank().groups
     return [
         item for rank, item in zip(groups["rdp"], objects, strict=True) if rank in groups["shard"]
     ]
@@ -264,10 +274,10 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
 
 def barrier(group: CommGroup = WORLD) -> None:
     """Waits for the members of the caller's group of this kind. Collective over the group."""
-    current, members = _communicating("barrier", group)
-    if current.exchange is not None and len(members) > 1:
-        with current.reporting("smp.barrier"):
-            current.exchange.barrier(members, f"smp.barrier({group.name})")
+    here, members = _communicating("barrier", group)
+    if here.exchange is not None and len(members) > 1:
+        with here.reporting("smp.barrier"):
+            here.exchange.barrier(members, f"smp.barrier({group.name})")
 
 
 def mp_barrier() -> None:
@@ -295,37 +305,37 @@ def rdp_barrier() -> None:
     barrier(RDP_GROUP)
 
 
-def _communicating(what: str, group: CommGroup) -> tuple[runtime.Runtime, list[int]]:
-    current = runtime.current()
-    current.check_process(f"smp.{what}")
+def _communicating(what: str, group: CommGroup) -> tuple[Rank, list[int]]:
+    here = _rank()
+    here.check_process(f"smp.{what}")
     if not isinstance(group, CommGroup):
         raise ValueError(
-            f"{current.prefix}smp.{what}: group is {group!r}; pass a CommGroup such as smp.DP_GROUP"
+            f"{here.prefix}smp.{what}: group is {group!r}; pass a CommGroup such as smp.DP_GROUP"
         )
-    return current, list(current.groups[group.value])
+    return here, list(here.groups[group.value])
 
 
-def _peer(what: str, peer_rank: int, rank_type: RankType) -> tuple[runtime.Runtime, int]:
-    """The runtime, and the global rank of the peer."""
-    current = runtime.current()
-    current.check_process(f"smp.{what}")
+def _peer(what: str, peer_rank: int, rank_type: RankType) -> tuple[Rank, int]:
+    """This rank, and the global rank of the peer."""
+    here = _rank()
+    here.check_process(f"smp.{what}")
     if not isinstance(rank_type, RankType):
         raise ValueError(
-            f"{current.prefix}smp.{what}: rank_type is {rank_type!r}; pass a RankType such as "
+            f"{here.prefix}smp.{what}: rank_type is {rank_type!r}; pass a RankType such as "
             "smp.RankType.DP_RANK"
         )
-    members = current.groups[rank_type.value]
+    members = here.groups[rank_type.value]
     if not 0 <= peer_rank < len(members):
         raise ValueError(
-            f"{current.prefix}smp.{what}: {rank_type.name} {peer_rank} does not exist; the group "
+            f"{here.prefix}smp.{what}: {rank_type.name} {peer_rank} does not exist; the group "
             f"has {len(members)} members"
         )
-    return current, members[peer_rank]
+    return here, members[peer_rank]
 
 
-def _exchange_with(current: runtime.Runtime, peer: int, what: str) -> Any:
-    if current.exchange is None:
+def _exchange_with(here: Rank, peer: int, what: str) -> Any:
+    if here.exchange is None:
         raise ValueError(
-            f"{current.prefix}smp.{what}: rank {peer} is the only process; there is no peer"
+            f"{here.prefix}smp.{what}: rank {peer} is the only process; there is no peer"
         )
-    return current.exchange
+    return here.exchange

@@ -25,9 +25,9 @@ def gather(numbers: Tensor, kind: str) -> Tensor:
         ``[size of the group, n]``, in order of rank.
     """
     current = runtime.current()
-    if current.sizes[kind] == 1:
+    if current.rank.sizes[kind] == 1:
         return numbers[None]
-    comms = current.comms
+    comms = current.rank.comms
     communicators = {
         "mp": comms.mp,
         "tp": comms.tp,
@@ -42,9 +42,9 @@ def gather(numbers: Tensor, kind: str) -> Tensor:
         numbers.cpu() if on_host else numbers,
         communicator,
         what=f"exchange of numbers of an update ({kind})",
-        faults=current.board,
-        ranks=list(current.groups[kind]),
-        timeout_s=current.settings.timeout_s,
+        faults=current.rank.board,
+        ranks=list(current.rank.groups[kind]),
+        timeout_s=current.rank.settings.timeout_s,
     )
     return moved(gathered, numbers.device)
 
@@ -74,13 +74,13 @@ def maxima(numbers: Tensor, kinds: Iterable[str]) -> Tensor:
 
 def skipping_kinds() -> tuple[str, ...]:
     """Groups whose ranks, taken together, apply an update or skip it."""
-    is_sharded = runtime.current().sizes["shard"] > 1
+    is_sharded = runtime.current().rank.sizes["shard"] > 1
     return ("mp", "shard", "replica") if is_sharded else ("mp",)
 
 
 def number(value: float) -> Tensor:
     """A number on the device of this rank, float64 without dimensions; nobody waits for it."""
-    return torch.full((), value, dtype=torch.float64, device=runtime.current().device)
+    return torch.full((), value, dtype=torch.float64, device=runtime.current().rank.device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

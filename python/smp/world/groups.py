@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -308,98 +306,3 @@ def _make_nccl(
         options,
     )
     return _C.make_c10d_communicator(backend, f"nccl:{name}")
-
-
-class TorchGroups:
-    """The `torch.distributed` process groups that users get. Collective to make."""
-
-    def __init__(
-        self,
-        grid: _C.ProcessGrid,
-        global_rank: int,
-        store: dist.Store,
-        *,
-        shard_size: int,
-        device: torch.device,
-        loopback: bool,
-        timeout_s: float,
-    ) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        self._owns_default = not dist.is_initialized()
-        self._excepthooks = [sys.excepthook]
-        with _gloo_on_loopback(loopback):
-            if self._owns_default:
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                    store=dist.PrefixStore("torch", store),
-                    rank=global_rank,
-                    world_size=grid.world_size,
-                    timeout=timeout,
-                )
-                self._excepthooks.append(sys.excepthook)  # torch puts one on top
-            elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
-                raise RuntimeError(
-                    f"torch.distributed is already initialized as rank {dist.get_rank()} of "
-                    f"{dist.get_world_size()}, the launcher says rank {global_rank} of "
-                    f"{grid.world_size}; initialize it with the launcher's values or leave it to "
-                    "smp.init"
-                )
-            self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-            self._made: list[dist.ProcessGroup] = []
-            self._make_all(grid, global_rank, shard_size, timeout)
-        self._by_kind = {
-            kind: self._by_ranks[ranks]
-            for kind, ranks in own_groups(grid, global_rank, shard_size).items()
-        }
-
-    def _make_all(
-        self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
-    ) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self._by_ranks[tuple(range(grid.world_size))] = world
-        alone = (global_rank,)
-        if alone not in self._by_ranks:
-            self._add(
-                alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
-            )
-        seen = set(self._by_ranks)
-        for groups in all_groups(grid, shard_size).values():
-            for members in groups:  # every rank makes all, in one order
-                ranks = tuple(members)
-                if len(ranks) > 1 and ranks not in seen:
-                    seen.add(ranks)
-                    self._add(ranks, dist.new_group(ranks, timeout), global_rank)
-
-    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup, global_rank: int) -> None:
-        if global_rank in ranks:
-            self._by_ranks[ranks] = group
-            self._made.append(group)
-
-    def __getitem__(self, kind: str) -> dist.ProcessGroup:
-        return self._by_kind[kind]
-
-    def destroy(self) -> None:
-        """Ends the groups that this object made."""
-        if not dist.is_initialized():
-            return  # the user did it
-        if self._owns_default:
-            dist.destroy_process_group()
-            if sys.excepthook is self._excepthooks[-1]:
-                sys.excepthook = self._excepthooks[0]
-            return
-        for group in self._made:
-            dist.destroy_process_group(group)
-
-
-@contextmanager
-def _gloo_on_loopback(loopback: bool) -> Iterator[None]:
-    """Makes torch's own Gloo groups listen on loopback, unless the user has chosen."""
-    if not loopback or "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]

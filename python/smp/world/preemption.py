@@ -67,14 +67,14 @@ def requested() -> bool:
         smp.PeerFailure: somebody asked, but a rank has failed; there is nothing to be saved then.
     """
     current = runtime.current()
-    current.check_process("smp.preemption_requested")
+    current.rank.check_process("smp.preemption_requested")
     _install_handler()
-    return current.stops.arrive(current.settings.timeout_s)
+    return current.rank.stops.arrive(current.rank.settings.timeout_s)
 
 
 def request() -> None:
     """Asks all ranks to stop at the next boundary; one rank's call is enough. Returns at once."""
-    runtime.current().request_stop()
+    runtime.current().rank.request_stop()
 
 
 def leave() -> NoReturn:
@@ -122,7 +122,7 @@ def before_step(current: runtime.Runtime) -> None:
         smp.PeerFailure: as `requested`.
     """
     automatic = _Process.automatic or _from_settings(current)
-    if automatic is None or not torch.is_grad_enabled() or current.has_gradients:
+    if automatic is None or not torch.is_grad_enabled() or current.steps.has_gradients:
         return
     model, optimizer = _what_to_save(current)
     if requested():
@@ -137,39 +137,39 @@ def _what_to_save(current: runtime.Runtime) -> tuple[Any, Any]:
         gc.collect()  # what nobody has any more is not counted, on any rank
         problem = _problem(current)
     if problem is not None:
-        raise RuntimeError(f"{current.prefix}{problem}")
-    return current.model, current.optimizer
+        raise RuntimeError(f"{current.rank.prefix}{problem}")
+    return current.wrapped.model, current.wrapped.optimizer
 
 
 def _problem(current: runtime.Runtime) -> str | None:
     """Why these models and optimizers are not saved by the library."""
     # One optimizer may have been wrapped several times.
-    num_optimizers = len({id(wrapped.optimizer) for wrapped in current.optimizers})
-    if len(current.models) <= 1 and num_optimizers <= 1:
+    num_optimizers = len({id(wrapped.optimizer) for wrapped in current.wrapped.optimizers})
+    if len(current.wrapped.models) <= 1 and num_optimizers <= 1:
         return None
     return (
         "SMP_PREEMPTION_PATH and smp.preemption.save_to save one model with one optimizer, but "
-        f"{len(current.models)} models ({current.candidates}) and {num_optimizers} optimizers are "
-        "wrapped, and all but one would be lost. Do without these; ask "
+        f"{len(current.wrapped.models)} models ({current.wrapped.candidates}) and {num_optimizers} "
+        "optimizers are wrapped, and all but one would be lost. Do without these; ask "
         "smp.preemption_requested() at the end of each iteration, save each model with "
         "smp.save_checkpoint into a folder of its own, and call smp.preemption.leave()"
     )
 
 
 def _from_settings(current: runtime.Runtime) -> _Automatic | None:
-    path = current.settings.preemption_path
+    path = current.rank.settings.preemption_path
     return None if path is None else _Automatic(Path(path), None, None)
 
 
 def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:
-    if not current.has_trained:
+    if not current.steps.has_trained:
         _log_first(current, "smp: stopping before the first step; there is nothing to save")
         return
     if _Process.save_checkpoint is None:
         raise RuntimeError(
-            f"{current.prefix}nothing saves checkpoints; see smp.preemption.use_saver"
+            f"{current.rank.prefix}nothing saves checkpoints; see smp.preemption.use_saver"
         )
-    tag = f"preempted{current.num_steps}"
+    tag = f"preempted{current.steps.num_finished}"
     _log_first(current, f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
     _Process.save_checkpoint(
         automatic.path,
@@ -183,7 +183,7 @@ def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer
 
 
 def _log_first(current: runtime.Runtime, text: str) -> None:
-    if current.global_rank == 0:
+    if current.rank.global_rank == 0:
         _log.warning(text)
 
 
@@ -196,19 +196,19 @@ def _install_handler() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if not runtime.is_initialized() or os.getpid() != runtime.current().pid:
+    if not runtime.is_initialized() or os.getpid() != runtime.current().rank.pid:
         # A worker of a loader, or after shutdown: no step will come.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     current = runtime.current()
-    if current.board is not None and (fault := current.board.fault_text()) is not None:
-        raise _C.PeerFailure(f"{current.prefix}ended by SIGTERM after a failure: {fault}")
+    if current.rank.board is not None and (fault := current.rank.board.fault_text()) is not None:
+        raise _C.PeerFailure(f"{current.rank.prefix}ended by SIGTERM after a failure: {fault}")
     print(
-        f"{current.prefix}SIGTERM: all ranks will stop at the next boundary between steps",
+        f"{current.rank.prefix}SIGTERM: all ranks will stop at the next boundary between steps",
         file=sys.stderr,
         flush=True,
     )
-    current.request_stop()
+    current.rank.request_stop()
     if callable(_Process.previous_handler):
         _Process.previous_handler(number, frame)

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smp.config.sources import Plan, compare_configs
+from smp.world.groups import make_grid
 from smp.world.launch import Launch, Rendezvous, plan_rendezvous
 from smp.world.presence import wait_for_hellos
+from smp.world.settings import Settings, check_devices, check_gpu_sharing
 
 # How long a rank that already failed waits for the others to read its error.
 FAREWELL_S = 10.0
@@ -185,6 +188,31 @@ def exchange_hellos(
                 f"rank {launch.global_rank} as one of {launch.world_size}; start all ranks of a "
                 "job with the same number"
             )
+    return hellos
+
+
+def meet(
+    store: dist.Store, launch: Launch, hello: Hello, plan: Plan, settings: Settings
+) -> list[Hello]:
+    """The hello of every rank, once all agree. Collective.
+
+    Raises:
+        RuntimeError: ranks did not come in time.
+        ValueError: on all ranks, with the same text.
+    """
+    hellos = exchange_hellos(store, launch, hello, settings.timeout_s)
+    try:
+        raise_first_error([other.error for other in hellos])
+        compare_configs([other.config or {} for other in hellos])
+        hosts = [other.host for other in hellos]
+        nums_devices = [other.num_devices for other in hellos]
+        check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
+        if hello.device == "cuda":
+            grid = make_grid(plan, launch.world_size)
+            check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
+    except ValueError:
+        say_farewell(store, launch)
+        raise
     return hellos
 
 

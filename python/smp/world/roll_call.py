@@ -49,21 +49,21 @@ def roll_call(
         PeerFailure, RuntimeError: some rank is elsewhere, or has failed.
     """
     current = runtime.current()
-    current.check_process(what)
-    members = current.groups[group]
+    current.rank.check_process(what)
+    members = current.rank.groups[group]
     calls = [{_MARK: what, "call": call, "own": own}]
-    if current.exchange is not None:
+    if current.rank.exchange is not None:
         packed = host_objects.pack(calls[0])
         try:
-            parts = current.exchange.all_gather(members, packed, what)
+            parts = current.rank.exchange.all_gather(members, packed, what)
         except (_C.PeerFailure, RuntimeError) as error:
             if _is_elsewhere(current, error):
                 absent = _C.PeerFailure(_advice(what, snippet, group, str(error)))
-                current.report_raised(what, absent)
+                current.rank.report_raised(what, absent)
                 raise absent from error
             raise
-        calls = [host_objects.unpack(part, current.device) for part in parts]
-    with current.reporting(what):
+        calls = [host_objects.unpack(part, current.rank.device) for part in parts]
+    with current.rank.reporting(what):
         came = dict(zip(members, calls, strict=True))
         for rank, other in came.items():
             is_ours = isinstance(other, dict) and _MARK in other
@@ -83,7 +83,7 @@ def meet(
     What stands alone in a group has nobody to wait for.
     """
     for group in groups:
-        if len(runtime.current().groups[group]) > 1:
+        if len(runtime.current().rank.groups[group]) > 1:
             roll_call(what, call or {}, snippet, group=group)
 
 
@@ -99,10 +99,10 @@ def agree(what: str, error: BaseException | None, own: Any = None) -> list[Any]:
     """
     current = runtime.current()
     told = [(None if error is None else _kind_and_text(error), own)]
-    if current.exchange is not None:
+    if current.rank.exchange is not None:
         packed = host_objects.pack(told[0])
-        parts = current.exchange.all_gather(current.groups["world"], packed, what)
-        told = [host_objects.unpack(part, current.device) for part in parts]
+        parts = current.rank.exchange.all_gather(current.rank.groups["world"], packed, what)
+        told = [host_objects.unpack(part, current.rank.device) for part in parts]
     for rank, (told_error, _) in enumerate(told):
         if told_error is not None:
             kind, text = told_error
@@ -121,7 +121,7 @@ def _kind_and_text(error: BaseException) -> tuple[str, str]:
 def _is_elsewhere(current: runtime.Runtime, error: Exception) -> bool:
     """Did the wait end because ranks were somewhere else?"""
     text = str(error)
-    fault = "" if current.board is None else current.board.fault_text() or ""
+    fault = "" if current.rank.board is None else current.rank.board.fault_text() or ""
     return (
         fault.startswith("deadlock")
         or "has left" in fault + text
@@ -134,7 +134,7 @@ def _advice(what: str, snippet: str, group: str, reason: str) -> str:
     if group == "world":
         where = "on all ranks. Every rank writes or reads its own part, so all of them"
     else:
-        members = ", ".join(str(rank) for rank in runtime.current().groups[group])
+        members = ", ".join(str(rank) for rank in runtime.current().rank.groups[group])
         where = f"on all ranks that have a part of the state: global_ranks {members}"
     must = f"{where} have to call it, with the same arguments; not inside of {_GUARDS[group]}"
     return (

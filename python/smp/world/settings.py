@@ -113,6 +113,15 @@ def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
     return settings.device
 
 
+def look_at_devices(settings: Settings) -> tuple[str, int]:
+    """ "cpu" or "cuda", and the number of visible GPUs."""
+    wants_cuda = settings.device != "cpu"
+    device_type = choose_device_type(
+        settings, cuda_available=wants_cuda and torch.cuda.is_available()
+    )
+    return device_type, torch.cuda.device_count() if device_type == "cuda" else 0
+
+
 def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.device:
     """The device that a process works on."""
     if device_type == "cpu":

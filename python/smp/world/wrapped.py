@@ -27,6 +27,10 @@ class ModuleManager:
                 self.translate_functions.append(pair)
 
 
+module_manager = ModuleManager()
+"""Of this process; it is empty again after `shutdown`."""
+
+
 class WrappedModel(Protocol):
     """What is known here of a `DistributedModel`."""
 
@@ -66,8 +70,8 @@ class _Weak(Generic[_T]):
         return [item for item in items if item is not None]
 
 
-class WrappedObjects:
-    """The part of a runtime that knows what was wrapped under it.
+class Wrapped:
+    """Registry of what was wrapped under one runtime.
 
     Attributes:
         partitioned: numbers of the models that are partitioned; equal on all ranks.
@@ -141,6 +145,6 @@ class WrappedObjects:
         optimizers = self.optimizers
         return optimizers[-1] if optimizers else None
 
-    def forget_wrapped(self) -> None:
+    def forget(self) -> None:
         """As if nothing had been wrapped; numbers begin anew."""
-        WrappedObjects.__init__(self)
+        self.__init__()  # type: ignore[misc]

@@ -23,15 +23,15 @@ def messages() -> dict[str, object]:
     """Round trip of a small message and bandwidth of a large one, through the mailbox."""
     smp.init({"pipeline_parallel_degree": 2})
     current = runtime.current()
-    assert current.mailbox is not None and current.board is not None
-    probe = _C.LinkProbe(current.mailbox, current.board)
+    assert current.rank.mailbox is not None and current.rank.board is not None
+    probe = _C.LinkProbe(current.rank.mailbox, current.rank.board)
     smp.barrier()
     result: dict[str, object] = {}
     if smp.rank() == 0:
         small = probe.measure(1, _SMALL_BYTES, _SMALL_REPEATS, _LIMIT_S)
         large = probe.measure(1, _LARGE_BYTES, _LARGE_REPEATS, _LIMIT_S)
         result = {
-            "shared": current.mailbox.stats()["shared_memory_messages_sent"] > 0,
+            "shared": current.rank.mailbox.stats()["shared_memory_messages_sent"] > 0,
             "round trip us": statistics.median(both for _, both in small) * 1e6,
             # Each byte goes there and back.
             "bytes per s": 2 * _LARGE_BYTES / min(both for _, both in large),
@@ -47,7 +47,7 @@ def nccl() -> dict[str, object]:
     group = smp.get_dp_process_group()
 
     def measure(num_bytes: int, repeats: int) -> float:
-        data = torch.ones(num_bytes // 4, device=runtime.current().device)
+        data = torch.ones(num_bytes // 4, device=runtime.current().rank.device)
         samples = []
         for _ in range(repeats):
             torch.cuda.synchronize()

@@ -25,7 +25,6 @@ from smp.observe.first_step.reference import Inconclusive, Reference, draws_by_s
 from smp.observe.first_step.sketch import is_plain, sketch, stamp
 from smp.observe.first_step.watch import RealCalls, describe_leaf
 from smp.partition.costs import Trace
-from smp.pipeline import PipelineHub
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import comm, runtime
@@ -76,12 +75,12 @@ class FirstStepCheck:
 
     @property
     def _is_driver(self) -> bool:
-        return self._current.ranks["pp"] == 0
+        return self._current.rank.ranks["pp"] == 0
 
     @property
     def _takes_part(self) -> bool:
         """The other replicas do the same with other data."""
-        return self._current.ranks["rdp"] == 0
+        return self._current.rank.ranks["rdp"] == 0
 
     def before_placing(
         self,
@@ -99,7 +98,7 @@ class FirstStepCheck:
         self._local = dict(local)
         self._reason = self._reason_against(trace, shows_values)
         # The ranks of a tensor-parallel group take whole parameters of its first one.
-        keeps = self._takes_part or self._current.sizes["tp"] > 1
+        keeps = self._takes_part or self._current.rank.sizes["tp"] > 1
         if self._is_driver and self._reason is None and keeps:
             self._kept = {p: p.data for p in self._root.parameters()}
         if self._reason is None and self._takes_part:
@@ -109,19 +108,21 @@ class FirstStepCheck:
 
     def _reason_against(self, trace: Trace | None, shows_values: bool) -> str | None:
         current = self._current
-        setting = current.settings.check_first_step
+        setting = current.rank.settings.check_first_step
         if setting == "0":
             return "SMP_CHECK_FIRST_STEP is 0"
-        if current.sizes["pp"] == 1:
+        if current.rank.sizes["pp"] == 1:
             return "there is one partition"
         if not shows_values:
             return "parameters are sharded over replicas"
-        if current.config.orders_replicas and current.sizes["rdp"] > 1:
+        if current.rank.config.orders_replicas and current.rank.sizes["rdp"] > 1:
             return "the replicas do all in one order, and one of them is checked"
         if any(is_lazy(p) or p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
         if setting == "auto" and self._is_driver:
-            return reason_not_to_fit(self._root, current.device, current.local_size, trace)
+            return reason_not_to_fit(
+                self._root, current.rank.device, current.rank.local_size, trace
+            )
         return None
 
     def placed(self, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ class FirstStepCheck:
         Raises:
             FirstStepDifference: replicas hold different values, on all ranks.
         """
-        if self._current.sizes["pp"] == 1:
+        if self._current.rank.sizes["pp"] == 1:
             self._end("off: there is one partition")
             return
         reasons = comm.allgather(self._reason, comm.WORLD)
@@ -147,7 +148,7 @@ class FirstStepCheck:
         self._compare_replicas()
         for parameter in self._local.values():
             self._kept.pop(parameter, None)
-        if self._current.sizes["tp"] > 1 and self._is_driver:
+        if self._current.rank.sizes["tp"] > 1 and self._is_driver:
             whole = [value for p, value in self._kept.items() if interval_of(p) is None]
             data_parallel.broadcast_from_first(whole)
         if not self._takes_part:
@@ -160,7 +161,7 @@ class FirstStepCheck:
 
     def _compare_makers(self) -> None:
         """Ranks that drew other values train a model that this process never had."""
-        ranks = self._current.ranks
+        ranks = self._current.rank.ranks
         told = comm.allgather((ranks["tp"], self._is_driver, self._made), comm.MP_GROUP)
         split = {n for n, p in self._root.named_parameters() if interval_of(p) is not None}
         for tp_rank, is_driver, expected in told:
@@ -176,7 +177,7 @@ class FirstStepCheck:
         own = [(name, stamp(p)) for name, p in self._local.items() if interval_of(p) is None]
         first, *others = comm.allgather(own, comm.DP_GROUP)
         complaint = None
-        for rank, other in zip(self._current.groups["dp"][1:], others, strict=True):
+        for rank, other in zip(self._current.rank.groups["dp"][1:], others, strict=True):
             for (name, expected), (_, value) in zip(first, other, strict=False):
                 if not _is_near(expected, value) and complaint is None:
                     complaint = f"parameter '{name}' has other values on global_rank {rank}"
@@ -236,10 +237,12 @@ class FirstStepCheck:
         self._keep_apart(True)
         if self._is_driver:
             self._real = RealCalls(self._root)
-            self._reference = Reference(self._root, self._modules, self._kept, self._current.device)
+            self._reference = Reference(
+                self._root, self._modules, self._kept, self._current.rank.device
+            )
 
     def _keep_apart(self, apart: bool) -> None:
-        if isinstance(self._current.pipeline, PipelineHub):
+        if self._current.pipeline is not None:
             self._current.pipeline.keep_first_apart(apart)
 
     def _note_gradient(self, name: str, grad: Tensor | None) -> None:
@@ -418,9 +421,9 @@ class FirstStepCheck:
 
     def _seen(self) -> judging.Seen:
         current = self._current
-        ranks = current.ranks
+        ranks = current.rank.ranks
         seen = judging.Seen(
-            place=f"global_rank {current.global_rank} (pp {ranks['pp']} tp {ranks['tp']} "
+            place=f"global_rank {current.rank.global_rank} (pp {ranks['pp']} tp {ranks['tp']} "
             f"rdp {ranks['rdp']})",
             pp_rank=ranks["pp"],
             tp_rank=ranks["tp"],
@@ -472,9 +475,11 @@ class FirstStepCheck:
         """Lets go of everything."""
         self.outcome = outcome
         level = logging.INFO if outcome.startswith("inconclusive") else logging.DEBUG
-        if self._current.settings.check_first_step == "1" and not outcome.startswith("off: the f"):
+        if self._current.rank.settings.check_first_step == "1" and not outcome.startswith(
+            "off: the f"
+        ):
             level = logging.INFO if outcome == "equal" else logging.WARNING
-        if self._current.global_rank == 0:
+        if self._current.rank.global_rank == 0:
             _log.log(level, "smp: check of the first training step of %s: %s", self._label, outcome)
         self._kept, self._local, self._modules, self._made = {}, {}, (), {}
         self._reference = self._real = self._found = None

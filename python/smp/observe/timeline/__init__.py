@@ -39,14 +39,15 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
             ``DistributedModel``, or if no step ran in the block.
     """
     current = runtime.current()
-    current.check_process("smp.trace")
-    if current.running_step is not None:
+    rank = current.rank
+    rank.check_process("smp.trace")
+    if current.steps.running is not None:
         raise RuntimeError(
-            f"{current.prefix}smp.trace was called inside step '{current.running_step}'; call step "
+            f"{rank.prefix}smp.trace was called inside step '{current.steps.running}'; call step "
             "functions inside of the trace instead"
         )
     stem = _open(current, path, max_events)
-    num_steps = current.num_steps
+    num_steps = current.steps.num_finished
     try:
         yield
         comm.barrier(comm.WORLD)  # behind it, all tensors of the steps have arrived
@@ -55,14 +56,14 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
         current.timeline.take()
         raise
     current.timeline.stop()
-    if current.num_steps == num_steps:
+    if current.steps.num_finished == num_steps:
         raise RuntimeError(
-            f"{current.prefix}smp.trace: no step function was called inside of it, so there is "
-            "nothing to write"
+            f"{rank.prefix}smp.trace: no step function was called inside of it, so there "
+            "is nothing to write"
         )
     recordings = gather(current)
     error = None
-    if current.global_rank == 0:
+    if rank.global_rank == 0:
         try:
             document = build(recordings)
             _file(stem, ".json").write_text(json.dumps(to_chrome(document)), encoding="utf-8")
@@ -70,7 +71,7 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
         except OSError as failure:
             error = f"smp.trace could not write its files: {failure}"
     if error := comm.allgather(error, comm.WORLD)[0]:
-        raise RuntimeError(current.prefix + error)
+        raise RuntimeError(rank.prefix + error)
 
 
 def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
@@ -79,11 +80,11 @@ def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
     error: tuple[type[Exception], str] | None = None
     if current.timeline.is_on:
         error = RuntimeError, "smp.trace was called inside of another smp.trace; end that one first"
-    elif not current.models:
+    elif not current.wrapped.models:
         error = RuntimeError, "smp.trace needs a model; wrap it in smp.DistributedModel first"
     elif max_events < 1:
         error = ValueError, f"smp.trace: max_events is {max_events}; expected 1 or more"
-    elif current.global_rank == 0 and (complaint := _why_not_writable(stem)):
+    elif current.rank.global_rank == 0 and (complaint := _why_not_writable(stem)):
         error = ValueError, complaint
     if error is None:  # before the others may begin: what they send has to be seen
         current.timeline.start(max_events)
@@ -92,7 +93,7 @@ def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
             if error is None:
                 current.timeline.stop()
             kind, text = other
-            raise kind(current.prefix + text + (f" (on rank {rank})" if error is None else ""))
+            raise kind(current.rank.prefix + text + (f" (on rank {rank})" if error is None else ""))
     return stem
 
 

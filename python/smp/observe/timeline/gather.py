@@ -17,14 +17,14 @@ def own_recording(current: runtime.Runtime) -> RankRecording:
     rows, num_dropped = current.timeline.take()
     names = () if current.server is None else tuple(current.server.module_names)
     return RankRecording(
-        rank=current.global_rank,
-        pp_rank=current.ranks["pp"],
-        replica=tuple(current.groups["pp"]),
-        place=current.grid.describe(current.global_rank),
+        rank=current.rank.global_rank,
+        pp_rank=current.rank.ranks["pp"],
+        replica=tuple(current.rank.groups["pp"]),
+        place=current.rank.grid.describe(current.rank.global_rank),
         machine=machine_id(socket.gethostname()),
         module_names=names,
-        policy=current.config.pipeline,
-        active_microbatches=current.config.active_microbatches,
+        policy=current.rank.config.pipeline,
+        active_microbatches=current.rank.config.active_microbatches,
         events=to_events(rows),
         num_dropped=num_dropped,
     )
@@ -33,12 +33,12 @@ def own_recording(current: runtime.Runtime) -> RankRecording:
 def gather(current: runtime.Runtime) -> list[RankRecording]:
     """All recordings on rank 0, by rank, aligned; nothing on the other ranks. Collective."""
     own = own_recording(current)
-    if current.global_rank != 0:
+    if current.rank.global_rank != 0:
         _answer_clock_questions()
         comm.send(own, 0, comm.RankType.WORLD_RANK)
         return []
     recordings = [own]
-    for peer in range(1, current.world_size):
+    for peer in range(1, current.rank.world_size):
         offset_ns, uncertainty_ns = _ask_clock(peer)
         other: RankRecording = comm.recv_from(peer, comm.RankType.WORLD_RANK)
         same_clock = other.machine == own.machine and abs(offset_ns) <= uncertainty_ns

@@ -16,7 +16,7 @@ _POLL_S = 0.002
 _LINGER_S = 10.0  # for goodbyes that are on their way
 
 
-class Links:
+class Connections:
     """Connections of one rank of a world of more than one. Collective to make.
 
     Liveness comes first, so that whatever happens afterwards is already reported.

@@ -1,0 +1,52 @@
+"""What rooms above hang into the runtime of a rank, as far as others have to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from smp import _C
+
+
+class Pipeline(Protocol):
+    """What the partitioned models of several pipeline ranks share: `smp.pipeline.PipelineHub`."""
+
+    server: _C.Server
+    in_order: bool
+    on_microbatch_done: Callable[[int], None] | None
+
+    def add(
+        self, link: Any, names: Sequence[str], chunk_idxs: Sequence[int], depth: int
+    ) -> None: ...
+    def remove(self, link: Any) -> None: ...
+    def begin_step(self, name: str, num_microbatches: int) -> int: ...
+    def keep_first_apart(self, apart: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+class Detection(Protocol):
+    """Looks for NaN and infinities: `smp.observe.nonfinite`.
+
+    Attributes:
+        is_on: somebody wants it now.
+        raises: a step with one ends with an error.
+        sinks: lists that get what was first in a step.
+    """
+
+    is_on: bool
+    raises: bool
+    sinks: list[list[Any]]
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def watch(self, model: Any) -> None: ...
+    def check(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        direction: str,
+        what: str,
+        module: nn.Module | None = None,
+    ) -> None: ...

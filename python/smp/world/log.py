@@ -1,0 +1,35 @@
+"""What one rank tells the user for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+
+logger = logging.getLogger("smp")
+
+
+class FirstRankLog(logging.LoggerAdapter[logging.Logger]):
+    """The log of the library, silent on all ranks but the first; before `init` it speaks."""
+
+    def __init__(self) -> None:
+        super().__init__(logger, {})
+        self._speaks = True
+        self._told: set[Hashable] = set()
+
+    def isEnabledFor(self, level: int) -> bool:
+        return self._speaks and super().isEnabledFor(level)
+
+    def begin(self, global_rank: int | None) -> None:
+        """A run of this rank begins; None: it is over."""
+        self._speaks = not global_rank
+        self._told.clear()
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether ``what`` is asked for the first time since `init`."""
+        if what in self._told:
+            return False
+        self._told.add(what)
+        return True
+
+
+first_rank_log = FirstRankLog()

@@ -1,0 +1,178 @@
+"""The `torch.distributed` process groups that users get."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smp import _C
+from smp.world.groups import all_groups, own_groups
+from smp.world.rank import Rank
+
+
+class ProcessGroups:
+    """Process groups of one rank: made by `init` with the key ``ddp``, or when asked for.
+
+    Args:
+        rank: whose groups these are.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._store: dist.Store | None = None
+        self._loopback = True
+        self._groups: TorchGroups | None = None
+
+    def open(self, store: dist.Store, *, loopback: bool) -> None:
+        """Makes the groups if the configuration has ``ddp``. Collective over all ranks.
+
+        Args:
+            store: keys of this init, in a world of more than one.
+            loopback: all ranks are on one machine.
+        """
+        self._store, self._loopback = store, loopback
+        self.make_if_wanted()
+
+    def make_if_wanted(self) -> None:
+        """The same after a later `init`, which may have added ``ddp``. Collective over all ranks.
+
+        A world of one makes its groups when somebody asks.
+        """
+        if self._rank.config.ddp and self._groups is None and self._store is not None:
+            self._groups = self._make(self._store)
+
+    def of(self, kind: str) -> dist.ProcessGroup:
+        """The group of a kind that this rank belongs to.
+
+        Raises:
+            RuntimeError: ``ddp`` is off.
+        """
+        rank = self._rank
+        rank.check_process(f"get_{kind}_process_group")
+        if not rank.config.ddp:
+            raise RuntimeError(
+                f"{rank.prefix}get_{kind}_process_group needs the configuration key ddp, "
+                "which is False; pass ddp=True to smp.init"
+            )
+        if self._groups is None:
+            self._groups = self._make(dist.HashStore())
+        return self._groups[kind]
+
+    def _make(self, store: dist.Store) -> TorchGroups:
+        rank = self._rank
+        return TorchGroups(
+            rank.grid,
+            rank.global_rank,
+            store,
+            shard_size=rank.shard_size,
+            device=rank.device,
+            loopback=self._loopback,
+            timeout_s=rank.timeout_s,
+        )
+
+    def close(self) -> None:
+        """Ends the groups. May be called twice."""
+        groups, self._groups, self._store = self._groups, None, None
+        if groups is not None:
+            groups.destroy()
+
+
+class TorchGroups:
+    """All process groups of a rank. Collective to make."""
+
+    def __init__(
+        self,
+        grid: _C.ProcessGrid,
+        global_rank: int,
+        store: dist.Store,
+        *,
+        shard_size: int,
+        device: torch.device,
+        loopback: bool,
+        timeout_s: float,
+    ) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._owns_default = not dist.is_initialized()
+        self._excepthooks = [sys.excepthook]
+        with _gloo_on_loopback(loopback):
+            if self._owns_default:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("torch", store),
+                    rank=global_rank,
+                    world_size=grid.world_size,
+                    timeout=timeout,
+                )
+                self._excepthooks.append(sys.excepthook)  # torch puts one on top
+            elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
+                raise RuntimeError(
+                    f"torch.distributed is already initialized as rank {dist.get_rank()} of "
+                    f"{dist.get_world_size()}, the launcher says rank {global_rank} of "
+                    f"{grid.world_size}; initialize it with the launcher's values or leave it to "
+                    "smp.init"
+                )
+            self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+            self._made: list[dist.ProcessGroup] = []
+            self._make_all(grid, global_rank, shard_size, timeout)
+        self._by_kind = {
+            kind: self._by_ranks[ranks]
+            for kind, ranks in own_groups(grid, global_rank, shard_size).items()
+        }
+
+    def _make_all(
+        self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._by_ranks[tuple(range(grid.world_size))] = world
+        alone = (global_rank,)
+        if alone not in self._by_ranks:
+            self._add(
+                alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
+            )
+        seen = set(self._by_ranks)
+        for groups in all_groups(grid, shard_size).values():
+            for members in groups:  # every rank makes all, in one order
+                ranks = tuple(members)
+                if len(ranks) > 1 and ranks not in seen:
+                    seen.add(ranks)
+                    self._add(ranks, dist.new_group(ranks, timeout), global_rank)
+
+    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup, global_rank: int) -> None:
+        if global_rank in ranks:
+            self._by_ranks[ranks] = group
+            self._made.append(group)
+
+    def __getitem__(self, kind: str) -> dist.ProcessGroup:
+        return self._by_kind[kind]
+
+    def destroy(self) -> None:
+        """Ends the groups that this object made."""
+        if not dist.is_initialized():
+            return  # the user did it
+        if self._owns_default:
+            dist.destroy_process_group()
+            if sys.excepthook is self._excepthooks[-1]:
+                sys.excepthook = self._excepthooks[0]
+            return
+        for group in self._made:
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def _gloo_on_loopback(loopback: bool) -> Iterator[None]:
+    """Makes torch's own Gloo groups listen on loopback, unless the user has chosen."""
+    if not loopback or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

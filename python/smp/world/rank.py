@@ -1,0 +1,209 @@
+"""What a process knows of itself and of its neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from smp import _C
+from smp._C import PeerFailure
+from smp.config.sources import Plan
+from smp.world import process_hooks
+from smp.world.connections import Connections
+from smp.world.groups import Groups, build_groups, make_grid, own_groups
+from smp.world.launch import Launch
+from smp.world.settings import Settings
+
+
+class Rank:
+    """One rank between `init` and `shutdown`. Owners take a rank as an argument.
+
+    Nothing here changes while steps run. A later `init` may add keys to `config`.
+
+    Attributes:
+        config: effective configuration; ``given`` are the keys that the user wrote.
+        launch: who started this process, its host and the hosts of all ranks.
+        settings: values of the `SMP_*` variables.
+        device: where the tensors of this rank live.
+        global_rank, world_size, local_rank, local_size: as the names say.
+        grid: places of all ranks.
+        shard_size: ranks that hold one copy of a sharded state together.
+        groups: global ranks of the group of this process, ascending, by kind
+            (`groups.GROUP_KINDS` and `groups.SHARD_KINDS`).
+        ranks: position of this process in that group, by kind.
+        sizes: size of that group, by kind.
+        pid: of the process that called `init`.
+        connections: liveness, messages and objects; None in a world of one.
+        comms: tensor communicators of the groups; None for a group of one.
+        stops: finds the boundary between steps at which all ranks stop.
+    """
+
+    def __init__(
+        self, plan: Plan, launch: Launch, settings: Settings, device: torch.device
+    ) -> None:
+        assert plan.config is not None
+        self.config, self.given = plan.config, plan.given
+        self.launch = launch
+        self.settings = settings
+        self.device = device
+        self.global_rank, self.world_size = launch.global_rank, launch.world_size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_size
+        self.grid = make_grid(plan, launch.world_size)
+        self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
+        self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
+        self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}
+        self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
+        self.pid = os.getpid()
+        self.connections: Connections | None = None
+        self.comms = Groups()
+        self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
+        _C.set_rank_prefix(f"[global_rank {self.global_rank} | {self.place}] ")
+
+    def connect(
+        self,
+        store: dist.Store,
+        *,
+        loopback: bool,
+        own_host: str,
+        machine: str,
+        shares_gpus: bool = False,
+    ) -> None:
+        """Connects to the other ranks of a world of more than one. Collective.
+
+        Args:
+            store: keys of this init.
+            loopback: all ranks are on one machine; nothing listens elsewhere.
+            own_host: address of this machine as others see it.
+            machine: equal on ranks that may try to share memory.
+            shares_gpus: some ranks use one GPU together.
+        """
+        connections = Connections(
+            self.global_rank,
+            [self.grid.describe(rank) for rank in range(self.world_size)],
+            self.timeout_s,
+            self.settings.hang_s,
+        )
+        self.connections, self.stops = connections, connections.stops
+        connections.connect(
+            store,
+            own_host=own_host,
+            loopback=loopback,
+            transport=self.settings.transport,
+            machine=machine,
+            shared_memory=self.settings.shared_memory,
+            ring_mb=self.settings.ring_mb,
+        )
+        self.comms = build_groups(
+            self.grid,
+            self.global_rank,
+            store,
+            shard_size=self.shard_size,
+            device=self.device,
+            board=connections.board,
+            machine=machine,
+            hosts=self.launch.hosts if self.config.sdp_hierarchical_allgather else (),
+            shared_memory=self.settings.shared_memory,
+            loopback=loopback,
+            timeout_s=self.timeout_s,
+            shares_gpus=shares_gpus,
+        )
+
+    # ---- names of parts --------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        """Coordinates of this rank in words: ``"pp 1 tp 0 rdp 0"``."""
+        return self.grid.describe(self.global_rank)
+
+    @property
+    def prefix(self) -> str:
+        """Words in front of every error of this rank."""
+        return _C.rank_prefix()
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of every wait."""
+        return self.settings.timeout_s
+
+    @property
+    def board(self) -> _C.FaultBoard | None:
+        """Health of the other ranks; None in a world of one."""
+        return None if self.connections is None else self.connections.board
+
+    @property
+    def mailbox(self) -> _C.Mailbox | None:
+        """Messages between ranks; None in a world of one."""
+        return None if self.connections is None else self.connections.mailbox
+
+    @property
+    def exchange(self) -> _C.ObjectExchange | None:
+        """Byte strings between ranks; None in a world of one."""
+        return None if self.connections is None else self.connections.exchange
+
+    # ---- health ----------------------------------------------------------------
+
+    @property
+    def is_own_process(self) -> bool:
+        """False in a forked child, which has none of the threads of this rank."""
+        return os.getpid() == self.pid
+
+    def check_process(self, what: str) -> None:
+        """Refuses communication in a forked child.
+
+        Raises:
+            RuntimeError: names ``what`` and says what to do.
+        """
+        if not self.is_own_process:
+            raise RuntimeError(
+                f"{self.prefix}{what} was called in a process forked from process {self.pid}, "
+                "which is the one that called smp.init; communicate there (ranks and sizes may be "
+                "read here)"
+            )
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at one boundary between steps."""
+        if self.connections is not None:
+            self.connections.request_stop()
+        else:
+            self.stops.decide(self.stops.freeze())
+
+    def report_raised(self, where: str, error: BaseException) -> None:
+        """Tells all other ranks that this one raised, unless it raised because of them."""
+        connections = self.connections
+        if connections is None or not self.is_own_process:
+            return
+        if isinstance(error, PeerFailure) and connections.board.fault_text() is not None:
+            connections.has_failed = True  # the others know what this rank knows
+        elif not connections.has_failed:
+            connections.report_raised(where, process_hooks.describe_exception(error))
+
+    @contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """An exception that leaves the block is told to all other ranks."""
+        try:
+            yield
+        except BaseException as error:  # sys.exit and Ctrl-C, too
+            self.report_raised(where, error)
+            raise
+
+    # ---- end -------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Says goodbye to the other ranks, and waits for theirs."""
+        if self.connections is not None:
+            self.connections.leave()
+
+    def drop_communicators(self) -> None:
+        """Ends the communicators of the groups, and what is in flight if a rank has failed."""
+        if self.connections is not None and not self.connections.is_healthy:
+            self.comms.abort()
+        self.comms = Groups()
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        if self.connections is not None:
+            self.connections.close()

@@ -1,0 +1,46 @@
+"""Global state that user code reads as `smp.state`."""
+
+from __future__ import annotations
+
+from smp.config.schema import Config
+from smp.world import runtime
+from smp.world.wrapped import module_manager
+
+
+class State:
+    """Global state that user code reads as `smp.state`."""
+
+    def __init__(self) -> None:
+        self.module_manager = module_manager
+
+    @property
+    def cfg(self) -> Config | None:
+        """Effective configuration, one attribute per key; None before `init`."""
+        return runtime.current().rank.config if runtime.is_initialized() else None
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tp_rank: indices of the optimizer's parameters by their names in the model.
+
+        The ranks of a tensor-parallel group have the same names. Empty before an optimizer is
+        wrapped; of several the last one counts.
+        """
+        if not runtime.is_initialized():
+            return []
+        current = runtime.current()
+        optimizer = current.wrapped.optimizer
+        if optimizer is None:
+            return []
+        indices = optimizer.param_name_to_index()
+        return [dict(indices) for _ in range(current.rank.sizes["tp"])]
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tp_rank: the first name of each of the optimizer's parameters, by index."""
+        return [
+            {index: name for name, index in reversed(indices.items())}
+            for indices in self.param_name_to_index_tp_group
+        ]
+
+
+state = State()

@@ -1,0 +1,75 @@
+"""The steps of a rank: which one runs, how many there were, and what they left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from smp.world.rank import Rank
+
+
+class Steps:
+    """Calls of step functions on one rank.
+
+    Attributes:
+        num_begun: calls that began.
+        num_finished: calls that returned.
+        running: name of the step function that runs now.
+        has_trained: a step computed gradients.
+        has_gradients: a step did so after the last update of an optimizer.
+        num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.num_begun = self.num_finished = 0
+        self.running: str | None = None
+        self.has_trained = self.has_gradients = False
+        self.num_scaled_backwards = 0
+        self._on_finished: list[Callable[[float], None]] = []
+
+    def inject_fault(self, step: int, microbatch: int | None = None) -> None:
+        """Misbehaves if `SMP_FAULT` says so for this place."""
+        if self._rank.settings.fault is not None:
+            self._rank.settings.fault.strike(self._rank.global_rank, step, microbatch)
+
+    @contextmanager
+    def exclusive(self, name: str) -> Iterator[None]:
+        """Marks a step function as running.
+
+        Raises:
+            RuntimeError: one is running already.
+        """
+        if self.running is not None:
+            raise RuntimeError(
+                f"{self._rank.prefix}step '{name}' was called inside step '{self.running}'; "
+                "call step functions one after the other, and plain functions inside of them"
+            )
+        self.running = name
+        try:
+            yield
+        finally:
+            self.running = None
+
+    @contextmanager
+    def scaling_loss(self) -> Iterator[None]:
+        """The block runs a backward that began with the loss scale, where it has to."""
+        self.num_scaled_backwards += 1  # of several microbatches at once in a pipeline
+        try:
+            yield
+        finally:
+            self.num_scaled_backwards -= 1
+
+    def on_finished(self, callback: Callable[[float], None]) -> None:
+        """Calls back with the duration in seconds of each finished step."""
+        self._on_finished.append(callback)
+
+    def finished(self, duration_s: float) -> None:
+        """A step function returned after ``duration_s``."""
+        self.num_finished += 1
+        for callback in self._on_finished:
+            callback(duration_s)
+
+    def forget_callbacks(self) -> None:
+        """Calls nobody back from now on."""
+        self._on_finished = []
