@@ -109,7 +109,7 @@ def resume_from_checkpoint(
         return _resume_whole(
             model, Path(path), tag, strict, translate_function, unsafe_user_content
         )
-    lockstep = lockstep_of(current)
+    lockstep = lockstep_of(current.rank)
     is_sharded = lockstep is not None and lockstep.is_forward
     wants_state = load_optimizer and (load_sharded_optimizer_state or not is_sharded)
     resumption = _Resumption(strict, load_optimizer, wants_state)

@@ -108,7 +108,7 @@ class _Writers:
 def file_name(kind: str) -> str:
     """The documented name of this rank's file of a kind."""
     current = runtime.current()
-    return f"{kind}_{place_in_names(current, is_model=kind == MODEL)}.pt"
+    return f"{kind}_{place_in_names(current.rank, is_model=kind == MODEL)}.pt"
 
 
 def state_of_rank(

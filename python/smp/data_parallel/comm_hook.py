@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp import _C
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 @dataclass
@@ -104,10 +104,11 @@ def hooked(
     return group, connect
 
 
-def refuse_comm_hook(overlaps: bool, of_storage: str | None) -> None:
+def refuse_comm_hook(rank: Rank, overlaps: bool, of_storage: str | None) -> None:
     """Raises where gradients are not summed by buckets that all replicas have whole.
 
     Args:
+        rank: of this process.
         overlaps: buckets are reduced while backward goes on.
         of_storage: key and value of the configuration by which parameters, or the state of their
             optimizer, are sharded over replicas; None if they are not.
@@ -115,13 +116,12 @@ def refuse_comm_hook(overlaps: bool, of_storage: str | None) -> None:
     Raises:
         ValueError: naming the configuration key.
     """
-    current = runtime.current()
-    config = current.config
+    config = rank.config
     reasons = {
         f"ddp={config.ddp}": not config.ddp,
         "overlapping_allreduce=False": not overlaps,
         str(of_storage): of_storage is not None,
-        f"tensor_parallel_degree={config.tensor_parallel_degree}": current.sizes["tp"] > 1,
+        f"tensor_parallel_degree={config.tensor_parallel_degree}": rank.sizes["tp"] > 1,
     }
     for key, is_so in reasons.items():
         if is_so:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smp import _C
 from smp.data_parallel.comm_hook import CommHook, hooked
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -27,32 +27,33 @@ class Reduction:
     divisor: float
 
 
-def reduction_of(parameter: Tensor) -> Reduction:
+def reduction_of(rank: Rank, parameter: Tensor) -> Reduction:
     """Over which ranks a gradient is averaged (docs/design/tensor_parallelism.md).
 
     Parameters of distributed modules see the samples of the whole tensor-parallel group: with own
     batches their gradients are sums over its ranks' losses, with a prescaled batch they belong to
     one loss that all its ranks have.
     """
-    current = runtime.current()
-    sizes = current.sizes
+    sizes = rank.sizes
     placement = placement_of(parameter)
     if placement is None or sizes["tp"] == 1:
         return Reduction("dp", sizes["dp"])
-    divisor = sizes["rdp"] if current.config.prescaled_batch else sizes["dp"]
+    divisor = sizes["rdp"] if rank.config.prescaled_batch else sizes["dp"]
     return Reduction("dp" if placement.partial else "rdp", divisor)
 
 
 def by_kind(
+    rank: Rank,
     parameters: Sequence[tuple[str, nn.Parameter]],
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Parameters with their names, by the kind of the group that sums their gradients.
 
     Every kind that this run has is there: all ranks of a group make a reducer, or none.
     """
-    kinds = ("dp", "rdp") if runtime.current().sizes["tp"] > 1 else ("dp",)
+    kinds = ("dp", "rdp") if rank.sizes["tp"] > 1 else ("dp",)
     return {
-        kind: [item for item in parameters if reduction_of(item[1]).kind == kind] for kind in kinds
+        kind: [item for item in parameters if reduction_of(rank, item[1]).kind == kind]
+        for kind in kinds
     }
 
 
@@ -95,16 +96,17 @@ def make_records(
 
 
 def records_of(
+    rank: Rank,
     parameters: Sequence[tuple[str, nn.Parameter]],
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> list[_C.ParameterRecord]:
     """Records of parameters of one kind, as their reducer has them."""
-    reductions = [reduction_of(parameter) for _, parameter in parameters]
-    return make_records(parameters, reductions, ties, runtime.current().config.half_dtype)
+    reductions = [reduction_of(rank, parameter) for _, parameter in parameters]
+    return make_records(parameters, reductions, ties, rank.config.half_dtype)
 
 
 def shards_of_gradients(
-    current: runtime.Runtime,
+    rank: Rank,
     kind: str,
     layout: _C.ShardLayout,
     *,
@@ -113,14 +115,14 @@ def shards_of_gradients(
     """How gradients of a kind are reduced into shards.
 
     Args:
-        current: the runtime; some ranks hold one copy of a sharded state together.
+        rank: of this process; some ranks hold one copy of a sharded state together.
         kind: "dp" or "rdp". The tp groups are part of the former; they are summed over last, when
             gradients have the size of a shard.
         layout: which elements a rank gets.
         every_microbatch: reduce behind each microbatch instead of behind the last one.
     """
-    comms = current.comms
-    if current.sizes["tp"] > 1 and kind == "dp":
+    comms = rank.comms
+    if rank.sizes["tp"] > 1 and kind == "dp":
         shard, further = comms.whole_shard_reduce, [comms.whole_replica, comms.whole_tp]
     else:
         shard, further = comms.shard_reduce, [comms.replica]
@@ -134,6 +136,7 @@ def shards_of_gradients(
 
 
 def make_reducers(
+    rank: Rank,
     parameters: Sequence[tuple[str, nn.Parameter]],
     *,
     target_of: Callable[[nn.Parameter], Tensor],
@@ -150,6 +153,7 @@ def make_reducers(
     Collective over the data-parallel group.
 
     Args:
+        rank: of this process.
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
         target_of: the tensor whose ``.grad`` gets the gradient of a parameter.
@@ -164,30 +168,29 @@ def make_reducers(
     Raises:
         ValueError: on every rank, when the ranks have different parameters or options.
     """
-    current = runtime.current()
-    communicators = {"dp": current.comms.dp, "rdp": current.comms.rdp}
+    communicators = {"dp": rank.comms.dp, "rdp": rank.comms.rdp}
     reducers = []
-    for kind, own in by_kind(parameters).items():
-        group, records = communicators[kind], records_of(own, ties)
+    for kind, own in by_kind(rank, parameters).items():
+        group, records = communicators[kind], records_of(rank, own, ties)
         connect = None
         if hook is not None and group is not None:
             group, connect = hooked(group, hook)
             alone = [Reduction(kind, 1.0)] * len(own)
-            records = make_records(own, alone, ties, current.config.half_dtype)
+            records = make_records(own, alone, ties, rank.config.half_dtype)
         reducer = _C.Reducer(
             [parameter for _, parameter in own],
             records,
             group,
             targets=[target_of(parameter) for _, parameter in own],
             sharding=sharding_of(kind),
-            faults=current.board,
-            dp_ranks=list(current.groups[kind]),
+            faults=rank.board,
+            dp_ranks=list(rank.groups[kind]),
             bucket_cap_bytes=bucket_cap_bytes,
             overlap=overlap,
             average_over_microbatches=average and connect is None,
             passes_per_reduction=passes_per_reduction,
-            expects_one_per_microbatch=current.sizes["pp"] == 1,
-            timeout_s=current.settings.timeout_s,
+            expects_one_per_microbatch=rank.sizes["pp"] == 1,
+            timeout_s=rank.timeout_s,
         )
         if connect is not None:
             connect(reducer, [parameter for _, parameter in own], bucket_cap_bytes)
@@ -224,48 +227,52 @@ class KeptDtypes:
                 )
 
 
-def agree_on_maxima(communicator: _C.Communicator, values: Sequence[int], what: str) -> list[int]:
+def agree_on_maxima(
+    rank: Rank, communicator: _C.Communicator, values: Sequence[int], what: str
+) -> list[int]:
     """The largest of each value over the data-parallel group. Collective over it.
 
     Args:
+        rank: of this process.
         communicator: of the group.
         values: as many on each rank.
         what: words for errors.
     """
-    current = runtime.current()
     return _C.agree_on_maxima(
         values,
         communicator,
-        device=str(current.device),
+        device=str(rank.device),
         what=what,
-        faults=current.board,
-        ranks=list(current.groups["dp"]),
-        timeout_s=current.settings.timeout_s,
+        faults=rank.board,
+        ranks=list(rank.groups["dp"]),
+        timeout_s=rank.timeout_s,
     )
 
 
-def broadcast_from_first(tensors: Sequence[Tensor], kind: str = "dp", first: int = 0) -> None:
+def broadcast_from_first(
+    rank: Rank, tensors: Sequence[Tensor], kind: str = "dp", first: int = 0
+) -> None:
     """Overwrites ``tensors`` with those of the first rank of the group, or another one.
 
     Collective over the group; the lists agree in order, shapes and dtypes. Used for parameters and
     buffers after partition, and for buffers before a step.
 
     Args:
+        rank: of this process.
         tensors: any dtypes and strides.
         kind: "dp", or "rdp" for slices, which only these ranks share.
         first: position in the group of the rank whose values count.
     """
-    current = runtime.current()
-    if not tensors or current.sizes[kind] == 1:
+    if not tensors or rank.sizes[kind] == 1:
         return
-    is_rdp = kind == "rdp" and current.sizes["tp"] > 1
-    communicator = current.comms.rdp if is_rdp else current.comms.dp
+    is_rdp = kind == "rdp" and rank.sizes["tp"] > 1
+    communicator = rank.comms.rdp if is_rdp else rank.comms.dp
     assert communicator is not None
     _C.broadcast_coalesced(
         list(tensors),
         communicator,
         first,
-        faults=current.board,
-        ranks=list(current.groups[kind]),
-        timeout_s=current.settings.timeout_s,
+        faults=rank.board,
+        ranks=list(rank.groups[kind]),
+        timeout_s=rank.timeout_s,
     )

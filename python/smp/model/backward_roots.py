@@ -11,7 +11,6 @@ from torch.autograd.graph import _engine_run_backward
 
 from smp import _C
 from smp.pipeline.remote_tensor import RemoteTensor
-from smp.world import runtime
 from smp.world.device_numbers import moved
 
 
@@ -21,7 +20,9 @@ def is_one(weight: float | Tensor) -> bool:
 
 
 def listed(
-    tensors: Tensor | Sequence[Tensor], grad_tensors: Tensor | Sequence[Tensor | None] | None
+    pp_rank: int,
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None,
 ) -> tuple[list[Tensor], list[Tensor | None] | None]:
     """The arguments of `DistributedModel.backward` as lists, in whichever form they come.
 
@@ -29,13 +30,13 @@ def listed(
         TypeError: something else than tensors comes.
         ValueError: there are not as many gradients as tensors.
     """
-    roots = _tensors_in("tensors", tensors)
+    roots = _tensors_in(pp_rank, "tensors", tensors)
     for root in roots:
         if root is None:
-            _refuse("tensors", root)
+            _refuse(pp_rank, "tensors", root)
     if grad_tensors is None:
         return roots, None  # type: ignore[return-value]
-    grads = _tensors_in("grad_tensors", grad_tensors)
+    grads = _tensors_in(pp_rank, "grad_tensors", grad_tensors)
     if len(grads) != len(roots):
         raise ValueError(
             f"{_C.rank_prefix()}model.backward got {len(roots)} tensors and {len(grads)} "
@@ -44,21 +45,20 @@ def listed(
     return roots, grads  # type: ignore[return-value]
 
 
-def _tensors_in(name: str, given: object) -> list[Tensor | None]:
+def _tensors_in(pp_rank: int, name: str, given: object) -> list[Tensor | None]:
     if isinstance(given, Tensor):
         return [given]
     if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
-        _refuse(name, given)
+        _refuse(pp_rank, name, given)
     items = list(given)
     for item in items:
         if item is not None and not isinstance(item, Tensor):
-            _refuse(name, item)
+            _refuse(pp_rank, name, item)
     return items
 
 
-def _refuse(name: str, given: object) -> NoReturn:
+def _refuse(pp_rank: int, name: str, given: object) -> NoReturn:
     what = "None" if given is None else f"a {type(given).__name__}"
-    pp_rank = runtime.current().ranks["pp"]
     if name == "tensors" and pp_rank > 0:
         raise TypeError(
             f"{_C.rank_prefix()}model.backward got {what} in the place of a loss, on pipeline rank "

@@ -194,7 +194,7 @@ class DistributedModel(ModelViews):
         if self._engine.capture is not None:
             self._engine.capture.on_backward()
             return
-        tensors, grad_tensors = listed(tensors, grad_tensors)
+        tensors, grad_tensors = listed(self._runtime.ranks["pp"], tensors, grad_tensors)
         place = self._engine.pipeline
         if place is None and self._runtime.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
@@ -538,6 +538,7 @@ class DistributedModel(ModelViews):
         if not enable:
             return contextlib.nullcontext()
         return uneven_batches(
+            self._runtime,
             self._engine,
             divide_by_all=divide_by_initial_world_size,
             throw=throw_on_early_termination,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -79,14 +80,14 @@ class Engine:
         self._honoured = HonouredModules(root)
         self.partitioning = Partitioning(current, root, trace, self._honoured)
         self.gradients = GradientReduction(
-            current,
+            current.rank,
             overlap=overlap,
             averages=average,
             passes_per_reduction=passes_per_reduction,
             bucket_cap_bytes=bucket_cap_bytes,
         )
         self.loss = LossWeight(current, averages=average)
-        self.state = WholeState(current, root, registrations)
+        self.state = WholeState(current.rank, root, registrations)
         self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
         self.parts: ModelParts | None = None
         self.storage: Storage | None = None
@@ -121,7 +122,7 @@ class Engine:
         current = self._current
         decision, schedule = self.partitioning.decide(trace)
         storage = self.storage = make_storage(
-            current,
+            current.rank,
             self._root,
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self.gradients.overlaps,
@@ -135,12 +136,23 @@ class Engine:
             lambda on_ready: parts.place(current.device, self._seed, on_ready),
             lambda: self.state.load_kept(parts),
         )
+        self._finish_on_shutdown(storage)
         self.lay_out_gradients()
         if current.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
         self.first_step.placed(decision.modules, decision.names)
         current.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
+
+    def _finish_on_shutdown(self, storage: Storage) -> None:
+        known = weakref.ref(storage)
+
+        def finish() -> None:
+            last = known()  # None: the model was deleted
+            if last is not None:
+                last.finish()
+
+        self._current.on_shutdown(finish)
 
     def lay_out_gradients(self) -> None:
         """Lays out the gradients of this rank, for parameters of the dtypes that they have now.
@@ -225,10 +237,11 @@ class Engine:
             self.storage.begin_step(num_microbatches, trains)
         if not trains:
             return
+        rank = self._current.rank
         syncs = self._broadcast_buffers and self._root.training
         first = 0 if self.uneven is None else self.uneven.announce(syncs)
         if syncs:
-            data_parallel.broadcast_from_first(list(self._root.buffers()), first=first)
+            data_parallel.broadcast_from_first(rank, list(self._root.buffers()), first=first)
         self.gradients.begin_step(num_microbatches, may_overlap)
         if weights is not None and self.pipeline is None:
             assert self.parts is not None

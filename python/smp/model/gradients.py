@@ -10,14 +10,14 @@ from smp import _C, data_parallel
 from smp.precision.holdings import master_of
 from smp.storage.choose import lockstep_of
 from smp.storage.protocol import Storage
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 class GradientReduction:
     """Lays out the gradients of this rank's parameters and reduces them, step by step.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         overlap: reduce buckets while backward goes on.
         averages: divide by the number of microbatches.
         passes_per_reduction: steps whose gradients are added up before they are reduced.
@@ -30,14 +30,14 @@ class GradientReduction:
 
     def __init__(
         self,
-        current: runtime.Runtime,
+        rank: Rank,
         *,
         overlap: bool,
         averages: bool,
         passes_per_reduction: int,
         bucket_cap_bytes: int,
     ) -> None:
-        self._current = current
+        self._rank = rank
         self._overlap = overlap
         self.averages = averages
         self._passes_per_reduction = passes_per_reduction
@@ -64,6 +64,7 @@ class GradientReduction:
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former ones let go of the parameters
         self.reducers = data_parallel.make_reducers(
+            self._rank,
             trainable,
             target_of=master_of,
             sharding_of=storage.sharding,
@@ -77,7 +78,7 @@ class GradientReduction:
     @property
     def overlaps(self) -> bool:
         """May ranks exchange gradients and parameters while others work?"""
-        return self._overlap and self._current.config.overlapping_allreduce
+        return self._overlap and self._rank.config.overlapping_allreduce
 
     @property
     def num_reductions(self) -> int:
@@ -104,9 +105,9 @@ class GradientReduction:
             ValueError: gradients are not summed by buckets that all replicas have whole.
             RuntimeError: some gradients are kept that are not summed yet.
         """
-        lockstep = lockstep_of(self._current)
+        lockstep = lockstep_of(self._rank)
         of_storage = None if lockstep is None else f"{lockstep.key}={lockstep.value}"
-        data_parallel.refuse_comm_hook(self.overlaps, of_storage)
+        data_parallel.refuse_comm_hook(self._rank, self.overlaps, of_storage)
         if self._hook is not None:
             self._hook.take_over(hook)
             return False

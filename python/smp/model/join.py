@@ -34,14 +34,18 @@ class _Uneven:
     """One `join` of a model; see `DistributedModel.join`.
 
     Args:
+        current: the runtime.
         engine: of the model.
         divide_by_all: count replicas without a batch in the mean.
         throw: raise when one has run out.
     """
 
-    def __init__(self, engine: Engine, divide_by_all: bool, throw: bool) -> None:
+    def __init__(
+        self, current: runtime.Runtime, engine: Engine, divide_by_all: bool, throw: bool
+    ) -> None:
         self._engine = engine
-        self._current = runtime.current()
+        self._current = current
+        self._rank = current.rank
         self._divide_by_all = divide_by_all
         self._throw = throw
         self._ranks = list(self._current.groups["dp"])
@@ -130,7 +134,7 @@ class _Uneven:
         parts = self._engine.parts
         assert parts is not None
         if syncs_buffers:
-            data_parallel.broadcast_from_first(list(parts.root.buffers()), first=first)
+            data_parallel.broadcast_from_first(self._rank, list(parts.root.buffers()), first=first)
         self._engine.gradients.shadow_step()
 
     def _drop_gradients(self) -> None:
@@ -193,7 +197,7 @@ class _Uneven:
         first = next(i for i, rank in enumerate(peers) if active[rank])
         local = [parameter for _, parameter in parts.named_parameters()]
         data_parallel.broadcast_from_first(
-            local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
+            self._rank, local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
         )
         reload_masters(self._engine.holdings.values())
         for optimizer in current.optimizers:
@@ -219,7 +223,7 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
             "replicas follow the order of the first one, so all need equally many batches",
         ),
     }
-    lockstep = lockstep_of(current)
+    lockstep = lockstep_of(current.rank)
     if lockstep is not None:
         reason = f"{lockstep.reason}, so all of them need equally many batches"
         reasons[f"{lockstep.key}={lockstep.value}"] = (True, reason)
@@ -236,20 +240,22 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def uneven_batches(engine: Engine, *, divide_by_all: bool, throw: bool) -> Iterator[None]:
+def uneven_batches(
+    current: runtime.Runtime, engine: Engine, *, divide_by_all: bool, throw: bool
+) -> Iterator[None]:
     """`DistributedModel.join`, of a model's engine.
 
     Args:
+        current: the runtime.
         engine: of the model.
         divide_by_all: count replicas without a batch in the mean.
         throw: raise on all ranks when one has run out.
     """
-    current = runtime.current()
     _check(current, engine)
     if current.sizes["dp"] == 1:
         yield
         return
-    uneven = _Uneven(engine, divide_by_all, throw)
+    uneven = _Uneven(current, engine, divide_by_all, throw)
     engine.uneven = uneven
     with current.reporting("join()"):
         try:

@@ -11,12 +11,14 @@ from smp.model.parts import ModelParts
 from smp.nn import DistributedModule
 from smp.precision.holdings import master_of
 from smp.tensor_parallel.sharding import interval_of
+from smp.world import runtime
 
 
 class ModelViews(nn.Module):
     """Mixed into `DistributedModel`; ``local_*`` are valid from the partition on."""
 
     _parts: Callable[[], ModelParts]
+    _runtime: runtime.Runtime
 
     def is_local_parameter(self, parameter: Tensor) -> bool:
         """Does this parameter live on this rank?"""
@@ -80,7 +82,7 @@ class ModelViews(nn.Module):
         It is then one of `scaled_batch_reducer_named_parameters`. With ``optimize: "memory"`` norms
         and biases that all ranks hold are not: a rank applies them to its part of the activations.
         """
-        return reduction_of(parameter).kind == "rdp"
+        return reduction_of(self._runtime.rank, parameter).kind == "rdp"
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """Is it used on the samples of the whole tensor-parallel group?"""
@@ -91,11 +93,11 @@ class ModelViews(nn.Module):
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Local parameters whose gradients are summed over the data-parallel group."""
         for name, parameter in self.local_named_parameters():
-            if reduction_of(parameter).kind == "dp":
+            if reduction_of(self._runtime.rank, parameter).kind == "dp":
                 yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Local parameters whose gradients are summed over the reduced-data-parallel group."""
         for name, parameter in self.local_named_parameters():
-            if reduction_of(parameter).kind == "rdp":
+            if reduction_of(self._runtime.rank, parameter).kind == "rdp":
                 yield name, parameter

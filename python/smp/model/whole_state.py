@@ -17,7 +17,8 @@ from smp.storage.whole import WholeParameters
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.tensor_parallel.registry import Registration
-from smp.world import comm, runtime
+from smp.world import comm
+from smp.world.rank import Rank
 
 
 class _Call(NamedTuple):
@@ -85,15 +86,13 @@ class WholeState:
     """The state of a model by the names of the unwrapped one, over all ranks of a replica.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         root: the user's model.
         registrations: of the modules in it that were replaced by distributed ones.
     """
 
-    def __init__(
-        self, current: runtime.Runtime, root: nn.Module, registrations: Sequence[Registration]
-    ) -> None:
-        self._current = current
+    def __init__(self, rank: Rank, root: nn.Module, registrations: Sequence[Registration]) -> None:
+        self._rank = rank
         self._root = root
         self._registrations = registrations
         self._kept = _Kept()
@@ -107,22 +106,22 @@ class WholeState:
             parts: of this rank; None before the partition.
             to_rank0: only global rank 0 gets it.
         """
-        current = self._current
-        is_wanted = not to_rank0 or current.global_rank == 0
+        rank = self._rank
+        is_wanted = not to_rank0 or rank.global_rank == 0
         if parts is None:
             return dict(self._root.state_dict()) if is_wanted else {}
-        if current.sizes["mp"] == 1:
+        if rank.sizes["mp"] == 1:
             return parts.storage.state(keep=is_wanted)
         if not to_rank0:
             return parts.merged(comm.allgather(parts.marked_state(), comm.MP_GROUP))
-        if 0 not in current.groups["mp"]:
+        if 0 not in rank.groups["mp"]:
             return parts.storage.state(keep=False)
-        if current.global_rank != 0:
+        if rank.global_rank != 0:
             comm.send(parts.marked_state(), 0, comm.RankType.WORLD_RANK)
             return {}
-        others = [rank for rank in current.groups["mp"] if rank != 0]
+        others = [other for other in rank.groups["mp"] if other != 0]
         states = [parts.marked_state()]
-        states += [comm.recv_from(rank, comm.RankType.WORLD_RANK) for rank in others]
+        states += [comm.recv_from(other, comm.RankType.WORLD_RANK) for other in others]
         return parts.merged(states)
 
     def make_whole(self, parts: ModelParts | None, state: Mapping[str, Any]) -> None:
@@ -177,7 +176,7 @@ class WholeState:
             return _IncompatibleKeys([], [])
         if not same_partition_load:
             held = [dict(state)]
-            if self._current.sizes["mp"] > 1:
+            if self._rank.sizes["mp"] > 1:
                 held = comm.allgather(held[0], comm.MP_GROUP)
             return self._parts(parts).load(partial.merge(held), strict)
         if parts is not None:
@@ -198,7 +197,7 @@ class WholeState:
 
         Before the values of the first replica go to the others, as with loading at once.
         """
-        if self._current.sizes["pp"] == 1:
+        if self._rank.sizes["pp"] == 1:
             return  # partitioned where it was wrapped
         for state, strict, same_partition_load in self._kept.take():
             self.load(parts, state, strict, same_partition_load)
@@ -212,5 +211,5 @@ class WholeState:
         the partition keeps what belongs to this rank."""
         if parts is not None:
             return parts
-        storage = WholeParameters(self._current, self._root)
+        storage = WholeParameters(self._rank, self._root)
         return ModelParts(self._root, dict.fromkeys(self._root.modules(), 0), 0, storage)

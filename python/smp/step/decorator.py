@@ -83,9 +83,9 @@ class StepFunction:
             weights = microbatch.weights(sizes, count, strict=trains)
 
         def bodies_of(num_microbatches: int) -> _Bodies:
-            return self._bodies(args, kwargs, arguments, num_microbatches, current.device, weights)
+            return self._bodies(current, args, kwargs, arguments, num_microbatches, weights)
 
-        partition_used(models, self, lambda: bodies_of(count)(0))
+        partition_used(current, models, self, lambda: bodies_of(count)(0))
         engines = [engine_of(model) for model in models if model.partitioned]
         step_run = StepRun(current, engines, self._name, trains)
         try:
@@ -114,11 +114,11 @@ class StepFunction:
 
     def _bodies(
         self,
+        current: runtime.Runtime,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: dict[str, Any],
         count: int,
-        device: torch.device,
         weights: Sequence[float] | None,
     ) -> _Bodies:
         pieces = {
@@ -126,7 +126,7 @@ class StepFunction:
             for name, value in arguments.items()
         }
         shares = [Share(weight) for weight in weights or [1.0] * count]
-        return _Bodies(self._function, self._bind(args, kwargs), pieces, device, shares)
+        return _Bodies(current, self._function, self._bind(args, kwargs), pieces, shares)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)
@@ -156,18 +156,19 @@ class _Bodies:
 
     def __init__(
         self,
+        current: runtime.Runtime,
         function: Callable[..., Any],
         bound: inspect.BoundArguments,
         pieces: Mapping[str, list[Any]],
-        device: torch.device,
         shares: Sequence[Share],
     ) -> None:
+        self._current = current
+        self._device = current.rank.device
         self._function = function
         self._bound = bound
         self._pieces = pieces
-        self._device = device
         self._shares = shares
-        self._autocast = autocast.capture(device)
+        self._autocast = autocast.capture(self._device)
         self._context = contextvars.copy_context()
         self.results: dict[int, Any] = {}
 
@@ -181,7 +182,7 @@ class _Bodies:
                 bound.arguments[name] = self._piece(name, value, mb)
 
         def run() -> Any:
-            current = runtime.current()
+            current = self._current
             current.inject_fault(current.num_begun - 1, mb)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread

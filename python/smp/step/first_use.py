@@ -17,7 +17,10 @@ _log = logging.getLogger("smp")
 
 
 def partition_used(
-    models: Sequence[DistributedModel], step: object, run_body: Callable[[], object]
+    current: runtime.Runtime,
+    models: Sequence[DistributedModel],
+    step: object,
+    run_body: Callable[[], object],
 ) -> None:
     """Partitions the models that a step function uses, unless that has happened. Collective.
 
@@ -26,11 +29,11 @@ def partition_used(
     it is taken to be used.
 
     Args:
+        current: the runtime.
         models: all that are wrapped.
         step: the step function.
         run_body: runs it on the first microbatch.
     """
-    current = runtime.current()
     # From what all ranks know: models that are gone here may still live elsewhere.
     passed_over = current.passed_over.setdefault(step, set())
     undecided = set(range(current.num_wrapped)) - current.partitioned - passed_over
@@ -42,7 +45,7 @@ def partition_used(
     if current.global_rank == 0 and any(
         engine_of(model).partitioning.wants_trace for model in waiting
     ):
-        traces, used = _trace(models, waiting, run_body)
+        traces, used = _trace(current, models, waiting, run_body)
     if current.num_wrapped > 1:
         alive = {engine_of(model).idx for model in waiting}
         told: list[tuple[set[int], set[int]]] = comm.allgather((used, alive), comm.WORLD)
@@ -54,6 +57,7 @@ def partition_used(
 
 
 def _trace(
+    current: runtime.Runtime,
     models: Sequence[DistributedModel],
     waiting: Sequence[DistributedModel],
     run_body: Callable[[], object],
@@ -68,7 +72,7 @@ def _trace(
             for model in models
         ]
     )
-    outside = _C.RandomState.capture(str(runtime.current().device))
+    outside = _C.RandomState.capture(str(current.device))
     for engine in engines:
         engine.capture = capture
     try:
@@ -78,11 +82,11 @@ def _trace(
             engine.capture = None
         outside.restore()
     used = {engine_of(model).idx for model in waiting if model.get_module() in traces}
-    if runtime.current().num_wrapped == 1 and not used:
+    if current.num_wrapped == 1 and not used:
         _log.warning(
             "smp: the first call of a step function does not call the model, so the partition "
             "goes by parameter sizes alone"
         )
-    if runtime.current().num_wrapped == 1 or capture.ended_early:
+    if current.num_wrapped == 1 or capture.ended_early:
         used = {engine_of(model).idx for model in waiting}
     return traces, used

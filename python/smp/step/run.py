@@ -87,7 +87,7 @@ class StepRun:
         communicator = current.comms.dp
         several = self._trains and current.num_wrapped > 1
         config = current.config
-        lockstep = lockstep_of(current)
+        lockstep = lockstep_of(current.rank)
         shares = lockstep is not None and lockstep.is_forward
         ordered = shares or (config.orders_replicas and self._hub is not None)
         if communicator is None or not (several or ordered):
@@ -95,7 +95,10 @@ class StepRun:
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.num_wrapped)]
         maxima = data_parallel.agree_on_maxima(
-            communicator, [num_microbatches, -num_microbatches, *missing], "begin of a step"
+            current.rank,
+            communicator,
+            [num_microbatches, -num_microbatches, *missing],
+            "begin of a step",
         )
         if ordered and maxima[0] != -maxima[1]:
             raise ValueError(

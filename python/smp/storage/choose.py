@@ -10,7 +10,7 @@ from smp.storage.flat_parameters import FlatParameters
 from smp.storage.protocol import Storage
 from smp.storage.sharded import ShardedParameters
 from smp.storage.whole import WholeParameters
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -30,35 +30,33 @@ class Lockstep:
     is_forward: bool
 
 
-def lockstep_of(current: runtime.Runtime) -> Lockstep | None:
+def lockstep_of(rank: Rank) -> Lockstep | None:
     """What the storage of parameters asks of the replicas; None where each may go its own way.
 
     The same on all ranks.
     """
-    degree = current.config.sharded_data_parallel_degree
+    degree = rank.config.sharded_data_parallel_degree
     if degree > 1:
         reason = "forwards need the shards of all replicas"
         return Lockstep("sharded_data_parallel_degree", degree, reason, is_forward=True)
-    if current.sizes["shard"] > 1:
+    if rank.sizes["shard"] > 1:
         reason = "updates need the shards of all replicas"
         return Lockstep("shard_optimizer_state", True, reason, is_forward=False)
     return None
 
 
-def make_storage(
-    current: runtime.Runtime, root: nn.Module, *, bucket_cap_bytes: int, overlap: bool
-) -> Storage:
+def make_storage(rank: Rank, root: nn.Module, *, bucket_cap_bytes: int, overlap: bool) -> Storage:
     """The storage that the configuration asks for, still without parameters.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         root: the user's model.
         bucket_cap_bytes: size of a gradient bucket.
         overlap: parts of parameters may travel while modules run.
     """
-    lockstep = lockstep_of(current)
+    lockstep = lockstep_of(rank)
     if lockstep is None:
-        return WholeParameters(current, root)
+        return WholeParameters(rank, root)
     if lockstep.is_forward:
-        return ShardedParameters(current, root)
-    return FlatParameters(current, root, bucket_cap_bytes=bucket_cap_bytes, overlap=overlap)
+        return ShardedParameters(rank, root)
+    return FlatParameters(rank, root, bucket_cap_bytes=bucket_cap_bytes, overlap=overlap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.storage.watched import watch_parameters
 from smp.storage.whole import WholeParameters
-from smp.world import runtime
+from smp.world.rank import Rank
 
 _log = logging.getLogger("smp")
 # The others have begun the last gathers before they left, so there is nothing to wait for but time.
@@ -34,7 +33,7 @@ class FlatParameters(WholeParameters):
     has kept a reference to a parameter over an update does not wait.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         root: the user's model; parameters of other pipeline ranks are placeholders.
         bucket_cap_bytes: size of a gradient bucket.
         overlap: False: an update waits until all parts have come.
@@ -45,54 +44,43 @@ class FlatParameters(WholeParameters):
 
     def __init__(
         self,
-        current: runtime.Runtime,
+        rank: Rank,
         root: nn.Module,
         *,
         bucket_cap_bytes: int,
         overlap: bool,
     ) -> None:
-        super().__init__(current, root)
+        super().__init__(rank, root)
         self._bucket_cap_bytes = bucket_cap_bytes
         self._overlap = overlap
         self._undo: list[Callable[[], None]] = []
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
-        current = self._current
+        rank = self._rank
         flats = []  # with the position in the model of their first parameter
         positions = {parameter: i for i, (_, parameter) in enumerate(local)}
-        for own in by_kind([item for item in local if item[1].requires_grad]).values():
+        for own in by_kind(rank, [item for item in local if item[1].requires_grad]).values():
             for bucket in _C.plan_shards(
-                records_of(own),
+                records_of(rank, own),
                 self._bucket_cap_bytes,
-                current.sizes["shard"],
+                rank.sizes["shard"],
                 _C.ShardLayout.EQUAL_CUT,
             ):
-                flat = self._lay_out_bucket(own, bucket, current.ranks["shard"])
+                flat = self._lay_out_bucket(own, bucket, rank.ranks["shard"])
                 inside = [own[held.record_idx][1] for held in bucket.holdings[0]]
                 flats.append((min(positions[p] for p in inside), flat, inside))
         flats.sort(key=lambda item: item[0])
-        assert current.comms.shard is not None
+        assert rank.comms.shard is not None
         self._gathers = _C.FlatGathers(
             [flat for _, flat, _ in flats],
-            current.comms.shard,
-            faults=current.board,
-            ranks=list(current.groups["shard"]),
-            timeout_s=current.settings.timeout_s,
+            rank.comms.shard,
+            faults=rank.board,
+            ranks=list(rank.groups["shard"]),
+            timeout_s=rank.timeout_s,
         )
         if self._overlap:
             bucket_of = {p: i for i, (_, _, inside) in enumerate(flats) for p in inside}
             self._install(self._root, bucket_of)
-        self._finish_on_shutdown()
-
-    def _finish_on_shutdown(self) -> None:
-        known, connections = weakref.ref(self), self._current.rank.connections
-
-        def finish() -> None:
-            last = known()  # None: the model was deleted
-            if last is not None and connections is not None and connections.is_healthy:
-                last.finish()
-
-        self._current.on_shutdown(finish)
 
     def _lay_out_bucket(
         self, own: Sequence[tuple[str, nn.Parameter]], bucket: _C.ShardedBucket, shard_rank: int
@@ -130,7 +118,7 @@ class FlatParameters(WholeParameters):
     # ---- of gradients
 
     def sharding(self, kind: str) -> _C.Sharding | None:
-        return shards_of_gradients(self._current, kind, _C.ShardLayout.EQUAL_CUT)
+        return shards_of_gradients(self._rank, kind, _C.ShardLayout.EQUAL_CUT)
 
     # ---- of updates
 
@@ -153,8 +141,8 @@ class FlatParameters(WholeParameters):
         self._gathers.wait_all()
 
     def finish(self) -> None:
-        """`settle` when the other ranks may have left."""
-        if not self._gathers.pending:
+        connections = self._rank.connections
+        if not self._gathers.pending or connections is None or not connections.is_healthy:
             return
         try:
             self._gathers.finish(_FINISH_TIMEOUT_S)

@@ -114,6 +114,10 @@ class Storage(Protocol):
         """Waits for values that are on their way to this rank."""
         ...
 
+    def finish(self) -> None:
+        """`settle` at the end of the run, when the other ranks may have left."""
+        ...
+
     def stored(self, tensor: Tensor) -> Stored:
         """What lies here of a parameter or buffer of this rank."""
         ...

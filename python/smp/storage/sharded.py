@@ -19,7 +19,7 @@ from smp.storage.shards import Cutter, Shard, forget, shard_of
 from smp.storage.units import plan_units
 from smp.storage.whole import WholeParameters
 from smp.tensor_parallel.sharding import interval_of
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 class ShardedParameters:
@@ -32,7 +32,7 @@ class ShardedParameters:
     initialisation is delayed.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         root: the user's model.
 
     Attributes:
@@ -43,8 +43,8 @@ class ShardedParameters:
     shows_values = False
     gather_kinds: tuple[str, ...] = ("shard",)
 
-    def __init__(self, current: runtime.Runtime, root: nn.Module) -> None:
-        self._current = current
+    def __init__(self, rank: Rank, root: nn.Module) -> None:
+        self._rank = rank
         self._root = root
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
@@ -56,15 +56,15 @@ class ShardedParameters:
         make_real: MakeReal,
         load_kept: Callable[[], None],
     ) -> None:
-        current = self._current
-        half = current.config.half_dtype
+        rank = self._rank
+        half = rank.config.half_dtype
         if half is not None:
             check_castable(self._root, half)
         # Nothing of what has no elements can be cut.
         empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
-        ranks = list(current.groups["shard"])
-        cutter = Cutter(local, ranks.index(current.global_rank), len(ranks), half, current.device)
+        ranks = list(rank.groups["shard"])
+        cutter = Cutter(local, ranks.index(rank.global_rank), len(ranks), half, rank.device)
         self._shards = cutter.shards
         self.holdings = {
             shard.parameter: _holding(name, shard)
@@ -73,8 +73,8 @@ class ShardedParameters:
         }
         self.plan = plan_units(self._root, lambda p: p in self._shards)
         self._order = [p for unit in self.plan.units for p in unit.parameters]
-        make_real(lambda parameter: _take(parameter, cutter))
-        broadcast_from_first(list(self._root.buffers()))
+        make_real(lambda parameter: _take(rank, parameter, cutter))
+        broadcast_from_first(rank, list(self._root.buffers()))
         cutter.check_all_cut()
         if half is not None:
             self._cast_rest(empty, half)
@@ -90,22 +90,22 @@ class ShardedParameters:
         cast_rest(self._root, half)
 
     def _make_store(self) -> _C.ParameterStore:
-        current = self._current
-        config = current.config
+        rank = self._rank
+        config = rank.config
         positions = {parameter: i for i, parameter in enumerate(self._order)}
         return _C.ParameterStore(
             self._order,
             [self._shards[p].tensor for p in self._order],
             [[positions[p] for p in unit.parameters] for unit in self.plan.units],
             [unit.name for unit in self.plan.units],
-            current.comms.shard,
-            across=current.comms.shard_across,
-            within=current.comms.shard_within,
+            rank.comms.shard,
+            across=rank.comms.shard_across,
+            within=rank.comms.shard_within,
             max_live_elements=config.sdp_max_live_parameters,
             persistence_threshold=config.sdp_param_persistence_threshold,
-            faults=current.board,
-            ranks=list(current.groups["shard"]),
-            timeout_s=current.settings.timeout_s,
+            faults=rank.board,
+            ranks=list(rank.groups["shard"]),
+            timeout_s=rank.timeout_s,
         )
 
     # ---- of gradients
@@ -115,16 +115,16 @@ class ShardedParameters:
         ``sdp_reduce_bucket_size`` says so. That key alone never makes them larger: scripts give its
         default, 2 GB a bucket, without meaning it.
         """
-        own = self._current.config.sdp_reduce_bucket_size * torch.float32.itemsize
+        own = self._rank.config.sdp_reduce_bucket_size * torch.float32.itemsize
         return min(cap_bytes // 2, own)
 
     def sharding(self, kind: str) -> _C.Sharding | None:
         return shards_of_gradients(
-            self._current,
+            self._rank,
             kind,
             _C.ShardLayout.PER_PARAMETER,
             # Ranks of a pipeline end their microbatches at different times.
-            every_microbatch=self._current.sizes["pp"] == 1,
+            every_microbatch=self._rank.sizes["pp"] == 1,
         )
 
     # ---- of steps
@@ -162,6 +162,9 @@ class ShardedParameters:
     # ---- of values
 
     def settle(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def stored(self, tensor: Tensor) -> Stored:
@@ -221,12 +224,12 @@ class ShardedParameters:
             parameter.data = self.gathered(parameter)
             forget(parameter)
         self._shards.clear()
-        whole = WholeParameters(self._current, self._root)
+        whole = WholeParameters(self._rank, self._root)
         whole.holdings = self.holdings
         return whole
 
 
-def _take(parameter: nn.Parameter, cutter: Cutter) -> None:
+def _take(rank: Rank, parameter: nn.Parameter, cutter: Cutter) -> None:
     """Keeps a part of a parameter of this rank, and frees the rest.
 
     Collective over the replicas: the first one's values count.
@@ -235,7 +238,7 @@ def _take(parameter: nn.Parameter, cutter: Cutter) -> None:
         parameter: real, on the device of this process.
     """
     if parameter in cutter:  # those without elements are not
-        broadcast_from_first([parameter], "dp" if interval_of(parameter) is None else "rdp")
+        broadcast_from_first(rank, [parameter], "dp" if interval_of(parameter) is None else "rdp")
         cutter.cut(parameter)
 
 

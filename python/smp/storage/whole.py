@@ -15,22 +15,22 @@ from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_rest, cast_with_master, check_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
 from smp.tensor_parallel.sharding import interval_of
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
 class WholeParameters:
     """Parameters as the user's modules have them; 16-bit training adds masters.
 
     Args:
-        current: the runtime.
+        rank: of this process.
         root: the user's model; parameters of other pipeline ranks are placeholders.
     """
 
     shows_values = True
     gather_kinds: tuple[str, ...] = ()
 
-    def __init__(self, current: runtime.Runtime, root: nn.Module) -> None:
-        self._current = current
+    def __init__(self, rank: Rank, root: nn.Module) -> None:
+        self._rank = rank
         self._root = root
         self.holdings: dict[nn.Parameter, Holding] = {}
 
@@ -44,9 +44,9 @@ class WholeParameters:
         load_kept()
         split = [p for _, p in local if interval_of(p) is not None]
         whole = [p for _, p in local if interval_of(p) is None]
-        broadcast_from_first(whole + list(self._root.buffers()))
-        broadcast_from_first(split, "rdp")
-        half = self._current.config.half_dtype
+        broadcast_from_first(self._rank, whole + list(self._root.buffers()))
+        broadcast_from_first(self._rank, split, "rdp")
+        half = self._rank.config.half_dtype
         if half is not None:
             check_castable(self._root, half)
         self._lay_out(local)
@@ -58,7 +58,7 @@ class WholeParameters:
 
         Parameters are cast one by one, so that a copy more than needed exists of one of them only.
         """
-        half = self._current.config.half_dtype
+        half = self._rank.config.half_dtype
         if half is None:
             return
         self.holdings = {
@@ -96,6 +96,9 @@ class WholeParameters:
     # ---- of values
 
     def settle(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def stored(self, tensor: Tensor) -> Stored:

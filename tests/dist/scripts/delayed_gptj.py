@@ -25,6 +25,7 @@ from smp.initial.initialise import initialise_delayed
 from smp.partition.decide import Decision, decide
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
+from smp.world import runtime
 
 NUM_STAGES, NUM_SHARDS, STAGE = 8, 8, 3
 CPU = torch.device("cpu")
@@ -74,7 +75,8 @@ def parameters_of(decision: Decision, stage: int) -> list[tuple[str, nn.Paramete
 def plan(decision: Decision) -> tuple[int, int]:
     """Elements that a rank of the stage holds, and those of the stage."""
     named = parameters_of(decision, STAGE)
-    reductions = [data_parallel.reduction_of(parameter) for _, parameter in named]
+    rank = runtime.current().rank
+    reductions = [data_parallel.reduction_of(rank, parameter) for _, parameter in named]
     records = data_parallel.make_records(named, reductions)
     buckets = _C.plan_shards(records, 25 << 20, NUM_SHARDS, _C.ShardLayout.PER_PARAMETER)
     held = sum(holding.numel for bucket in buckets for holding in bucket.holdings[0])

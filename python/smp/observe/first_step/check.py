@@ -150,7 +150,7 @@ class FirstStepCheck:
             self._kept.pop(parameter, None)
         if self._current.rank.sizes["tp"] > 1 and self._is_driver:
             whole = [value for p, value in self._kept.items() if interval_of(p) is None]
-            data_parallel.broadcast_from_first(whole)
+            data_parallel.broadcast_from_first(self._current.rank, whole)
         if not self._takes_part:
             self._kept.clear()
         else:
