@@ -1,5 +1,5 @@
 # smp_add_room(<room> [TORCH] [DEPS room...] [EXCLUDE file...]
-#              [SOURCES file...] [LIBRARIES target...] [APART file...])
+#              [SOURCES file...] [LIBRARIES target...] [TESTS file...])
 #
 # Makes the OBJECT library smp_<room> from csrc/<room>/*.cpp and, when
 # tests/cpp/<room> has sources, the gtest binary smp_<room>_test, linked with
@@ -11,7 +11,8 @@
 #   EXCLUDE    globbed files, relative to the room, that are not compiled
 #   SOURCES    further files relative to the room
 #   LIBRARIES  further libraries
-#   APART      files that cannot be compiled together with others (SMP_UNITY)
+#   TESTS      files of tests of other rooms, relative to tests/cpp, that its
+#              tests use
 set_property(GLOBAL PROPERTY smp_rooms)
 
 # Torch's headers are most of what the compiler reads: 7 of 9 seconds per file.
@@ -29,7 +30,7 @@ endfunction()
 
 function(smp_add_room room)
   cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH" ""
-    "DEPS;EXCLUDE;SOURCES;LIBRARIES;APART")
+    "DEPS;EXCLUDE;SOURCES;LIBRARIES;TESTS")
   set(folder ${CMAKE_SOURCE_DIR}/csrc/${room})
   file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cpp)
   foreach(name ${arg_EXCLUDE})
@@ -61,15 +62,14 @@ function(smp_add_room room)
   if(sources)
     add_library(smp_${room} OBJECT ${sources})
     target_link_libraries(smp_${room} PRIVATE ${libraries})
-    list(TRANSFORM arg_APART PREPEND ${folder}/)
-    set_source_files_properties(${arg_APART} PROPERTIES
-      SKIP_UNITY_BUILD_INCLUSION ON)
     if(arg_TORCH)
       smp_compile_together(smp_${room} 32)
     endif()
   endif()
   file(GLOB tests CONFIGURE_DEPENDS
     ${CMAKE_SOURCE_DIR}/tests/cpp/${room}/*.cpp)
+  list(TRANSFORM arg_TESTS PREPEND ${CMAKE_SOURCE_DIR}/tests/cpp/)
+  list(APPEND tests ${arg_TESTS})
   if(tests AND SMP_TESTS)
     add_executable(smp_${room}_test ${tests})
     smp_link_rooms(smp_${room}_test ${closure})

@@ -4,7 +4,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "csrc/common/check.h"
-#include "csrc/data_parallel/hooked_group.h"
+#include "csrc/gradients/hooked_group.h"
 
 namespace py = pybind11;
 
@@ -12,8 +12,8 @@ namespace smp::bindings {
 namespace {
 
 using comm::CommunicatorPtr;
-using data_parallel::HookedGroup;
-using data_parallel::PromisedWork;
+using gradients::HookedGroup;
+using gradients::PromisedWork;
 
 // A Python function that C++ threads may call and drop without the GIL. What it
 // raises becomes an error of ours, which autograd threads can pass on.
@@ -69,7 +69,7 @@ void bind_comm_hook(py::module_& m) {
   py::class_<HookedGroup, comm::Communicator, std::shared_ptr<HookedGroup>>(
       m, "HookedGroup",
       "A group in which somebody else sums buckets of gradients; see "
-      "data_parallel/hooked_group.h.")
+      "gradients/hooked_group.h.")
       .def(py::init([](CommunicatorPtr group, py::function hook) {
              return std::make_shared<HookedGroup>(
                  std::move(group),

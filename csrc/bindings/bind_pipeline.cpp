@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
-#include "csrc/comm/fault_board.h"
-#include "csrc/comm/mailbox.h"
+#include "csrc/health/fault_board.h"
+#include "csrc/mailbox/mailbox.h"
 #include "csrc/pipeline/remote_call.h"
 #include "csrc/pipeline/server.h"
 
@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace smp::bindings {
 namespace {
 
-using comm::MessageTensor;
+using mailbox::MessageTensor;
 using pipeline::Call;
 using pipeline::Server;
 
@@ -38,8 +38,8 @@ void enter_python_thread(const std::function<void()>& body) {
 }
 
 std::shared_ptr<Server> make_server(
-    std::shared_ptr<comm::Mailbox> mailbox,
-    std::shared_ptr<comm::FaultBoard> faults, int global_rank,
+    std::shared_ptr<mailbox::Mailbox> mailbox,
+    std::shared_ptr<health::FaultBoard> faults, int global_rank,
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
     std::optional<std::string> actions, int num_chunks, int active_microbatches,
     bool deterministic, const std::string& device, double timeout_s,

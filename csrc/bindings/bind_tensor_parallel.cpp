@@ -1,8 +1,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "csrc/comm/fault_board.h"
-#include "csrc/comm/shared_collectives.h"
+#include "csrc/bindings/waits.h"
+#include "csrc/health/fault_board.h"
 #include "csrc/tensor_parallel/regions.h"
 #include "csrc/tensor_parallel/seeds.h"
 #include "csrc/tensor_parallel/vocabulary.h"
@@ -15,27 +15,17 @@ namespace {
 using tensor_parallel::Group;
 using tensor_parallel::GroupPtr;
 using tensor_parallel::Sizes;
-using FaultsPtr = std::shared_ptr<comm::FaultBoard>;
-
-comm::Patience make_patience(FaultsPtr faults, std::vector<int> ranks,
-                             double timeout_s) {
-  comm::Patience patience;
-  patience.timeout =
-      std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-  patience.faults = std::move(faults);
-  patience.peers = std::move(ranks);
-  patience.hint =
-      "did every rank of the tensor-parallel group run the same modules, and "
-      "backward equally often?";
-  return patience;
-}
 
 GroupPtr make_group(comm::CommunicatorPtr communicator, int group_rank,
                     int size, comm::CommunicatorPtr control, FaultsPtr faults,
                     std::vector<int> ranks, double timeout_s) {
-  return std::make_shared<Group>(
-      std::move(communicator), std::move(control), group_rank, size,
-      make_patience(std::move(faults), std::move(ranks), timeout_s));
+  comm::Patience patience =
+      make_patience(timeout_s, std::move(faults), std::move(ranks));
+  patience.hint =
+      "did every rank of the tensor-parallel group run the same modules, and "
+      "backward equally often?";
+  return std::make_shared<Group>(std::move(communicator), std::move(control),
+                                 group_rank, size, std::move(patience));
 }
 
 std::vector<at::Tensor> gathered_linears(
@@ -113,19 +103,6 @@ void bind_tensor_parallel(py::module_& m) {
       .def("common_seed", &tp::common_seed, NoGil(), "Collective.")
       .def("seed_of_first", &tp::seed_of_first, py::arg("seed"), NoGil(),
            "Collective.");
-  m.def(
-      "share_collectives",
-      [](comm::CommunicatorPtr inner, std::string machine, bool enabled,
-         FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
-        return comm::share_collectives(
-            std::move(inner), {enabled, std::move(machine)},
-            make_patience(std::move(faults), std::move(ranks), timeout_s));
-      },
-      py::arg("inner"), py::kw_only(), py::arg("machine"), py::arg("enabled"),
-      py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),
-      py::arg("timeout_s") = 1800.0, NoGil(),
-      "Collectives through memory that all ranks of `inner` map, or `inner` "
-      "itself where they cannot. Collective.");
   m.def("vocabulary_embedding", &tp::vocabulary_embedding, py::arg("ids"),
         py::arg("table"), py::arg("begin"), py::arg("padding_id") = -1,
         NoGil());

@@ -20,7 +20,7 @@
 namespace smp::comm {
 namespace {
 
-using Clock = WaitWatch::Clock;
+using Clock = health::WaitWatch::Clock;
 
 // Stands for "no time-out" where the library would overflow with more.
 constexpr std::chrono::milliseconds kLongestTimeout =
@@ -186,7 +186,8 @@ class MessageWork final : public C10dWork {
   // Waits until finished, aborted or `deadline`. One thread at a time waits
   // inside Gloo, which counts completions; the others wait for that one.
   State run_until(Clock::time_point deadline) {
-    WaitWatch::Scope scope(shared_->watch, deadline, [this] { wake(); });
+    health::WaitWatch::Scope scope(shared_->watch, deadline,
+                                   [this] { wake(); });
     std::unique_lock lock(mutex_);
     while (go_on(deadline)) {
       if (somebody_inside_) {
@@ -257,8 +258,8 @@ class CollectiveWork final : public C10dWork {
   void wait(std::chrono::milliseconds timeout) override {
     const Clock::time_point deadline = deadline_after(timeout);
     // Only for abort: this wait keeps its deadline itself.
-    WaitWatch::Scope scope(shared_->watch, Clock::time_point::max(),
-                           [this] { abort(); });
+    health::WaitWatch::Scope scope(shared_->watch, Clock::time_point::max(),
+                                   [this] { abort(); });
     Signal& signal = *signal_;
     std::unique_lock lock(signal.mutex);
     signal.changed.wait_until(lock, deadline,

@@ -11,7 +11,7 @@
 
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/communicator_checks.h"
-#include "csrc/comm/wait_watch.h"
+#include "csrc/health/wait_watch.h"
 
 namespace c10d {
 class Backend;
@@ -31,7 +31,7 @@ struct C10dShared {
 
   C10dBackendPtr backend;
   const bool is_gloo;
-  WaitWatch watch;
+  health::WaitWatch watch;
   std::mutex issue_mutex;  ///< c10d counts operations without a lock
 
   /// Works that were given up while in flight: the backend still uses their

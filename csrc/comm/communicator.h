@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "csrc/comm/collective_log.h"
 #include "csrc/common/check.h"
+#include "csrc/health/collective_log.h"
 
 namespace smp::comm {
 
@@ -49,11 +49,13 @@ class Work {
   virtual void abort() {}
 
   /// Which collective this is, where somebody counts (WatchedCommunicator).
-  const std::optional<CollectiveId>& collective() const { return collective_; }
-  void set_collective(CollectiveId id) { collective_ = std::move(id); }
+  const std::optional<health::CollectiveId>& collective() const {
+    return collective_;
+  }
+  void set_collective(health::CollectiveId id) { collective_ = std::move(id); }
 
  private:
-  std::optional<CollectiveId> collective_;
+  std::optional<health::CollectiveId> collective_;
 };
 
 using WorkPtr = std::shared_ptr<Work>;

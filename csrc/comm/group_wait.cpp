@@ -5,9 +5,9 @@
 #include <string_view>
 #include <thread>
 
-#include "csrc/comm/fault_aware_wait.h"
-#include "csrc/comm/wait_registry.h"
 #include "csrc/common/check.h"
+#include "csrc/health/fault_aware_wait.h"
+#include "csrc/health/wait_registry.h"
 
 namespace smp::comm {
 namespace {
@@ -27,7 +27,7 @@ class Watch {
   // Between two slices of the wait.
   void look() {
     if (!patience_.faults) return;
-    FaultBoard& board = *patience_.faults;
+    health::FaultBoard& board = *patience_.faults;
     if (!blocked_) {
       blocked_.emplace(board.waits(), words(), work_.collective());
     }
@@ -54,7 +54,7 @@ class Watch {
 
  private:
   void raise_if_left() {
-    FaultBoard& board = *patience_.faults;
+    health::FaultBoard& board = *patience_.faults;
     const auto left = std::find_if(
         patience_.peers.begin(), patience_.peers.end(), [&](int global_rank) {
           return work_.collective()
@@ -64,14 +64,14 @@ class Watch {
     if (left == patience_.peers.end()) return;
     if (!left_since_) left_since_ = Clock::now();
     if (Clock::now() - *left_since_ < patience_.grace) return;
-    fail_because_left(board, *left, "the " + words());
+    health::fail_because_left(board, *left, "the " + words());
   }
 
   const Work& work_;
   const Patience& patience_;
   const Communicator& group_;
   const std::string_view what_;
-  std::optional<BlockedScope> blocked_;
+  std::optional<health::BlockedScope> blocked_;
   std::optional<Clock::time_point> left_since_;
 };
 

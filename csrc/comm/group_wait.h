@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "csrc/comm/communicator.h"
-#include "csrc/comm/fault_board.h"
+#include "csrc/health/fault_board.h"
 
 namespace smp::comm {
 
@@ -17,7 +17,7 @@ inline constexpr int64_t kSlowestBytesPerSecond = 1'000'000;
 /// How to wait for the operations of a group.
 struct Patience {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  std::shared_ptr<FaultBoard> faults;  ///< ends waits; may be null
+  std::shared_ptr<health::FaultBoard> faults;  ///< ends waits; may be null
   std::vector<int> peers;  ///< global ranks of the group; empty: unknown
   /// A fault or a farewell may come later than what it does to connections.
   std::chrono::milliseconds grace = std::chrono::seconds(2);

@@ -34,7 +34,8 @@ class Hash {
 
 class WatchedCommunicator final : public Communicator {
  public:
-  WatchedCommunicator(CommunicatorPtr inner, std::shared_ptr<FaultBoard> faults,
+  WatchedCommunicator(CommunicatorPtr inner,
+                      std::shared_ptr<health::FaultBoard> faults,
                       std::vector<int> ranks)
       : inner_(std::move(inner)),
         faults_(std::move(faults)),
@@ -95,7 +96,7 @@ class WatchedCommunicator final : public Communicator {
   template <typename Start>
   WorkPtr issue(std::string_view operation, const at::Tensor& tensor,
                 int64_t detail, Start&& start) {
-    CollectiveId id;
+    health::CollectiveId id;
     id.group = group_;
     id.ranks = ranks_;
     id.goes_on_alone = inner_->goes_on_alone();
@@ -109,7 +110,7 @@ class WatchedCommunicator final : public Communicator {
   }
 
   const CommunicatorPtr inner_;
-  const std::shared_ptr<FaultBoard> faults_;
+  const std::shared_ptr<health::FaultBoard> faults_;
   const std::vector<int> ranks_;
   uint64_t group_ = 0;
   std::mutex mutex_;
@@ -117,9 +118,9 @@ class WatchedCommunicator final : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr make_watched_communicator(CommunicatorPtr inner,
-                                          std::shared_ptr<FaultBoard> faults,
-                                          std::vector<int> ranks) {
+CommunicatorPtr make_watched_communicator(
+    CommunicatorPtr inner, std::shared_ptr<health::FaultBoard> faults,
+    std::vector<int> ranks) {
   SMP_CHECK_VALUE(inner && faults,
                   "make_watched_communicator: expected a communicator and a "
                   "fault board, got none");

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "csrc/comm/communicator.h"
-#include "csrc/comm/fault_board.h"
+#include "csrc/health/fault_board.h"
 
 namespace smp::comm {
 
@@ -13,8 +13,8 @@ namespace smp::comm {
 /// one that some rank will not enter. The works know their numbers.
 ///
 /// @param ranks  global ranks of the group, in the order of group ranks
-CommunicatorPtr make_watched_communicator(CommunicatorPtr inner,
-                                          std::shared_ptr<FaultBoard> faults,
-                                          std::vector<int> ranks);
+CommunicatorPtr make_watched_communicator(
+    CommunicatorPtr inner, std::shared_ptr<health::FaultBoard> faults,
+    std::vector<int> ranks);
 
 }  // namespace smp::comm

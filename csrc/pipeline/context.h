@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "csrc/comm/message.h"
+#include "csrc/mailbox/message.h"
 #include "csrc/memory/random_state.h"
 #include "csrc/pipeline/caller_state.h"
 #include "csrc/schedule/task.h"
@@ -53,7 +53,7 @@ struct Context {
 
 /// Where a context waits for one message. It may be filled before anyone waits.
 struct Slot {
-  std::optional<comm::Message> message;
+  std::optional<mailbox::Message> message;
   Context* waiter = nullptr;
 };
 

@@ -2,12 +2,12 @@
 
 #include <utility>
 
-#include "csrc/comm/thread_name.h"
 #include "csrc/common/check.h"
+#include "csrc/health/thread_name.h"
 
 namespace smp::pipeline {
 
-ContextThreads::ContextThreads(Enter enter, comm::Mailbox* mailbox)
+ContextThreads::ContextThreads(Enter enter, mailbox::Mailbox* mailbox)
     : enter_(std::move(enter)), mailbox_(mailbox) {}
 
 ContextThreads::~ContextThreads() { join(); }
@@ -35,7 +35,7 @@ void ContextThreads::run(std::function<void()> job) {
   Worker& worker = *workers_.emplace_back(std::make_unique<Worker>());
   worker.job = std::move(job);
   worker.thread = std::thread([this, &worker] {
-    comm::name_this_thread("smp-context");
+    health::name_this_thread("smp-context");
     if (enter_) {
       enter_([&] { thread_main(worker); });
     } else {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/comm/mailbox.h"
+#include "csrc/mailbox/mailbox.h"
 
 namespace smp::pipeline {
 
@@ -24,7 +24,8 @@ class ContextThreads {
   using Enter = std::function<void(const std::function<void()>& body)>;
 
   /// @param mailbox  an idle thread receives its messages; may be null
-  explicit ContextThreads(Enter enter = {}, comm::Mailbox* mailbox = nullptr);
+  explicit ContextThreads(Enter enter = {},
+                          mailbox::Mailbox* mailbox = nullptr);
   ~ContextThreads();  // calls join()
 
   /// Whether nothing of this rank computes; before the first `run`.
@@ -55,7 +56,7 @@ class ContextThreads {
   bool must_wake(const Worker& worker) const { return closing_ || worker.job; }
 
   const Enter enter_;
-  comm::Mailbox* const mailbox_;
+  mailbox::Mailbox* const mailbox_;
   std::function<bool()> is_rank_idle_ = [] { return false; };
   mutable std::mutex mutex_;
   bool closing_ = false;

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/comm/message.h"
+#include "csrc/mailbox/message.h"
 
 namespace smp::pipeline {
 
@@ -29,7 +29,7 @@ struct TensorMeta {
 class ReleaseList {
  public:
   struct Released {
-    comm::Ref ref;
+    mailbox::Ref ref;
     std::vector<int> holders;
   };
   void add(Released released);
@@ -60,7 +60,7 @@ class Route {
 struct RemoteRef {
   ~RemoteRef();
 
-  comm::Ref ref;
+  mailbox::Ref ref;
   int home_rank = -1;  ///< global rank that has the data first
   /// An ordinary tensor of this rank, which got a name as an argument.
   bool is_argument = false;

@@ -54,7 +54,7 @@ void keep_backward_on_this_thread() {
 }
 
 Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
-                     Timeline* timeline, comm::Mailbox* mailbox)
+                     Timeline* timeline, mailbox::Mailbox* mailbox)
     : threads_(threads),
       device_(device),
       timeline_(timeline),
@@ -229,8 +229,8 @@ void Scheduler::resume_locked(Context& context) {
   if (context.is_helping) mailbox_->wake_helper();
 }
 
-comm::Message Scheduler::wait(Slot& slot, const char* waits_for,
-                              int waits_for_rank) {
+mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
+                                 int waits_for_rank) {
   Context* context = current_context();
   SMP_ASSERT(context, "wait outside a context");
   Lock lock(mutex_);
@@ -291,7 +291,7 @@ void Scheduler::enter_phase(Phase phase) {
   own_generators_locked(context);
 }
 
-void Scheduler::fill(Slot& slot, comm::Message message) {
+void Scheduler::fill(Slot& slot, mailbox::Message message) {
   Lock lock(mutex_);
   slot.message = std::move(message);
   if (slot.waiter && slot.waiter->state == Context::State::kSuspended) {

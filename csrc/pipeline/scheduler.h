@@ -17,7 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "csrc/comm/mailbox.h"
+#include "csrc/mailbox/mailbox.h"
 #include "csrc/pipeline/context.h"
 #include "csrc/pipeline/context_threads.h"
 #include "csrc/pipeline/timeline.h"
@@ -74,7 +74,7 @@ class Scheduler {
   /// @param timeline  records who has the baton and who waits; may be null
   /// @param mailbox  waiting contexts receive its messages; may be null
   Scheduler(ContextThreads* threads, c10::Device device,
-            Timeline* timeline = nullptr, comm::Mailbox* mailbox = nullptr);
+            Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr);
 
   void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
   /// Called in the thread of a context whose work raised, before cancelling.
@@ -99,12 +99,12 @@ class Scheduler {
 
   /// Called by a running context: gives the baton back until `slot` is filled.
   /// @throws PeerFailure when the step is cancelled meanwhile
-  comm::Message wait(Slot& slot, const char* waits_for, int waits_for_rank);
+  mailbox::Message wait(Slot& slot, const char* waits_for, int waits_for_rank);
   /// Called by the context of a step body when its phase changes: the policy
   /// may let others go first.
   void enter_phase(Phase phase);
   /// Fills a slot from any thread.
-  void fill(Slot& slot, comm::Message message);
+  void fill(Slot& slot, mailbox::Message message);
 
   /// Ends the step early: every waiting context raises `reason`, contexts not
   /// yet started never start. First reason wins; from any thread.
@@ -172,7 +172,7 @@ class Scheduler {
   ContextThreads* const threads_;
   const c10::Device device_;
   Timeline* const timeline_;
-  comm::Mailbox* const mailbox_;
+  mailbox::Mailbox* const mailbox_;
   OrderSink order_sink_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;

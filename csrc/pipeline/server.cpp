@@ -23,8 +23,8 @@ std::unique_ptr<Policy> policy_of(const Server::Options& options) {
 
 }  // namespace
 
-Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
-               std::shared_ptr<comm::FaultBoard> faults,
+Server::Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
+               std::shared_ptr<health::FaultBoard> faults,
                ContextThreads::Enter thread_enter)
     : options_(std::move(options)),
       mailbox_(std::move(mailbox)),
@@ -55,13 +55,14 @@ Server::Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
   }
   fault_subscription_ = faults_->subscribe([this] { on_fault(); });
   mailbox_->set_handler(
-      comm::Channel::kPipeline,
-      [this](comm::Message&& message) { on_message(std::move(message)); });
-  mailbox_->set_handler(comm::Channel::kOrder, [this](comm::Message&& message) {
-    const auto& f = message.fields;
-    scheduler_.add_agreed(f[0],
-                          {static_cast<Phase>(f[1]), f[2], f[3], f[4], f[5]});
-  });
+      mailbox::Channel::kPipeline,
+      [this](mailbox::Message&& message) { on_message(std::move(message)); });
+  mailbox_->set_handler(
+      mailbox::Channel::kOrder, [this](mailbox::Message&& message) {
+        const auto& f = message.fields;
+        scheduler_.add_agreed(
+            f[0], {static_cast<Phase>(f[1]), f[2], f[3], f[4], f[5]});
+      });
 }
 
 Server::~Server() { close(); }
@@ -69,8 +70,8 @@ Server::~Server() { close(); }
 void Server::publish_order(int64_t step, const TaskKey& key) {
   for (const int peer : options_.order_ranks) {
     if (peer == options_.global_rank) continue;
-    comm::Message message;
-    message.channel = comm::Channel::kOrder;
+    mailbox::Message message;
+    message.channel = mailbox::Channel::kOrder;
     message.fields = {step,      static_cast<int64_t>(key.phase),
                       key.mb,    key.module_id,
                       key.visit, key.resume};
@@ -84,8 +85,8 @@ void Server::close() {
     if (closed_) return;
     closed_ = true;
   }
-  mailbox_->set_handler(comm::Channel::kPipeline, {});
-  mailbox_->set_handler(comm::Channel::kOrder, {});
+  mailbox_->set_handler(mailbox::Channel::kPipeline, {});
+  mailbox_->set_handler(mailbox::Channel::kOrder, {});
   faults_->unsubscribe(fault_subscription_);
   threads_.join();
   records_.clear();
@@ -144,8 +145,8 @@ Header Server::header_of(Kind kind, int64_t mb) const {
 }
 
 void Server::post(int dst, Header header, const std::string& structure,
-                  std::vector<comm::MessageTensor> tensors) {
-  comm::Message message;
+                  std::vector<mailbox::MessageTensor> tensors) {
+  mailbox::Message message;
   const auto [id, with_bytes] = structures_.on_send(dst, structure);
   header.structure_id = id;
   if (with_bytes) message.bytes = structure;
@@ -153,11 +154,11 @@ void Server::post(int dst, Header header, const std::string& structure,
   send(dst, header, std::move(message));
 }
 
-void Server::send(int dst, const Header& header, comm::Message&& message) {
+void Server::send(int dst, const Header& header, mailbox::Message&& message) {
   header.write_to(message);
   if (dst != options_.global_rank) {
     int64_t data_bytes = 0;
-    for (const comm::MessageTensor& tensor : message.tensors) {
+    for (const mailbox::MessageTensor& tensor : message.tensors) {
       if (tensor.data.defined()) data_bytes += tensor.data.nbytes();
     }
     std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -177,7 +178,7 @@ void Server::post_to_others(const Header& header) {
   }
 }
 
-void Server::on_message(comm::Message&& message) {
+void Server::on_message(mailbox::Message&& message) {
   try {
     take_message(std::move(message));
   } catch (...) {
@@ -186,7 +187,7 @@ void Server::on_message(comm::Message&& message) {
   }
 }
 
-void Server::take_message(comm::Message&& message) {
+void Server::take_message(mailbox::Message&& message) {
   const std::shared_lock handling(handling_);
   const Header header = Header::read_from(message);
   if (timeline_->is_on()) {
@@ -213,14 +214,14 @@ void Server::take_message(comm::Message&& message) {
   for (auto& action : after) action();
 }
 
-void Server::handle_locked(const Header& header, comm::Message&& message,
+void Server::handle_locked(const Header& header, mailbox::Message&& message,
                            Actions& after) {
   switch (header.kind) {
     case Kind::kForwardRequest:
     case Kind::kBackwardRequest:
     case Kind::kOperation:
       after.push_back([this, header,
-                       shared = std::make_shared<comm::Message>(std::move(
+                       shared = std::make_shared<mailbox::Message>(std::move(
                            message))] { serve(header, std::move(*shared)); });
       break;
     case Kind::kForwardMeta:
@@ -238,7 +239,7 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       break;
     case Kind::kRelease:
       after.push_back([this, header, tensors = std::move(message.tensors)] {
-        for (const comm::MessageTensor& tensor : tensors) {
+        for (const mailbox::MessageTensor& tensor : tensors) {
           store_.release(tensor.ref, header.mb);
         }
         // Nothing orders it before the end of its microbatch.
@@ -253,7 +254,7 @@ void Server::handle_locked(const Header& header, comm::Message&& message,
       if (ended_.count(header.mb) > 0) break;
       after.push_back(
           [this, header, tensors = std::move(message.tensors)]() mutable {
-            for (comm::MessageTensor& tensor : tensors) {
+            for (mailbox::MessageTensor& tensor : tensors) {
               store_.put(tensor.ref, header.mb, std::move(tensor.data));
             }
           });
@@ -317,7 +318,7 @@ int Server::begin_step(const std::string& name, int num_microbatches) {
     return num_microbatches;
   }
   wait_until(lock, [this] { return step_begins_.count(step_) > 0; });
-  const comm::Message begin = std::move(step_begins_[step_]);
+  const mailbox::Message begin = std::move(step_begins_[step_]);
   step_begins_.erase(step_);
   SMP_CHECK(begin.bytes == name, "step call ", step_, " runs '", name,
             "' here but '", begin.bytes, "' on global_rank ", driver_rank(),
@@ -402,7 +403,7 @@ Scheduler::StepOptions Server::step_options(int num_microbatches) const {
 // Handles messages that were faster than this rank's script, in their order,
 // and then opens the gate: newer ones must not overtake them.
 void Server::replay_early_messages() {
-  std::deque<comm::Message> later;
+  std::deque<mailbox::Message> later;
   while (true) {
     Actions after;
     {
@@ -412,7 +413,7 @@ void Server::replay_early_messages() {
         in_step_ = true;
         return;
       }
-      comm::Message message = std::move(early_.front());
+      mailbox::Message message = std::move(early_.front());
       early_.pop_front();
       const Header header = Header::read_from(message);
       if (header.step == step_) {

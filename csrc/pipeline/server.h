@@ -21,8 +21,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "csrc/comm/fault_board.h"
-#include "csrc/comm/mailbox.h"
+#include "csrc/health/fault_board.h"
+#include "csrc/mailbox/mailbox.h"
 #include "csrc/pipeline/call_record.h"
 #include "csrc/pipeline/operation.h"
 #include "csrc/pipeline/remote_ref.h"
@@ -42,7 +42,7 @@ struct Call {
   int64_t mb = 0;
   int64_t flags = 0;      ///< of wire.h
   std::string structure;  ///< pickled arguments or results without tensors
-  std::vector<comm::MessageTensor> tensors;
+  std::vector<mailbox::MessageTensor> tensors;
   bool has_values = false;  ///< results: see ResultMeta
 };
 
@@ -116,8 +116,8 @@ class Server {
   /// Makes a tensor without data that stands for one elsewhere.
   using HandleFactory = std::function<at::Tensor(const TensorMeta&)>;
 
-  Server(Options options, std::shared_ptr<comm::Mailbox> mailbox,
-         std::shared_ptr<comm::FaultBoard> faults,
+  Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
+         std::shared_ptr<health::FaultBoard> faults,
          ContextThreads::Enter thread_enter = {});
   ~Server();  // calls close()
 
@@ -222,14 +222,14 @@ class Server {
 
   // server.cpp: life, messages, steps
   void publish_order(int64_t step, const TaskKey& key);
-  void on_message(comm::Message&& message);
-  void take_message(comm::Message&& message);
-  void handle_locked(const Header& header, comm::Message&& message,
+  void on_message(mailbox::Message&& message);
+  void take_message(mailbox::Message&& message);
+  void handle_locked(const Header& header, mailbox::Message&& message,
                      Actions& after);
   void handle_done_locked(const Header& header, int owner);
   void post(int dst, Header header, const std::string& structure,
-            std::vector<comm::MessageTensor> tensors);
-  void send(int dst, const Header& header, comm::Message&& message);
+            std::vector<mailbox::MessageTensor> tensors);
+  void send(int dst, const Header& header, mailbox::Message&& message);
   void post_to_others(const Header& header);
   Header header_of(Kind kind, int64_t mb) const;
   void finish_body(int mb);
@@ -244,17 +244,17 @@ class Server {
   void check_arguments(int64_t module_id,
                        const std::vector<at::Tensor>& inputs) const;
   Header request_header(Context& context, Kind kind);
-  comm::MessageTensor address(Context& context, int dst,
-                              const at::Tensor& tensor);
-  comm::MessageTensor address_ref(Context& context, int dst, RemoteRef& ref);
+  mailbox::MessageTensor address(Context& context, int dst,
+                                 const at::Tensor& tensor);
+  mailbox::MessageTensor address_ref(Context& context, int dst, RemoteRef& ref);
   void order_push(RemoteRef& ref, int dst);
   void send_request(Context& context, int owner, Header& header,
                     const std::string& structure,
-                    std::vector<comm::MessageTensor> tensors,
+                    std::vector<mailbox::MessageTensor> tensors,
                     std::shared_ptr<Slot> slot);
-  comm::Message wait_for_meta(int owner, const Header& header,
-                              const std::shared_ptr<Slot>& slot,
-                              const char* waits_for);
+  mailbox::Message wait_for_meta(int owner, const Header& header,
+                                 const std::shared_ptr<Slot>& slot,
+                                 const char* waits_for);
   RemoteRefPtr name_result(Context& context, const Header& header, int owner,
                            int idx, const TensorMeta& meta,
                            const std::shared_ptr<Route>& route,
@@ -263,12 +263,13 @@ class Server {
   void settle(Context& context);
   RemoteRefPtr store_output(Context& context, const at::Tensor& tensor);
   void drain_releases(int64_t mb);
-  comm::Message await_notice(Kind kind, int64_t index, const char* waits_for);
+  mailbox::Message await_notice(Kind kind, int64_t index,
+                                const char* waits_for);
   at::Tensor to_device(at::Tensor tensor) const;
   bool runs_ahead() const;
 
   // server_service.cpp: what other ranks ask of this one
-  void serve(const Header& header, comm::Message&& message);
+  void serve(const Header& header, mailbox::Message&& message);
   void open_inputs(Call& call, bool grad, CallRecord& record) const;
   void run_forward(const Header& header, int caller, Call& call,
                    const Route::Hops& hops);
@@ -284,7 +285,7 @@ class Server {
                       const ResultMeta& actual) const;
   void offer(const Header& header, int caller,
              const std::vector<at::Tensor>& results, const Route::Hops& hops);
-  void push(const comm::Ref& ref, int64_t mb, int dst);
+  void push(const mailbox::Ref& ref, int64_t mb, int dst);
   void finish_service(const Header& header, const Service& service);
 
   // server_weights.cpp: weight gradients that are put off
@@ -316,8 +317,8 @@ class Server {
   std::vector<int> chunk_idxs_;
   int num_models_ = 0;
   int depth_ = 0;  // of the model that came last
-  const std::shared_ptr<comm::Mailbox> mailbox_;
-  const std::shared_ptr<comm::FaultBoard> faults_;
+  const std::shared_ptr<mailbox::Mailbox> mailbox_;
+  const std::shared_ptr<health::FaultBoard> faults_;
   const std::unique_ptr<Policy> policy_;
   const std::shared_ptr<Timeline> timeline_;
   ContextThreads threads_;
@@ -342,8 +343,8 @@ class Server {
   int64_t step_ = -1;  // of the step that is open or was open last
   std::atomic<bool> in_step_{false};  // between run_step's begin and end
   bool closed_ = false;
-  std::deque<comm::Message> early_;  // of steps that have not begun here
-  std::map<int64_t, comm::Message> step_begins_;
+  std::deque<mailbox::Message> early_;  // of steps that have not begun here
+  std::map<int64_t, mailbox::Message> step_begins_;
   std::unordered_map<int64_t, std::shared_ptr<Slot>> requests_;
   std::map<SlotKey, Slot> notices_;
   std::unordered_map<int64_t, std::map<int, int64_t>> acks_;  // by context
@@ -363,7 +364,7 @@ class Server {
 
   std::atomic<int64_t> next_request_id_{1};
   std::atomic<int64_t> next_context_id_{1};
-  std::map<int, std::vector<comm::Ref>> to_release_;  // with the baton
+  std::map<int, std::vector<mailbox::Ref>> to_release_;  // with the baton
   mutable std::mutex stats_mutex_;
   Stats stats_;
   std::atomic<int64_t> num_served_calls_{0};

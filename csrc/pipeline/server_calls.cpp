@@ -66,22 +66,22 @@ Header Server::request_header(Context& context, Kind kind) {
   return header;
 }
 
-comm::MessageTensor Server::address_ref(Context& context, int dst,
-                                        RemoteRef& ref) {
+mailbox::MessageTensor Server::address_ref(Context& context, int dst,
+                                           RemoteRef& ref) {
   SMP_CHECK(ref.mb == context.key.mb, "a result of microbatch ", ref.mb,
             " on another rank is an argument in microbatch ", context.key.mb,
             "; keep what microbatches share outside of the step function");
   if (!holds(ref, dst)) order_push(ref, dst);
   std::erase(ref.foreseen, dst);
-  comm::MessageTensor result;
+  mailbox::MessageTensor result;
   result.ref = ref.ref;
   return result;
 }
 
 // Gives an argument its name and sees to it that its data get to `dst`.
-comm::MessageTensor Server::address(Context& context, int dst,
-                                    const at::Tensor& tensor) {
-  comm::MessageTensor result;
+mailbox::MessageTensor Server::address(Context& context, int dst,
+                                       const at::Tensor& tensor) {
+  mailbox::MessageTensor result;
   if (!tensor.defined()) return result;
   RemoteRefPtr ref = remote_ref_of(tensor);
   if (ref && !ref->kept.defined()) {
@@ -122,7 +122,7 @@ void Server::order_push(RemoteRef& ref, int dst) {
   if (ref.route) ref.route->add(ref.result_idx, dst);
   Header header = header_of(Kind::kPush, ref.mb);
   header.index = dst;
-  std::vector<comm::MessageTensor> tensors(1);
+  std::vector<mailbox::MessageTensor> tensors(1);
   tensors[0].ref = ref.ref;
   post(ref.home_rank, header, {}, std::move(tensors));
   std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -131,7 +131,7 @@ void Server::order_push(RemoteRef& ref, int dst) {
 
 // Sorts what was released meanwhile by the ranks that hold it.
 void Server::drain_releases(int64_t mb) {
-  std::vector<comm::MessageTensor> own;
+  std::vector<mailbox::MessageTensor> own;
   for (ReleaseList::Released& released : releases_->take()) {
     for (const int holder : released.holders) {
       if (holder == options_.global_rank && options_.num_chunks > 1) {
@@ -154,10 +154,10 @@ void Server::drain_releases(int64_t mb) {
 
 void Server::send_request(Context& context, int owner, Header& header,
                           const std::string& structure,
-                          std::vector<comm::MessageTensor> tensors,
+                          std::vector<mailbox::MessageTensor> tensors,
                           std::shared_ptr<Slot> slot) {
   drain_releases(header.mb);
-  std::vector<comm::Ref> released = std::exchange(to_release_[owner], {});
+  std::vector<mailbox::Ref> released = std::exchange(to_release_[owner], {});
   if (slot) {
     header.flags |= kWantsMeta;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -169,16 +169,16 @@ void Server::send_request(Context& context, int owner, Header& header,
     ++stats_.requests;
   }
   header.flags |= static_cast<int64_t>(released.size()) << kFlagBits;
-  for (const comm::Ref& ref : released) {
+  for (const mailbox::Ref& ref : released) {
     tensors.emplace_back();
     tensors.back().ref = ref;
   }
   post(owner, header, structure, std::move(tensors));
 }
 
-comm::Message Server::wait_for_meta(int owner, const Header& header,
-                                    const std::shared_ptr<Slot>& slot,
-                                    const char* waits_for) {
+mailbox::Message Server::wait_for_meta(int owner, const Header& header,
+                                       const std::shared_ptr<Slot>& slot,
+                                       const char* waits_for) {
   struct Forget {
     Server* server;
     int64_t id;
@@ -257,7 +257,7 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
     slot = std::make_shared<Slot>();
   }
   const Route::Hops hops = hops_of(route);
-  std::vector<comm::MessageTensor> tensors;
+  std::vector<mailbox::MessageTensor> tensors;
   tensors.reserve(inputs.size());
   for (const at::Tensor& input : inputs) {
     tensors.push_back(address(context, owner_rank, input));
@@ -267,7 +267,7 @@ IssuedCall Server::call_forward(int owner_rank, int64_t module_id,
   send_request(context, owner_rank, header, with_hops(hops, structure),
                std::move(tensors), slot);
   if (slot) {
-    const comm::Message answer =
+    const mailbox::Message answer =
         wait_for_meta(owner_rank, header, slot, "the result of a module");
     call.expected = results_.put(key, ResultMeta::decode(answer.bytes));
     call.visit = context.caller.visits[call.expected.get()]++;
@@ -327,7 +327,7 @@ std::vector<RemoteRefPtr> Server::call_backward(
   const auto route =
       route_of(call.expected->grad_routes, std::pair{mask, call.visit});
   const Route::Hops hops = is_known ? hops_of(route) : Route::Hops();
-  std::vector<comm::MessageTensor> tensors;
+  std::vector<mailbox::MessageTensor> tensors;
   tensors.reserve(grads.size());
   for (const at::Tensor& grad : grads) {
     tensors.push_back(address(context, call.owner_rank, grad));
@@ -365,7 +365,7 @@ RemoteRefPtr Server::call_operation(const Operation& operation,
   const int owner = youngest->home_rank;
   Header header = request_header(context, Kind::kOperation);
   header.module_id = kOperationId;
-  std::vector<comm::MessageTensor> tensors;
+  std::vector<mailbox::MessageTensor> tensors;
   for (const RemoteRefPtr& input : inputs) {
     tensors.push_back(address_ref(context, owner, *input));
   }
@@ -393,12 +393,12 @@ at::Tensor Server::fetch(const RemoteRefPtr& ref) {
   std::erase(ref->foreseen, options_.global_rank);
   const auto slot = std::make_shared<Slot>();
   store_.when_available(ref->ref, ref->mb, [this, slot](at::Tensor t) {
-    comm::Message message;
+    mailbox::Message message;
     message.tensors.resize(1);
     message.tensors[0].data = std::move(t);
     scheduler_.fill(*slot, std::move(message));
   });
-  comm::Message message =
+  mailbox::Message message =
       scheduler_.wait(*slot, "the data of a result", ref->home_rank);
   return to_device(std::move(message.tensors[0].data));
 }
@@ -469,7 +469,7 @@ void Server::publish_output(const std::string& structure,
   header.index = context.num_model_calls++;
   ResultMeta result;
   result.structure = structure;
-  std::vector<comm::MessageTensor> sent(tensors.size());
+  std::vector<mailbox::MessageTensor> sent(tensors.size());
   std::string homes;
   for (size_t i = 0; i < tensors.size(); ++i) {
     result.tensors.push_back(TensorMeta::of(tensors[i]));
@@ -507,8 +507,8 @@ RemoteRefPtr Server::store_output(Context& context, const at::Tensor& tensor) {
   return ref;
 }
 
-comm::Message Server::await_notice(Kind kind, int64_t index,
-                                   const char* waits_for) {
+mailbox::Message Server::await_notice(Kind kind, int64_t index,
+                                      const char* waits_for) {
   Context& context = calling_context("following the driver");
   const SlotKey key{kind, context.key.mb, index};
   Slot* slot = nullptr;
@@ -516,7 +516,7 @@ comm::Message Server::await_notice(Kind kind, int64_t index,
     std::lock_guard<std::mutex> lock(mutex_);
     slot = &notices_[key];
   }
-  comm::Message message = scheduler_.wait(*slot, waits_for, driver_rank());
+  mailbox::Message message = scheduler_.wait(*slot, waits_for, driver_rank());
   std::lock_guard<std::mutex> lock(mutex_);
   notices_.erase(key);
   return message;
@@ -524,7 +524,7 @@ comm::Message Server::await_notice(Kind kind, int64_t index,
 
 ModelOutput Server::await_output() {
   Context& context = calling_context("following the driver");
-  comm::Message message = await_notice(
+  mailbox::Message message = await_notice(
       Kind::kModelOutput, context.num_model_calls++, "the model's output");
   const size_t homes_bytes = message.tensors.size() * sizeof(int32_t);
   const ResultMeta result =
@@ -532,7 +532,7 @@ ModelOutput Server::await_output() {
   ModelOutput output;
   output.structure = result.structure;
   for (size_t i = 0; i < message.tensors.size(); ++i) {
-    comm::MessageTensor& tensor = message.tensors[i];
+    mailbox::MessageTensor& tensor = message.tensors[i];
     ModelOutput::Tensor& received = output.tensors.emplace_back();
     received.requires_grad = tensor.requires_grad;
     if (tensor.data.defined()) {

@@ -49,7 +49,7 @@ bool passes_grad(const at::Tensor& tensor) {
 // Finds results that are views of arguments, and says of others whether they
 // share memory with arguments or with each other.
 void find_shared(const std::vector<at::Tensor>& arguments,
-                 const std::vector<comm::MessageTensor>& results,
+                 const std::vector<mailbox::MessageTensor>& results,
                  bool callers_are_contiguous, ResultMeta& meta) {
   for (size_t i = 0; i < results.size(); ++i) {
     const at::Tensor& result = results[i].data;
@@ -114,7 +114,7 @@ void run_backward_of(const std::vector<GraphEdge>& roots,
 
 // Reads a request and queues it; it runs when its turn has come and all its
 // tensors are here.
-void Server::serve(const Header& header, comm::Message&& message) {
+void Server::serve(const Header& header, mailbox::Message&& message) {
   const int caller = message.source_rank;
   const size_t num_released = num_released_of(header);
   SMP_CHECK(num_released <= message.tensors.size(),
@@ -163,7 +163,7 @@ void Server::serve(const Header& header, comm::Message&& message) {
   };
   queues_.add(service);
   for (size_t i = 0; i < num_tensors; ++i) {
-    comm::MessageTensor& tensor = call->tensors[i];
+    mailbox::MessageTensor& tensor = call->tensors[i];
     if (tensor.ref.id < 0) continue;
     if (tensor.data.defined()) {  // comes under a name, for later requests too
       store_.put(tensor.ref, header.mb, tensor.data);
@@ -199,7 +199,7 @@ void Server::offer(const Header& header, int caller,
                    const Route::Hops& hops) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined()) continue;
-    const comm::Ref ref{
+    const mailbox::Ref ref{
         caller, header.request_id * kMaxResults + static_cast<int64_t>(i)};
     // Before the data are: they may be released as soon as they are stored.
     for (const auto& [idx, rank] : hops) {
@@ -209,9 +209,9 @@ void Server::offer(const Header& header, int caller,
   }
 }
 
-void Server::push(const comm::Ref& ref, int64_t mb, int dst) {
+void Server::push(const mailbox::Ref& ref, int64_t mb, int dst) {
   store_.when_available(ref, mb, [this, ref, mb, dst](at::Tensor data) {
-    std::vector<comm::MessageTensor> tensors(1);
+    std::vector<mailbox::MessageTensor> tensors(1);
     tensors[0].ref = ref;
     tensors[0].data = std::move(data);
     post(dst, header_of(Kind::kData, mb), {}, std::move(tensors));
@@ -235,7 +235,7 @@ void Server::check_expected(const Header& header, int caller,
 // The arguments as the module gets them: not as leaves, so that it may write to
 // them.
 void Server::open_inputs(Call& call, bool grad, CallRecord& record) const {
-  for (comm::MessageTensor& tensor : call.tensors) {
+  for (mailbox::MessageTensor& tensor : call.tensors) {
     tensor.data = to_device(std::move(tensor.data)).detach();
     auto& input = record.inputs.emplace_back();
     if (!grad || !tensor.requires_grad) continue;
@@ -254,7 +254,7 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   open_inputs(call, grad, record);
   std::vector<at::Tensor> opened;
   std::vector<int64_t> versions;
-  for (const comm::MessageTensor& tensor : call.tensors) {
+  for (const mailbox::MessageTensor& tensor : call.tensors) {
     opened.push_back(tensor.data);
     versions.push_back(tensor.data._version());
   }
@@ -274,7 +274,7 @@ void Server::run_forward(const Header& header, int caller, Call& call,
   }
   opened.clear();
   std::vector<at::Tensor> data;
-  for (const comm::MessageTensor& tensor : result.tensors) {
+  for (const mailbox::MessageTensor& tensor : result.tensors) {
     meta.tensors.push_back(TensorMeta::of(tensor.data));
     meta.tensors.back().requires_grad = grad && passes_grad(tensor.data);
     record.outputs.push_back(meta.tensors.back().requires_grad
@@ -359,7 +359,7 @@ void Server::run_operation(const Header& header, int caller, const Call& call,
                            const Route::Hops& hops) {
   at::AutoGradMode no_grad(false);
   std::vector<at::Tensor> tensors;
-  for (const comm::MessageTensor& tensor : call.tensors) {
+  for (const mailbox::MessageTensor& tensor : call.tensors) {
     tensors.push_back(to_device(tensor.data));
   }
   offer(header, caller, {Operation::decode(call.structure).run(tensors)}, hops);

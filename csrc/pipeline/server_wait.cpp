@@ -4,9 +4,9 @@
 #include <optional>
 #include <utility>
 
-#include "csrc/comm/fault_aware_wait.h"
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
+#include "csrc/health/fault_aware_wait.h"
 #include "csrc/pipeline/server.h"
 
 namespace smp::pipeline {
@@ -18,9 +18,9 @@ constexpr std::chrono::milliseconds kPoll{200};
 
 // Afterwards nothing of the pipeline is going on.
 struct ActivityEnd {
-  explicit ActivityEnd(comm::WaitRegistry& registry) : registry(registry) {}
+  explicit ActivityEnd(health::WaitRegistry& registry) : registry(registry) {}
   ~ActivityEnd() { registry.set_activity({}); }
-  comm::WaitRegistry& registry;
+  health::WaitRegistry& registry;
 };
 
 }  // namespace
@@ -32,7 +32,7 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
   auto last_progress = Clock::now();
   int64_t progress = -1;
   std::optional<Clock::time_point> left_since;
-  comm::BlockedScope blocked(faults_->waits());
+  health::BlockedScope blocked(faults_->waits());
   const ActivityEnd activity_end(faults_->waits());
   while (!done()) {
     changed_.wait_for(lock, kPoll);
@@ -60,8 +60,8 @@ void Server::wait_until(std::unique_lock<std::mutex>& lock,
     for (const int rank : ranks_needed()) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
-      if (now - *left_since >= comm::FaultAwareWait::kLeftGrace) {
-        comm::fail_because_left(*faults_, rank, what);
+      if (now - *left_since >= health::FaultAwareWait::kLeftGrace) {
+        health::fail_because_left(*faults_, rank, what);
       }
     }
     SMP_CHECK(

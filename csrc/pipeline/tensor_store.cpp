@@ -4,7 +4,7 @@
 
 namespace smp::pipeline {
 
-void TensorStore::put(const comm::Ref& ref, int64_t mb, at::Tensor tensor) {
+void TensorStore::put(const mailbox::Ref& ref, int64_t mb, at::Tensor tensor) {
   std::vector<Callback> callbacks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -25,7 +25,7 @@ void TensorStore::put(const comm::Ref& ref, int64_t mb, at::Tensor tensor) {
   }
 }
 
-void TensorStore::when_available(const comm::Ref& ref, int64_t mb,
+void TensorStore::when_available(const mailbox::Ref& ref, int64_t mb,
                                  Callback callback) {
   at::Tensor data;
   {
@@ -38,13 +38,13 @@ void TensorStore::when_available(const comm::Ref& ref, int64_t mb,
   if (data.defined()) callback(std::move(data));
 }
 
-at::Tensor TensorStore::find(const comm::Ref& ref) const {
+at::Tensor TensorStore::find(const mailbox::Ref& ref) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = entries_.find(ref);
   return found == entries_.end() ? at::Tensor() : found->second.data;
 }
 
-void TensorStore::release(const comm::Ref& ref, int64_t mb) {
+void TensorStore::release(const mailbox::Ref& ref, int64_t mb) {
   at::Tensor dropped;  // freed without the lock
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [found, is_new] = entries_.try_emplace(ref);

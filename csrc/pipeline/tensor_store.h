@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "csrc/comm/message.h"
+#include "csrc/mailbox/message.h"
 
 namespace smp::pipeline {
 
@@ -21,14 +21,14 @@ class TensorStore {
   using Callback = std::function<void(at::Tensor)>;
 
   /// Brings the data of a ref. A second time is ignored.
-  void put(const comm::Ref& ref, int64_t mb, at::Tensor tensor);
+  void put(const mailbox::Ref& ref, int64_t mb, at::Tensor tensor);
   /// Calls back when the data are here, at once if they are.
-  void when_available(const comm::Ref& ref, int64_t mb, Callback callback);
+  void when_available(const mailbox::Ref& ref, int64_t mb, Callback callback);
   /// The data if they are here, else an undefined tensor.
-  at::Tensor find(const comm::Ref& ref) const;
+  at::Tensor find(const mailbox::Ref& ref) const;
   /// Nobody will ask for the ref again; those who wait are served first.
   /// @param mb  until whose end an unknown ref is remembered as released
-  void release(const comm::Ref& ref, int64_t mb);
+  void release(const mailbox::Ref& ref, int64_t mb);
   /// Forgets all refs of a microbatch that is over.
   void drop_microbatch(int64_t mb);
   void clear();
@@ -36,12 +36,12 @@ class TensorStore {
 
  private:
   struct Hash {
-    size_t operator()(const comm::Ref& ref) const {
+    size_t operator()(const mailbox::Ref& ref) const {
       return std::hash<int64_t>()(ref.id * 1021 + ref.owner_rank);
     }
   };
   struct Equal {
-    bool operator()(const comm::Ref& a, const comm::Ref& b) const {
+    bool operator()(const mailbox::Ref& a, const mailbox::Ref& b) const {
       return a.id == b.id && a.owner_rank == b.owner_rank;
     }
   };
@@ -53,7 +53,7 @@ class TensorStore {
   };
 
   mutable std::mutex mutex_;
-  std::unordered_map<comm::Ref, Entry, Hash, Equal> entries_;
+  std::unordered_map<mailbox::Ref, Entry, Hash, Equal> entries_;
 };
 
 }  // namespace smp::pipeline

@@ -131,13 +131,13 @@ void Timeline::record_wait(const schedule::TaskKey& key, int64_t since_ns,
 }
 
 void Timeline::record_tensors(TimelineEvent::Kind kind, int global_rank,
-                              int peer, const comm::Message& message) {
+                              int peer, const mailbox::Message& message) {
   if (!is_on() || peer == global_rank) return;
   const int64_t now = now_ns();
   const Header header = Header::read_from(message);
   const int sender = kind == TimelineEvent::Kind::kSent ? global_rank : peer;
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const comm::MessageTensor& tensor : message.tensors) {
+  for (const mailbox::MessageTensor& tensor : message.tensors) {
     if (!tensor.data.defined()) continue;
     TimelineEvent event;
     event.kind = kind;
@@ -148,10 +148,11 @@ void Timeline::record_tensors(TimelineEvent::Kind kind, int global_rank,
     event.peer = peer;
     event.begin_ns = event.end_ns = now;
     // Small tensors have no name; their message has.
-    event.ref = tensor.ref.id >= 0 ? tensor.ref
-                                   : comm::Ref{sender, header.request_id != 0
-                                                           ? header.request_id
-                                                           : header.index};
+    event.ref =
+        tensor.ref.id >= 0
+            ? tensor.ref
+            : mailbox::Ref{sender, header.request_id != 0 ? header.request_id
+                                                          : header.index};
     event.bytes = static_cast<int64_t>(tensor.data.nbytes());
     add_locked(std::move(event));
   }

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "csrc/comm/message.h"
+#include "csrc/mailbox/message.h"
 #include "csrc/schedule/task.h"
 
 namespace smp::pipeline {
@@ -33,7 +33,7 @@ struct TimelineEvent {
   int64_t end_ns = 0;
   /// Names a tensor between one sender and one receiver. Step: the number of
   /// microbatches.
-  comm::Ref ref;
+  mailbox::Ref ref;
   int64_t bytes = 0;
 };
 
@@ -69,7 +69,7 @@ class Timeline {
                    const char* awaited, int awaited_rank);
   /// The tensors of a pipeline message that have data; `kind` says which way.
   void record_tensors(TimelineEvent::Kind kind, int global_rank, int peer,
-                      const comm::Message& message);
+                      const mailbox::Message& message);
 
  private:
   void add_locked(TimelineEvent event);

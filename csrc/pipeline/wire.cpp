@@ -40,8 +40,8 @@ const char* to_string(Kind kind) {
   return "unknown message";
 }
 
-void Header::write_to(comm::Message& message) const {
-  message.channel = comm::Channel::kPipeline;
+void Header::write_to(mailbox::Message& message) const {
+  message.channel = mailbox::Channel::kPipeline;
   message.fields = {static_cast<int64_t>(kind),
                     step,
                     mb,
@@ -54,7 +54,7 @@ void Header::write_to(comm::Message& message) const {
                     index};
 }
 
-Header Header::read_from(const comm::Message& message) {
+Header Header::read_from(const mailbox::Message& message) {
   const auto& f = message.fields;
   Header header;
   header.kind = static_cast<Kind>(f[0]);

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/comm/message.h"
+#include "csrc/mailbox/message.h"
 
 namespace smp::pipeline {
 
@@ -66,8 +66,8 @@ struct Header {
   /// backward, within the step body. Push: where to.
   int64_t index = 0;
 
-  void write_to(comm::Message& message) const;
-  static Header read_from(const comm::Message& message);
+  void write_to(mailbox::Message& message) const;
+  static Header read_from(const mailbox::Message& message);
 };
 
 /// How many of the last tensors of a request are only released.

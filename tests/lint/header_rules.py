@@ -13,13 +13,13 @@ _TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
 _PYTHON = re.compile(r"^(Python\.h|pybind11/|torch/csrc/utils/pybind\.h|torch/csrc/.*python_)")
 _C10D = "torch/csrc/distributed/c10d/"
 _CUDA = re.compile(r"^(cuda|nccl|cublas|ATen/cuda|c10/cuda)")
-_WITHOUT_TORCH = {"common", "topology", "partition", "schedule", "kernels"}
+_WITHOUT_TORCH = {"common", "topology", "partition", "schedule", "health", "kernels"}
 # Besides these a header of ours forward-declares.
 _IN_HEADERS = re.compile(r"^(ATen/core/(Tensor|Generator)\.h|c10/)")
 # Bindings of the adapter, which takes a process group from Python, and of hooks of DDP's form.
 _C10D_OUTSIDE_COMM = {
     "csrc/bindings/bind_comm_hook.cpp",
-    "csrc/bindings/bind_communicator.cpp",
+    "csrc/bindings/bind_comm.cpp",
 }
 
 

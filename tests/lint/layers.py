@@ -15,10 +15,11 @@ REPO = Path(__file__).resolve().parents[2]
 # C++ rooms, lower layers first; a room may include rooms of lower layers only.
 CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
-    frozenset({"topology", "partition", "schedule", "autograd"}),
+    frozenset({"topology", "partition", "schedule", "autograd", "health"}),
     frozenset({"comm", "memory"}),
-    frozenset({"nn"}),
-    frozenset({"tensor_parallel", "data_parallel", "optim", "checkpoint", "pipeline"}),
+    frozenset({"shm", "nn"}),
+    frozenset({"mailbox"}),
+    frozenset({"tensor_parallel", "gradients", "parameters", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
 )
 
@@ -28,7 +29,10 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "partition": frozenset({"common"}),
     "schedule": frozenset({"common"}),
     "autograd": frozenset({"common"}),
-    "comm": frozenset({"common", "topology"}),
+    "health": frozenset({"common"}),
+    "comm": frozenset({"common", "health"}),
+    "shm": frozenset({"common", "health", "comm"}),
+    "mailbox": frozenset({"common", "health", "comm", "shm"}),
 }
 
 # Rooms of `python/smp`, lower layers first. `_C` and what the build writes lie below all of them.

@@ -55,6 +55,8 @@ def test_cmake_links_each_room_with_the_rooms_below_it_only() -> None:
         ("csrc/pipeline/a.cpp", "csrc/optim/b.h", "'pipeline' may not include 'optim'"),  # sideways
         ("csrc/comm/a.cpp", "csrc/memory/b.h", "'comm' may not include 'memory'"),  # sideways
         ("csrc/comm/a.cpp", "csrc/partition/b.h", "'comm' may not include"),  # narrowed
+        ("csrc/health/a.cpp", "csrc/comm/b.h", "'health' may not include 'comm'"),  # up
+        ("csrc/gradients/a.cpp", "csrc/parameters/b.h", "may not include 'parameters'"),  # sideways
         ("csrc/kernels/cpu/a.cpp", "csrc/common/b.h", "only itself"),
         ("tests/cpp/comm/a.cpp", "csrc/pipeline/b.h", "'comm' may not include 'pipeline'"),
         ("csrc/comm/a.cpp", "../common/b.h", "from the repository root"),

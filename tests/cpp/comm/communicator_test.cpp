@@ -9,8 +9,8 @@
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/communicator_suite.h"
-#include "tests/cpp/comm/expectations.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/common/expectations.h"
 
 namespace smp::comm {
 namespace {

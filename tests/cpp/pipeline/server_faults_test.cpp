@@ -232,7 +232,8 @@ TEST(Cancelled, a_rank_that_dies_ends_the_step_of_the_others) {
     self.modules[2] = [&](std::vector<at::Tensor>) -> std::vector<at::Tensor> {
       // Never answers, and is gone.
       for (const int other : {0, 1}) {
-        ranks.tell(other, {.kind = comm::Fault::Kind::kDied, .global_rank = 2});
+        ranks.tell(other,
+                   {.kind = health::Fault::Kind::kDied, .global_rank = 2});
       }
       while (num_done < 2) std::this_thread::yield();
       throw std::runtime_error("over");
@@ -267,8 +268,8 @@ TEST(Cancelled, requests_whose_tensors_never_come_are_dropped) {
       }
       EXPECT_EQ(self.server->num_queued(), 1);
       EXPECT_EQ(self.server->num_stored(), 1);
-      ranks.tell(0, {.kind = comm::Fault::Kind::kDied, .global_rank = 1});
-      ranks.tell(1, {.kind = comm::Fault::Kind::kDied, .global_rank = 0});
+      ranks.tell(0, {.kind = health::Fault::Kind::kDied, .global_rank = 1});
+      ranks.tell(1, {.kind = health::Fault::Kind::kDied, .global_rank = 0});
       self.server->await_output();
     });
     EXPECT_TRUE(contains(text, "died")) << text;
@@ -299,7 +300,7 @@ TEST(Damaged, a_request_without_a_route_is_a_fault_and_ends_the_step) {
       const auto post = [&] {
         Header header;
         header.kind = Kind::kForwardRequest;
-        comm::Message message;
+        mailbox::Message message;
         header.write_to(message);
         self.mailbox->post(1, std::move(message));
       };

@@ -70,11 +70,11 @@ at::Tensor compute(const at::Tensor& x, const at::Tensor& weight) {
 
 Ranks::Ranks(RankSettings the_settings) : settings(std::move(the_settings)) {
   for (int rank = 0; rank < settings.size; ++rank) {
-    boards.push_back(std::make_shared<comm::FaultBoard>(rank));
+    boards.push_back(std::make_shared<health::FaultBoard>(rank));
   }
   memories.resize(settings.size);
   if (settings.has_shared_memory) {
-    memories = comm::make_local_shared_memory(settings.size, 50'000);
+    memories = shm::make_local_shared_memory(settings.size, 50'000);
   }
 }
 
@@ -82,20 +82,20 @@ void Ranks::tell_others(int rank, const std::string& where,
                         const std::string& what) {
   for (int other = 0; other < settings.size; ++other) {
     if (other == rank) continue;
-    tell(other, {.kind = comm::Fault::Kind::kRaised,
+    tell(other, {.kind = health::Fault::Kind::kRaised,
                  .global_rank = rank,
                  .where = where,
                  .text = what});
   }
 }
 
-void Ranks::tell(int rank, const comm::Fault& fault) {
+void Ranks::tell(int rank, const health::Fault& fault) {
   boards.at(rank)->report(fault);
 }
 
 Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
     : rank(the_rank), w(make_weight(the_rank)), ranks_(ranks) {
-  mailbox = std::make_shared<comm::Mailbox>(
+  mailbox = std::make_shared<mailbox::Mailbox>(
       world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr));
   const RankSettings& settings = ranks.settings;
   Server::Options options;

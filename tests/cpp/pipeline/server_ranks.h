@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/comm/shared_memory.h"
 #include "csrc/pipeline/remote_call.h"
 #include "csrc/pipeline/server.h"
+#include "csrc/shm/shared_memory.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::pipeline {
@@ -48,11 +48,11 @@ class Ranks {
 
   /// In processes the liveness channel brings such news.
   void tell_others(int rank, const std::string& where, const std::string& what);
-  void tell(int rank, const comm::Fault& fault);
+  void tell(int rank, const health::Fault& fault);
 
   const RankSettings settings;
-  std::vector<std::shared_ptr<comm::FaultBoard>> boards;
-  std::vector<comm::SharedMemoryPtr> memories;
+  std::vector<std::shared_ptr<health::FaultBoard>> boards;
+  std::vector<shm::SharedMemoryPtr> memories;
 };
 
 /// One rank: a server, and its modules. Module i, "stage<i>", is on rank
@@ -98,7 +98,7 @@ class Rank {
   std::map<int64_t, Module> modules;
   std::vector<double> losses;
   std::vector<std::string> errors;  ///< of contexts of this rank
-  std::shared_ptr<comm::Mailbox> mailbox;
+  std::shared_ptr<mailbox::Mailbox> mailbox;
   std::unique_ptr<Server> server;
 
  private:

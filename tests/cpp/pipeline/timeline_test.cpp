@@ -75,7 +75,7 @@ TEST(TimelineTest,
   header.kind = Kind::kForwardRequest;
   header.mb = 3;
   header.request_id = 21;
-  comm::Message message;
+  mailbox::Message message;
   header.write_to(message);
   message.tensors.resize(3);
   message.tensors[0].data = at::empty({2, 5}, at::kFloat);

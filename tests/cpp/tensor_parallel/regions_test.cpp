@@ -443,9 +443,9 @@ TEST(RegionErrors, AFaultEndsTheWait) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     if (rank == 1) return;
     comm::Patience patience;
-    patience.faults = std::make_shared<comm::FaultBoard>(0);
+    patience.faults = std::make_shared<health::FaultBoard>(0);
     patience.faults->report(
-        {.kind = comm::Fault::Kind::kDied, .global_rank = 1});
+        {.kind = health::Fault::Kind::kDied, .global_rank = 1});
     const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, patience);
     EXPECT_THROW(reduce(group, randn({4})), PeerFailure);
   });

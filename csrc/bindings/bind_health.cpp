@@ -1,0 +1,178 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/bindings/end_without_gil.h"
+#include "csrc/bindings/waits.h"
+#include "csrc/health/fault_board.h"
+#include "csrc/health/liveness.h"
+#include "csrc/health/stop_agreement.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+
+using health::FaultBoard;
+using health::LivenessClient;
+using health::LivenessHub;
+using health::StopAgreement;
+
+namespace {
+
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+std::shared_ptr<FaultBoard> make_fault_board(int global_rank) {
+  auto board = std::make_shared<FaultBoard>(global_rank);
+  board->set_interrupt_check([] {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+  return board;
+}
+
+std::optional<std::string> fault_text(const FaultBoard& board) {
+  const auto fault = board.fault();
+  if (!fault) return std::nullopt;
+  return fault->describe();
+}
+
+std::optional<int> fault_rank(const FaultBoard& board) {
+  const auto fault = board.fault();
+  if (!fault || fault->global_rank < 0) return std::nullopt;
+  return fault->global_rank;
+}
+
+void report_raised(FaultBoard& board, std::string where, std::string text) {
+  board.report({.kind = health::Fault::Kind::kRaised,
+                .global_rank = board.global_rank(),
+                .where = std::move(where),
+                .text = std::move(text)});
+}
+
+py::dict activity(FaultBoard& board) {
+  const auto snapshot = board.waits().snapshot();
+  py::dict result;
+  result["blocked"] = snapshot.is_blocked;
+  result["what"] = snapshot.what;
+  result["progress"] = snapshot.progress;
+  result["unsent"] = snapshot.num_unsent;
+  return result;
+}
+
+std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
+                                      std::string token,
+                                      double deadlock_after_s,
+                                      double hang_after_s) {
+  LivenessHub::Options options;
+  options.deadlock_after = to_ms(deadlock_after_s);
+  options.hang_after = to_ms(hang_after_s);
+  return end_without_gil(
+      new LivenessHub(world_size, loopback_only, std::move(token), options));
+}
+
+std::shared_ptr<LivenessClient> make_client(
+    const std::string& host, int port, std::string token, int global_rank,
+    std::shared_ptr<FaultBoard> board, double connect_timeout_s,
+    std::shared_ptr<StopAgreement> stops,
+    std::optional<std::pair<int, int>> stacks_signals, int stacks_fd,
+    double hang_after_s) {
+  LivenessClient::Options options;
+  options.hang_after = to_ms(hang_after_s);
+  options.connect_timeout = to_ms(connect_timeout_s);
+  options.stops = std::move(stops);
+  if (stacks_signals) {
+    options.stacks = health::StackDump(stacks_signals->first,
+                                       stacks_signals->second, stacks_fd);
+  }
+  py::gil_scoped_release release;
+  return end_without_gil(new LivenessClient(
+      host, port, std::move(token), global_rank, std::move(board), options));
+}
+
+void bind_fault_board(py::module_& m) {
+  py::class_<FaultBoard, std::shared_ptr<FaultBoard>>(
+      m, "FaultBoard", "What this process knows about failures of all ranks.")
+      .def(py::init(&make_fault_board), py::arg("global_rank"))
+      .def_property_readonly("global_rank", &FaultBoard::global_rank)
+      .def("set_coordinates", &FaultBoard::set_coordinates, release_gil(),
+           py::arg("per_global_rank"),
+           "Words for each rank, such as \"pp 1 tp 0 rdp 1\".")
+      .def("report_raised", &report_raised, release_gil(), py::arg("where"),
+           py::arg("text"),
+           "Records an exception of this rank; the liveness client tells it "
+           "to the others.")
+      .def("raise_if_faulted", &FaultBoard::raise_if_faulted, release_gil())
+      .def("fault_text", &fault_text, release_gil(),
+           "The first fault in words, or None.")
+      .def("fault_rank", &fault_rank, release_gil(),
+           "Its global rank, or None.")
+      .def("has_left", &FaultBoard::has_left, release_gil(),
+           py::arg("global_rank"))
+      .def("activity", &activity,
+           "What this process waits for: blocked, what, progress, unsent.")
+      .def(
+          "set_activity",
+          [](FaultBoard& board, std::string text) {
+            board.waits().set_activity(std::move(text));
+          },
+          py::arg("text"), "What this process works on, for reports.");
+
+  py::class_<StopAgreement, std::shared_ptr<StopAgreement>>(
+      m, "StopAgreement", "Finds a boundary at which all ranks can stop.")
+      .def(py::init<std::shared_ptr<FaultBoard>>(), py::arg("board"))
+      .def("freeze", &StopAgreement::freeze, release_gil(),
+           "From now on `arrive` waits; the number of the next boundary.")
+      .def("decide", &StopAgreement::decide, release_gil(), py::arg("boundary"))
+      .def(
+          "arrive",
+          [](StopAgreement& stops, double timeout_s) {
+            return stops.arrive(to_ms(timeout_s));
+          },
+          py::arg("timeout_s"), release_gil(),
+          "Passes a boundary; whether all ranks stop here.")
+      .def_property_readonly("is_asked", &StopAgreement::is_asked);
+}
+
+void bind_liveness(py::module_& m) {
+  py::class_<LivenessHub, std::shared_ptr<LivenessHub>>(
+      m, "LivenessHub", "Hosted by rank 0: tells all ranks who has died.")
+      .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
+           py::arg("loopback_only"), py::arg("token"),
+           py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0)
+      .def_property_readonly("port", &LivenessHub::port)
+      .def(
+          "close",
+          [](LivenessHub& hub, double linger_s) { hub.close(to_ms(linger_s)); },
+          py::arg("linger_s") = 0.0, release_gil(),
+          "Waits up to linger_s for all ranks to leave, then ends.");
+
+  py::class_<LivenessClient, std::shared_ptr<LivenessClient>>(
+      m, "LivenessClient", "Connection of one rank to the hub.")
+      .def(py::init(&make_client), py::arg("host"), py::arg("port"),
+           py::kw_only(), py::arg("token"), py::arg("global_rank"),
+           py::arg("board"), py::arg("connect_timeout_s") = 60.0,
+           py::arg("stops") = nullptr, py::arg("stacks_signals") = py::none(),
+           py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0)
+      .def("request_stop", &LivenessClient::request_stop, release_gil(),
+           "Asks all ranks to stop at one boundary.")
+      .def("report_raised", &LivenessClient::report_raised, release_gil(),
+           py::arg("where"), py::arg("text"),
+           "Tells all ranks of an exception of this rank.")
+      .def("leave", &LivenessClient::leave, release_gil(),
+           "Says goodbye; the end of this process is no fault any more.")
+      .def("close", &LivenessClient::close, release_gil());
+}
+
+}  // namespace
+
+void bind_health(py::module_& m) {
+  bind_fault_board(m);
+  bind_liveness(m);
+}
+
+}  // namespace smp::bindings

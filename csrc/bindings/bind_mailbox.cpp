@@ -1,0 +1,164 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/bindings/end_without_gil.h"
+#include "csrc/bindings/waits.h"
+#include "csrc/comm/communicator.h"
+#include "csrc/health/fault_board.h"
+#include "csrc/mailbox/link_probe.h"
+#include "csrc/mailbox/mailbox.h"
+#include "csrc/mailbox/object_exchange.h"
+#include "csrc/mailbox/test_delays.h"
+#include "csrc/shm/shared_memory.h"
+
+namespace py = pybind11;
+
+namespace smp::bindings {
+
+using health::FaultBoard;
+using mailbox::LinkProbe;
+using mailbox::Mailbox;
+using mailbox::ObjectExchange;
+
+namespace {
+
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+std::shared_ptr<Mailbox> make_mailbox(
+    comm::CommunicatorPtr world, std::shared_ptr<FaultBoard> board,
+    const shm::SharedMemoryPtr& shared_memory) {
+  return end_without_gil(
+      new Mailbox(std::move(world), std::move(board), shared_memory));
+}
+
+void add_traffic(py::dict& result, const std::string& prefix,
+                 const mailbox::Traffic& traffic) {
+  auto set = [&](const char* name, int64_t value) {
+    result[py::str(prefix + name)] = value;
+  };
+  set("messages_sent", traffic.messages_sent);
+  set("bytes_sent", traffic.bytes_sent);
+  set("messages_received", traffic.messages_received);
+  set("bytes_received", traffic.bytes_received);
+}
+
+py::dict mailbox_stats(const Mailbox& mailbox) {
+  const Mailbox::Stats stats = mailbox.stats();
+  py::dict result;
+  add_traffic(result, "", stats);
+  add_traffic(result, "shared_memory_", stats.shared_memory);
+  return result;
+}
+
+std::shared_ptr<LinkProbe> make_probe(std::shared_ptr<Mailbox> mailbox,
+                                      std::shared_ptr<FaultBoard> board) {
+  return end_without_gil(new LinkProbe(std::move(mailbox), std::move(board)));
+}
+
+std::vector<std::pair<double, double>> probe_link(LinkProbe& probe, int peer,
+                                                  int64_t num_bytes,
+                                                  int64_t repeats,
+                                                  double timeout_s) {
+  std::vector<std::pair<double, double>> result;
+  for (const LinkProbe::Sample& sample :
+       probe.measure(peer, num_bytes, repeats, to_ms(timeout_s))) {
+    result.emplace_back(static_cast<double>(sample.one_way_ns) * 1e-9,
+                        static_cast<double>(sample.round_trip_ns) * 1e-9);
+  }
+  return result;
+}
+
+std::shared_ptr<ObjectExchange> make_exchange(std::shared_ptr<Mailbox> mailbox,
+                                              std::shared_ptr<FaultBoard> board,
+                                              double timeout_s) {
+  return end_without_gil(new ObjectExchange(
+      std::move(mailbox), std::move(board), to_ms(timeout_s)));
+}
+
+py::bytes recv(ObjectExchange& exchange, int src) {
+  std::string bytes;
+  {
+    py::gil_scoped_release release;
+    bytes = exchange.recv(src);
+  }
+  return bytes;
+}
+
+py::list all_gather(ObjectExchange& exchange, const std::vector<int>& ranks,
+                    std::string bytes, const std::string& what) {
+  std::vector<std::string> gathered;
+  {
+    py::gil_scoped_release release;
+    gathered = exchange.all_gather(ranks, std::move(bytes), what);
+  }
+  py::list result;
+  for (const std::string& one : gathered) result.append(py::bytes(one));
+  return result;
+}
+
+void bind_messages(py::module_& m) {
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(
+      m, "Mailbox", "Messages of all channels between all ranks.")
+      .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"),
+           py::arg("shared_memory") = nullptr)
+      .def("stats", &mailbox_stats)
+      .def("num_unsent", &Mailbox::num_unsent, release_gil())
+      .def("progress", &Mailbox::progress)
+      .def(
+          "close",
+          [](Mailbox& mailbox, double timeout_s) {
+            mailbox.close(to_ms(timeout_s));
+          },
+          py::arg("timeout_s") = 5.0, release_gil(),
+          "Sends what is posted, then ends all threads.");
+
+  py::class_<LinkProbe, std::shared_ptr<LinkProbe>>(
+      m, "LinkProbe", "Measures the way to another rank.")
+      .def(py::init(&make_probe), py::arg("mailbox"), py::arg("board"))
+      .def("measure", &probe_link, release_gil(), py::arg("peer"),
+           py::arg("num_bytes"), py::arg("repeats"),
+           py::arg("timeout_s") = 60.0,
+           "(one way, round trip) in seconds of each message; the peer has a "
+           "probe too.");
+}
+
+}  // namespace
+
+void bind_mailbox(py::module_& m) {
+  bind_messages(m);
+  m.def("set_delays", &mailbox::TestDelays::set, py::arg("seed"),
+        py::arg("max_us"),
+        "Random pauses in the transport of this process; 0 ends them.");
+
+  py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
+      m, "ObjectExchange", "Byte strings between ranks; every call blocks.")
+      .def(py::init(&make_exchange), py::arg("mailbox"), py::arg("board"),
+           py::arg("timeout_s") = 1800.0)
+      .def(
+          "set_timeout",
+          [](ObjectExchange& exchange, double timeout_s) {
+            exchange.set_timeout(to_ms(timeout_s));
+          },
+          py::arg("timeout_s"), release_gil())
+      .def("send", &ObjectExchange::send, release_gil(), py::arg("dst"),
+           py::arg("data"), "Returns when dst has called recv.")
+      .def("recv", &recv, py::arg("src"),
+           "The next object that src sent or broadcast.")
+      .def("broadcast", &ObjectExchange::broadcast, release_gil(),
+           py::arg("ranks"), py::arg("data"),
+           "By the sender only; returns when all others have called recv.")
+      .def("all_gather", &all_gather, py::arg("ranks"), py::arg("data"),
+           py::arg("what") = "all_gather",
+           "Collective: the bytes of all, in the order of ranks.")
+      .def("barrier", &ObjectExchange::barrier, release_gil(), py::arg("ranks"),
+           py::arg("what") = "barrier", "Collective.");
+}
+
+}  // namespace smp::bindings

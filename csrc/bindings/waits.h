@@ -1,0 +1,29 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "csrc/comm/group_wait.h"
+
+namespace smp::bindings {
+
+using FaultsPtr = std::shared_ptr<health::FaultBoard>;
+
+/// Python's seconds in the unit of all waits.
+inline std::chrono::milliseconds to_ms(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
+}
+
+inline comm::Patience make_patience(double timeout_s, FaultsPtr faults,
+                                    std::vector<int> peers) {
+  comm::Patience patience;
+  patience.timeout = to_ms(timeout_s);
+  patience.faults = std::move(faults);
+  patience.peers = std::move(peers);
+  return patience;
+}
+
+}  // namespace smp::bindings

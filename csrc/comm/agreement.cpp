@@ -1,0 +1,128 @@
+#include "csrc/comm/agreement.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <string_view>
+
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+
+namespace {
+
+at::Tensor to_tensor(const std::vector<int64_t>& values, at::Device device) {
+  at::Tensor tensor =
+      at::empty({static_cast<int64_t>(values.size())}, at::kLong);
+  std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
+  return tensor.to(device);
+}
+
+std::vector<int64_t> to_vector(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.cpu();
+  const auto* data = host.const_data_ptr<int64_t>();
+  return {data, data + host.numel()};
+}
+
+std::string join(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) text += line + '\n';
+  return text;
+}
+
+// FNV-1a: the same on every machine, unlike std::hash.
+int64_t hash_of(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const char c : text) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  }
+  return static_cast<int64_t>(hash);
+}
+
+// The text of every rank, by group rank.
+std::vector<std::string> gather_texts(Communicator& group,
+                                      const std::string& text,
+                                      at::Device device,
+                                      const Patience& patience,
+                                      const std::string& what) {
+  const auto max_bytes = agree_on_maxima(
+      group, {static_cast<int64_t>(text.size())}, device, patience, what)[0];
+  at::Tensor mine = at::zeros({max_bytes}, at::kByte);
+  std::memcpy(mine.mutable_data_ptr(), text.data(), text.size());
+  mine = mine.to(device);
+  at::Tensor all = at::empty({group.size() * max_bytes}, mine.options());
+  wait_for(*group.all_gather(all, mine), patience, group, what);
+  const at::Tensor host = all.cpu();
+  const auto* data = static_cast<const char*>(host.const_data_ptr());
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const char* begin = data + rank * max_bytes;
+    texts.emplace_back(begin, std::find(begin, begin + max_bytes, '\0'));
+  }
+  return texts;
+}
+
+// "line 4: X, but Y on group rank 2"; texts differ somewhere.
+std::string first_difference(const std::vector<std::string>& texts) {
+  auto differs = std::find_if(texts.begin(), texts.end(),
+                              [&](const auto& t) { return t != texts[0]; });
+  std::istringstream ours(texts[0]);
+  std::istringstream theirs(*differs);
+  for (std::string a, b;;) {
+    if (!std::getline(ours, a)) a = "nothing";
+    if (!std::getline(theirs, b)) b = "nothing";
+    if (a == b) continue;
+    return detail::concat("group rank 0 has ", a, "; group rank ",
+                          differs - texts.begin(), " has ", b);
+  }
+}
+
+}  // namespace
+
+std::vector<int64_t> agree_on_maxima(Communicator& group,
+                                     const std::vector<int64_t>& values,
+                                     at::Device device,
+                                     const Patience& patience,
+                                     const std::string& what) {
+  at::Tensor tensor = to_tensor(values, device);
+  wait_for(*group.all_reduce(tensor, comm::ReduceOp::kMax), patience, group,
+           what);
+  return to_vector(tensor);
+}
+
+at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
+                          const Patience& patience, const std::string& what) {
+  SMP_CHECK_VALUE(numbers.dim() == 1, what, ": expected numbers in one dim, ",
+                  "got sizes ", numbers.sizes());
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = numbers.contiguous();
+  at::Tensor all = at::empty({group.size(), own.numel()},
+                             own.options().requires_grad(false));
+  const WorkPtr work = group.all_gather(all, own);
+  if (!work->order_stream()) wait_for(*work, patience, group, what);
+  return all;
+}
+
+void require_equal_lines(Communicator& group,
+                         const std::vector<std::string>& lines,
+                         at::Device device, const Patience& patience,
+                         const std::string& what) {
+  const std::string text = join(lines);
+  const int64_t hash = hash_of(text);
+  // max(~hash) is ~min(hash): equal on all ranks only if the hashes are.
+  const std::string words = "comparison of the " + what;
+  const auto maxima =
+      agree_on_maxima(group, {hash, ~hash}, device, patience, words);
+  if (maxima[0] == ~maxima[1]) return;
+  const auto texts = gather_texts(group, text, device, patience, words);
+  SMP_CHECK_VALUE(false, "the ranks of ", group.name(), " disagree on the ",
+                  what, ": ", first_difference(texts),
+                  "; build the same model with the same arguments on every "
+                  "rank");
+}
+
+}  // namespace smp::comm

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/group_wait.h"
+
+namespace smp::comm {
+
+/// All-reduces small integers and returns the maxima. Collective.
+std::vector<int64_t> agree_on_maxima(Communicator& group,
+                                     const std::vector<int64_t>& values,
+                                     at::Device device,
+                                     const Patience& patience,
+                                     const std::string& what);
+
+/// Numbers of all ranks, by group rank: [size, n] of [n], on the same device.
+/// The host does not wait for a device. Collective.
+at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
+                          const Patience& patience, const std::string& what);
+
+/// Compares a description of something that all ranks must have equal; costs
+/// two integers when they do. Collective.
+/// @throws ValueError on every rank, naming the first line that differs
+void require_equal_lines(Communicator& group,
+                         const std::vector<std::string>& lines,
+                         at::Device device, const Patience& patience,
+                         const std::string& what);
+
+}  // namespace smp::comm

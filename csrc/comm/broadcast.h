@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "csrc/comm/agreement.h"
+#include "csrc/comm/communicator.h"
+
+namespace smp::comm {
+
+/// Overwrites tensors with those of group rank `root`, in flat pieces of one
+/// dtype and device and about `piece_bytes`. Any strides; no autograd. Works in
+/// order of the list, so the pieces agree when the lists do. Collective.
+void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
+                         Communicator& group, int root,
+                         const Patience& patience,
+                         int64_t piece_bytes = 25 << 20);
+
+}  // namespace smp::comm

@@ -1,0 +1,65 @@
+#include "csrc/gradients/gradient_hook.h"
+
+#include <ATen/ops/clone.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::gradients {
+
+namespace {
+
+class TakingHook final : public torch::autograd::FunctionPreHook {
+ public:
+  TakingHook(std::weak_ptr<GradientHooks::Sink> sink, int param_idx)
+      : sink_(std::move(sink)), param_idx_(param_idx) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& grads) override {
+    const auto sink = sink_.lock();
+    if (!sink || !grads[0].defined()) return grads;
+    // A gradient that is still on another rank: reading it may suspend this
+    // thread, which must not happen under the locks of those who add it up.
+    const bool is_away = grads[0].unsafeGetTensorImpl()->is_python_dispatch();
+    (*sink)(param_idx_, is_away ? at::clone(grads[0]) : grads[0]);
+    // AccumulateGrad returns at once when its gradient is undefined.
+    return {at::Tensor()};
+  }
+
+  bool belongs_to(const std::shared_ptr<GradientHooks::Sink>& sink) const {
+    return !sink_.owner_before(sink) && !sink.owner_before(sink_);
+  }
+
+ private:
+  const std::weak_ptr<GradientHooks::Sink> sink_;
+  const int param_idx_;
+};
+
+}  // namespace
+
+GradientHooks::GradientHooks(const std::vector<at::Tensor>& params, Sink sink)
+    : sink_(std::make_shared<Sink>(std::move(sink))) {
+  nodes_.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    auto node = torch::autograd::impl::grad_accumulator(params[i]);
+    SMP_ASSERT(node, "parameter ", i, " has no gradient accumulator");
+    node->add_pre_hook(
+        std::make_unique<TakingHook>(sink_, static_cast<int>(i)));
+    nodes_.push_back(std::move(node));
+  }
+}
+
+GradientHooks::~GradientHooks() {
+  for (const auto& node : nodes_) {
+    std::erase_if(node->pre_hooks(), [this](const auto& hook) {
+      const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
+      return ours != nullptr && ours->belongs_to(sink_);
+    });
+  }
+}
+
+}  // namespace smp::gradients

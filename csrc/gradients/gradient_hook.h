@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace smp::gradients {
+
+/// Takes gradients away from autograd before they reach `.grad`: a pre-hook on
+/// the AccumulateGrad node of each leaf hands the gradient to `sink` and gives
+/// the node nothing to accumulate. Hooks that users put on the tensor run
+/// before. Gradients without strides (sparse) are handed over as they are.
+class GradientHooks {
+ public:
+  /// Called on the thread that runs the backward, without the GIL.
+  using Sink = std::function<void(int param_idx, const at::Tensor& grad)>;
+
+  /// @param params  leaves that require a gradient; later changes of device or
+  ///                dtype detach the hooks
+  GradientHooks(const std::vector<at::Tensor>& params, Sink sink);
+  /// Gives the gradients back to autograd. Not while a backward runs.
+  ~GradientHooks();
+  GradientHooks(const GradientHooks&) = delete;
+  GradientHooks& operator=(const GradientHooks&) = delete;
+
+ private:
+  const std::shared_ptr<Sink> sink_;
+  // Leaves know their node by a weak pointer only.
+  std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
+};
+
+}  // namespace smp::gradients

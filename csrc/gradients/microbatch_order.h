@@ -1,0 +1,68 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <map>
+#include <vector>
+
+namespace smp::gradients {
+
+/// Puts the gradients of each parameter into microbatch order: one passes when
+/// no earlier microbatch will give another one to this parameter, else it
+/// waits. Inside one microbatch there is one logical thread of control, so the
+/// order of the calls is kept; all in all the sum of a parameter does not
+/// depend on how the work on microbatches was interleaved.
+///
+/// That a microbatch will give no more is known when it is finished, which a
+/// pipeline rank hears long after its own part. So a parameter may come with
+/// the number of gradients that each microbatch gave it before: then it is
+/// known at once, and nothing waits in memory. What a microbatch gives beyond
+/// that number comes last of all, in microbatch order too.
+class MicrobatchOrder {
+ public:
+  using Emit = std::function<void(int param_idx, const at::Tensor& grad)>;
+
+  explicit MicrobatchOrder(Emit emit) : emit_(std::move(emit)) {}
+
+  /// Forgets what is there and expects microbatches [0, num_microbatches).
+  /// @param counts  per parameter: gradients that each microbatch will give;
+  ///                0 where that is not known
+  void begin(int num_microbatches, std::vector<int> counts);
+
+  /// @param mb  -1 stands for the first unfinished microbatch
+  /// @throws Error when the microbatch is finished or does not exist
+  void add(int param_idx, int mb, const at::Tensor& grad);
+
+  /// Nothing of this microbatch will come any more.
+  void finish(int mb);
+  /// Nothing will come any more: all that waits passes.
+  void finish_all();
+
+  /// Per parameter: how many gradients each microbatch gave, 0 where they
+  /// differ.
+  std::vector<int> counts() const;
+  int cursor() const { return cursor_; }
+
+ private:
+  using Waiting = std::map<int, std::vector<at::Tensor>>;  // by microbatch
+
+  struct Parameter {
+    int count = 0;               // that each microbatch will give, if not 0
+    int next = 0;                // first microbatch that may still give some
+    std::vector<int> num_given;  // by microbatch
+    Waiting waiting;
+    Waiting surplus;  // more than `count`; waits for the end
+  };
+
+  int num_microbatches() const { return static_cast<int>(finished_.size()); }
+  int next_of(Parameter& param) const;
+  void drain(int param_idx);
+
+  const Emit emit_;
+  int cursor_ = 0;  // first unfinished microbatch
+  std::vector<bool> finished_;
+  std::vector<Parameter> params_;
+};
+
+}  // namespace smp::gradients

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "csrc/comm/group_wait.h"
+#include "csrc/gradients/shard_reduction.h"
+
+namespace smp::gradients {
+
+/// How a `Reducer` works.
+struct ReducerOptions {
+  int64_t bucket_cap_bytes = int64_t{25} << 20;
+  /// Reduce during backward, else at the end of the step.
+  bool overlap = true;
+  /// Divide by the number of microbatches.
+  bool average_over_microbatches = true;
+  /// Steps whose gradients are added up before they are reduced, once. After
+  /// the others `.grad` holds the sum so far of this rank alone (sharded: of
+  /// its shard group). Setting `.grad` to None in between forgets that sum.
+  int passes_per_reduction = 1;
+  /// A microbatch gives one gradient to each parameter that it uses, as far as
+  /// can be told before the first step. Not so in a pipeline, where each remote
+  /// call of a module gives one.
+  bool expects_one_per_microbatch = true;
+  std::optional<Sharding> sharding;  ///< none: every rank keeps all
+  comm::Patience patience;
+};
+
+/// What a `Reducer` has done.
+struct ReducerStats {
+  int64_t num_reductions = 0;       ///< steps that were reduced
+  int64_t num_early_buckets = 0;    ///< reduced while backward went on
+  int64_t num_late_parameters = 0;  ///< needed a second round
+  int64_t num_rounds = 0;           ///< sums over ranks that were begun
+  /// Of full buckets where gradients are sharded; between steps none.
+  int64_t flat_bytes = 0;
+  int64_t peak_flat_bytes = 0;
+};
+
+}  // namespace smp::gradients

@@ -1,0 +1,107 @@
+#include "csrc/health/collective_log.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace smp::health {
+namespace {
+
+using State = CollectiveLog::State;
+
+// In front of the ranks and the groups. The hosts of a run have one byte order.
+struct Header {
+  uint64_t group;
+  int64_t sequence;
+  uint64_t signature;
+  int64_t num_bytes;
+  uint32_t num_ranks;
+  uint32_t num_groups;
+  uint8_t waits;
+  uint8_t goes_on_alone;
+  uint8_t reserved[6];
+};
+
+static_assert(std::is_trivially_copyable_v<State::Group>);
+
+}  // namespace
+
+void CollectiveLog::enter(CollectiveId& id) {
+  std::lock_guard lock(mutex_);
+  State::Group& group = groups_[id.group];
+  group.group = id.group;
+  id.sequence = ++group.num_entered;
+  group.signatures[static_cast<size_t>(id.sequence) % kNumSignatures] =
+      id.signature;
+}
+
+State CollectiveLog::state(std::optional<CollectiveId> waits_for) const {
+  State result;
+  result.waits_for = std::move(waits_for);
+  std::lock_guard lock(mutex_);
+  for (const auto& [key, group] : groups_) result.groups.push_back(group);
+  return result;
+}
+
+std::string State::encode() const {
+  Header header{};
+  const CollectiveId id = waits_for.value_or(CollectiveId{});
+  header.group = id.group;
+  header.sequence = id.sequence;
+  header.signature = id.signature;
+  header.num_bytes = id.num_bytes;
+  header.num_ranks = static_cast<uint32_t>(id.ranks.size());
+  header.num_groups = static_cast<uint32_t>(groups.size());
+  header.waits = waits_for.has_value() ? 1 : 0;
+  header.goes_on_alone = id.goes_on_alone ? 1 : 0;
+  std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
+  bytes.append(reinterpret_cast<const char*>(id.ranks.data()),
+               id.ranks.size() * sizeof(int));
+  bytes.append(reinterpret_cast<const char*>(groups.data()),
+               groups.size() * sizeof(Group));
+  return bytes;
+}
+
+State State::decode(const std::string& bytes) {
+  State result;
+  Header header{};
+  if (bytes.size() < sizeof(header)) return result;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  const size_t ranks_bytes = size_t{header.num_ranks} * sizeof(int);
+  const size_t groups_bytes = size_t{header.num_groups} * sizeof(Group);
+  if (bytes.size() != sizeof(header) + ranks_bytes + groups_bytes) {
+    return result;
+  }
+  const char* at = bytes.data() + sizeof(header);
+  if (header.waits != 0) {
+    CollectiveId id;
+    id.group = header.group;
+    id.sequence = header.sequence;
+    id.signature = header.signature;
+    id.num_bytes = header.num_bytes;
+    id.goes_on_alone = header.goes_on_alone != 0;
+    id.ranks.resize(header.num_ranks);
+    std::memcpy(id.ranks.data(), at, ranks_bytes);
+    result.waits_for = std::move(id);
+  }
+  result.groups.resize(header.num_groups);
+  std::memcpy(result.groups.data(), at + ranks_bytes, groups_bytes);
+  return result;
+}
+
+bool State::has_entered(const CollectiveId& id) const {
+  const auto group =
+      std::find_if(groups.begin(), groups.end(),
+                   [&](const Group& one) { return one.group == id.group; });
+  if (group == groups.end() || group->num_entered < id.sequence) return false;
+  if (!id.goes_on_alone && (!waits_for || waits_for->group != id.group)) {
+    return false;
+  }
+  // Who is far ahead cannot be compared any more.
+  return group->num_entered - id.sequence >=
+             static_cast<int64_t>(kNumSignatures) ||
+         group->signatures[static_cast<size_t>(id.sequence) % kNumSignatures] ==
+             id.signature;
+}
+
+}  // namespace smp::health

@@ -1,0 +1,128 @@
+#include "csrc/health/fault_board.h"
+
+#include <algorithm>
+
+#include "csrc/common/check.h"
+#include "csrc/common/log.h"
+
+namespace smp::health {
+
+std::string Fault::describe() const {
+  if (kind == Kind::kDeadlock) return "deadlock: " + text;
+  std::string who = "a rank (which one is not known)";
+  if (global_rank >= 0) {
+    who = "global_rank " + std::to_string(global_rank);
+    if (!coordinates.empty()) who += " (" + coordinates + ")";
+  }
+  switch (kind) {
+    case Kind::kDied:
+      if (!text.empty()) return who + " died or its connection broke: " + text;
+      return who +
+             " died: its connection closed without a goodbye (killed or "
+             "crashed)";
+    case Kind::kLeft:
+      return who + " has left (its script has finished)" +
+             (text.empty() ? "" : " " + text);
+    default:
+      return who + " raised" + (where.empty() ? "" : " in " + where) + ": " +
+             text;
+  }
+}
+
+FaultBoard::FaultBoard(int global_rank) : global_rank_(global_rank) {}
+
+void FaultBoard::set_coordinates(std::vector<std::string> per_global_rank) {
+  std::lock_guard lock(mutex_);
+  coordinates_ = std::move(per_global_rank);
+}
+
+std::string FaultBoard::coordinates(int global_rank) const {
+  std::lock_guard lock(mutex_);
+  return coordinates_locked(global_rank);
+}
+
+std::string FaultBoard::coordinates_locked(int global_rank) const {
+  if (global_rank < 0) return {};
+  const auto index = static_cast<size_t>(global_rank);
+  return index < coordinates_.size() ? coordinates_[index] : std::string();
+}
+
+bool FaultBoard::report(Fault fault) {
+  std::string line;
+  {
+    std::lock_guard lock(mutex_);
+    if (fault_) return false;
+    if (fault.coordinates.empty()) {
+      fault.coordinates = coordinates_locked(fault.global_rank);
+    }
+    // Our own exception gets a traceback; deadlocks, and left ranks that are
+    // missed here, are raised by the wait that finds them.
+    const bool is_news = fault.global_rank != global_rank_ &&
+                         !fault.is_found_here &&
+                         fault.kind != Fault::Kind::kDeadlock;
+    if (is_news) line = fault.describe();
+    fault_ = std::move(fault);
+  }
+  if (!line.empty()) log_line(LogLevel::kError, line);
+  wake_all();
+  return true;
+}
+
+void FaultBoard::mark_left(int global_rank, CollectiveLog::State entered) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!left_.emplace(global_rank, std::move(entered)).second) return;
+  }
+  wake_all();
+}
+
+std::optional<Fault> FaultBoard::fault() const {
+  std::lock_guard lock(mutex_);
+  return fault_;
+}
+
+bool FaultBoard::has_left(int global_rank) const {
+  std::lock_guard lock(mutex_);
+  return left_.contains(global_rank);
+}
+
+bool FaultBoard::has_left_before(int global_rank,
+                                 const CollectiveId& collective) const {
+  CollectiveId its_part = collective;
+  its_part.goes_on_alone = true;  // the rank waited for it before it left
+  std::lock_guard lock(mutex_);
+  const auto found = left_.find(global_rank);
+  return found != left_.end() && !found->second.has_entered(its_part);
+}
+
+void FaultBoard::raise_if_faulted() const {
+  const std::optional<Fault> found = fault();
+  if (found) throw PeerFailure(rank_prefix() + found->describe());
+}
+
+int FaultBoard::subscribe(std::function<void()> wake) {
+  std::lock_guard lock(subscribers_mutex_);
+  subscribers_.emplace_back(next_token_, std::move(wake));
+  return next_token_++;
+}
+
+void FaultBoard::unsubscribe(int token) {
+  std::lock_guard lock(subscribers_mutex_);
+  std::erase_if(subscribers_,
+                [&](const auto& entry) { return entry.first == token; });
+}
+
+void FaultBoard::set_interrupt_check(std::function<void()> check) {
+  interrupt_check_ = std::move(check);
+}
+
+void FaultBoard::check_interrupt() const {
+  if (interrupt_check_) interrupt_check_();
+}
+
+void FaultBoard::wake_all() {
+  std::lock_guard lock(subscribers_mutex_);
+  for (const auto& [token, wake] : subscribers_) wake();
+}
+
+}  // namespace smp::health

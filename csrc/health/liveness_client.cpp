@@ -1,0 +1,391 @@
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/common/log.h"
+#include "csrc/health/fork_guard.h"
+#include "csrc/health/liveness.h"
+#include "csrc/health/liveness_frame.h"
+#include "csrc/health/socket.h"
+#include "csrc/health/thread_name.h"
+#include "csrc/health/transport_meter.h"
+
+namespace smp::health {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Type = LivenessFrame::Type;
+using std::chrono::milliseconds;
+
+constexpr int kHubRank = 0;
+constexpr milliseconds kFlushTimeout{2000};
+constexpr milliseconds kPollSlice{200};
+// So many ranks watch the hub; two, because one may be stopped with rank 0.
+constexpr int kNumWatchers = 2;
+
+}  // namespace
+
+struct LivenessClient::Impl {
+  Impl(std::shared_ptr<FaultBoard> faults, int global_rank, Options options)
+      : faults(std::move(faults)), global_rank(global_rank), options(options) {}
+
+  void connect(const std::string& host, int port, const std::string& token);
+  void await_welcome(const std::string& address);
+  void start();
+  void run();
+  void serve();
+  void send_status();
+  void watch_hub(const WaitRegistry::Snapshot& snapshot);
+  bool is_watcher() const;
+  void send_answer(Type type, int64_t number = 0, std::string text = {});
+  void handle(LivenessFrame frame);
+  void on_board_change();
+  void report_raised(const std::string& where, const std::string& text);
+  void leave();
+  void close();
+
+  // Queues a frame; with the lock held.
+  void queue(const LivenessFrame& frame) {
+    out += encode_frame(frame);
+    wake.wake();
+  }
+
+  const std::shared_ptr<FaultBoard> faults;
+  const int global_rank;
+  const Options options;
+  const ForkGuard fork_guard;
+  const WakeFd wake;
+  OwnedFd fd;
+  // Of the thread only.
+  std::string in;
+  TransportMeter meter;
+  Clock::time_point heard_at = Clock::now();  // of the hub
+  std::optional<Clock::time_point> blocked_since;
+  Clock::time_point silence_reported_at;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::string out;
+  bool raised_sent = false;
+  bool raised_seen = false;
+  bool leaving = false;
+  bool stopping = false;
+  bool is_over = false;  // the thread does no more
+  int subscription = -1;
+  std::mutex close_mutex;
+  std::thread thread;
+};
+
+void LivenessClient::Impl::connect(const std::string& host, int port,
+                                   const std::string& token) {
+  fd = connect_tcp(host, port, options.connect_timeout,
+                   [this] { faults->check_interrupt(); });
+  LivenessFrame hello;
+  hello.type = Type::kHello;
+  hello.global_rank = global_rank;
+  hello.text = token;
+  out = encode_frame(hello);
+  const std::string address = host + ":" + std::to_string(port);
+  await_welcome(address);
+}
+
+void LivenessClient::Impl::await_welcome(const std::string& address) {
+  const Clock::time_point deadline = Clock::now() + options.connect_timeout;
+  while (true) {
+    const bool is_open = write_available(fd, out) == IoResult::kOk &&
+                         read_available(fd, in) == IoResult::kOk;
+    if (const auto frame = take_frame(in)) {
+      SMP_CHECK(frame->type == Type::kWelcome, "the liveness hub at ", address,
+                " refuses global_rank ", global_rank, ": ", frame->text);
+      return;
+    }
+    SMP_CHECK(is_open, "the liveness hub at ", address,
+              " closed the connection of global_rank ", global_rank,
+              "; has rank 0 ended?");
+    SMP_CHECK(Clock::now() < deadline, "the liveness hub at ", address,
+              " does not answer global_rank ", global_rank);
+    pollfd entry{fd.get(), POLLIN, 0};
+    ::poll(&entry, 1, static_cast<int>(kPollSlice.count()));
+    faults->check_interrupt();
+  }
+}
+
+void LivenessClient::Impl::start() {
+  subscription = faults->subscribe([this] { on_board_change(); });
+  on_board_change();  // a fault may be older than the connection
+  thread = std::thread([this] { run(); });
+}
+
+void LivenessClient::Impl::run() {
+  name_this_thread("smp-liveness");
+  std::string error;
+  try {
+    serve();
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  bool is_expected = false;
+  {
+    std::lock_guard lock(mutex);
+    is_over = true;
+    is_expected = stopping || leaving;
+  }
+  changed.notify_all();
+  // The hub ends with rank 0; rank 0 itself just closed it.
+  if (is_expected || global_rank == kHubRank || faults->has_left(kHubRank)) {
+    return;
+  }
+  faults->report(
+      {.kind = Fault::Kind::kDied, .global_rank = kHubRank, .text = error});
+}
+
+// Returns when the connection ends or on close().
+void LivenessClient::Impl::serve() {
+  Clock::time_point next_status = Clock::now();
+  while (true) {
+    if (Clock::now() >= next_status) {
+      send_status();
+      next_status = Clock::now() + options.status_every;
+    }
+    bool wants_to_write = false;
+    {
+      std::lock_guard lock(mutex);
+      if (write_available(fd, out) == IoResult::kClosed) return;
+      wants_to_write = !out.empty();
+      if (!wants_to_write) changed.notify_all();
+      if (stopping) return;
+    }
+    std::array<pollfd, 2> entries = {
+        pollfd{fd.get(),
+               static_cast<short>(POLLIN | (wants_to_write ? POLLOUT : 0)), 0},
+        pollfd{wake.get(), POLLIN, 0}};
+    const auto pause = std::chrono::duration_cast<milliseconds>(
+        next_status - Clock::now() + milliseconds(1));
+    ::poll(entries.data(), entries.size(),
+           static_cast<int>(std::max(pause, milliseconds(0)).count()));
+    if (entries[1].revents != 0) wake.clear();
+    const IoResult result = read_available(fd, in);
+    while (auto frame = take_frame(in)) {
+      heard_at = Clock::now();
+      handle(std::move(*frame));
+    }
+    if (result == IoResult::kClosed) return;
+  }
+}
+
+void LivenessClient::Impl::send_status() {
+  const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
+  LivenessFrame status;
+  status.type = Type::kStatus;
+  status.global_rank = global_rank;
+  status.is_blocked = snapshot.is_blocked;
+  status.blocked_ms = snapshot.blocked_for.count();
+  status.progress = snapshot.progress;
+  if (snapshot.is_blocked) {
+    status.progress += meter.look();
+    status.collectives =
+        faults->waits().collectives().state(snapshot.collective).encode();
+  }
+  status.num_unsent = snapshot.num_unsent;
+  status.where = faults->coordinates(global_rank);
+  status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
+  watch_hub(snapshot);
+  std::lock_guard lock(mutex);
+  if (!leaving) queue(status);
+}
+
+// The hub looks after all ranks, and cannot tell that its own is stopped.
+void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
+  const Clock::time_point now = Clock::now();
+  if (!snapshot.is_blocked || faults->fault()) return blocked_since.reset();
+  if (!blocked_since) blocked_since = now;
+  const Clock::time_point since =
+      std::max({heard_at, *blocked_since, silence_reported_at});
+  if (options.hang_after == milliseconds(0) ||
+      now - since < options.hang_after || !is_watcher()) {
+    return;
+  }
+  silence_reported_at = now;
+  const std::string coordinates = faults->coordinates(kHubRank);
+  log_line(LogLevel::kWarning,
+           "nothing has moved for " + seconds_text(options.hang_after) +
+               " (SMP_HANG_S) and global_rank " + std::to_string(kHubRank) +
+               (coordinates.empty() ? "" : " (" + coordinates + ")") +
+               " HAS SAID NOTHING for " + seconds_text(now - heard_at) +
+               " (stopped, or cut off); this rank waits in " + snapshot.what +
+               (options.stacks
+                    ? "\nPython stacks of this rank:\n" + options.stacks->take()
+                    : std::string()));
+}
+
+bool LivenessClient::Impl::is_watcher() const {
+  int num_before = 0;
+  for (int rank = kHubRank + 1; rank < global_rank; ++rank) {
+    num_before += faults->has_left(rank) ? 0 : 1;
+  }
+  return global_rank != kHubRank && num_before < kNumWatchers;
+}
+
+void LivenessClient::Impl::handle(LivenessFrame frame) {
+  switch (frame.type) {
+    case Type::kRaised:
+      faults->report({.kind = Fault::Kind::kRaised,
+                      .global_rank = frame.global_rank,
+                      .where = std::move(frame.where),
+                      .text = std::move(frame.text)});
+      break;
+    case Type::kDied:
+      faults->report(
+          {.kind = Fault::Kind::kDied, .global_rank = frame.global_rank});
+      break;
+    case Type::kDeadlock:
+      faults->report(
+          {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
+      break;
+    case Type::kLeft:
+      faults->mark_left(frame.global_rank,
+                        CollectiveLog::State::decode(frame.collectives));
+      break;
+    case Type::kMissed:
+      faults->report({.kind = Fault::Kind::kLeft,
+                      .global_rank = static_cast<int>(frame.progress),
+                      .text = std::move(frame.text)});
+      break;
+    case Type::kAlive:
+      break;
+    case Type::kFreeze:
+      send_answer(Type::kFrozen, options.stops ? options.stops->freeze() : 0);
+      break;
+    case Type::kStopAt:
+      if (options.stops) options.stops->decide(frame.progress);
+      break;
+    case Type::kStacksAsked:
+      send_answer(Type::kStacks, 0,
+                  options.stacks ? options.stacks->take() : std::string());
+      break;
+    case Type::kRaisedSeen: {
+      std::lock_guard lock(mutex);
+      raised_seen = true;
+      changed.notify_all();
+      break;
+    }
+    default:
+      SMP_CHECK(false, "unexpected liveness frame of type ",
+                static_cast<int>(frame.type));
+  }
+}
+
+void LivenessClient::Impl::send_answer(Type type, int64_t number,
+                                       std::string text) {
+  LivenessFrame answer;
+  answer.type = type;
+  answer.global_rank = global_rank;
+  answer.progress = number;
+  answer.text = std::move(text);
+  std::lock_guard lock(mutex);
+  if (!leaving) queue(answer);
+}
+
+void LivenessClient::Impl::on_board_change() {
+  const std::optional<Fault> fault = faults->fault();
+  if (!fault) return;
+  const bool is_missed =
+      fault->kind == Fault::Kind::kLeft && fault->is_found_here;
+  const bool is_raised =
+      fault->kind == Fault::Kind::kRaised && fault->global_rank == global_rank;
+  if (!is_missed && !is_raised) return;
+  LivenessFrame raised;
+  raised.type = is_missed ? Type::kMissed : Type::kRaised;
+  raised.global_rank = global_rank;
+  raised.progress = fault->global_rank;
+  raised.where = fault->where;
+  raised.text = fault->text;
+  std::lock_guard lock(mutex);
+  if (std::exchange(raised_sent, true)) return;
+  queue(raised);
+}
+
+void LivenessClient::Impl::report_raised(const std::string& where,
+                                         const std::string& text) {
+  faults->report({.kind = Fault::Kind::kRaised,
+                  .global_rank = global_rank,
+                  .where = where,
+                  .text = text});
+  std::unique_lock lock(mutex);
+  if (!raised_sent) return;
+  changed.wait_for(lock, kFlushTimeout,
+                   [this] { return raised_seen || is_over; });
+}
+
+void LivenessClient::Impl::leave() {
+  std::unique_lock lock(mutex);
+  if (leaving || stopping) return;
+  leaving = true;
+  LivenessFrame left;
+  left.type = Type::kLeft;
+  left.global_rank = global_rank;
+  left.collectives = faults->waits().collectives().state(std::nullopt).encode();
+  queue(left);
+  changed.wait_for(lock, kFlushTimeout,
+                   [this] { return out.empty() || is_over; });
+}
+
+void LivenessClient::Impl::close() {
+  std::lock_guard close_lock(close_mutex);
+  if (!thread.joinable()) return;
+  faults->unsubscribe(subscription);
+  {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, kFlushTimeout,
+                     [this] { return out.empty() || is_over; });
+    stopping = true;
+    wake.wake();
+  }
+  thread.join();
+  fd.reset();
+}
+
+LivenessClient::LivenessClient(const std::string& host, int port,
+                               std::string token, int global_rank,
+                               std::shared_ptr<FaultBoard> faults,
+                               Options options)
+    : impl_(std::make_unique<Impl>(std::move(faults), global_rank, options)) {
+  impl_->connect(host, port, token);
+  impl_->start();
+}
+
+LivenessClient::~LivenessClient() {
+  if (impl_->fork_guard.in_child()) {
+    (void)impl_.release();  // its thread is the parent's
+    return;
+  }
+  impl_->close();
+}
+
+void LivenessClient::report_raised(const std::string& where,
+                                   const std::string& text) {
+  impl_->fork_guard.check("the liveness client");
+  impl_->report_raised(where, text);
+}
+
+void LivenessClient::request_stop() {
+  impl_->fork_guard.check("the liveness client");
+  impl_->send_answer(Type::kStopAsked);
+}
+
+void LivenessClient::leave() {
+  impl_->fork_guard.check("the liveness client");
+  impl_->leave();
+}
+
+void LivenessClient::close() {
+  if (!impl_->fork_guard.in_child()) impl_->close();
+}
+
+}  // namespace smp::health

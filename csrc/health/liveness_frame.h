@@ -1,0 +1,58 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace smp::health {
+
+/// What the hub and its clients say to each other.
+struct LivenessFrame {
+  enum class Type : uint8_t {
+    kHello = 1,    ///< client: global_rank, text = token
+    kWelcome,      ///< hub: the hello was right
+    kRefused,      ///< hub: it was not; text = why
+    kStatus,       ///< client, regularly: whether it waits, and where
+    kRaised,       ///< client, then hub to the others: where, text
+    kRaisedSeen,   ///< hub: told the others
+    kLeft,         ///< client, then hub to the others: end of the script
+    kDied,         ///< hub: connection lost without kLeft
+    kDeadlock,     ///< hub: everybody waits; text = table
+    kStopAsked,    ///< client: stop all ranks at a boundary
+    kFreeze,       ///< hub: wait at the next boundary, and which is it?
+    kFrozen,       ///< client: progress = that boundary
+    kStopAt,       ///< hub: progress = the boundary at which all stop
+    kStacksAsked,  ///< hub: how do the stacks look?
+    kStacks,       ///< client: text = Python stacks
+    kAlive,        ///< hub, regularly: rank 0 is not stopped
+    kMissed,       ///< client, then hub to the others: somebody needs a rank
+                   ///< that has left; progress = that rank, text = where
+    kCount,
+  };
+
+  Type type = Type::kStatus;
+  int32_t global_rank = -1;
+  bool is_blocked = false;
+  int64_t blocked_ms = 0;
+  int64_t progress = 0;
+  int64_t num_unsent = 0;
+  std::string where;  ///< cut to kMaxTextBytes, as `text`
+  std::string text;
+  std::string collectives;  ///< of kStatus and kLeft: CollectiveLog::State
+};
+
+inline constexpr size_t kMaxTextBytes = 64 * 1024;
+
+/// The bytes of a frame; begins with their number.
+std::string encode_frame(const LivenessFrame& frame);
+
+/// Removes the first frame from `buffer`; empty when it is not complete yet.
+/// @throws Error when the bytes make no sense
+std::optional<LivenessFrame> take_frame(std::string& buffer);
+
+/// A duration in reports, as in "2.5 s".
+std::string seconds_text(std::chrono::duration<double> duration);
+
+}  // namespace smp::health

@@ -1,0 +1,207 @@
+#include "csrc/health/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "csrc/common/check.h"
+
+namespace smp::health {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+constexpr int kBacklog = 1024;
+constexpr std::chrono::milliseconds kIdleEvery{200};
+
+std::string last_error() { return std::strerror(errno); }
+
+void set_option(int fd, int level, int name, int value) {
+  // Missing options cost speed or delay, never correctness.
+  (void)::setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+// A host that vanishes without closing is noticed after about 25 s.
+void tune(int fd) {
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+OwnedFd new_socket(int family) {
+  return OwnedFd(
+      ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+int bind_any_port(const OwnedFd& fd, bool is_ipv6, bool loopback_only) {
+  sockaddr_in6 v6{};
+  sockaddr_in v4{};
+  auto* address = reinterpret_cast<sockaddr*>(&v6);
+  socklen_t length = sizeof(v6);
+  if (is_ipv6) {
+    v6.sin6_family = AF_INET6;
+    v6.sin6_addr = in6addr_any;
+    set_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  } else {
+    v4.sin_family = AF_INET;
+    v4.sin_addr.s_addr = htonl(loopback_only ? INADDR_LOOPBACK : INADDR_ANY);
+    address = reinterpret_cast<sockaddr*>(&v4);
+    length = sizeof(v4);
+  }
+  if (::bind(fd.get(), address, length) != 0 ||
+      ::listen(fd.get(), kBacklog) != 0 ||
+      ::getsockname(fd.get(), address, &length) != 0) {
+    return -1;
+  }
+  return ntohs(is_ipv6 ? v6.sin6_port : v4.sin_port);
+}
+
+bool poll_one(int fd, short events, std::chrono::milliseconds timeout) {
+  pollfd entry{fd, events, 0};
+  return ::poll(&entry, 1, static_cast<int>(timeout.count())) > 0;
+}
+
+// An empty result leaves the reason in `error`.
+OwnedFd connect_address(const addrinfo& address, Clock::time_point deadline,
+                        const std::function<void()>& idle, std::string& error) {
+  OwnedFd fd = new_socket(address.ai_family);
+  if (!fd) {
+    error = last_error();
+    return {};
+  }
+  if (::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0 &&
+      errno != EINPROGRESS) {
+    error = last_error();
+    return {};
+  }
+  while (!poll_one(fd.get(), POLLOUT, kIdleEvery)) {
+    idle();
+    if (Clock::now() >= deadline) {
+      error = "no answer";
+      return {};
+    }
+  }
+  int status = 0;
+  socklen_t length = sizeof(status);
+  ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &status, &length);
+  if (status != 0) {
+    error = std::strerror(status);
+    return {};
+  }
+  tune(fd.get());
+  return fd;
+}
+
+}  // namespace
+
+Listener listen_tcp(bool loopback_only) {
+  for (const bool is_ipv6 : {true, false}) {
+    if (is_ipv6 && loopback_only) continue;
+    OwnedFd fd = new_socket(is_ipv6 ? AF_INET6 : AF_INET);
+    if (!fd) continue;  // a host without IPv6
+    const int port = bind_any_port(fd, is_ipv6, loopback_only);
+    if (port > 0) return {std::move(fd), port};
+  }
+  SMP_CHECK(false, "cannot listen on a TCP port of this host: ", last_error());
+  return {};
+}
+
+OwnedFd accept_tcp(const OwnedFd& listener) {
+  OwnedFd fd(::accept4(listener.get(), nullptr, nullptr,
+                       SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (fd) tune(fd.get());
+  return fd;
+}
+
+OwnedFd connect_tcp(const std::string& host, int port,
+                    std::chrono::milliseconds timeout,
+                    const std::function<void()>& idle) {
+  const Clock::time_point deadline = Clock::now() + timeout;
+  std::string error;
+  while (true) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    const int status = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(),
+                                     &hints, &found);
+    const AddressList addresses(status == 0 ? found : nullptr, &::freeaddrinfo);
+    if (status != 0) error = ::gai_strerror(status);
+    for (const addrinfo* one = addresses.get(); one != nullptr;
+         one = one->ai_next) {
+      OwnedFd fd = connect_address(*one, deadline, idle, error);
+      if (fd) return fd;
+    }
+    SMP_CHECK(Clock::now() < deadline, "cannot connect to ", host, ":", port,
+              " within ", static_cast<double>(timeout.count()) / 1e3,
+              " s: ", error,
+              "; check that rank 0 is alive and that no firewall is between "
+              "the hosts");
+    poll_one(-1, 0, kIdleEvery);
+    idle();
+  }
+}
+
+IoResult read_available(const OwnedFd& fd, std::string& buffer) {
+  std::array<char, 16384> chunk;
+  while (true) {
+    const ssize_t size = ::recv(fd.get(), chunk.data(), chunk.size(), 0);
+    if (size > 0) {
+      buffer.append(chunk.data(), static_cast<size_t>(size));
+    } else if (size < 0 && errno == EINTR) {
+      continue;
+    } else if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      return IoResult::kOk;
+    } else {
+      return IoResult::kClosed;
+    }
+  }
+}
+
+IoResult write_available(const OwnedFd& fd, std::string& buffer) {
+  size_t done = 0;
+  IoResult result = IoResult::kOk;
+  while (done < buffer.size()) {
+    const ssize_t size = ::send(fd.get(), buffer.data() + done,
+                                buffer.size() - done, MSG_NOSIGNAL);
+    if (size >= 0) {
+      done += static_cast<size_t>(size);
+    } else if (errno != EINTR) {
+      if (errno != EAGAIN && errno != EWOULDBLOCK) result = IoResult::kClosed;
+      break;
+    }
+  }
+  buffer.erase(0, done);
+  return result;
+}
+
+WakeFd::WakeFd() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  SMP_CHECK(fd_, "cannot make an eventfd: ", last_error());
+}
+
+void WakeFd::wake() const {
+  const uint64_t one = 1;
+  (void)!::write(fd_.get(), &one, sizeof(one));
+}
+
+void WakeFd::clear() const {
+  uint64_t count = 0;
+  (void)!::read(fd_.get(), &count, sizeof(count));
+}
+
+}  // namespace smp::health

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+
+namespace smp::health {
+
+/// How many bytes the TCP connections of this process have got through to
+/// their other ends, as the system counts them: Gloo, MPI and NCCL have sockets
+/// of their own, and none of them tells how far it is. A connection counts
+/// if bytes wait in it at two looks in a row, as they do on a slow link, and
+/// some packets got through in between: the odd message of somebody's logging
+/// is no transfer, nor is what ranks say regularly.
+class TransportMeter {
+ public:
+  /// Looks, and returns what was counted so far. One thread.
+  int64_t look();
+
+ private:
+  struct Seen {
+    uint64_t acknowledged = 0;
+    bool has_queue = false;
+  };
+
+  std::map<uint64_t, Seen> seen_;  // by inode: descriptors are used again
+  int64_t num_bytes_ = 0;
+};
+
+}  // namespace smp::health

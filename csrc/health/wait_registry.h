@@ -1,0 +1,92 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/health/collective_log.h"
+
+namespace smp::health {
+
+/// Whether the main activity of a process is stuck in a wait, in which one,
+/// and whether anything has moved. From this rank 0 tells a deadlock (all ranks
+/// wait and nothing moves) from a slow rank. Thread-safe.
+class WaitRegistry {
+ public:
+  struct Snapshot {
+    bool is_blocked = false;
+    std::string what;      ///< the newest wait
+    std::string activity;  ///< what was going on, also while nothing waits
+    std::chrono::milliseconds blocked_for{0};
+    int64_t progress = 0;  ///< grows with each message and each wait that ends
+    int64_t num_unsent = 0;  ///< messages that are still on their way out
+    std::optional<CollectiveId> collective;  ///< that the newest wait is for
+  };
+
+  Snapshot snapshot() const;
+
+  /// What this process has entered; groups are numbered by whoever counts.
+  CollectiveLog& collectives() { return collectives_; }
+
+  /// Something else that moves while this process waits, for instance what a
+  /// device has finished of its backlog: `count` returns a number that grows,
+  /// and is called about once per second, on any thread. Never a number that
+  /// grows while nothing gets done, or deadlocks are not found.
+  void add_source(std::function<int64_t()> count);
+
+  /// What the process works on, in words, for reports; empty: nothing of ours.
+  void set_activity(std::string text);
+
+  void add_progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
+  void add_unsent(int64_t delta) { num_unsent_.fetch_add(delta); }
+
+ private:
+  friend class BlockedScope;
+  using Clock = std::chrono::steady_clock;
+  struct Entry {
+    std::string what;
+    Clock::time_point since;
+    std::optional<CollectiveId> collective;
+  };
+
+  mutable std::mutex mutex_;
+  std::map<int64_t, Entry> entries_;  // by id, so the newest comes last
+  int64_t next_id_ = 0;
+  std::atomic<int64_t> progress_{0};
+  std::atomic<int64_t> num_unsent_{0};
+  std::string activity_;
+  std::vector<std::function<int64_t()>> sources_;
+  CollectiveLog collectives_;
+};
+
+/// Registers one wait. Only for waits that stop the main activity of the
+/// process: a helper thread that sleeps while others compute is not blocked.
+/// One thread at a time may use an object.
+class BlockedScope {
+ public:
+  /// Not blocked until `update`.
+  explicit BlockedScope(WaitRegistry& registry) : registry_(registry) {}
+  /// @param what  for instance "barrier over WORLD, waiting for ranks 1 2"
+  /// @param collective  that is waited for, if it is one
+  BlockedScope(WaitRegistry& registry, const std::string& what,
+               std::optional<CollectiveId> collective = std::nullopt);
+  ~BlockedScope();
+  BlockedScope(const BlockedScope&) = delete;
+  BlockedScope& operator=(const BlockedScope&) = delete;
+
+  /// Begins, renames or ends the wait; the time counts from its begin.
+  void update(bool is_blocked, const std::string& what);
+
+ private:
+  WaitRegistry& registry_;
+  std::optional<CollectiveId> collective_;
+  int64_t id_ = -1;
+};
+
+}  // namespace smp::health

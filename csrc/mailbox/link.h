@@ -1,0 +1,77 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/mailbox/message.h"
+#include "csrc/mailbox/test_delays.h"
+
+namespace smp::mailbox {
+
+/// What went over a link so far; bytes are headers, structure and tensors.
+struct Traffic {
+  int64_t messages_sent = 0;
+  int64_t bytes_sent = 0;
+  int64_t messages_received = 0;
+  int64_t bytes_received = 0;
+};
+
+/// What a link needs of the mailbox that owns it.
+struct LinkOwner {
+  int global_rank = -1;
+  std::shared_ptr<health::FaultBoard> faults;
+  /// Runs the handler of the message's channel; any thread.
+  std::function<void(Message&&)> deliver;
+  /// Outlives the link.
+  TestDelays* delays = nullptr;
+};
+
+/// One way to reach some of the ranks. A peer is served by one link only, so
+/// its messages keep their order. The contract of `post` is Mailbox's.
+class Link {
+ public:
+  explicit Link(LinkOwner owner) : owner_(std::move(owner)) {}
+  virtual ~Link() = default;  // after `stop`
+
+  virtual void post(int dst, Message message) = 0;
+
+  /// Mailbox's. A link without it says false.
+  virtual bool help_until(const std::function<bool()>& /*done*/,
+                          const std::function<bool()>& /*is_alone*/) {
+    return false;
+  }
+  virtual void wake_helper() {}
+
+  /// No post follows; what is posted goes out as fast as it can.
+  virtual void begin_close() {}
+  /// Gives up what is unsent, ends all threads. Called once.
+  virtual void stop() = 0;
+
+  /// Messages that the transport has not taken over yet.
+  int64_t num_unsent() const { return num_unsent_.load(); }
+  Traffic traffic() const;
+
+ protected:
+  void count_sent(int64_t num_bytes);
+  void count_received(int64_t num_bytes);
+  void add_unsent(int64_t delta);
+  /// Sets the number of unsent messages to 0.
+  void forget_unsent();
+  void report_corrupt(const std::string& text);
+
+  const LinkOwner owner_;
+
+ private:
+  std::atomic<int64_t> num_unsent_{0};
+  std::atomic<int64_t> messages_sent_{0};
+  std::atomic<int64_t> bytes_sent_{0};
+  std::atomic<int64_t> messages_received_{0};
+  std::atomic<int64_t> bytes_received_{0};
+};
+
+}  // namespace smp::mailbox

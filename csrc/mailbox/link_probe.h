@@ -1,0 +1,48 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/mailbox/mailbox.h"
+
+namespace smp::mailbox {
+
+/// Measures the way to another rank by messages that come back. Every rank
+/// that measures or is measured has one; a mailbox has one at a time.
+class LinkProbe {
+ public:
+  struct Sample {
+    /// From `post` here to the handler there. Means something between ranks of
+    /// one machine, which share a clock.
+    int64_t one_way_ns = 0;
+    /// From `post` here to the handler of the answer here.
+    int64_t round_trip_ns = 0;
+  };
+
+  LinkProbe(std::shared_ptr<Mailbox> mailbox,
+            std::shared_ptr<health::FaultBoard> faults);
+  ~LinkProbe();
+
+  /// Sends a tensor of `num_bytes` there and back, one after the other. One
+  /// thread at a time.
+  /// @throws PeerFailure on a fault; Error at the time-out
+  std::vector<Sample> measure(int peer, int64_t num_bytes, int64_t repeats,
+                              std::chrono::milliseconds timeout);
+
+ private:
+  void handle(Message&& message);
+
+  const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  int fault_subscription_ = -1;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Sample> samples_;
+};
+
+}  // namespace smp::mailbox

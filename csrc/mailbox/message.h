@@ -1,0 +1,49 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smp::mailbox {
+
+/// Who handles a message on arrival.
+enum class Channel : int64_t {
+  kPipeline = 0,  ///< module server: requests, responses, notices
+  kOrder = 1,     ///< agreed order of tasks (deterministic server)
+  kObject = 2,    ///< smp.send / broadcast / recv_from and object collectives
+  kProbe = 3,     ///< measures the way to another rank (LinkProbe)
+  kCount = 4,
+};
+
+/// A ref names a tensor wherever it lives: who made it, and its number there.
+struct Ref {
+  int32_t owner_rank = -1;
+  int64_t id = -1;
+};
+
+/// One tensor of a message. The data follow in the payload.
+struct MessageTensor {
+  at::Tensor data = {};        ///< may be undefined (no gradient)
+  bool requires_grad = false;  ///< of the sender's tensor
+  Ref ref = {};
+  /// The sender promises that nobody writes to `data` until it is sent, so
+  /// that it need not be copied to wait. Does not travel.
+  bool is_stable = false;
+};
+
+/// What travels between ranks: ten integers that belong to the channel
+/// (kind, step, microbatch, call id ... as `pipeline/wire.h` defines), a byte
+/// string (pickled structure or object), and tensors.
+struct Message {
+  static constexpr int kNumFields = 10;
+  Channel channel = Channel::kObject;
+  std::array<int64_t, kNumFields> fields{};
+  std::string bytes;
+  std::vector<MessageTensor> tensors;
+  int source_rank = -1;  ///< global rank of the sender, filled on arrival
+};
+
+}  // namespace smp::mailbox

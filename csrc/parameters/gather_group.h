@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/group_wait.h"
+
+namespace smp::parameters {
+
+/// A gather in flight; its tensors may be read after `wait`.
+class Gather {
+ public:
+  virtual ~Gather() = default;
+  /// One thread at a time; may be called again.
+  virtual void wait(const comm::Patience& patience,
+                    const std::string& what) = 0;
+};
+
+using GatherPtr = std::unique_ptr<Gather>;
+
+/// The ranks that hold one copy of a sharded state together.
+class GatherGroup {
+ public:
+  virtual ~GatherGroup() = default;
+  virtual int group_rank() const = 0;
+  virtual int size() const = 0;
+  /// Bytes of all ranks, in the order of the ranks. Collective; returns at
+  /// once.
+  /// @param output  [size * n], uint8
+  /// @param input   [n], uint8
+  /// @param stamp   equal on all ranks; where the transport compares it, ranks
+  ///                that gather different things get an error
+  virtual GatherPtr all_gather(at::Tensor output, at::Tensor input,
+                               uint64_t stamp) = 0;
+};
+
+using GatherGroupPtr = std::shared_ptr<GatherGroup>;
+
+/// One all-gather over all ranks.
+GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group);
+
+/// First between hosts, then within them, so that each part crosses the border
+/// of a host once instead of once per rank of it. The same result.
+/// Rank `across.group_rank() * within.size() + within.group_rank()` of the
+/// whole group.
+/// @param across  ranks with equal places on their hosts, in the order of hosts
+/// @param within  the ranks of this host
+/// Source: arXiv:2205.00119, section 3.3 (MiCS).
+GatherGroupPtr make_hierarchical_gathers(comm::CommunicatorPtr across,
+                                         comm::CommunicatorPtr within);
+
+}  // namespace smp::parameters

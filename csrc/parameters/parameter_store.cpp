@@ -1,0 +1,277 @@
+#include "csrc/parameters/parameter_store.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::parameters {
+
+ParameterStore::ParameterStore(const std::vector<at::Tensor>& params,
+                               const std::vector<at::Tensor>& shards,
+                               std::vector<std::vector<int>> units,
+                               std::vector<std::string> names,
+                               GatherGroupPtr group, Options options)
+    : pool_(params.empty() ? at::Device(at::kCPU) : params.front().device()),
+      group_(std::move(group)),
+      options_(std::move(options)) {
+  SMP_CHECK_VALUE(
+      params.size() == shards.size() && units.size() == names.size(),
+      "expected a shard per parameter and a name per unit, got ", params.size(),
+      " parameters, ", shards.size(), " shards, ", units.size(), " units, ",
+      names.size(), " names");
+  for (size_t i = 0; i < params.size(); ++i) {
+    params_.emplace_back(params[i], shards[i], group_->size(), pool_);
+  }
+  for (const ShardedParameter& param : params_) {
+    pool_.expect(param.num_bytes());
+  }
+  std::vector<int> num_units_of(params.size());
+  for (size_t i = 0; i < units.size(); ++i) {
+    for (const int param_idx : units[i]) ++num_units_of.at(param_idx);
+    units_.push_back({std::move(units[i]), std::move(names[i])});
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    SMP_CHECK_VALUE(num_units_of[i] == 1, "parameter ", i, " is in ",
+                    num_units_of[i], " units, expected one");
+  }
+}
+
+// ---- passes -----------------------------------------------------------------
+
+void ParameterStore::begin_pass(int64_t kind, bool is_passing) {
+  Lock lock(mutex_);
+  close_pass(lock);
+  order_.begin(kind);
+  in_pass_ = true;
+  is_passing_ = is_passing;
+  look_ahead();
+}
+
+void ParameterStore::end_pass() {
+  Lock lock(mutex_);
+  for (const Unit& unit : units_) {
+    SMP_ASSERT(unit.num_holders == 0, "unit ", unit.name, " is held by ",
+               unit.num_holders, " at the end of a pass");
+  }
+  close_pass(lock);
+}
+
+void ParameterStore::end_passing() {
+  Lock lock(mutex_);
+  if (in_pass_ && is_passing_ && !is_held()) close_pass(lock);
+}
+
+void ParameterStore::abandon_pass() {
+  const std::lock_guard lock(mutex_);
+  order_.end();
+  in_pass_ = false;
+}
+
+void ParameterStore::close_pass(Lock& lock) {
+  if (!in_pass_) return;
+  order_.end();
+  in_pass_ = false;
+  release_ahead(lock);
+  pool_.clear();
+}
+
+bool ParameterStore::in_lasting_pass() const {
+  const std::lock_guard lock(mutex_);
+  return in_pass_ && !is_passing_;
+}
+
+bool ParameterStore::is_held() const {
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const Unit& unit) { return unit.num_holders > 0; });
+}
+
+// ---- holding ----------------------------------------------------------------
+
+void ParameterStore::hold(const std::vector<int>& units,
+                          const std::vector<int>& done) {
+  Lock lock(mutex_);
+  SMP_CHECK(!is_broken_ || units.empty(),
+            "an earlier gather of parameters failed; the process group cannot "
+            "be used any more, restart the job");
+  const bool is_expected = count_holders(units);
+  drop(done);
+  if (!is_expected) release_ahead(lock);
+  if (is_broken_) return;
+  for (const int unit_idx : units) launch(unit_idx);
+  if (in_pass_) {
+    look_ahead();
+  } else {
+    pool_.clear();
+  }
+  for (const int unit_idx : units) finish(lock, unit_idx);
+}
+
+// @return false when this is not what the order says
+bool ParameterStore::count_holders(const std::vector<int>& units) {
+  bool is_expected = true;
+  for (const int unit_idx : units) {
+    Unit& unit = units_.at(unit_idx);
+    if (unit.num_holders++ > 0) continue;
+    if (unit.is_ahead) ++stats_.num_hits;
+    unit.is_ahead = false;
+    if (!in_pass_ || order_.use(unit_idx)) continue;
+    ++stats_.num_deviations;
+    is_expected = false;
+  }
+  return is_expected;
+}
+
+void ParameterStore::drop(const std::vector<int>& done) {
+  for (const int unit_idx : done) {
+    Unit& unit = units_.at(unit_idx);
+    SMP_ASSERT(unit.num_holders > 0 || is_broken_, "unit ", unit.name);
+    if (unit.num_holders == 0 || --unit.num_holders > 0) continue;
+    const std::vector<int> next = order_.next(options_.num_ahead);
+    unit.is_ahead = stats_.live_elements <= options_.max_live_elements &&
+                    std::find(next.begin(), next.end(), unit_idx) != next.end();
+    if (!unit.is_ahead) release(unit);
+  }
+}
+
+int64_t ParameterStore::missing_elements(const Unit& unit) const {
+  int64_t numel = 0;
+  for (const int i : unit.param_idxs) {
+    if (!params_[i].has_memory()) numel += params_[i].numel();
+  }
+  return numel;
+}
+
+// Begins to gather what is missing of a unit.
+void ParameterStore::launch(int unit_idx) {
+  Unit& unit = units_[unit_idx];
+  if (unit.gather) return;
+  std::vector<ShardedParameter*> missing;
+  for (const int i : unit.param_idxs) {
+    ShardedParameter& param = params_[i];
+    if (param.has_memory()) continue;
+    missing.push_back(&param);
+    stats_.gathered_bytes += param.num_bytes();
+    if (stays(param)) {
+      stats_.persistent_elements += param.numel();
+    } else {
+      unit.live_elements += param.numel();
+    }
+  }
+  if (missing.empty()) return;
+  stats_.live_elements += unit.live_elements;
+  stats_.peak_live_elements =
+      std::max(stats_.peak_live_elements, stats_.live_elements);
+  is_broken_ = true;  // unless the following succeeds
+  unit.gather = std::make_shared<UnitGather>(
+      std::move(missing), *group_, static_cast<uint64_t>(unit_idx) + 1,
+      detail::concat("gathering the parameters of ", unit.name));
+  is_broken_ = false;
+  ++stats_.num_gathers;
+  stats_.num_collectives += unit.gather->num_collectives();
+}
+
+void ParameterStore::look_ahead() {
+  for (const int unit_idx : order_.next(options_.num_ahead)) {
+    Unit& unit = units_[unit_idx];
+    if (unit.num_holders > 0 || unit.is_ahead) continue;
+    const int64_t live = stats_.live_elements + missing_elements(unit);
+    if (live > options_.max_live_elements) return;
+    launch(unit_idx);
+    unit.is_ahead = true;
+  }
+}
+
+// Waits until a unit is whole; the lock is open meanwhile.
+void ParameterStore::finish(Lock& lock, int unit_idx) {
+  const UnitGatherPtr gather = units_[unit_idx].gather;
+  if (!gather) return;
+  lock.unlock();
+  try {
+    gather->finish(options_.patience);
+  } catch (...) {
+    lock.lock();
+    is_broken_ = true;
+    throw;
+  }
+  lock.lock();
+  Unit& unit = units_[unit_idx];
+  if (unit.gather == gather) unit.gather.reset();
+}
+
+// ---- letting go -------------------------------------------------------------
+
+void ParameterStore::release(Unit& unit) {
+  for (const int i : unit.param_idxs) {
+    if (!stays(params_[i])) params_[i].release();
+  }
+  stats_.live_elements -= std::exchange(unit.live_elements, 0);
+}
+
+// What is on its way must arrive before its memory can go.
+void ParameterStore::release_ahead(Lock& lock) {
+  for (size_t i = 0; i < units_.size(); ++i) {
+    if (!units_[i].is_ahead) continue;
+    finish(lock, static_cast<int>(i));
+    Unit& unit = units_[i];
+    if (!unit.is_ahead) continue;  // somebody came meanwhile
+    unit.is_ahead = false;
+    release(unit);
+  }
+}
+
+void ParameterStore::mark_stale() {
+  Lock lock(mutex_);
+  release_ahead(lock);
+  for (Unit& unit : units_) {
+    SMP_CHECK(unit.num_holders == 0, "the parameters of ", unit.name,
+              " are updated while a forward or a backward uses them; update "
+              "them after it");
+  }
+  for (ShardedParameter& param : params_) param.release();
+  stats_.persistent_elements = 0;
+}
+
+at::Tensor ParameterStore::gather_one(int param_idx) {
+  const at::NoGradGuard no_grad;
+  const ShardedParameter& param = params_.at(param_idx);
+  at::Tensor parts;
+  GatherPtr gather;
+  {
+    const std::lock_guard lock(mutex_);
+    if (param.has_memory() && stays(param)) return at::clone(param.whole());
+    parts = at::empty({group_->size() * param.shard().numel()},
+                      param.shard().options());
+    gather = group_->all_gather(
+        parts.view(at::kByte), param.shard().view(at::kByte),
+        static_cast<uint64_t>(units_.size() + param_idx) + 1);
+  }
+  gather->wait(options_.patience,
+               detail::concat("gathering parameter ", param_idx));
+  return parts.narrow(0, 0, param.numel()).view(param.whole().sizes());
+}
+
+std::vector<int> ParameterStore::units_shown_by(
+    const at::Tensor& tensor, const std::vector<int>& units) const {
+  std::vector<int> found;
+  if (!tensor.has_storage()) return found;
+  for (const int unit_idx : units) {
+    for (const int i : units_[unit_idx].param_idxs) {
+      if (!params_[i].parts().is_alias_of(tensor)) continue;
+      found.push_back(unit_idx);
+      break;
+    }
+  }
+  return found;
+}
+
+ParameterStore::Stats ParameterStore::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace smp::parameters

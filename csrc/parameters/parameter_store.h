@@ -1,0 +1,145 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/group_wait.h"
+#include "csrc/parameters/gather_group.h"
+#include "csrc/parameters/sharded_parameter.h"
+#include "csrc/parameters/storage_pool.h"
+#include "csrc/parameters/unit_gather.h"
+#include "csrc/parameters/use_order.h"
+
+namespace smp::parameters {
+
+/// Sharded parameters, in units that are gathered together, and when each of
+/// them is whole.
+///
+/// A unit is whole while somebody holds it. Units that are used next, as the
+/// passes before have shown, are gathered ahead, and kept if they are whole
+/// already, while there is room for them. A *pass* is what repeats: a step, or
+/// a forward with its backward outside of steps.
+///
+/// All ranks of the group hold and let go of units in one order; then they
+/// gather in one order. Thread-safe; the lock is never held while waiting for
+/// another rank, except by those who wait for the same unit.
+///
+/// Source: arXiv:1910.02054 (ZeRO, stage 3); recording the order of use is
+/// DeepSpeed's idea.
+class ParameterStore {
+ public:
+  struct Options {
+    /// Gathering ahead stops here. What is held is not limited.
+    int64_t max_live_elements = int64_t{1} << 60;
+    /// Smaller parameters stay whole until the next update.
+    int64_t persistence_threshold = 0;
+    /// How many units are gathered ahead. One is what arrives while one is
+    /// used; more are memory at the very peak of a step.
+    int num_ahead = 1;
+    comm::Patience patience;
+  };
+
+  struct Stats {
+    int64_t num_gathers = 0;      ///< of units
+    int64_t num_collectives = 0;  ///< that these took
+    int64_t gathered_bytes = 0;   ///< of all ranks' parts
+    int64_t num_hits = 0;         ///< units that were there, or on their way
+    int64_t num_deviations = 0;   ///< passes that went another way
+    int64_t live_elements = 0;    ///< of parameters that do not stay whole
+    int64_t peak_live_elements = 0;
+    int64_t persistent_elements = 0;
+  };
+
+  /// @param params  show their placeholders (see ShardedParameter)
+  /// @param shards  one per parameter
+  /// @param units   positions of parameters, each of them in one unit
+  /// @param names   of the units, for errors
+  ParameterStore(const std::vector<at::Tensor>& params,
+                 const std::vector<at::Tensor>& shards,
+                 std::vector<std::vector<int>> units,
+                 std::vector<std::string> names, GatherGroupPtr group,
+                 Options options);
+
+  /// Opens a pass; one that is open ends. @see UseOrder::begin
+  /// @param is_passing  nobody says when it is over: see `end_passing`
+  void begin_pass(int64_t kind, bool is_passing = false);
+  /// Ends a pass that nobody else ends, if no unit is held.
+  void end_passing();
+  /// Lets go of what was gathered ahead.
+  /// @throws InternalError when somebody still holds a unit
+  void end_pass();
+  /// Closes a pass that failed, without waiting for anybody.
+  void abandon_pass();
+  /// Is a pass open that somebody will end?
+  bool in_lasting_pass() const;
+
+  /// Makes units whole, and lets go of others first. Collective.
+  /// @param done  held before, as often as they are named
+  void hold(const std::vector<int>& units, const std::vector<int>& done = {});
+  void let_go(const std::vector<int>& done) { hold({}, done); }
+
+  /// The shards have got other values: what stayed whole is out of date.
+  /// @throws Error while units are held
+  void mark_stale();
+
+  /// A copy of a whole parameter, which stays as it is. Collective.
+  at::Tensor gather_one(int param_idx);
+
+  /// Which of these units, all held, have a parameter whose memory `tensor`
+  /// shows.
+  std::vector<int> units_shown_by(const at::Tensor& tensor,
+                                  const std::vector<int>& units) const;
+
+  int num_units() const { return static_cast<int>(units_.size()); }
+  Stats stats() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using UnitGatherPtr = std::shared_ptr<UnitGather>;
+
+  struct Unit {
+    std::vector<int> param_idxs;
+    std::string name;
+    int64_t live_elements = 0;  // of it, now
+    int num_holders = 0;
+    bool is_ahead = false;      // nobody holds it; kept for its next use
+    UnitGatherPtr gather = {};  // until it has finished
+  };
+
+  bool stays(const ShardedParameter& param) const {
+    return param.numel() < options_.persistence_threshold;
+  }
+  bool is_held() const;
+  int64_t missing_elements(const Unit& unit) const;
+  bool count_holders(const std::vector<int>& units);
+  void drop(const std::vector<int>& done);
+  void launch(int unit_idx);
+  void look_ahead();
+  void close_pass(Lock& lock);
+  void release(Unit& unit);
+  void release_ahead(Lock& lock);
+  void finish(Lock& lock, int unit_idx);
+
+  StoragePool pool_;
+  std::deque<ShardedParameter> params_;
+  const GatherGroupPtr group_;
+  const Options options_;
+
+  mutable std::mutex mutex_;  // guards all that follows
+  std::vector<Unit> units_;
+  UseOrder order_;
+  bool in_pass_ = false;
+  bool is_passing_ = false;
+  bool is_broken_ = false;  // a gather has failed
+  Stats stats_;
+};
+
+using ParameterStorePtr = std::shared_ptr<ParameterStore>;
+
+}  // namespace smp::parameters

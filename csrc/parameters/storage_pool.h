@@ -1,0 +1,33 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace smp::parameters {
+
+/// Memory that parameters leave behind and others of the same size take over.
+/// On the host only, where fresh pages are as dear as filling them; devices
+/// have an allocator that does this. Not thread-safe.
+class StoragePool {
+ public:
+  explicit StoragePool(at::Device device) : is_used_(device.is_cpu()) {}
+
+  /// One more tensor of this size may come. Memory is kept only where several
+  /// tensors share it.
+  void expect(int64_t num_bytes) { ++num_users_[num_bytes]; }
+
+  at::DataPtr take(int64_t num_bytes, at::Allocator* allocator);
+  void give(int64_t num_bytes, at::DataPtr memory);
+  void clear() { free_.clear(); }
+
+ private:
+  const bool is_used_;
+  std::map<int64_t, int> num_users_;
+  std::map<int64_t, std::vector<at::DataPtr>> free_;
+};
+
+}  // namespace smp::parameters

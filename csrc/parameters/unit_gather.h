@@ -1,0 +1,55 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/parameters/gather_group.h"
+#include "csrc/parameters/sharded_parameter.h"
+
+namespace smp::parameters {
+
+/// Parameters from this many bytes on are gathered where they belong, in one
+/// collective each; smaller ones share one, which costs two copies of them.
+inline constexpr int64_t kAloneBytes = int64_t{1} << 20;
+
+/// Some parameters on their way to this rank.
+class UnitGather {
+ public:
+  /// Begins. Collective.
+  /// @param params  none of them has memory; alive until this has finished
+  /// @param stamp   of the unit; equal on all ranks
+  UnitGather(std::vector<ShardedParameter*> params, GatherGroup& group,
+             uint64_t stamp, std::string what);
+
+  /// Waits, then lets the parameters show their values. Thread-safe; may be
+  /// called again.
+  void finish(const comm::Patience& patience);
+
+  int num_collectives() const { return static_cast<int>(gathers_.size()); }
+
+ private:
+  void gather_alone(ShardedParameter& param, GatherGroup& group);
+  void gather_together(GatherGroup& group);
+  at::Tensor packed_shards() const;
+  void copy_out();
+
+  const std::vector<ShardedParameter*> params_;
+  const uint64_t stamp_;
+  const std::string what_;
+  std::vector<GatherPtr> gathers_;
+
+  // Those that share a collective.
+  std::vector<ShardedParameter*> small_;
+  std::vector<int64_t> offsets_;  // in bytes, of a rank's part
+  int64_t part_bytes_ = 0;
+  at::Tensor flat_;  // [size * part_bytes], uint8
+
+  std::mutex mutex_;
+  bool is_finished_ = false;
+};
+
+}  // namespace smp::parameters

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/health/fault_board.h"
+#include "csrc/shm/doorbell.h"
+#include "csrc/shm/shared_ring.h"
+
+namespace smp::shm {
+
+/// Memory that this rank shares with other ranks of its host: a ring to and
+/// from each of them, and the doorbells of the two threads that serve all of
+/// them. It has no name that could outlive the processes.
+class SharedMemory {
+ public:
+  struct Peer {
+    int global_rank;
+    RingWriter to;
+    RingReader from;
+  };
+  /// Keeps one mapping as long as it lives.
+  using Mapping = std::shared_ptr<void>;
+
+  /// @param own_bells  receiving thread, sending thread; in `mappings` too
+  SharedMemory(std::vector<Mapping> mappings, Doorbell* own_bells,
+               std::vector<Peer> peers);
+
+  /// Global ranks, ascending.
+  std::vector<int> peers() const;
+
+  /// The ends of the rings, for the one mailbox that uses them.
+  /// @throws Error the second time
+  std::vector<Peer> take_peers();
+  Doorbell& receive_bell() { return own_bells_[0]; }
+  Doorbell& send_bell() { return own_bells_[1]; }
+
+ private:
+  const std::vector<Mapping> mappings_;
+  Doorbell* const own_bells_;
+  std::vector<Peer> peers_;
+  std::vector<int> peer_ranks_;
+  bool is_taken_ = false;
+};
+
+using SharedMemoryPtr = std::shared_ptr<SharedMemory>;
+
+struct SharedMemoryOptions {
+  /// false: this rank shares nothing.
+  bool enabled = true;
+  /// Of each ring from another rank to this one.
+  int64_t ring_bytes = 8 << 20;
+  /// Only ranks with equal words try; whether they can is then tried out.
+  std::string machine = {};
+  /// Of each exchange with the other ranks.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+};
+
+/// Collective over `world`, which nothing else may use meanwhile. Two ranks
+/// share memory when each has opened that of the other and found there what the
+/// other wrote; this needs the same machine, user and process namespace. When
+/// ranks of one machine cannot, rank 0 logs why.
+/// @throws PeerFailure when another rank fails meanwhile
+SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
+                                      health::FaultBoard& faults,
+                                      const SharedMemoryOptions& options);
+
+/// What `size` ranks that are threads of this process, or processes forked from
+/// it later, would get: one per global rank.
+std::vector<SharedMemoryPtr> make_local_shared_memory(int size,
+                                                      int64_t ring_bytes);
+
+}  // namespace smp::shm

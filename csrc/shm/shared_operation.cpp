@@ -1,0 +1,441 @@
+#include "csrc/shm/shared_operation.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+namespace smp::shm {
+namespace {
+
+using OperationKind = SharedOperation::Kind;
+
+// Chunks of parts begin where vector units like it.
+constexpr int64_t kAlignment = 64;
+// Below, each rank adds up everything by itself, in one phase.
+constexpr int64_t kOneShotBytes = 32 << 10;
+
+uint8_t* bytes_of(const at::Tensor& tensor) {
+  return static_cast<uint8_t*>(tensor.mutable_data_ptr());
+}
+
+void copy_bytes(void* to, const void* from, int64_t num_bytes) {
+  if (num_bytes > 0) std::memcpy(to, from, static_cast<size_t>(num_bytes));
+}
+
+// Nobody looks on: neither autograd nor modes of Python.
+struct PlainDispatch {
+  c10::impl::ExcludeDispatchKeyGuard no_autograd{
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  c10::impl::ExcludeDispatchKeyGuard no_python{c10::python_ks};
+};
+
+// Of the parts of the ranks, in their order.
+class Combiner {
+ public:
+  Combiner(at::ScalarType dtype, comm::ReduceOp op)
+      : dtype_(dtype),
+        element_bytes_(static_cast<int64_t>(c10::elementSize(dtype))),
+        op_(op) {}
+
+  void run(uint8_t* to, const std::vector<const uint8_t*>& parts,
+           int64_t num_bytes) const {
+    if (num_bytes == 0) return;
+    const PlainDispatch plain;
+    const bool is_half = dtype_ == at::kHalf || dtype_ == at::kBFloat16;
+    at::Tensor result = view(to, num_bytes);
+    if (is_half && parts.size() > 2 && op_ == comm::ReduceOp::kSum) {
+      at::Tensor sum = view(parts[0], num_bytes).to(at::kFloat);
+      for (size_t i = 1; i < parts.size(); ++i) {
+        sum.add_(view(parts[i], num_bytes));
+      }
+      result.copy_(sum);  // rounded once
+      return;
+    }
+    combine(result, view(parts[0], num_bytes), view(parts[1], num_bytes));
+    for (size_t i = 2; i < parts.size(); ++i) {
+      combine(result, result, view(parts[i], num_bytes));
+    }
+  }
+
+  int64_t element_bytes() const { return element_bytes_; }
+
+ private:
+  at::Tensor view(const uint8_t* bytes, int64_t num_bytes) const {
+    return at::from_blob(const_cast<uint8_t*>(bytes),
+                         {num_bytes / element_bytes_},
+                         at::TensorOptions(dtype_));
+  }
+
+  void combine(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const {
+    switch (op_) {
+      case comm::ReduceOp::kSum:
+        at::add_out(to, a, b);
+        return;
+      case comm::ReduceOp::kMax:
+        at::maximum_out(to, a, b);
+        return;
+      case comm::ReduceOp::kMin:
+        at::minimum_out(to, a, b);
+        return;
+    }
+  }
+
+  const at::ScalarType dtype_;
+  const int64_t element_bytes_;
+  const comm::ReduceOp op_;
+};
+
+CollectiveStamp stamp_for(OperationKind kind, uint64_t stamp,
+                          const at::Tensor& tensor = {}, int root_or_op = -1) {
+  CollectiveStamp result;
+  result.operation = static_cast<int32_t>(kind);
+  result.root_or_op = root_or_op;
+  result.stamp = stamp;
+  result.dtype = -1;
+  if (tensor.defined()) {
+    result.dtype = static_cast<int64_t>(tensor.scalar_type());
+    result.num_bytes = static_cast<int64_t>(tensor.nbytes());
+  }
+  return result;
+}
+
+// Where a chunk lies in a run of bytes.
+struct Span {
+  int64_t begin;
+  int64_t size;
+
+  Span(int64_t chunk, int64_t bytes_per_chunk, int64_t num_bytes)
+      : begin(chunk * bytes_per_chunk),
+        size(std::clamp<int64_t>(num_bytes - begin, 0, bytes_per_chunk)) {}
+};
+
+class AllReduce final : public SharedOperation {
+ public:
+  AllReduce(comm::CallName call, uint64_t stamp, at::Tensor tensor,
+            comm::ReduceOp op)
+      : SharedOperation(std::move(call),
+                        stamp_for(OperationKind::kAllReduce, stamp, tensor,
+                                  static_cast<int>(op)),
+                        static_cast<int64_t>(tensor.nbytes()),
+                        CollectiveMemory::kSlotBytes),
+        tensor_(std::move(tensor)),
+        data_(bytes_of(tensor_)),
+        combiner_(tensor_.scalar_type(), op) {}
+
+  // With two ranks this is as much to read and write as with slices.
+  bool combines() const override {
+    return this->call.group->size > 2 && num_bytes() > kOneShotBytes;
+  }
+
+  void write(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    copy_bytes(memory.input(memory.group_rank()), data_ + span.begin,
+               span.size);
+  }
+
+  // This rank's slice, for all.
+  void combine(const CollectiveMemory& memory, int64_t chunk) override {
+    const auto [begin, end] = slice(memory, memory.group_rank(), chunk);
+    combiner_.run(memory.result(memory.group_rank()) + begin,
+                  inputs(memory, begin), end - begin);
+  }
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    if (!combines()) {
+      combiner_.run(data_ + span.begin, inputs(memory, 0), span.size);
+      return;
+    }
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      const auto [begin, end] = slice(memory, rank, chunk);
+      copy_bytes(data_ + span.begin + begin, memory.result(rank) + begin,
+                 end - begin);
+    }
+  }
+
+ private:
+  int64_t num_bytes() const { return static_cast<int64_t>(tensor_.nbytes()); }
+
+  Span span_of(int64_t chunk) const {
+    return {chunk, CollectiveMemory::kSlotBytes, num_bytes()};
+  }
+
+  std::pair<int64_t, int64_t> slice(const CollectiveMemory& memory, int rank,
+                                    int64_t chunk) const {
+    const int64_t size = span_of(chunk).size;
+    const int64_t each =
+        (size / memory.size() + kAlignment - 1) / kAlignment * kAlignment;
+    return {
+        std::min(size, rank * each),
+        rank + 1 == memory.size() ? size : std::min(size, (rank + 1) * each)};
+  }
+
+  static std::vector<const uint8_t*> inputs(const CollectiveMemory& memory,
+                                            int64_t begin) {
+    std::vector<const uint8_t*> parts;
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      parts.push_back(memory.input(rank) + begin);
+    }
+    return parts;
+  }
+
+  const at::Tensor tensor_;
+  uint8_t* const data_;
+  const Combiner combiner_;
+};
+
+class Broadcast final : public SharedOperation {
+ public:
+  Broadcast(comm::CallName call, uint64_t stamp, at::Tensor tensor)
+      : SharedOperation(
+            call,
+            stamp_for(OperationKind::kBroadcast, stamp, tensor, call.peer),
+            static_cast<int64_t>(tensor.nbytes()),
+            CollectiveMemory::kSlotBytes),
+        tensor_(std::move(tensor)),
+        data_(bytes_of(tensor_)) {}
+
+  void write(const CollectiveMemory& memory, int64_t chunk) override {
+    if (memory.group_rank() != call.peer) return;
+    const Span span = span_of(chunk);
+    copy_bytes(memory.input(call.peer), data_ + span.begin, span.size);
+  }
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    if (memory.group_rank() == call.peer) return;
+    const Span span = span_of(chunk);
+    copy_bytes(data_ + span.begin, memory.input(call.peer), span.size);
+  }
+
+ private:
+  Span span_of(int64_t chunk) const {
+    return {chunk, CollectiveMemory::kSlotBytes,
+            static_cast<int64_t>(tensor_.nbytes())};
+  }
+
+  const at::Tensor tensor_;
+  uint8_t* const data_;
+};
+
+class AllGather final : public SharedOperation {
+ public:
+  AllGather(comm::CallName call, uint64_t stamp, at::Tensor output,
+            at::Tensor input)
+      : SharedOperation(
+            std::move(call), stamp_for(OperationKind::kAllGather, stamp, input),
+            static_cast<int64_t>(input.nbytes()), CollectiveMemory::kSlotBytes),
+        output_(std::move(output)),
+        input_(std::move(input)),
+        to_(bytes_of(output_)),
+        from_(bytes_of(input_)),
+        part_bytes_(static_cast<int64_t>(input_.nbytes())) {}
+
+  void write(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    const int own = memory.group_rank();
+    copy_bytes(memory.input(own), from_ + span.begin, span.size);
+    uint8_t* to = to_ + own * part_bytes_ + span.begin;
+    if (to != from_ + span.begin) {
+      copy_bytes(to, from_ + span.begin, span.size);
+    }
+  }
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      if (rank == memory.group_rank()) continue;
+      copy_bytes(to_ + rank * part_bytes_ + span.begin, memory.input(rank),
+                 span.size);
+    }
+  }
+
+ private:
+  Span span_of(int64_t chunk) const {
+    return {chunk, CollectiveMemory::kSlotBytes, part_bytes_};
+  }
+
+  const at::Tensor output_;
+  const at::Tensor input_;
+  uint8_t* const to_;
+  const uint8_t* const from_;
+  const int64_t part_bytes_;
+};
+
+// Operations in which each rank has a part for each other one: a slot holds
+// those for the others, one after the other.
+class Personal : public SharedOperation {
+ public:
+  void write(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    const int own = memory.group_rank();
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      if (rank == own) continue;
+      copy_bytes(memory.input(own) + place(own, rank), part(rank, span),
+                 span.size);
+    }
+  }
+
+ protected:
+  Personal(comm::CallName call, const CollectiveStamp& stamp, at::Tensor output,
+           at::Tensor input, int size)
+      : SharedOperation(std::move(call), stamp,
+                        static_cast<int64_t>(input.nbytes()) / size,
+                        chunk_bytes(size)),
+        output_(std::move(output)),
+        input_(std::move(input)),
+        part_bytes_(static_cast<int64_t>(input_.nbytes()) / size),
+        chunk_bytes_(chunk_bytes(size)) {}
+
+  static int64_t chunk_bytes(int size) {
+    return CollectiveMemory::kSlotBytes / (size - 1) / kAlignment * kAlignment;
+  }
+
+  Span span_of(int64_t chunk) const {
+    return {chunk, chunk_bytes_, part_bytes_};
+  }
+
+  // What this rank has for another one.
+  const uint8_t* part(int rank, const Span& span) const {
+    return bytes_of(input_) + rank * part_bytes_ + span.begin;
+  }
+
+  // What another rank has for this one.
+  const uint8_t* received(const CollectiveMemory& memory, int rank) const {
+    return memory.input(rank) + place(rank, memory.group_rank());
+  }
+
+  uint8_t* output(int64_t begin) const { return bytes_of(output_) + begin; }
+  int64_t part_bytes() const { return part_bytes_; }
+
+ private:
+  int64_t place(int from, int to) const {
+    return (to < from ? to : to - 1) * chunk_bytes_;
+  }
+
+  const at::Tensor output_;
+  const at::Tensor input_;
+  const int64_t part_bytes_;
+  const int64_t chunk_bytes_;
+};
+
+class ReduceScatter final : public Personal {
+ public:
+  ReduceScatter(comm::CallName call, uint64_t stamp, at::Tensor output,
+                at::Tensor input, comm::ReduceOp op)
+      : Personal(call,
+                 stamp_for(OperationKind::kReduceScatter, stamp, input,
+                           static_cast<int>(op)),
+                 output, input, call.group->size),
+        combiner_(input.scalar_type(), op) {}
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    std::vector<const uint8_t*> parts;
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      parts.push_back(rank == memory.group_rank() ? part(rank, span)
+                                                  : received(memory, rank));
+    }
+    combiner_.run(output(span.begin), parts, span.size);
+  }
+
+ private:
+  const Combiner combiner_;
+};
+
+class AllToAll final : public Personal {
+ public:
+  AllToAll(comm::CallName call, uint64_t stamp, at::Tensor output,
+           at::Tensor input)
+      : Personal(call, stamp_for(OperationKind::kAllToAll, stamp, input),
+                 output, input, call.group->size) {}
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    const Span span = span_of(chunk);
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      copy_bytes(output(rank * part_bytes() + span.begin),
+                 rank == memory.group_rank() ? part(rank, span)
+                                             : received(memory, rank),
+                 span.size);
+    }
+  }
+};
+
+class Barrier final : public SharedOperation {
+ public:
+  Barrier(comm::CallName call, uint64_t stamp)
+      : SharedOperation(std::move(call),
+                        stamp_for(OperationKind::kBarrier, stamp), 0,
+                        CollectiveMemory::kSlotBytes) {}
+};
+
+}  // namespace
+
+SharedOperation::SharedOperation(comm::CallName call,
+                                 const CollectiveStamp& stamp,
+                                 int64_t num_bytes, int64_t bytes_per_chunk)
+    : call(std::move(call)),
+      stamp(stamp),
+      num_chunks_(std::max<int64_t>(
+          1, (num_bytes + bytes_per_chunk - 1) / bytes_per_chunk)) {}
+
+SharedOperationPtr make_all_reduce(comm::CallName call, uint64_t stamp,
+                                   at::Tensor tensor, comm::ReduceOp op) {
+  return std::make_shared<AllReduce>(std::move(call), stamp, std::move(tensor),
+                                     op);
+}
+
+SharedOperationPtr make_broadcast(comm::CallName call, uint64_t stamp,
+                                  at::Tensor tensor) {
+  return std::make_shared<Broadcast>(std::move(call), stamp, std::move(tensor));
+}
+
+SharedOperationPtr make_all_gather(comm::CallName call, uint64_t stamp,
+                                   at::Tensor output, at::Tensor input) {
+  return std::make_shared<AllGather>(std::move(call), stamp, std::move(output),
+                                     std::move(input));
+}
+
+SharedOperationPtr make_reduce_scatter(comm::CallName call, uint64_t stamp,
+                                       at::Tensor output, at::Tensor input,
+                                       comm::ReduceOp op) {
+  return std::make_shared<ReduceScatter>(
+      std::move(call), stamp, std::move(output), std::move(input), op);
+}
+
+SharedOperationPtr make_all_to_all(comm::CallName call, uint64_t stamp,
+                                   at::Tensor output, at::Tensor input) {
+  return std::make_shared<AllToAll>(std::move(call), stamp, std::move(output),
+                                    std::move(input));
+}
+
+SharedOperationPtr make_shared_barrier(comm::CallName call, uint64_t stamp) {
+  return std::make_shared<Barrier>(std::move(call), stamp);
+}
+
+std::string describe_stamp(const CollectiveStamp& stamp) {
+  constexpr std::array<const char*, 7> kNames = {
+      "nothing",        "all_reduce", "broadcast", "all_gather",
+      "reduce_scatter", "all_to_all", "barrier"};
+  std::ostringstream out;
+  out << kNames[static_cast<size_t>(stamp.operation)];
+  if (stamp.operation == static_cast<int32_t>(OperationKind::kBroadcast)) {
+    out << "(root=" << stamp.root_or_op << ')';
+  }
+  if (stamp.dtype >= 0) {
+    out << " of " << stamp.num_bytes << " bytes of "
+        << c10::toString(static_cast<c10::ScalarType>(stamp.dtype));
+  }
+  return out.str();
+}
+
+}  // namespace smp::shm

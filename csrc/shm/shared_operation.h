@@ -1,0 +1,66 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/communicator_checks.h"
+#include "csrc/shm/collective_memory.h"
+
+namespace smp::shm {
+
+/// One collective of one rank over `CollectiveMemory`, chunk by chunk: `write`,
+/// a phase, perhaps `combine` and another phase, `read`.
+class SharedOperation {
+ public:
+  enum class Kind : int32_t {
+    kAllReduce = 1,
+    kBroadcast,
+    kAllGather,
+    kReduceScatter,
+    kAllToAll,
+    kBarrier
+  };
+
+  virtual ~SharedOperation() = default;
+
+  int64_t num_chunks() const { return num_chunks_; }
+  virtual void write(const CollectiveMemory&, int64_t /*chunk*/) {}
+  virtual bool combines() const { return false; }
+  virtual void combine(const CollectiveMemory&, int64_t /*chunk*/) {}
+  virtual void read(const CollectiveMemory&, int64_t /*chunk*/) {}
+
+  const comm::CallName call;
+  const CollectiveStamp stamp;
+
+ protected:
+  SharedOperation(comm::CallName call, const CollectiveStamp& stamp,
+                  int64_t num_bytes, int64_t bytes_per_chunk);
+
+ private:
+  const int64_t num_chunks_;
+};
+
+using SharedOperationPtr = std::shared_ptr<SharedOperation>;
+
+/// `stamp` is of the user; tensors have been checked.
+SharedOperationPtr make_all_reduce(comm::CallName call, uint64_t stamp,
+                                   at::Tensor tensor, comm::ReduceOp op);
+SharedOperationPtr make_broadcast(comm::CallName call, uint64_t stamp,
+                                  at::Tensor tensor);
+SharedOperationPtr make_all_gather(comm::CallName call, uint64_t stamp,
+                                   at::Tensor output, at::Tensor input);
+SharedOperationPtr make_reduce_scatter(comm::CallName call, uint64_t stamp,
+                                       at::Tensor output, at::Tensor input,
+                                       comm::ReduceOp op);
+SharedOperationPtr make_all_to_all(comm::CallName call, uint64_t stamp,
+                                   at::Tensor output, at::Tensor input);
+SharedOperationPtr make_shared_barrier(comm::CallName call, uint64_t stamp);
+
+/// For instance "all_gather of 24 bytes of Float".
+std::string describe_stamp(const CollectiveStamp& stamp);
+
+}  // namespace smp::shm

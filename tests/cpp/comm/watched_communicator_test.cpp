@@ -1,0 +1,110 @@
+#include "csrc/comm/watched_communicator.h"
+
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "csrc/comm/local_world.h"
+#include "tests/cpp/common/expectations.h"
+#include "tests/cpp/health/liveness_world.h"
+
+namespace smp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using Clock = std::chrono::steady_clock;
+using Kind = health::Fault::Kind;
+using health::BlockedScope;
+using World = health::World;
+
+constexpr milliseconds kLonger{1500};  // than a deadlock needs
+
+// Communicators of some ranks, as the library makes them.
+std::vector<CommunicatorPtr> watched(World& world,
+                                     const std::vector<int>& ranks) {
+  std::vector<CommunicatorPtr> made;
+  const auto inner = make_local_world(static_cast<int>(ranks.size()));
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    made.push_back(
+        make_watched_communicator(inner[i], world.boards[ranks[i]], ranks));
+  }
+  return made;
+}
+
+at::Tensor some_bytes(int64_t count) {
+  return at::zeros({count}, at::TensorOptions(at::kByte));
+}
+
+TEST(WatchedCollective, ThatAllHaveEnteredIsNoDeadlockHoweverLongItTakes) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  std::vector<WorkPtr> works;
+  for (const auto& one : group)
+    works.push_back(one->broadcast(some_bytes(8), 0));
+  // Rank 0 has sent its part, and waits for the next one.
+  const WorkPtr next = group[0]->broadcast(some_bytes(8), 0);
+  BlockedScope first(world.boards[0]->waits(), "b", next->collective());
+  BlockedScope second(world.boards[1]->waits(), "b", works[1]->collective());
+  std::this_thread::sleep_for(kLonger);
+  EXPECT_FALSE(world.boards[0]->fault());
+  world.leave_all();
+}
+
+TEST(WatchedCollective, ThatSomebodyDoesNotEnterIsADeadlock) {
+  World world(3);
+  const auto group = watched(world, {0, 1, 2});
+  std::vector<WorkPtr> works;
+  for (const int rank : {0, 1}) works.push_back(group[rank]->barrier());
+  BlockedScope first(world.boards[0]->waits(), "b", works[0]->collective());
+  BlockedScope second(world.boards[1]->waits(), "b", works[1]->collective());
+  BlockedScope third(world.boards[2]->waits(), "a message");
+  ASSERT_TRUE(world.fault_at(0));
+  EXPECT_EQ(world.boards[0]->fault()->kind, Kind::kDeadlock);
+}
+
+TEST(WatchedCollective, CircleOfCollectivesIsADeadlock) {
+  World world(2);
+  const auto one = watched(world, {0, 1});
+  const auto other = watched(world, {1, 0});
+  const WorkPtr mine = one[0]->barrier();
+  const WorkPtr yours = other[0]->barrier();
+  BlockedScope first(world.boards[0]->waits(), "one", mine->collective());
+  BlockedScope second(world.boards[1]->waits(), "other", yours->collective());
+  const auto begin = Clock::now();
+  ASSERT_TRUE(world.fault_at(1));
+  EXPECT_EQ(world.boards[1]->fault()->kind, Kind::kDeadlock);
+  EXPECT_LT(Clock::now() - begin, seconds(3));
+}
+
+TEST(WatchedCollective, DifferentCallsOfOneNumberAreADeadlock) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  const WorkPtr mine = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  const WorkPtr yours = group[1]->barrier();
+  // That rank 1 goes on hides nothing.
+  const WorkPtr next = group[1]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  BlockedScope first(world.boards[0]->waits(), "sum", mine->collective());
+  BlockedScope second(world.boards[1]->waits(), "next", next->collective());
+  ASSERT_TRUE(world.fault_at(0));
+  EXPECT_EQ(world.boards[0]->fault()->kind, Kind::kDeadlock);
+}
+
+TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  const WorkPtr mine = group[0]->barrier();
+  const WorkPtr yours = group[1]->barrier();
+  const WorkPtr next = group[0]->barrier();
+  world.clients[1]->leave();
+  EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
+  EXPECT_FALSE(world.boards[0]->has_left_before(1, *mine->collective()));
+  EXPECT_TRUE(world.boards[0]->has_left_before(1, *next->collective()));
+  world.leave_all();
+}
+
+}  // namespace
+}  // namespace smp::comm

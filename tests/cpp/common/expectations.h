@@ -1,0 +1,33 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <string>
+#include <thread>
+
+namespace smp {
+
+/// Whether a predicate becomes true within a time.
+template <typename Pred>
+bool becomes_true(Pred pred,
+                  std::chrono::milliseconds limit = std::chrono::seconds(10)) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (!pred()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+/// The text of what a call throws.
+template <typename Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+}  // namespace smp

@@ -1,0 +1,247 @@
+#include "csrc/mailbox/object_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/common/check.h"
+#include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/common/expectations.h"
+
+namespace smp::mailbox {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+struct ExchangingRank {
+  explicit ExchangingRank(comm::CommunicatorPtr world)
+      : board(std::make_shared<health::FaultBoard>(world->group_rank())),
+        mailbox(std::make_shared<Mailbox>(world, board)),
+        exchange(mailbox, board, seconds(20)),
+        all(world->size()) {
+    std::iota(all.begin(), all.end(), 0);
+  }
+
+  std::shared_ptr<health::FaultBoard> board;
+  std::shared_ptr<Mailbox> mailbox;
+  ObjectExchange exchange;
+  std::vector<int> all;
+};
+
+void run(int size, const std::function<void(int, ExchangingRank&)>& body) {
+  comm::run_ranks(size, [&](int self, const comm::CommunicatorPtr& world) {
+    ExchangingRank rank(world);
+    body(self, rank);
+  });
+}
+
+TEST(ObjectExchange, SendReturnsOnlyAfterReceive) {
+  std::atomic<bool> is_receiving = false;
+  run(2, [&](int self, ExchangingRank& rank) {
+    if (self == 0) {
+      rank.exchange.send(1, "hello");
+      EXPECT_TRUE(is_receiving);
+    } else {
+      std::this_thread::sleep_for(milliseconds(50));
+      is_receiving = true;
+      EXPECT_EQ(rank.exchange.recv(0), "hello");
+    }
+  });
+}
+
+TEST(ObjectExchange, LargeAndEmptyObjectsArrive) {
+  run(2, [](int self, ExchangingRank& rank) {
+    const std::string large(20'000'000, 'q');
+    if (self == 0) {
+      rank.exchange.send(1, large);
+      rank.exchange.send(1, "");
+    } else {
+      EXPECT_EQ(rank.exchange.recv(0), large);
+      EXPECT_EQ(rank.exchange.recv(0), "");
+    }
+  });
+}
+
+TEST(ObjectExchange, SelfSendReturnsAtOnce) {
+  run(2, [](int self, ExchangingRank& rank) {
+    rank.exchange.send(self, "a");
+    rank.exchange.send(self, std::string(50'000, 'b'));
+    EXPECT_EQ(rank.exchange.recv(self), "a");
+    EXPECT_EQ(rank.exchange.recv(self), std::string(50'000, 'b'));
+  });
+}
+
+TEST(ObjectExchange, SendsAndBroadcastsOfOneSourceKeepTheirOrder) {
+  run(3, [](int self, ExchangingRank& rank) {
+    if (self == 0) {
+      for (int i = 0; i < 20; ++i) {
+        rank.exchange.broadcast(rank.all, "all" + std::to_string(i));
+        rank.exchange.send(1, "one" + std::to_string(i));
+      }
+      return;
+    }
+    for (int i = 0; i < 20; ++i) {
+      EXPECT_EQ(rank.exchange.recv(0), "all" + std::to_string(i));
+      if (self == 1) {
+        EXPECT_EQ(rank.exchange.recv(0), "one" + std::to_string(i));
+      }
+    }
+  });
+}
+
+TEST(ObjectExchange, ReceiverChoosesTheSource) {
+  run(3, [](int self, ExchangingRank& rank) {
+    if (self > 0) {
+      rank.exchange.send(0, std::to_string(self));
+      return;
+    }
+    EXPECT_EQ(rank.exchange.recv(2), "2");
+    EXPECT_EQ(rank.exchange.recv(1), "1");
+  });
+}
+
+TEST(ObjectExchange, AllGatherOrdersByTheListedRanks) {
+  run(4, [](int self, ExchangingRank& rank) {
+    const std::vector<int> order = {2, 0, 3, 1};
+    const auto got = rank.exchange.all_gather(order, std::to_string(self));
+    EXPECT_EQ(got, (std::vector<std::string>{"2", "0", "3", "1"}));
+  });
+}
+
+TEST(ObjectExchange, GroupOfOneReturnsAtOnce) {
+  run(2, [](int self, ExchangingRank& rank) {
+    EXPECT_EQ(rank.exchange.all_gather({self}, "x"),
+              std::vector<std::string>{"x"});
+    rank.exchange.barrier({self});
+    rank.exchange.broadcast({self}, "x");
+  });
+}
+
+TEST(ObjectExchange, BarrierWaitsForAll) {
+  std::atomic<int> num_inside = 0;
+  run(4, [&](int self, ExchangingRank& rank) {
+    for (int round = 1; round <= 10; ++round) {
+      if (self == round % 4) std::this_thread::sleep_for(milliseconds(5));
+      ++num_inside;
+      rank.exchange.barrier(rank.all);
+      EXPECT_GE(num_inside, 4 * round);
+      rank.exchange.barrier(rank.all);
+    }
+  });
+}
+
+TEST(ObjectExchange, CollectivesOfSeveralGroupsAndMessagesDoNotMix) {
+  run(4, [](int self, ExchangingRank& rank) {
+    const std::vector<int> pair =
+        self < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
+    const int peer = self ^ 1;
+    for (int i = 0; i < 20; ++i) {
+      const std::string mine = std::to_string(self) + "." + std::to_string(i);
+      const std::string theirs = std::to_string(peer) + "." + std::to_string(i);
+      // The first rank of each pair sends before, the other receives after the
+      // collectives.
+      std::thread sender;
+      if (self % 2 == 0) {
+        sender = std::thread([&] { rank.exchange.send(peer, mine); });
+      }
+      const auto small = rank.exchange.all_gather(pair, mine);
+      const auto all = rank.exchange.all_gather(rank.all, mine);
+      EXPECT_EQ(small[1 - (self % 2)], theirs);
+      EXPECT_EQ(all[peer], theirs);
+      if (self % 2 == 1) {
+        EXPECT_EQ(rank.exchange.recv(peer), theirs);
+      } else {
+        sender.join();
+      }
+    }
+  });
+}
+
+TEST(ObjectExchange, TimeoutNamesTheOperationAndTheMissingRanks) {
+  run(3, [](int self, ExchangingRank& rank) {
+    if (self == 0) {
+      rank.exchange.set_timeout(milliseconds(200));
+      const std::string text =
+          error_of([&] { rank.exchange.barrier(rank.all, "smp.barrier"); });
+      EXPECT_NE(text.find("timed out after 0.2 s in smp.barrier over "
+                          "global_ranks 0 1 2, waiting for global_ranks 1 2"),
+                std::string::npos)
+          << text;
+      EXPECT_NE(error_of([&] { rank.exchange.recv(2); }).find("recv_from(2)"),
+                std::string::npos);
+      EXPECT_NE(error_of([&] { rank.exchange.send(1, "x"); }).find("send(1)"),
+                std::string::npos);
+    }
+  });
+}
+
+TEST(ObjectExchange, FaultEndsAWait) {
+  run(2, [](int self, ExchangingRank& rank) {
+    if (self == 1) return;
+    std::thread reporter([&] {
+      while (!rank.board->waits().snapshot().is_blocked) {
+        std::this_thread::yield();
+      }
+      rank.board->report({.kind = health::Fault::Kind::kRaised,
+                          .global_rank = 0,
+                          .text = "boom"});
+    });
+    EXPECT_THROW(rank.exchange.recv(1), PeerFailure);
+    reporter.join();
+  });
+}
+
+TEST(ObjectExchange, RankThatLeftEndsAWaitForIt) {
+  run(2, [](int self, ExchangingRank& rank) {
+    if (self == 1) return;
+    rank.board->mark_left(1);
+    EXPECT_NE(error_of([&] {
+                rank.exchange.barrier(rank.all);
+              }).find("global_rank 1 has left"),
+              std::string::npos);
+  });
+}
+
+TEST(ObjectExchange, DifferentCollectivesOfOneGroupAreToldApart) {
+  run(2, [](int self, ExchangingRank& rank) {
+    const std::string text = error_of([&] {
+      if (self == 0) {
+        rank.exchange.barrier(rank.all);
+      } else {
+        rank.exchange.all_gather(rank.all, "x");
+      }
+    });
+    EXPECT_NE(text.find("make the same calls"), std::string::npos) << text;
+  });
+}
+
+TEST(ObjectExchange, WrongRanksAreValueErrors) {
+  run(2, [](int self, ExchangingRank& rank) {
+    EXPECT_THROW(rank.exchange.send(2, "x"), ValueError);
+    EXPECT_THROW(rank.exchange.recv(-1), ValueError);
+    EXPECT_THROW(rank.exchange.barrier({1 - self}), ValueError);
+    EXPECT_THROW(rank.exchange.barrier({0, 1, 1}), ValueError);
+    EXPECT_THROW(rank.exchange.broadcast({0, 5}, "x"), ValueError);
+  });
+}
+
+TEST(ObjectExchange, InterruptEndsAWaitWithinASecond) {
+  run(2, [](int self, ExchangingRank& rank) {
+    if (self == 1) return;
+    rank.board->set_interrupt_check([] { throw Error("Ctrl-C"); });
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_EQ(error_of([&] { rank.exchange.recv(1); }), "Ctrl-C");
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(1));
+  });
+}
+
+}  // namespace
+}  // namespace smp::mailbox

@@ -1,0 +1,202 @@
+#include "csrc/mailbox/shared_memory_link.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <future>
+#include <thread>
+#include <utility>
+
+#include "csrc/comm/local_world.h"
+#include "csrc/mailbox/mailbox.h"
+#include "csrc/mailbox/wire.h"
+#include "tests/cpp/common/expectations.h"
+
+namespace smp::mailbox {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr int64_t kRingBytes = 50'000;
+constexpr int64_t kManyRings = 4'000'000;
+
+// Rank 0 of two; nobody reads what it sends.
+struct Lonely {
+  Lonely()
+      : memory(shm::make_local_shared_memory(2, kRingBytes)),
+        world(comm::make_local_world(2)),
+        board(std::make_shared<health::FaultBoard>(0)),
+        mailbox(world[0], board, memory[0]) {}
+
+  void post_much() {
+    Message message;
+    message.tensors.push_back({at::zeros({kManyRings}), false, {}});
+    mailbox.post(1, std::move(message));
+  }
+
+  std::vector<shm::SharedMemoryPtr> memory;
+  std::vector<comm::CommunicatorPtr> world;
+  std::shared_ptr<health::FaultBoard> board;
+  Mailbox mailbox;
+};
+
+TEST(SharedMemoryLink, PostDoesNotWaitForTheReader) {
+  Lonely rank;
+  for (int i = 0; i < 3; ++i) rank.post_much();
+  EXPECT_EQ(rank.mailbox.num_unsent(), 3);
+  EXPECT_EQ(rank.board->waits().snapshot().num_unsent, 3);
+  rank.mailbox.close(milliseconds(0));
+}
+
+TEST(SharedMemoryLink, CloseInTheMiddleOfAMessageKeepsItsTime) {
+  Lonely rank;
+  rank.post_much();
+  const auto begin = Clock::now();
+  rank.mailbox.close(milliseconds(200));
+  EXPECT_GE(Clock::now() - begin, milliseconds(200));
+  EXPECT_LT(Clock::now() - begin, seconds(3));
+  EXPECT_EQ(rank.mailbox.num_unsent(), 0);
+  EXPECT_EQ(rank.board->waits().snapshot().num_unsent, 0);
+}
+
+TEST(SharedMemoryLink, MessagesToADeadRankAreGivenUp) {
+  Lonely rank;
+  for (int i = 0; i < 3; ++i) rank.post_much();
+  rank.board->report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
+  EXPECT_TRUE(becomes_true([&] { return rank.mailbox.num_unsent() == 0; }));
+}
+
+TEST(SharedMemoryLink, MessagesToARankThatLeftAreGivenUpLater) {
+  Lonely rank;
+  rank.post_much();
+  rank.board->mark_left(1);
+  std::this_thread::sleep_for(milliseconds(300));
+  EXPECT_EQ(rank.mailbox.num_unsent(), 1);  // it may still read
+  EXPECT_TRUE(becomes_true([&] { return rank.mailbox.num_unsent() == 0; }));
+}
+
+TEST(SharedMemoryLink, CorruptMessageBecomesAFaultThatNamesItsSource) {
+  Lonely rank;
+  auto peer = rank.memory[1]->take_peers().at(0);
+  const std::vector<uint8_t> nonsense(1000, 0x5a);
+  peer.to.write(nonsense.data(), nonsense.size());
+  peer.to.publish();
+  ASSERT_TRUE(becomes_true([&] { return rank.board->fault().has_value(); }));
+  EXPECT_NE(rank.board->fault()->text.find("message from global_rank 1"),
+            std::string::npos);
+}
+
+TEST(SharedMemoryLink, LostMessageIsNoticed) {
+  Lonely rank;
+  auto peer = rank.memory[1]->take_peers().at(0);
+  wire::Parts parts = wire::take_apart({});
+  wire::set_sequence(parts.header.data(), 1);  // the first one is 0
+  peer.to.write(parts.header.data(), parts.header.size());
+  peer.to.publish();
+  ASSERT_TRUE(becomes_true([&] { return rank.board->fault().has_value(); }));
+  EXPECT_NE(rank.board->fault()->text.find("expected message 0"),
+            std::string::npos);
+}
+
+// ------------------------------------------------------------- two processes
+
+#ifdef __SANITIZE_THREAD__
+constexpr bool kMayFork = false;  // it cannot follow threads of a fork
+#else
+constexpr bool kMayFork = true;
+#endif
+
+// Sends back what comes until it is killed or told to end.
+[[noreturn]] void echo(const shm::SharedMemoryPtr& memory) {
+  {
+    auto board = std::make_shared<health::FaultBoard>(1);
+    Mailbox mailbox(comm::make_local_world(2)[1], board, memory);
+    std::promise<void> end;
+    mailbox.set_handler(Channel::kPipeline, [&](Message&& message) {
+      if (message.fields[0] < 0) return end.set_value();
+      mailbox.post(0, std::move(message));
+    });
+    end.get_future().wait();
+    mailbox.set_handler(Channel::kPipeline, {});
+  }
+  ::_exit(0);
+}
+
+class TwoProcesses : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!kMayFork) GTEST_SKIP() << "no fork under this sanitizer";
+    const auto memory = shm::make_local_shared_memory(2, kRingBytes);
+    child_ = ::fork();
+    ASSERT_GE(child_, 0);
+    if (child_ == 0) echo(memory[1]);
+    mailbox_ = std::make_unique<Mailbox>(comm::make_local_world(2)[0], board_,
+                                         memory[0]);
+    mailbox_->set_handler(Channel::kPipeline, [this](Message&& message) {
+      last_ = std::move(message);
+      num_received_.fetch_add(1);
+    });
+  }
+
+  void TearDown() override {
+    mailbox_.reset();
+    if (child_ <= 0) return;
+    ::kill(child_, SIGKILL);
+    ::waitpid(child_, nullptr, 0);
+  }
+
+  void post(int64_t number, const at::Tensor& tensor) {
+    Message message;
+    message.channel = Channel::kPipeline;
+    message.fields[0] = number;
+    message.tensors.push_back({tensor, false, {}});
+    mailbox_->post(1, std::move(message));
+  }
+
+  pid_t child_ = -1;
+  std::shared_ptr<health::FaultBoard> board_ =
+      std::make_shared<health::FaultBoard>(0);
+  std::unique_ptr<Mailbox> mailbox_;
+  Message last_;  // read it after `num_received_`
+  std::atomic<int> num_received_{0};
+};
+
+TEST_F(TwoProcesses, MessagesComeBackUnchanged) {
+  int num_sent = 0;
+  for (const int64_t size : {1, 1000, 20'000, 1'000'000}) {
+    const at::Tensor sent = at::arange(size);
+    post(size, sent);
+    ++num_sent;
+    ASSERT_TRUE(becomes_true([&] { return num_received_ == num_sent; }));
+    EXPECT_EQ(last_.fields[0], size);
+    EXPECT_TRUE(at::equal(last_.tensors[0].data, sent));
+  }
+  post(-1, at::Tensor());
+  int status = -1;
+  EXPECT_EQ(::waitpid(std::exchange(child_, -1), &status, 0) > 0, true);
+  EXPECT_EQ(status, 0);
+}
+
+TEST_F(TwoProcesses, KilledPeerInTheMiddleOfAMessageHoldsUpNothing) {
+  for (int i = 0; i < 4; ++i) post(i, at::zeros({kManyRings}));
+  std::this_thread::sleep_for(milliseconds(2));
+  ::kill(child_, SIGKILL);
+  ::waitpid(std::exchange(child_, -1), nullptr, 0);
+  EXPECT_GT(mailbox_->num_unsent(), 0);
+  board_->report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
+  EXPECT_TRUE(becomes_true([&] { return mailbox_->num_unsent() == 0; }));
+  const auto begin = Clock::now();
+  mailbox_->close();
+  EXPECT_LT(Clock::now() - begin, seconds(2));
+}
+
+}  // namespace
+}  // namespace smp::mailbox
