@@ -66,44 +66,49 @@ std::shared_ptr<Server> make_server(
 }
 
 void set_forward_handler(Server& server, py::function handler) {
-  server.set_forward_handler([kept = keep(std::move(handler))](Call call) {
-    py::gil_scoped_acquire gil;
-    py::list tensors(call.tensors.size());
-    for (size_t i = 0; i < call.tensors.size(); ++i) {
-      tensors[i] = py::cast(std::move(call.tensors[i].data));
-    }
-    const py::tuple result = (*kept)(
-        call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
-        (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure),
-        std::move(tensors));
-    Call answer;
-    answer.structure = result[0].cast<std::string>();
-    for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
-      answer.tensors.emplace_back();
-      answer.tensors.back().data = std::move(tensor);
-    }
-    answer.has_values = result[2].cast<bool>();
-    return answer;
-  });
+  server.callee().set_forward_handler(
+      [kept = keep(std::move(handler))](Call call) {
+        py::gil_scoped_acquire gil;
+        py::list tensors(call.tensors.size());
+        for (size_t i = 0; i < call.tensors.size(); ++i) {
+          tensors[i] = py::cast(std::move(call.tensors[i].data));
+        }
+        const py::tuple result = (*kept)(
+            call.module_id, call.mb, (call.flags & pipeline::kTraining) != 0,
+            (call.flags & pipeline::kWantsMeta) != 0, py::bytes(call.structure),
+            std::move(tensors));
+        Call answer;
+        answer.structure = result[0].cast<std::string>();
+        for (auto& tensor : result[1].cast<std::vector<at::Tensor>>()) {
+          answer.tensors.emplace_back();
+          answer.tensors.back().data = std::move(tensor);
+        }
+        answer.has_values = result[2].cast<bool>();
+        return answer;
+      });
 }
 
 void set_handle_factory(Server& server, py::function factory) {
-  server.set_handle_factory([kept = keep(std::move(factory))](
-                                const pipeline::TensorMeta& meta) {
-    py::gil_scoped_acquire gil;
-    return (*kept)(
-               py::tuple(py::cast(meta.sizes)),
-               py::reinterpret_borrow<py::object>(
-                   reinterpret_cast<PyObject*>(torch::getTHPDtype(meta.dtype))))
-        .cast<at::Tensor>();
-  });
+  server.tensors().set_handle_factory(
+      [kept = keep(std::move(factory))](
+          const std::vector<pipeline::TensorMeta>& metas) {
+        py::gil_scoped_acquire gil;
+        py::list kinds;
+        for (const pipeline::TensorMeta& meta : metas) {
+          kinds.append(py::make_tuple(
+              py::tuple(py::cast(meta.sizes)),
+              py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
+                  torch::getTHPDtype(meta.dtype)))));
+        }
+        return (*kept)(std::move(kinds)).cast<std::vector<at::Tensor>>();
+      });
 }
 
 void run_step(Server& server, int num_microbatches, uint64_t seed,
               py::function body) {
   auto kept = keep(std::move(body));
   py::gil_scoped_release release;
-  server.run_step(num_microbatches, seed, [kept](int mb) {
+  server.steps().run(num_microbatches, seed, [kept](int mb) {
     py::gil_scoped_acquire gil;
     (*kept)(mb);
   });
@@ -116,8 +121,9 @@ py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
   pipeline::RemoteResult result;
   {
     py::gil_scoped_release release;
-    result = pipeline::remote_call(server, owner_global_rank, module_id,
-                                   training, structure, mode, tensors);
+    result =
+        pipeline::remote_call(server.caller(), owner_global_rank, module_id,
+                              training, structure, mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
                         std::move(result.changed_args), result.shares_memory,
@@ -129,12 +135,14 @@ py::tuple await_output(Server& server) {
   std::vector<at::Tensor> tensors;
   {
     py::gil_scoped_release release;
-    output = server.await_output();
-    for (auto& tensor : output.tensors) {
-      tensors.push_back(tensor.ref ? server.make_handle(tensor.ref)
-                                   : tensor.data);
-      if (tensor.requires_grad) {
-        pipeline::require_unused_grad(tensors.back());
+    output = server.announcements().await_output();
+    std::vector<pipeline::RemoteRefPtr> refs;
+    for (const auto& tensor : output.tensors) refs.push_back(tensor.ref);
+    tensors = server.tensors().make_handles(refs);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!refs[i]) tensors[i] = output.tensors[i].data;
+      if (output.tensors[i].requires_grad) {
+        pipeline::require_unused_grad(tensors[i]);
       }
     }
   }
@@ -144,7 +152,7 @@ py::tuple await_output(Server& server) {
 at::Tensor fetch(Server& server, const at::Tensor& handle) {
   const auto ref = pipeline::remote_ref_of(handle);
   py::gil_scoped_release release;
-  return server.fetch(ref);
+  return server.tensors().fetch(ref);
 }
 
 // Arithmetic of two handles, or of one and a number, at their home.
@@ -156,7 +164,7 @@ at::Tensor compute(Server& server, const std::string& name,
   for (const auto& handle : handles) {
     refs.push_back(pipeline::remote_ref_of(handle));
   }
-  return server.make_handle(server.call_operation(
+  return server.tensors().make_handle(server.caller().call_operation(
       pipeline::Operation::named(name, with_scalar, scalar), refs));
 }
 
@@ -172,7 +180,7 @@ std::optional<RefState> ref_state(const at::Tensor& tensor) {
 }
 
 py::dict stats(const Server& server) {
-  const pipeline::Scheduler::Stats scheduler = server.scheduler_stats();
+  const pipeline::Scheduler::Stats scheduler = server.scheduler().stats();
   py::dict result;
   result["idle_s"] = static_cast<double>(scheduler.idle_ns) * 1e-9;
   result["contexts"] = scheduler.num_contexts;
@@ -193,7 +201,7 @@ py::dict stats(const Server& server) {
 
 std::vector<std::string> executed_order(const Server& server) {
   std::vector<std::string> order;
-  for (const schedule::TaskKey& key : server.executed_order()) {
+  for (const schedule::TaskKey& key : server.scheduler().executed_order()) {
     order.push_back(schedule::to_string(key));
   }
   return order;
@@ -232,19 +240,24 @@ void bind_pipeline(py::module_& m) {
            })
       .def("set_microbatch_done",
            [](Server& server, py::function done) {
-             server.set_microbatch_done([kept = keep(std::move(done))](int mb) {
-               py::gil_scoped_acquire gil;
-               (*kept)(mb);
-             });
+             server.steps().set_microbatch_done(
+                 [kept = keep(std::move(done))](int mb) {
+                   py::gil_scoped_acquire gil;
+                   (*kept)(mb);
+                 });
            })
       .def_property_readonly("is_driver", &Server::is_driver)
       .def_property_readonly("module_names", &Server::module_names)
       .def("add_modules", &Server::add_modules, release_gil(), py::arg("names"),
            py::arg("chunk_idxs"), py::arg("depth") = -1,
            "Takes in a model, between steps; returns its first module's id.")
-      .def("begin_step", &Server::begin_step, release_gil(), py::arg("name"),
-           py::arg("num_microbatches"),
-           "Opens the next step; returns the driver's number of microbatches.")
+      .def(
+          "begin_step",
+          [](Server& server, const std::string& name, int num_microbatches) {
+            return server.steps().begin(name, num_microbatches);
+          },
+          release_gil(), py::arg("name"), py::arg("num_microbatches"),
+          "Opens the next step; returns the driver's number of microbatches.")
       .def("run_step", &run_step, py::arg("num_microbatches"), py::arg("seed"),
            py::arg("body"), "Runs body(mb) for each microbatch and serves.")
       .def(
@@ -253,19 +266,28 @@ void bind_pipeline(py::module_& m) {
           py::arg("mode"), py::arg("tensors"),
           "Has a module run on its owner: structure and handles of the result, "
           "and which arguments it changed (their handles are the last).")
-      .def("seeds_of_next_calls", &Server::seeds_of_next_calls,
-           py::arg("module_ids"),
-           "Of modules on other ranks that are called one by one.")
-      .def("skip_calls", &Server::skip_calls, py::arg("num_calls"),
-           "Counts calls that were made as a part of another one.")
+      .def(
+          "seeds_of_next_calls",
+          [](Server& server, const std::vector<int64_t>& module_ids) {
+            return server.caller().seeds_of_next_calls(module_ids);
+          },
+          py::arg("module_ids"),
+          "Of modules on other ranks that are called one by one.")
+      .def(
+          "skip_calls",
+          [](Server& server, int num_calls) {
+            server.caller().skip_calls(num_calls);
+          },
+          py::arg("num_calls"),
+          "Counts calls that were made as a part of another one.")
       .def("set_handle_factory", &set_handle_factory,
-           "factory(sizes, dtype) -> tensor without data")
+           "factory([(sizes, dtype), ...]) -> tensors without data")
       .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")
       .def(
           "materialize",
           [](Server& server, const at::Tensor& handle) {
             py::gil_scoped_release release;
-            return pipeline::materialize(server, handle);
+            return pipeline::materialize(server.tensors(), handle);
           },
           py::arg("handle"), "The data as a tensor behind the handle's graph.")
       .def("compute", &compute, py::arg("name"), py::arg("handles"),
@@ -276,14 +298,23 @@ void bind_pipeline(py::module_& m) {
           [](Server& server, const std::string& structure,
              const std::vector<at::Tensor>& tensors) {
             py::gil_scoped_release release;
-            server.publish_output(structure, tensors);
+            server.announcements().publish_output(structure, tensors);
           },
           py::arg("structure"), py::arg("tensors"),
           "Driver: the model's output for the others.")
       .def("await_output", &await_output, "Others: the model's output.")
-      .def("begin_backward", &Server::begin_backward, release_gil())
-      .def("end_backward", &Server::end_backward, release_gil())
-      .def("await_backward", &Server::await_backward, release_gil())
+      .def(
+          "begin_backward",
+          [](Server& server) { server.steps().begin_backward(); },
+          release_gil())
+      .def(
+          "end_backward",
+          [](Server& server) { server.announcements().end_backward(); },
+          release_gil())
+      .def(
+          "await_backward",
+          [](Server& server) { server.announcements().await_backward(); },
+          release_gil())
       .def("stats", &stats)
       .def(
           "data_bytes_to",
@@ -291,8 +322,12 @@ void bind_pipeline(py::module_& m) {
           "Bytes of tensors sent since the beginning, by global rank.")
       .def("executed_order", &executed_order,
            "Tasks of the last step in the order in which they began.")
-      .def("executed_actions", &Server::executed_actions,
-           "The last step in the text form of a schedule.")
+      .def(
+          "executed_actions",
+          [](const Server& server) {
+            return server.scheduler().executed_actions();
+          },
+          "The last step in the text form of a schedule.")
       .def("close", &Server::close, release_gil());
   m.def(
       "in_context", [] { return pipeline::current_context() != nullptr; },

@@ -59,6 +59,10 @@ struct Slot {
 
 /// The context that the calling thread runs, or null.
 Context* current_context();
+/// Of the scheduler.
+void set_current_context(Context* context);
+/// The same where there must be one. @param what  needs it, for the error
+Context& calling_context(const std::string& what);
 
 /// Makes backward calls of this thread run their nodes on this thread, also
 /// those on an accelerator: a node that waits for another rank must not block

@@ -19,12 +19,12 @@ using torch::autograd::variable_list;
 // plain Node with edges to the arguments instead of an autograd::Function.
 class RemoteCallNode : public torch::autograd::Node {
  public:
-  RemoteCallNode(Server* server, IssuedCall call,
+  RemoteCallNode(Caller& caller, IssuedCall call,
                  std::vector<bool> output_has_grad,
                  std::vector<TensorMeta> inputs,
                  torch::autograd::edge_list&& edges)
       : Node(std::move(edges)),
-        server_(server),
+        caller_(caller),
         call_(std::move(call)),
         output_has_grad_(std::move(output_has_grad)),
         inputs_(std::move(inputs)) {}
@@ -44,18 +44,15 @@ class RemoteCallNode : public torch::autograd::Node {
     for (size_t i = 0; i < all.size(); ++i) {
       if (output_has_grad_[i]) all[i] = std::move(grads[next++]);
     }
-    const auto refs = server_->call_backward(call_, inputs_, all);
-    variable_list result(refs.size());
+    auto refs = caller_.call_backward(call_, inputs_, all);
     for (size_t i = 0; i < refs.size(); ++i) {
-      if (refs[i] && task_should_compute_output(i)) {
-        result[i] = server_->make_handle(refs[i]);
-      }
+      if (!task_should_compute_output(i)) refs[i] = nullptr;
     }
-    return result;
+    return caller_.tensors().make_handles(refs);
   }
 
  private:
-  Server* const server_;
+  Caller& caller_;
   const IssuedCall call_;
   const std::vector<bool> output_has_grad_;
   const std::vector<TensorMeta> inputs_;
@@ -112,9 +109,9 @@ void require_unused_grad(at::Tensor& output) {
                                         std::make_shared<UnusedGradNode>());
 }
 
-at::Tensor materialize(Server& server, const at::Tensor& handle) {
+at::Tensor materialize(TensorDirectory& tensors, const at::Tensor& handle) {
   const RemoteRefPtr ref = remote_ref_of(handle);
-  at::Tensor data = server.fetch_to_own(ref);
+  at::Tensor data = tensors.fetch_to_own(ref);
   ref->is_local = true;
   if (handle.requires_grad()) {
     auto edges = torch::autograd::collect_next_edges(handle);
@@ -124,7 +121,7 @@ at::Tensor materialize(Server& server, const at::Tensor& handle) {
   return data;
 }
 
-RemoteResult remote_call(Server& server, int owner_global_rank,
+RemoteResult remote_call(Caller& caller, int owner_global_rank,
                          int64_t module_id, bool training,
                          const std::string& structure, const std::string& mode,
                          const std::vector<at::Tensor>& inputs) {
@@ -135,7 +132,7 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
   for (const at::Tensor& input : inputs) {
     if (!input.is_contiguous()) flags |= kStrided;
   }
-  IssuedCall call = server.call_forward(owner_global_rank, module_id, flags,
+  IssuedCall call = caller.call_forward(owner_global_rank, module_id, flags,
                                         structure, mode, inputs);
   RemoteResult result;
   result.structure = call.expected->result.structure;
@@ -144,8 +141,8 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
   result.changed_args = call.expected->result.changed_args;
   std::vector<bool> output_has_grad;
   bool any = false;
+  result.tensors = caller.tensors().make_handles(call.results);
   for (const RemoteRefPtr& ref : call.results) {
-    result.tensors.push_back(ref ? server.make_handle(ref) : at::Tensor());
     output_has_grad.push_back(ref && grad && ref->meta.requires_grad);
     any = any || output_has_grad.back();
   }
@@ -154,7 +151,7 @@ RemoteResult remote_call(Server& server, int owner_global_rank,
   std::vector<TensorMeta> metas;
   for (const at::Tensor& input : inputs) metas.push_back(TensorMeta::of(input));
   auto node = std::make_shared<RemoteCallNode>(
-      &server, std::move(call), output_has_grad, std::move(metas),
+      caller, std::move(call), output_has_grad, std::move(metas),
       torch::autograd::collect_next_edges(inputs));
   for (size_t i = 0; i < result.tensors.size(); ++i) {
     if (output_has_grad[i]) {

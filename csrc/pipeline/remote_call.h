@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/pipeline/server.h"
+#include "csrc/pipeline/caller.h"
 
 namespace smp::pipeline {
 
@@ -26,17 +26,17 @@ struct RemoteResult {
 /// gets handles of those of the arguments. Grad mode decides whether a graph is
 /// kept. Returns at once when calls like this one were seen before.
 ///
-/// @param mode    what else the result depends on, see Server::call_forward
+/// @param mode    what else the result depends on, see Caller::call_forward
 /// @param inputs  tensors of `structure`, each once; handles or ordinary ones
 /// Source: algorithms of the public smp v1 guide; the node is ours.
-RemoteResult remote_call(Server& server, int owner_global_rank,
+RemoteResult remote_call(Caller& caller, int owner_global_rank,
                          int64_t module_id, bool training,
                          const std::string& structure, const std::string& mode,
                          const std::vector<at::Tensor>& inputs);
 
 /// The data behind a handle as an ordinary tensor that hangs on the handle in
 /// the graph: views of it and in-place changes are PyTorch's own affair.
-at::Tensor materialize(Server& server, const at::Tensor& handle);
+at::Tensor materialize(TensorDirectory& tensors, const at::Tensor& handle);
 
 /// Hangs the handle of a view on the graph of its base.
 /// @param spread  gradient of the base from that of the view

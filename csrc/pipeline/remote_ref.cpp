@@ -3,6 +3,9 @@
 #include <c10/core/TensorImpl.h>
 
 #include <algorithm>
+#include <cstring>
+
+#include "csrc/common/check.h"
 
 namespace smp::pipeline {
 namespace {
@@ -63,6 +66,31 @@ void Route::remove(int result_idx, int rank) {
 Route::Hops Route::hops() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return hops_;
+}
+
+std::string with_hops(const Route::Hops& hops, const std::string& structure) {
+  std::string bytes;
+  bytes.push_back(static_cast<char>(hops.size()));
+  for (const auto& [idx, rank] : hops) {
+    const int32_t pair[2] = {idx, rank};
+    bytes.append(reinterpret_cast<const char*>(pair), sizeof pair);
+  }
+  return bytes + structure;
+}
+
+Route::Hops take_hops(std::string& bytes) {
+  SMP_CHECK(!bytes.empty(), "a request has no route");
+  const auto count = static_cast<uint8_t>(bytes[0]);
+  SMP_CHECK(bytes.size() >= 1 + count * 2 * sizeof(int32_t),
+            "the route of a request ends early");
+  Route::Hops hops;
+  for (size_t i = 0; i < count; ++i) {
+    int32_t pair[2];
+    std::memcpy(pair, bytes.data() + 1 + i * sizeof pair, sizeof pair);
+    hops.emplace_back(pair[0], pair[1]);
+  }
+  bytes.erase(0, 1 + count * 2 * sizeof(int32_t));
+  return hops;
 }
 
 RemoteRef::~RemoteRef() {

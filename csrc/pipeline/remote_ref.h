@@ -55,6 +55,12 @@ class Route {
   Hops hops_;
 };
 
+/// Hops and a structure as one byte string, which travels once
+/// (StructureCache), and the hops taken off it again.
+std::string with_hops(const Route::Hops& hops, const std::string& structure);
+/// @throws Error when the bytes do not begin with hops
+Route::Hops take_hops(std::string& bytes);
+
 /// One tensor of a step as the rank that named it sees it, wherever the data
 /// are. Its members belong to whoever holds the rank's baton.
 struct RemoteRef {

@@ -1,7 +1,5 @@
 #include "csrc/pipeline/scheduler.h"
 
-#include <c10/core/AutogradState.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -12,8 +10,6 @@ namespace smp::pipeline {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-thread_local Context* context_of_thread = nullptr;
 
 // Of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
@@ -46,12 +42,6 @@ std::pair<const char*, int> reason_of(const Context& context) {
 }
 
 }  // namespace
-
-Context* current_context() { return context_of_thread; }
-
-void keep_backward_on_this_thread() {
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-}
 
 Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
                      Timeline* timeline, mailbox::Mailbox* mailbox)
@@ -209,14 +199,14 @@ void Scheduler::wait_for_baton(Lock& lock, Context* context) {
     lock.unlock();
     {
       const TaskScope no_task(Task{});  // handlers belong to no context
-      context_of_thread = nullptr;
+      set_current_context(nullptr);
       mailbox_->help_until(
           [&] {
             Lock inner(mutex_);
             return done();
           },
           [this] { return baton_is_free(); });
-      context_of_thread = context;
+      set_current_context(context);
     }
     lock.lock();
     context->is_helping = false;
@@ -349,7 +339,7 @@ void Scheduler::own_generators_locked(Context* context) {
 
 void Scheduler::run_context(Context* context) {
   while (context) {
-    context_of_thread = context;
+    set_current_context(context);
     keep_backward_on_this_thread();
     try {
       TaskScope scope({options_.step, static_cast<int>(context->key.mb)});
@@ -364,7 +354,7 @@ void Scheduler::run_context(Context* context) {
       cancel(error);
     }
     context->work = nullptr;  // without the lock: it may own Python objects
-    context_of_thread = nullptr;
+    set_current_context(nullptr);
     context = finish(context);
   }
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ class PipelineHub:
         self._functions.connect(server, 0)
         self.on_microbatch_done: Callable[[int], None] | None = None
         server.set_forward_handler(self._serve)
-        server.set_handle_factory(functools.partial(RemoteTensor.make, self._functions))
+        server.set_handle_factory(self._make_handles)
         server.set_microbatch_done(self._microbatch_done)
 
     def add(
@@ -79,6 +78,9 @@ class PipelineHub:
         self.server.close()
         self._functions.disconnect()
         self.on_microbatch_done = None
+
+    def _make_handles(self, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        return [RemoteTensor.make(self._functions, sizes, dtype) for sizes, dtype in kinds]
 
     def _serve(
         self,

@@ -11,8 +11,8 @@
 #include <functional>
 #include <stdexcept>
 
-#include "csrc/comm/test_delays.h"
 #include "csrc/common/check.h"
+#include "csrc/mailbox/test_delays.h"
 #include "tests/cpp/pipeline/server_ranks.h"
 
 namespace smp::pipeline {
@@ -130,7 +130,7 @@ TEST(Deviations, modes_may_change) {
     const at::Tensor x = input(self, mb);
     const bool training = step != 3;
     const RemoteResult y =
-        remote_call(*self.server, 1, 1, training, "call", "mode", {x});
+        remote_call(self.server->caller(), 1, 1, training, "call", "mode", {x});
     if (step == 4 && mb == 0) {
       const at::NoGradGuard no_grad;
       self.arrive(self.call_one(1, make_input(mb)));
@@ -173,7 +173,7 @@ TEST(Deviations, works_with_stages_of_the_drivers_own) {
 }
 
 TEST(Deviations, gives_the_same_numbers_with_random_delays) {
-  comm::TestDelays::set(11, 500);
+  mailbox::TestDelays::set(11, 500);
   for (const bool has_shared_memory : {false, true}) {
     run_both({.size = 3, .has_shared_memory = has_shared_memory},
              [](Rank& self, int step, int mb) {
@@ -181,7 +181,7 @@ TEST(Deviations, gives_the_same_numbers_with_random_delays) {
                return self.arrive(mb == step ? self.call_one(1, x) : x).sum();
              });
   }
-  comm::TestDelays::set(0, 0);
+  mailbox::TestDelays::set(0, 0);
 }
 
 TEST(Deviations, an_exception_in_a_module_is_told_as_always) {

@@ -270,7 +270,7 @@ TEST(Cancelled, requests_whose_tensors_never_come_are_dropped) {
       EXPECT_EQ(self.server->num_stored(), 1);
       ranks.tell(0, {.kind = health::Fault::Kind::kDied, .global_rank = 1});
       ranks.tell(1, {.kind = health::Fault::Kind::kDied, .global_rank = 0});
-      self.server->await_output();
+      self.server->announcements().await_output();
     });
     EXPECT_TRUE(contains(text, "died")) << text;
     self.expect_empty();
@@ -313,7 +313,8 @@ TEST(Damaged, a_request_without_a_route_is_a_fault_and_ends_the_step) {
         EXPECT_TRUE(contains(text, "has no route")) << text;
       } else {
         try {
-          self.step(1, [&](int) { self.server->await_output(); });
+          self.step(1,
+                    [&](int) { self.server->announcements().await_output(); });
           ADD_FAILURE() << "no error";
         } catch (const Error& e) {
           EXPECT_TRUE(contains(e.what(), "has no route")) << e.what();

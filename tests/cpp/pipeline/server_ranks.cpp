@@ -29,7 +29,7 @@ class LeaveNode : public torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     const RemoteRefPtr ref = remote_ref_of(grads[0]);
     if (!ref) return std::move(grads);
-    return {server_.fetch_to_own(ref)};
+    return {server_.tensors().fetch_to_own(ref)};
   }
 
  private:
@@ -45,9 +45,14 @@ at::Tensor filled(int64_t rows, const std::function<double(int64_t)>& value) {
 }
 
 // What is read by mistake shows in the loss.
-at::Tensor make_handle(const TensorMeta& meta) {
-  const double hint = at::isFloatingType(meta.dtype) ? std::nan("") : 0;
-  return at::full({}, hint, meta.dtype).expand(meta.sizes).detach();
+std::vector<at::Tensor> make_handles(const std::vector<TensorMeta>& metas) {
+  std::vector<at::Tensor> handles;
+  for (const TensorMeta& meta : metas) {
+    const double hint = at::isFloatingType(meta.dtype) ? std::nan("") : 0;
+    handles.push_back(
+        at::full({}, hint, meta.dtype).expand(meta.sizes).detach());
+  }
+  return handles;
 }
 
 }  // namespace
@@ -113,7 +118,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
     chunk_idxs.push_back(i / settings.size);
   }
   server->add_modules(names, chunk_idxs);
-  server->set_forward_handler(
+  server->callee().set_forward_handler(
       [this](Call call) { return serve(std::move(call)); });
   server->set_error_reporter(
       [this](const std::string& where, const std::string& what) {
@@ -121,7 +126,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
         ranks_.tell_others(rank, where, what);
       });
   if (settings.has_handles) {
-    server->set_handle_factory(make_handle);
+    server->tensors().set_handle_factory(make_handles);
   }
 }
 
@@ -149,8 +154,8 @@ Call Rank::serve(Call call) {
 
 RemoteResult Rank::call(int module, const std::vector<at::Tensor>& inputs,
                         const std::string& structure) {
-  return remote_call(*server, module % size(), module, true, structure, "mode",
-                     inputs);
+  return remote_call(server->caller(), module % size(), module, true, structure,
+                     "mode", inputs);
 }
 
 at::Tensor Rank::call_one(int module, const at::Tensor& input) {
@@ -168,22 +173,23 @@ at::Tensor Rank::leave(const at::Tensor& tensor) {
 }
 
 at::Tensor Rank::arrive(const at::Tensor& handle) {
-  return remote_ref_of(handle) ? materialize(*server, handle) : handle;
+  return remote_ref_of(handle) ? materialize(server->tensors(), handle)
+                               : handle;
 }
 
 void Rank::train_on(int mb, const at::Tensor& loss) {
-  server->publish_output("loss", {loss});
+  server->announcements().publish_output("loss", {loss});
   losses.at(mb) = loss.item<double>();
-  server->begin_backward();
+  server->steps().begin_backward();
   torch::autograd::backward({loss}, {});
-  server->end_backward();
+  server->announcements().end_backward();
 }
 
 void Rank::follow(int mb) {
-  const ModelOutput output = server->await_output();
+  const ModelOutput output = server->announcements().await_output();
   EXPECT_EQ(output.structure, "loss");
   losses.at(mb) = output.tensors.at(0).data.item<double>();
-  server->await_backward();
+  server->announcements().await_backward();
 }
 
 void Rank::chain(int mb) {
@@ -196,8 +202,8 @@ void Rank::chain(int mb) {
 
 void Rank::step(int num_microbatches, const std::function<void(int)>& body) {
   losses.assign(num_microbatches, 0);
-  ASSERT_EQ(server->begin_step("train", num_microbatches), num_microbatches);
-  server->run_step(num_microbatches, 1, body);
+  ASSERT_EQ(server->steps().begin("train", num_microbatches), num_microbatches);
+  server->steps().run(num_microbatches, 1, body);
 }
 
 void Rank::expect_empty() const {

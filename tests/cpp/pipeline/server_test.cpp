@@ -92,7 +92,7 @@ TEST(Server, evaluation_keeps_no_graph) {
     self.step(2, [&](int mb) {
       const at::NoGradGuard no_grad;
       if (self.rank != 0) {
-        const ModelOutput output = self.server->await_output();
+        const ModelOutput output = self.server->announcements().await_output();
         EXPECT_FALSE(output.tensors.at(0).requires_grad);
         return;
       }
@@ -102,7 +102,7 @@ TEST(Server, evaluation_keeps_no_graph) {
       const at::Tensor expected =
           compute(compute(make_input(mb), make_weight(1)), make_weight(2));
       EXPECT_EQ(sum.item<double>(), expected.sum().item<double>());
-      self.server->publish_output("sum", {sum});
+      self.server->announcements().publish_output("sum", {sum});
     });
     self.expect_empty();
     EXPECT_FALSE(self.w.grad().defined());
@@ -112,11 +112,11 @@ TEST(Server, evaluation_keeps_no_graph) {
 TEST(Server, ranks_that_run_different_step_functions_are_told) {
   run_servers({.size = 2}, [](Rank& self) {
     if (self.rank == 0) {
-      self.server->begin_step("train", 2);
+      self.server->steps().begin("train", 2);
       return;
     }
     try {
-      self.server->begin_step("evaluate", 2);
+      self.server->steps().begin("evaluate", 2);
       FAIL() << "no error";
     } catch (const Error& e) {
       EXPECT_NE(std::string(e.what()).find("'evaluate' here but 'train'"),

@@ -143,14 +143,15 @@ TEST(Transfers, a_hop_that_is_not_used_any_more_is_unlearned) {
       self.step(1, [&](int mb) {
         const at::NoGradGuard no_grad;
         if (self.rank != 0) {
-          self.server->await_output();
+          self.server->announcements().await_output();
           return;
         }
         const at::Tensor x = self.call_one(1, make_input(mb));
         // Both calls are of a known kind all the time.
         const at::Tensor y =
             self.call_one(2, step < 2 ? x : make_input(mb + 1));
-        self.server->publish_output("sum", {self.arrive(y).sum()});
+        self.server->announcements().publish_output("sum",
+                                                    {self.arrive(y).sum()});
       });
       self.expect_empty();
       if (self.rank != 1) continue;
@@ -194,15 +195,15 @@ TEST(Transfers, arithmetic_on_handles_happens_at_their_home) {
         if (self.rank != 0) return;
         const at::Tensor a = self.call_one(1, make_input(mb));
         const at::Tensor b = self.call_one(2, a);
-        const RemoteRefPtr sum =
-            self.server->call_operation(Operation::named("add", false, 0.5),
-                                        {remote_ref_of(b), remote_ref_of(a)});
+        const RemoteRefPtr sum = self.server->caller().call_operation(
+            Operation::named("add", false, 0.5),
+            {remote_ref_of(b), remote_ref_of(a)});
         EXPECT_EQ(sum->home_rank, 2) << "the youngest has just been made there";
-        const RemoteRefPtr half = self.server->call_operation(
+        const RemoteRefPtr half = self.server->caller().call_operation(
             Operation::named("div", true, 2), {sum});
         const at::Tensor expected_a = compute(make_input(mb), make_weight(1));
         const at::Tensor expected_b = compute(expected_a, make_weight(2));
-        EXPECT_TRUE(at::equal(self.server->fetch(half),
+        EXPECT_TRUE(at::equal(self.server->tensors().fetch(half),
                               at::add(expected_b, expected_a, 0.5).div(2)));
       });
       self.expect_empty();
@@ -329,20 +330,22 @@ TEST(Transfers, large_outputs_go_to_those_who_use_them) {
         if (self.rank == 0) {
           const at::Tensor away = self.call_one(3, make_input(mb));
           const at::Tensor own = at::ones({kLarge}, at::kDouble).mul(2);
-          self.server->publish_output("outputs", {away, own, at::ones({3})});
+          self.server->announcements().publish_output(
+              "outputs", {away, own, at::ones({3})});
           return;
         }
-        const ModelOutput output = self.server->await_output();
+        const ModelOutput output = self.server->announcements().await_output();
         ASSERT_EQ(output.tensors.size(), 3u);
         EXPECT_TRUE(at::equal(output.tensors[2].data, at::ones({3})));
         ASSERT_TRUE(output.tensors[0].ref && output.tensors[1].ref);
         if (self.rank == 2) return;
         const at::Tensor ones = at::ones({kLarge}, at::kDouble);
-        EXPECT_TRUE(
-            at::equal(self.server->fetch(output.tensors[0].ref), ones.mul(3)));
+        EXPECT_TRUE(at::equal(
+            self.server->tensors().fetch(output.tensors[0].ref), ones.mul(3)));
         if (self.rank == 1) {
-          EXPECT_TRUE(at::equal(self.server->fetch(output.tensors[1].ref),
-                                ones.mul(2)));
+          EXPECT_TRUE(
+              at::equal(self.server->tensors().fetch(output.tensors[1].ref),
+                        ones.mul(2)));
         }
       });
       self.expect_empty();
@@ -372,7 +375,8 @@ TEST(Transfers, a_result_that_outlives_its_microbatch_is_settled) {
       for (int mb = 0; mb < 2; ++mb) {
         const RemoteRefPtr ref = remote_ref_of(handles[mb]);
         EXPECT_TRUE(at::equal(ref->kept, expected(mb)));
-        at::Tensor own = self.server->fetch_to_own(ref);  // outside of a step
+        at::Tensor own =
+            self.server->tensors().fetch_to_own(ref);  // outside of a step
         own.zero_();
         EXPECT_TRUE(at::equal(ref->kept, expected(mb)));
       }
@@ -400,13 +404,13 @@ TEST(Transfers, a_result_of_another_microbatch_is_refused_as_an_argument) {
       const at::NoGradGuard no_grad;
       if (self.rank != 0) {
         ++num_followed;
-        self.server->await_output();
+        self.server->announcements().await_output();
         return;
       }
       if (mb == 0) {
         first = self.call_one(1, make_input(0));
         self.arrive(self.call_one(1, make_input(1)));  // the other body runs
-        self.server->publish_output("", {});
+        self.server->announcements().publish_output("", {});
       } else {
         // Not while the other rank is still in the step before.
         while (num_followed < 2) std::this_thread::yield();

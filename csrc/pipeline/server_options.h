@@ -1,0 +1,43 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/pipeline/timeline.h"
+
+namespace smp::pipeline {
+
+struct ServerOptions {
+  int global_rank = 0;
+  std::vector<int> pp_ranks;     ///< global ranks of this replica
+  std::vector<int> order_ranks;  ///< dp peers of this rank, leader first
+  std::string policy = "interleaved";
+  /// What this rank does, in the text form; in place of the policy.
+  std::optional<std::string> actions;
+  int num_chunks = 1;           ///< parts of each model on each rank
+  int active_microbatches = 0;  ///< 0: the policy's default
+  bool deterministic = false;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  /// How long contexts may take to unwind after a failure elsewhere.
+  std::chrono::milliseconds unwind_timeout = std::chrono::seconds(5);
+  /// How long a rank may be idle because the schedule waits for something
+  /// while other work is there; then it does that. At least 20 times its
+  /// longest turn.
+  std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
+  /// Whoever made it may record the steps; null: the server makes its own.
+  std::shared_ptr<Timeline> timeline;
+
+  /// Whether peers of this rank run their tasks in one order.
+  bool has_order() const { return deterministic && order_ranks.size() > 1; }
+  bool leads_order() const {
+    return has_order() && order_ranks.front() == global_rank;
+  }
+};
+
+}  // namespace smp::pipeline

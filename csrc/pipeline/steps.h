@@ -1,0 +1,115 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/common/microbatch_listener.h"
+#include "csrc/pipeline/announcements.h"
+#include "csrc/pipeline/callee.h"
+#include "csrc/pipeline/caller.h"
+#include "csrc/pipeline/step_wait.h"
+#include "csrc/pipeline/weight_tasks.h"
+
+namespace smp::pipeline {
+
+/// Steps of this rank: opens and closes them together with the other ranks of
+/// the replica, runs their bodies, says when a microbatch has ended, and lets
+/// messages of the open step in to those whom they concern.
+class Steps {
+ public:
+  /// What has a part in every step.
+  struct Parts {
+    const ModuleTable& modules;
+    const Policy& policy;
+    Messenger& messenger;
+    Scheduler& scheduler;
+    TensorDirectory& tensors;
+    Caller& caller;
+    Callee& callee;
+    WeightTasks& weights;
+    Announcements& announcements;
+  };
+  using Listeners = std::vector<std::shared_ptr<MicrobatchListener>>;
+
+  Steps(const ServerOptions& options, Parts parts,
+        std::shared_ptr<mailbox::Mailbox> mailbox,
+        std::shared_ptr<health::FaultBoard> faults);
+
+  /// Who hears of the end of microbatches, in this order and without delay.
+  void set_listeners(Listeners listeners);
+  /// Called (from any thread) after them.
+  void set_microbatch_done(std::function<void(int mb)> done);
+
+  /// Opens the next step on all ranks of the replica. Blocks on other ranks
+  /// until the driver has come as far.
+  /// @param name   of the step function; must agree on all ranks
+  /// @param num_microbatches  how many pieces the batch has here
+  /// @return the number of microbatches of the driver, which counts
+  int begin(const std::string& name, int num_microbatches);
+  /// Runs `body` once per microbatch and serves until the driver ends the
+  /// step. @param seed  of this step, the same on all ranks of the replica
+  /// Raises what a body raised, or PeerFailure when another rank failed.
+  void run(int num_microbatches, uint64_t seed,
+           std::function<void(int mb)> body);
+  /// Driver, in a body: the policy may let others run before this backward.
+  void begin_backward();
+
+  /// Takes a message of Channel::kPipeline in: at once if it is of the open
+  /// step, else when that begins.
+  void receive(mailbox::Message&& message);
+  /// All backward work of a microbatch is over, but for weight gradients that
+  /// are put off: the last of those calls this again.
+  void finish_microbatch(int mb);
+  /// Something that `begin` or `run` may wait for has changed.
+  void wake();
+  bool is_open() const { return in_step_; }
+  /// No step begins any more; forgets who listens.
+  void close();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  Scheduler::StepOptions step_options(int num_microbatches) const;
+  void dispatch(const Header& header, mailbox::Message&& message);
+  void take_early_messages();
+  void run_body(int mb, const std::function<void(int)>& body);
+  std::exception_ptr await_end(int num_microbatches);
+  void end_body(int mb);
+  void notify_end(int mb);
+  [[noreturn]] void abandon(std::exception_ptr failure);
+  void wait_until(Lock& lock, const std::function<bool()>& is_over);
+  std::vector<int> ranks_needed() const;
+  std::string describe_wait() const;
+  bool is_driver() const { return parts_.messenger.is_driver(); }
+
+  const ServerOptions& options_;
+  const Parts parts_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  StepWait wait_;
+
+  // Shared while a message is handled, which goes on without `mutex_`.
+  std::shared_mutex handling_;
+  std::mutex mutex_;  // guards what follows; before that of the scheduler
+  std::condition_variable changed_;
+  std::atomic<bool> in_step_{false};  // between run's begin and end
+  bool closed_ = false;
+  std::deque<mailbox::Message> early_;  // of steps that have not begun here
+  std::map<int64_t, mailbox::Message> begins_;
+  std::map<int, int> bodies_done_;  // driver: per microbatch, over all ranks
+  int num_microbatches_ended_ = 0;
+  std::atomic<bool> end_seen_{false};
+  Listeners listeners_;
+  std::function<void(int mb)> microbatch_done_;
+};
+
+}  // namespace smp::pipeline
