@@ -1,6 +1,9 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+
 #include "csrc/common/check.h"
+#include "csrc/common/microbatch_listener.h"
 
 namespace py = pybind11;
 
@@ -11,6 +14,8 @@ void bind_common(py::module_& m) {
         "Text in front of every error and log line of this process.");
   m.def("set_rank_prefix", &set_rank_prefix, py::arg("prefix"),
         "Sets `rank_prefix`, for instance \"[global_rank 5 | pp 1] \".");
+  py::class_<MicrobatchListener, std::shared_ptr<MicrobatchListener>>(
+      m, "MicrobatchListener", "Hears of the end of microbatches.");
 }
 
 }  // namespace smp::bindings

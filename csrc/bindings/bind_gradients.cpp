@@ -148,7 +148,7 @@ void bind_reducer(py::module_& m) {
            py::arg("layout"), py::arg("shard"), py::kw_only(),
            py::arg("further") = std::vector<CommunicatorPtr>(),
            py::arg("every_microbatch") = false);
-  py::class_<Reducer, std::shared_ptr<Reducer>>(
+  py::class_<Reducer, MicrobatchListener, std::shared_ptr<Reducer>>(
       m, "Reducer",
       "Collects gradients in microbatch order and averages them over the "
       "data-parallel ranks; see gradients/reducer.h.")

@@ -238,6 +238,13 @@ void bind_pipeline(py::module_& m) {
                    }
                  });
            })
+      .def(
+          "set_microbatch_listeners",
+          [](Server& server, pipeline::Steps::Listeners listeners) {
+            server.steps().set_listeners(std::move(listeners));
+          },
+          release_gil(), py::arg("listeners"),
+          "Who hears of the end of each microbatch, before Python does.")
       .def("set_microbatch_done",
            [](Server& server, py::function done) {
              server.steps().set_microbatch_done(

@@ -10,6 +10,7 @@
 
 #include "csrc/comm/agreement.h"
 #include "csrc/comm/communicator.h"
+#include "csrc/common/microbatch_listener.h"
 #include "csrc/gradients/bucket_plan.h"
 #include "csrc/gradients/bucket_reduction.h"
 #include "csrc/gradients/flat_pool.h"
@@ -51,7 +52,7 @@ namespace smp::gradients {
 ///
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
-class Reducer {
+class Reducer : public MicrobatchListener {
  public:
   using Options = ReducerOptions;
   using Stats = ReducerStats;
@@ -72,7 +73,7 @@ class Reducer {
           std::vector<ParameterRecord> records, comm::CommunicatorPtr dp,
           Options options);
   /// Not while a backward runs.
-  ~Reducer();
+  ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
@@ -85,6 +86,8 @@ class Reducer {
   /// it gradients of later microbatches wait in memory for the end. Where every
   /// microbatch is reduced it is not: collective over `dp`, in their order.
   void finish_microbatch(int mb);
+  /// The same from who runs the steps, and nothing if none is open here.
+  void on_microbatch_end(int mb) override;
 
   /// Reduces what is left and sets `.grad`. Does nothing to gradients when no
   /// rank of the group had a backward. Collective over `dp`.

@@ -79,6 +79,10 @@ void Reducer::finish_microbatch(int mb) {
   phase_ = Phase::kOpen;
 }
 
+void Reducer::on_microbatch_end(int mb) {
+  if (in_step()) finish_microbatch(mb);
+}
+
 bool Reducer::may_launch_early() const {
   return has_peers() && options_.overlap && may_overlap_ && reduces();
 }

@@ -31,6 +31,7 @@ from smp._C_pipeline import (
     share_ref as share_ref,
 )
 
+class MicrobatchListener: ...
 class PeerFailure(RuntimeError): ...
 
 class Coordinates:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp._C import Communicator, FaultBoard, ShardInterval, Work
+from smp._C import Communicator, FaultBoard, MicrobatchListener, ShardInterval, Work
 
 class ReductionGroup:
     DP: ClassVar[ReductionGroup]
@@ -183,7 +183,7 @@ class ReducerStats:
     @property
     def peak_flat_bytes(self) -> int: ...
 
-class Reducer:
+class Reducer(MicrobatchListener):
     def __init__(
         self,
         params: Sequence[Tensor],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,6 @@ class PipelineHub:
         # For what runs at the home of a tensor, whichever model has made it.
         self._functions = PipelineLink(nn.Identity(), (), (), (), global_rank, device)
         self._functions.connect(server, 0)
-        self.on_microbatch_done: Callable[[int], None] | None = None
         server.set_forward_handler(self._serve)
         server.set_handle_factory(self._make_handles)
         server.set_microbatch_done(self._microbatch_done)
@@ -77,7 +76,6 @@ class PipelineHub:
         """Ends the server's threads. May be called twice."""
         self.server.close()
         self._functions.disconnect()
-        self.on_microbatch_done = None
 
     def _make_handles(self, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
         return [RemoteTensor.make(self._functions, sizes, dtype) for sizes, dtype in kinds]
@@ -106,5 +104,3 @@ class PipelineHub:
     def _microbatch_done(self, mb: int) -> None:
         for link in (self._functions, *self._links.values()):
             link.microbatch_done(mb)
-        if self.on_microbatch_done is not None:
-            self.on_microbatch_done(mb)

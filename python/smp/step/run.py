@@ -61,11 +61,14 @@ class StepRun:
             self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
         )
         self._engines.sort(key=lambda engine: engine is not first)
-        if hub is not None:
-            hub.on_microbatch_done = self._microbatch_done
         for engine in self._engines:
             engine.first_step.begin_step(self._trains, len(self._engines))
             engine.begin_step(num_microbatches, self._trains, weights, engine is first)
+        if hub is not None:
+            reducers = [
+                reducer for engine in self._engines for reducer in engine.gradients.reducers
+            ]
+            hub.server.set_microbatch_listeners(reducers)
         self._current.num_begun += 1
         return num_microbatches
 
@@ -169,17 +172,14 @@ class StepRun:
                 with _C.TaskScope(current.num_begun, mb):
                     body(mb)
                 timeline.end_run()
-                self._microbatch_done(mb)
+                for engine in self._engines:
+                    engine.gradients.microbatch_done(mb)
             timeline.end_step()
         finally:
             if current.board is not None:
                 current.board.set_activity("")
             for engine in self._engines:
                 engine.leave_bodies()
-
-    def _microbatch_done(self, mb: int) -> None:
-        for engine in self._engines:
-            engine.gradients.microbatch_done(mb)
 
     def end(self) -> None:
         """Waits for the reduction of the step's gradients.
@@ -218,5 +218,5 @@ class StepRun:
 
     def _let_go(self) -> None:
         if self._hub is not None:
-            self._hub.on_microbatch_done = None
+            self._hub.server.set_microbatch_listeners([])
         self._engines = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ class Pipeline(Protocol):
 
     server: _C.Server
     in_order: bool
-    on_microbatch_done: Callable[[int], None] | None
 
     def add(
         self, link: Any, names: Sequence[str], chunk_idxs: Sequence[int], depth: int

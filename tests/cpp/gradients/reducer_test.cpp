@@ -219,6 +219,19 @@ TEST(ReducerAlone, a_surplus_gradient_is_added_at_the_end) {
   }
 }
 
+TEST(ReducerAlone, hears_of_the_end_of_microbatches_in_its_own_steps_only) {
+  Rank rank({{5}}, nullptr, small_buckets());
+  MicrobatchListener& listener = *rank.reducer;
+  listener.on_microbatch_end(0);  // of a step without gradients
+  rank.reducer->begin_step(2);
+  rank.contribute(0, 0, at::full_like(rank.params[0].detach(), 1));
+  listener.on_microbatch_end(0);
+  rank.contribute(0, 1, at::full_like(rank.params[0].detach(), 2));
+  rank.reducer->end_step();
+  EXPECT_TRUE(
+      rank.params[0].grad().equal(at::full_like(rank.params[0].detach(), 1.5)));
+}
+
 TEST(ReducerAlone, gradients_have_the_strides_of_their_parameter) {
   at::Tensor param = at::zeros({4, 3}).t().requires_grad_();
   Reducer reducer({param}, {},
