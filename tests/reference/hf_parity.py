@@ -42,7 +42,7 @@ def replaced(model: nn.Module, *names: str) -> nn.Module:
     for module in list(model.modules()):
         if type(module).__name__ in names:
             smp.set_tensor_parallelism(module)
-    new, used = replace_marked(model)
+    new, used = replace_marked(model, torch.device("cpu"))
     assert used, "nothing was replaced"
     assert any(isinstance(part, smp.nn.DistributedModule) for part in new.modules())
     return new

@@ -236,7 +236,7 @@ def test_gpt2_with_two_heads() -> None:
     """The base model is replaced where its table is not that of a head which stays."""
     tied = hf.family("gpt2").build("DoubleHeadsModel")
     smp.set_tensor_parallelism(tied)
-    tied, _ = replace_marked(tied)
+    tied, _ = replace_marked(tied, torch.device("cpu"))
     assert not isinstance(tied.transformer, smp.nn.DistributedModule)
     plain, ours = pair("gpt2", torch.float64, "DoubleHeadsModel", tie_word_embeddings=False)
     ids = torch.randint(0, VOCABULARY, (2, 3, 5), generator=torch.Generator().manual_seed(1))
@@ -275,7 +275,7 @@ def test_single_layers(name: str, cache: bool) -> None:
 def test_a_declined_model_leaves_its_parts_to_others(caplog: pytest.LogCaptureFixture) -> None:
     model = hf.family("gpt2").build(activation_function="quick_gelu", tie_word_embeddings=False)
     smp.set_tensor_parallelism(model)
-    new, _ = replace_marked(model)
+    new, _ = replace_marked(model, torch.device("cpu"))
     assert new is model
     said = [record.getMessage() for record in caplog.records if record.name == "smp"]
     lines = [line for line in said if "quick_gelu" in line]

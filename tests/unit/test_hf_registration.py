@@ -223,7 +223,7 @@ def test_models_from_pretrained_are_known(tmp_path: Any) -> None:
 def split(model: Any) -> Any:
     smp.set_tensor_parallelism(model)
     torch.manual_seed(1)
-    return replace_marked(model)[0]
+    return replace_marked(model, torch.device("cpu"))[0]
 
 
 @pytest.fixture

@@ -257,8 +257,6 @@ class FakeRanks:
         module = importlib.import_module("smp.partition.decide")
         self._answers: list[object] = [other.digest, other.lines]
         monkeypatch.setattr(module.comm, "allgather", self._allgather)
-        monkeypatch.setattr(module.runtime, "current", lambda: self)
-        self.world_size = 2
 
     def _allgather(self, own: object, group: object) -> list[object]:
         return [own, self._answers.pop(0)]
@@ -266,7 +264,7 @@ class FakeRanks:
 
 def test_equal_decisions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRanks(monkeypatch, decide(TiedModel(), Config(), 2))
-    agree(decide(TiedModel(), Config(), 2))
+    agree(decide(TiedModel(), Config(), 2), world_size=2)
 
 
 def test_different_decisions_name_rank_and_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +272,7 @@ def test_different_decisions_name_rank_and_module(monkeypatch: pytest.MonkeyPatc
     set_partition(model.layers[1], 1)
     FakeRanks(monkeypatch, decide(model, MANUAL, 2))
     with pytest.raises(ValueError) as caught:
-        agree(decide(TiedModel(), MANUAL, 2))
+        agree(decide(TiedModel(), MANUAL, 2), world_size=2)
     assert "ranks [1] have another model or partition" in str(caught.value)
     assert "rank 0 has layers.1 on 0, rank 1 has layers.1 on 1" in str(caught.value)
 

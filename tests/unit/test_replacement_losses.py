@@ -284,7 +284,7 @@ def test_who_asks_for_nothing_is_told_nothing(warnings: pytest.LogCaptureFixture
 
 def split(model: nn.Module) -> nn.Module:
     smp.set_tensor_parallelism(model)
-    return replace_marked(model)[0]
+    return replace_marked(model, torch.device("cpu"))[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

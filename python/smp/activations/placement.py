@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -12,9 +11,7 @@ from torch import nn
 from smp import _C
 from smp.modules.forwards import Around, is_wrapped
 from smp.partition.decide import Decision
-from smp.world import runtime
-
-_log = logging.getLogger("smp")
+from smp.world.log import first_rank_log
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ def is_together(module: nn.Module, instead: str = "it runs without checkpointing
         )
     if place.name not in _warned:
         _warned.add(place.name)
-        if not runtime.is_initialized() or runtime.current().rank.global_rank == 0:
-            _log.warning("smp: %s; %s", what, instead)
+        first_rank_log.warning("smp: %s; %s", what, instead)
     return False
 
 

@@ -79,7 +79,8 @@ def recompute(
     if is_tracing():
         traced = functools.partial(function, **kwargs)
         return torch.utils.checkpoint.checkpoint(traced, *args, use_reentrant=False)
-    return _Call(function, args, kwargs, modules).run(preserve_rng_state)
+    current = runtime.current() if runtime.is_initialized() else None
+    return _Call(function, args, kwargs, modules, current).run(preserve_rng_state)
 
 
 class _Call:
@@ -91,6 +92,7 @@ class _Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         modules: Sequence[nn.Module],
+        current: runtime.Runtime | None,
     ) -> None:
         self._function = function
         self._modules = modules
@@ -115,13 +117,14 @@ class _Call:
         self._modes = Flags(modules)
         self._earlier: Earlier | None = None  # the state that the first run has found
         self._flags: tuple[bool, ...] = ()  # which of the tensors left behind are results
-        self._current = runtime.current() if runtime.is_initialized() else None
+        self._own_device = None if current is None else current.rank.device
+        self._store = None if current is None else current.activation_store
 
     def run(self, preserve_rng_state: bool) -> Any:
         given = self._arguments.take()
         tensors = [_local(tensor) for tensor in given]
         self._needing = [_needs_grad(tensor) for tensor in tensors]
-        device = _device_of(self._current, tensors)
+        device = self._own_device or _device_of(tensors)
         self._device = device
         self._autocast = autocast.capture(device)
         results = _C.checkpoint(
@@ -130,7 +133,7 @@ class _Call:
             needs_grad=self._needs_grad(tensors),
             preserve_random_state=preserve_rng_state,
             device=str(device),
-            store=None if self._current is None else self._current.activation_store,
+            store=self._store,
         )
         assert self._result is not None
         # What passed through unchanged is what the caller has.
@@ -274,9 +277,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _device_of(current: runtime.Runtime | None, tensors: Sequence[Tensor]) -> torch.device:
-    if current is not None:
-        return current.rank.device
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 

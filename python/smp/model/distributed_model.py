@@ -102,7 +102,7 @@ class DistributedModel(ModelViews):
         # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
         seed = torch.initial_seed()
         initialise_again(module, current.device, seed)
-        module, registrations = replace_marked(module)
+        module, registrations = replace_marked(module, current.device)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.config.fp16_params and current.config.half_dtype is None:

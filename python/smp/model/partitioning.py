@@ -83,9 +83,8 @@ class Partitioning:
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
         )
         decision = decide_together(
+            current.rank,
             self._root,
-            config,
-            current.sizes["pp"],
             (lambda: trace) if self.wants_trace else None,
             wishes,
         )
@@ -97,7 +96,7 @@ class Partitioning:
         return decision, schedule
 
     def _schedule(self) -> ChosenSchedule:
-        return choose_schedule(self._current.config, self._current.sizes["pp"])
+        return choose_schedule(self._current.rank)
 
     def _check_files(self) -> None:
         """Files that describe one model cannot be meant for several.

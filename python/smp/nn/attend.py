@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,10 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp.nn import functional
 from smp.tensor_parallel import regions
-from smp.world import runtime
-
-_log = logging.getLogger("smp")
-_told: WeakKeyDictionary[runtime.Runtime, set[str]] = WeakKeyDictionary()
+from smp.world.log import first_rank_log
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,11 @@ def tell_beyond_fused(scoring: Scoring, has_slopes: bool) -> None:
         scoring: of the layer.
         has_slopes: with ALiBi.
     """
-    running = runtime.current()
-    if not scoring.flash or running.rank.global_rank != 0:
+    if not scoring.flash:
         return
-    told = _told.setdefault(running, set())
     for name in beyond_fused(scoring.window, has_slopes, scoring.prescale):
-        if name not in told:
-            told.add(name)
-            _log.info(
+        if first_rank_log.is_new((__name__, name)):
+            first_rank_log.info(
                 "smp: layers with %s use the ordinary softmax instead of PyTorch's fused attention",
                 name,
             )

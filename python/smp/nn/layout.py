@@ -151,8 +151,8 @@ def current() -> Layout:
     Raises:
         RuntimeError: before ``smp.init``.
     """
-    running = runtime.current()
-    config, num_ranks = running.rank.config, running.rank.sizes["tp"]
+    rank = runtime.current().rank
+    config, num_ranks = rank.config, rank.sizes["tp"]
     dim = None
     if config.optimize == "memory" and num_ranks > 1:
         dim = 1 if config.prescaled_batch else 0

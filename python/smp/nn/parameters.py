@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from smp.tensor_parallel import sharding
+from smp.tensor_parallel import regions, sharding
 from smp.tensor_parallel.registry import Unsupported
-from smp.world import runtime
 
 
 def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:
@@ -46,7 +45,7 @@ def add_split(
     """
     begin = sharding.begin_of(sizes)
     local = list(shape)
-    local[dim] = sizes[runtime.current().rank.ranks["tp"]]
+    local[dim] = sizes[regions.rank()]
     module.register_parameter(name, nn.Parameter(torch.empty(local)))
     # A context may have put another object in its place.
     sharding.mark_split(getattr(module, name), dim, begin, shape[dim])

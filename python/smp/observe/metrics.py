@@ -28,6 +28,10 @@ _SERVER_COUNTERS = (
 )
 
 
+def _run() -> runtime.Runtime:
+    return runtime.current()
+
+
 def server_stats() -> dict[str, float]:
     """Running totals of this rank; two calls and `difference` give those of a step.
 
@@ -50,7 +54,7 @@ def server_stats() -> dict[str, float]:
     Raises:
         RuntimeError: before ``smp.init``.
     """
-    current = runtime.current()
+    current = _run()
     stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
     if current.server is not None:
         stats.update(current.server.stats())
@@ -75,7 +79,7 @@ def offload_stats() -> dict[str, int]:
     Raises:
         RuntimeError: before ``smp.init``.
     """
-    store = runtime.current().activation_store
+    store = _run().activation_store
     return {} if store is None else store.stats()
 
 
@@ -89,7 +93,7 @@ def executed_order() -> list[str]:
 
     Empty with one pipeline rank or before the partition.
     """
-    server = runtime.current().server
+    server = _run().server
     return [] if server is None else server.executed_order()
 
 
@@ -101,7 +105,7 @@ def executed_schedule() -> str:
     waits for gradients of its inputs. Arithmetic and losses that run at the home of their tensors
     belong to no action. Empty with one pipeline rank or before the partition.
     """
-    current = runtime.current()
+    current = _run()
     if current.server is None:
         return ""
     return f"{current.rank.ranks['pp']}: {current.server.executed_actions()}".rstrip()

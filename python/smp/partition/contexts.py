@@ -42,8 +42,13 @@ def check_index(source: str, index: object, pp_size: int | None) -> int:
     return index
 
 
+def _run() -> runtime.Runtime | None:
+    return runtime.current() if runtime.is_initialized() else None
+
+
 def _known_pp_size() -> int | None:
-    return runtime.current().rank.sizes["pp"] if runtime.is_initialized() else None
+    current = _run()
+    return None if current is None else current.rank.sizes["pp"]
 
 
 @contextmanager
@@ -92,11 +97,12 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def _is_partitioned(module: nn.Module) -> bool:
-    if not runtime.is_initialized() or runtime.current().rank.sizes["pp"] == 1:
+    current = _run()
+    if current is None or current.rank.sizes["pp"] == 1:
         return False
     return any(
         isinstance(model, nn.Module)
         and bool(getattr(model, "partitioned", False))
         and any(part is module for part in model.modules())
-        for model in runtime.current().wrapped.models
+        for model in current.wrapped.models
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,8 @@ from smp.partition import plan_file
 from smp.partition.contexts import check_index, mark_of
 from smp.partition.tree import ModuleIndex, build_tree, smallest_below
 from smp.tensor_parallel.sharding import whole_shape
-from smp.world import comm, runtime
-
-_log = logging.getLogger("smp")
+from smp.world import comm
+from smp.world.log import first_rank_log
 
 
 class PartitionConfig(Protocol):
@@ -253,7 +251,7 @@ def decide(
             check_index(f"partition of module {_label(index, idx)}", wish, pp_size)
     if config.auto_partition:
         if pp_size > 1 and any(wish is not None for wish in marks):
-            _warn_at_rank0(
+            first_rank_log.warning(
                 "smp: partitions set by smp.partition or set_partition are ignored, because "
                 "auto_partition is True; set it to False to use them"
             )
@@ -374,18 +372,17 @@ def _label(index: ModuleIndex, idx: int) -> str:
     return repr(index.names[idx][0]) if idx > 0 else "(root)"
 
 
-def _warn_at_rank0(text: str) -> None:
-    if not runtime.is_initialized() or runtime.current().rank.global_rank == 0:
-        _log.warning(text)
-
-
-def agree(decision: Decision) -> None:
+def agree(decision: Decision, world_size: int) -> None:
     """Makes sure that all ranks decided the same. Collective over all ranks.
+
+    Args:
+        decision: of this rank.
+        world_size: number of ranks.
 
     Raises:
         ValueError: on every rank with the same text, when decisions differ.
     """
-    if runtime.current().rank.world_size == 1:
+    if world_size == 1:
         return
     digests = comm.allgather(decision.digest, comm.WORLD)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]

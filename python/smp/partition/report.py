@@ -12,7 +12,7 @@ from smp.world import comm, runtime
 
 if TYPE_CHECKING:
     from smp.partition.decide import Decision
-    from smp.world.wrapped import WrappedModel
+    from smp.world.wrapped import Wrapped, WrappedModel
 
 
 def explain_partition(module: str | None = None, model: WrappedModel | None = None) -> Explanation:
@@ -32,9 +32,10 @@ def explain_partition(module: str | None = None, model: WrappedModel | None = No
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
         ValueError: on every rank, if there is no such module.
     """
-    decision = _decision("smp.explain_partition", model)
+    current = runtime.current()
+    decision = _decision("smp.explain_partition", current.wrapped, model)
     result: Explanation | str | None = None
-    if runtime.current().rank.global_rank == 0:
+    if current.rank.global_rank == 0:
         try:
             result = explain(decision, module)
         except ValueError as error:
@@ -58,9 +59,10 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
         OSError: on every rank, if the file cannot be written.
     """
-    decision = _decision("smp.save_partition", model)
+    current = runtime.current()
+    decision = _decision("smp.save_partition", current.wrapped, model)
     error: str | None = None
-    if runtime.current().rank.global_rank == 0:
+    if current.rank.global_rank == 0:
         try:
             plan_file.write(decision, path)
         except OSError as refused:
@@ -70,10 +72,9 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
         raise OSError(f"{_C.rank_prefix()}smp.save_partition: {error}")
 
 
-def _decision(what: str, model: WrappedModel | None) -> Decision:
-    current = runtime.current()
+def _decision(what: str, wrapped: Wrapped, model: WrappedModel | None) -> Decision:
     if model is None:
-        model = current.wrapped.model  # with several this raises and lists them
+        model = wrapped.model  # with several this raises and lists them
     decision: Decision | None = None if model is None else model._decision
     if decision is None:
         raise RuntimeError(

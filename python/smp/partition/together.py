@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from smp import _C
+from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision, PartitionConfig, agree, decide, partition_options, solve
 from smp.partition.tree import ModuleIndex, build_tree
-from smp.world import comm, runtime
+from smp.world import comm
+from smp.world.rank import Rank
 
 # What the largest load of a rank may grow by, so that no checkpointed module is cut.
 _MOST_FOR_WHOLE = 1.25
@@ -43,17 +45,16 @@ class Wishes:
 
 
 def decide_together(
+    rank: Rank,
     root: nn.Module,
-    config: PartitionConfig,
-    pp_size: int,
     make_trace: Callable[[], Trace | None] | None = None,
     wishes: Wishes | None = None,
 ) -> Decision:
     """The partition, equal on all ranks. Collective over all ranks.
 
     Args:
+        rank: with its configuration and the number of pipeline ranks.
         root: the user's model.
-        config, pp_size: as for `decide`.
         make_trace: traces the model; called on the first rank only, whose decision counts. None
             where nothing can be measured or nothing depends on it: all ranks decide then, unless
             there is a file.
@@ -62,21 +63,22 @@ def decide_together(
     Raises:
         ValueError: on every rank, when the first one cannot decide or ranks have different models.
     """
-    current = runtime.current()
+    config, pp_size = rank.config, rank.sizes["pp"]
     wishes = wishes or Wishes()
-    if current.rank.world_size == 1 or (make_trace is None and wishes.plan is None):
+    if rank.world_size == 1 or (make_trace is None and wishes.plan is None):
         trace = None if make_trace is None else make_trace()
         decision = _decide(root, config, pp_size, trace, wishes)
-    elif current.rank.global_rank == 0:
+    elif rank.global_rank == 0:
         decision = _decide_for_all(root, config, pp_size, make_trace, wishes)
     else:
         given = comm.allgather(None, comm.WORLD)[0]
         if isinstance(given, str):
             raise ValueError(_C.rank_prefix() + given)
         casts, *placed = given
-        _cast(root, casts)
+        if config.half_dtype is None:
+            _cast(root, casts)
         decision = _follow(build_tree(root), pp_size, *placed)
-    agree(decision)
+    agree(decision, rank.world_size)
     return decision
 
 
@@ -169,7 +171,7 @@ def _with_whole(
 
 def _decide_for_all(
     root: nn.Module,
-    config: PartitionConfig,
+    config: Config,
     pp_size: int,
     make_trace: Callable[[], Trace | None] | None,
     wishes: Wishes,
@@ -178,7 +180,8 @@ def _decide_for_all(
     # it as of any failure of a rank. A refusal is everybody's.
     trace = None if make_trace is None else make_trace()
     casts = () if trace is None else trace.casts
-    _cast(root, casts)
+    if config.half_dtype is None:
+        _cast(root, casts)
     try:
         decision = _decide(root, config, pp_size, trace, wishes)
     except ValueError as error:
@@ -206,7 +209,7 @@ def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> Non
     modules = list(root.modules())
     for idx, name, dtype in casts:
         parameter = modules[idx]._parameters.get(name) if idx < len(modules) else None
-        if parameter is not None and runtime.current().rank.config.half_dtype is None:
+        if parameter is not None:
             cast(parameter, dtype)
 
 

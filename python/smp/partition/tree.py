@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 from smp import _C
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
-from smp.tensor_parallel import sharding
-from smp.world import runtime
+from smp.tensor_parallel import regions, sharding
 
 # These read the parameters of their children instead of calling them, so a child elsewhere would
 # never be asked, and one with slices of its parameters would be taken for a small one.
@@ -215,7 +214,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
     if sharding.interval_of(parameter) is None:
         return parameter.numel() * parameter.element_size()
     whole = math.prod(sharding.whole_shape(parameter)) * parameter.element_size()
-    return whole // runtime.current().rank.sizes["tp"]
+    return whole // regions.size()
 
 
 def _further_places(

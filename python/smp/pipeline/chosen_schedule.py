@@ -8,7 +8,8 @@ from pathlib import Path
 from smp import _C
 from smp.config.schema import Config, config_error
 from smp.pipeline import schedules as schedule
-from smp.world import comm, runtime
+from smp.world import comm
+from smp.world.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -33,30 +34,31 @@ class ChosenSchedule:
         return [-(-_peak_units(actions) // self.num_chunks) for actions in self.lists]
 
 
-def choose_schedule(config: Config, pp_size: int) -> ChosenSchedule:
+def choose_schedule(rank: Rank) -> ChosenSchedule:
     """The schedule of this run. Collective over all ranks if there is a file.
 
     Raises:
         ValueError: on every rank, if the file cannot be read, is no schedule, or is one that
             cannot finish with this number of ranks and microbatches.
     """
+    config, pp_size = rank.config, rank.sizes["pp"]
     if pp_size == 1:
         return ChosenSchedule(config.pipeline)
     if config.schedule_file is None:
         return ChosenSchedule(config.pipeline, config.virtual_stages)
-    text, error = _read_on_rank0(config, pp_size)
+    text, error = _read_on_rank0(rank)
     if error is not None:
         raise ValueError(_C.rank_prefix() + error)
     lists = tuple(line.partition(":")[2].strip() for line in text.splitlines())
     return ChosenSchedule(config.pipeline, _num_chunks(text), lists)
 
 
-def _read_on_rank0(config: Config, pp_size: int) -> tuple[str, str | None]:
+def _read_on_rank0(rank: Rank) -> tuple[str, str | None]:
     """The text in its normal form, or what is wrong with it."""
     result: tuple[str, str | None] = ("", None)
-    if runtime.current().rank.global_rank == 0:
+    if rank.global_rank == 0:
         try:
-            result = (_read(config, pp_size), None)
+            result = (_read(rank.config, rank.sizes["pp"]), None)
         except ValueError as error:
             result = ("", str(error).removeprefix(_C.rank_prefix()))
     given: tuple[str, str | None] = comm.allgather(result, comm.WORLD)[0]

@@ -75,7 +75,8 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
             f"{_C.rank_prefix()}set_tensor_parallelism: expected an nn.Module, got "
             f"{type(module).__name__}; call it once for each module of a list"
         )
-    wrapped = runtime.current().wrapped.models if runtime.is_initialized() else []
+    current = _run()
+    wrapped = [] if current is None else current.wrapped.models
     if any(isinstance(m, nn.Module) and module in set(m.modules()) for m in wrapped):
         raise RuntimeError(
             f"{_C.rank_prefix()}set_tensor_parallelism: the module is part of a DistributedModel "
@@ -115,11 +116,16 @@ def model_creation(
                 torch.set_default_dtype(before)
 
 
+def _run() -> runtime.Runtime | None:
+    return runtime.current() if runtime.is_initialized() else None
+
+
 def _delays(zero_init: bool) -> bool:
     """Are parameters to be made when the model is partitioned?"""
-    if not runtime.is_initialized():
+    current = _run()
+    if current is None:
         return False
-    config = runtime.current().rank.config
+    config = current.rank.config
     shards = zero_init and config.sharded_data_parallel_degree > 1
     return config.delayed_parameter_initialization or shards
 

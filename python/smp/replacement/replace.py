@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from smp import _C
@@ -34,9 +34,7 @@ from smp.tensor_parallel.registry import (
     registered_base,
     registration_of,
 )
-from smp.world import runtime
-
-_log = logging.getLogger("smp")
+from smp.world.log import first_rank_log
 
 _NEW_WEIGHTS = (
     "gets new weights: it was made while PreTrainedModel.init_weights was switched off, so its "
@@ -52,17 +50,18 @@ _UNKNOWN = Declined(
 _NUM_NAMED = 5  # in one message
 
 
-def replace_marked(root: nn.Module) -> tuple[nn.Module, list[Registration]]:
+def replace_marked(root: nn.Module, device: torch.device) -> tuple[nn.Module, list[Registration]]:
     """Replaces the outermost marked modules that have a distributed form, in place.
 
     Args:
         root: a model; it may be replaced itself.
+        device: on which new values are made.
 
     Returns:
         the model, and the registrations that were used, each once.
     """
     huggingface.register_available()
-    replacement = _Replacement(root)
+    replacement = _Replacement(root, device)
     new_root = replacement.visit(root, "")
     replacement.say_if_nothing_is_split(root)
     return new_root, list(replacement.used.values())
@@ -73,9 +72,11 @@ class _Replacement:
 
     Args:
         root: the model.
+        device: on which new values are made.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._device = device
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
         self._declined: dict[type[nn.Module], str] = {}
@@ -126,9 +127,9 @@ class _Replacement:
 
     def _say(self, module: nn.Module, name: str, what: str) -> None:
         """Tells the user of rank 0, once per class."""
-        if runtime.current().rank.global_rank == 0 and (type(module), what) not in self._said:
+        if (type(module), what) not in self._said:
             self._said.add((type(module), what))
-            _log.warning("smp: %s ('%s') %s", type(module).__name__, name, what)
+            first_rank_log.warning("smp: %s ('%s') %s", type(module).__name__, name, what)
 
     def _distributed_form(
         self, module: nn.Module, name: str, around: Sequence[nn.Module]
@@ -188,7 +189,8 @@ class _Replacement:
         mismatch = _mismatch(values)
         if is_worth_it and mismatch:
             self._say(module, name, f"is distributed without some of its values: {mismatch}")
-        take_over_values(module, made, registration, name, values if is_worth_it else None)
+        worthy = values if is_worth_it else None
+        take_over_values(module, made, registration, name, worthy, self._device)
         _install_adapter(made, registration)
         if isinstance(made, DistributedModule):
             made.took_place_of(module, name)
@@ -206,7 +208,7 @@ class _Replacement:
         """Warns the user of rank 0 who asked for tensor parallelism and gets none."""
         marks = ((module, mark_of(module)) for module in root.modules())
         wanted = [module for module, mark in marks if mark is not None and mark.enabled]
-        if self.used or not wanted or runtime.current().rank.global_rank != 0:
+        if self.used or not wanted:
             return
         numbers: dict[type[nn.Module], list[int]] = {}
         for module in wanted:
@@ -219,7 +221,7 @@ class _Replacement:
             f"{self._declined.get(cls) or reason_of_class(cls)}"
             for cls, numels in largest
         ]
-        _log.warning(
+        first_rank_log.warning(
             "smp: tensor parallelism was asked for %s, and nothing of it is split; each rank of a "
             "tensor-parallel group holds all of it: %s",
             type(root).__name__,

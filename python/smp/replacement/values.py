@@ -13,7 +13,6 @@ from smp.initial.originals import keep_original
 from smp.modules.materialize import fill
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.registry import Registration
-from smp.world import runtime
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ def take_over_values(
     registration: Registration,
     name: str,
     values: Values | None,
+    device: torch.device,
 ) -> None:
     """Weights of the original, as far as it has them; new ones else.
 
@@ -67,6 +67,7 @@ def take_over_values(
         registration: of the original's class.
         name: of the module in the model.
         values: None if those of the original are not worth it.
+        device: on which new ones are made.
     """
     if values is not None:
         _inherit(made, values)
@@ -75,9 +76,7 @@ def take_over_values(
         translate = None if registration.translators is None else registration.translators[1]
         keep_original(made, None if values is None else module, translate)
         return
-    initialise_delayed(
-        made, lambda _: True, runtime.current().rank.device, name=name, on_ready=_move_to_cpu
-    )
+    initialise_delayed(made, lambda _: True, device, name=name, on_ready=_move_to_cpu)
 
 
 def _move_to_cpu(parameter: nn.Parameter) -> None:

@@ -9,7 +9,6 @@ ranks when they are used for the first time, and whose gradient goes back to whe
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ from smp import _C
 from smp.modules.tracing import is_recorded
 from smp.tensor_parallel import regions
 from smp.world import runtime
+from smp.world.log import first_rank_log
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_log = logging.getLogger("smp")
 _said: set[str] = set()
 
 
@@ -241,9 +240,9 @@ def _written(split: Split, func: OpOverload) -> RuntimeError:
 
 
 def _say(split: Split) -> None:
-    if split.name not in _said and runtime.current().rank.global_rank == 0:
+    if split.name not in _said:
         _said.add(split.name)
-        _log.warning(
+        first_rank_log.warning(
             "smp: '%s' is read by code outside of its module, which gets it whole: it is gathered "
             "from the tensor-parallel ranks each time; smp.set_tensor_parallelism(module, False) "
             "leaves the module whole where that takes too long",

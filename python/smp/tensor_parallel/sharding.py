@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C
-from smp.world import runtime
+from smp.tensor_parallel import regions
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def split(extent: int, num_parts: int | None = None) -> list[int]:
         extent: what is cut.
         num_parts: into how many; the tensor-parallel degree if not given.
     """
-    parts = runtime.current().rank.sizes["tp"] if num_parts is None else num_parts
+    parts = regions.size() if num_parts is None else num_parts
     return [extent // parts + (idx < extent % parts) for idx in range(parts)]
 
 
 def begin_of(sizes: Sequence[int], rank: int | None = None) -> int:
     """Where the part of a tensor-parallel rank begins; of this one if none is given."""
-    return sum(sizes[: runtime.current().rank.ranks["tp"] if rank is None else rank])
+    return sum(sizes[: regions.rank() if rank is None else rank])
 
 
 def mark_split(parameter: nn.Parameter, dim: int, begin: int, extent: int) -> None:

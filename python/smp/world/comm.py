@@ -50,9 +50,9 @@ TP_GROUP = CommGroup.TP_GROUP
 RDP_GROUP = CommGroup.RDP_GROUP
 
 
-def _rank() -> Rank:
-    """What the functions of this file tell and use: the rank that `init` has made."""
-    return runtime.current().rank
+def _run() -> runtime.Runtime:
+    """The run that functions of this file are about, and the only place where they ask for it."""
+    return runtime.current()
 
 
 # ---- ranks and sizes ---------------------------------------------------------------
@@ -60,74 +60,74 @@ def _rank() -> Rank:
 
 def rank() -> int:
     """Position among all processes, in ``[0, size())``."""
-    return _rank().global_rank
+    return _run().rank.global_rank
 
 
 def local_rank() -> int:
     """Position among the processes of this host. Before `init`: what the launcher says, or 0."""
     if runtime.is_initialized():
-        return _rank().local_rank
+        return _run().rank.local_rank
     return read_launch(os.environ, socket.gethostname()).local_rank
 
 
 def mp_rank() -> int:
     """Position in the group that holds one whole model."""
-    return _rank().ranks["mp"]
+    return _run().rank.ranks["mp"]
 
 
 def dp_rank() -> int:
     """Position in the group that holds the same partition."""
-    return _rank().ranks["dp"]
+    return _run().rank.ranks["dp"]
 
 
 def pp_rank() -> int:
     """Index of the partition that this process holds."""
-    return _rank().ranks["pp"]
+    return _run().rank.ranks["pp"]
 
 
 def tp_rank() -> int:
     """Position in the group over which single modules are split."""
-    return _rank().ranks["tp"]
+    return _run().rank.ranks["tp"]
 
 
 def rdp_rank() -> int:
     """Position in the group that holds the same partition and the same slice."""
-    return _rank().ranks["rdp"]
+    return _run().rank.ranks["rdp"]
 
 
 def size() -> int:
     """Number of processes."""
-    return _rank().world_size
+    return _run().rank.world_size
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return _rank().local_size
+    return _run().rank.local_size
 
 
 def mp_size() -> int:
     """Processes that together hold one whole model: ``pp_size() * tp_size()``."""
-    return _rank().sizes["mp"]
+    return _run().rank.sizes["mp"]
 
 
 def dp_size() -> int:
     """Processes that hold the same partition: ``tp_size() * rdp_size()``."""
-    return _rank().sizes["dp"]
+    return _run().rank.sizes["dp"]
 
 
 def pp_size() -> int:
     """Number of partitions."""
-    return _rank().sizes["pp"]
+    return _run().rank.sizes["pp"]
 
 
 def tp_size() -> int:
     """Processes over which single modules are split."""
-    return _rank().sizes["tp"]
+    return _run().rank.sizes["tp"]
 
 
 def rdp_size() -> int:
     """Processes that hold the same partition and the same slice."""
-    return _rank().sizes["rdp"]
+    return _run().rank.sizes["rdp"]
 
 
 # ---- groups ------------------------------------------------------------------------
@@ -135,36 +135,36 @@ def rdp_size() -> int:
 
 def get_world_group() -> list[int]:
     """All global ranks."""
-    return list(_rank().groups["world"])
+    return list(_run().rank.groups["world"])
 
 
 def get_mp_group() -> list[int]:
     """Global ranks of the caller's MP group, ascending."""
-    return list(_rank().groups["mp"])
+    return list(_run().rank.groups["mp"])
 
 
 def get_dp_group() -> list[int]:
     """Global ranks of the caller's DP group, ascending."""
-    return list(_rank().groups["dp"])
+    return list(_run().rank.groups["dp"])
 
 
 def get_pp_group() -> list[int]:
     """Global ranks of the caller's PP group, ascending."""
-    return list(_rank().groups["pp"])
+    return list(_run().rank.groups["pp"])
 
 
 def get_tp_group() -> list[int]:
     """Global ranks of the caller's TP group, ascending."""
-    return list(_rank().groups["tp"])
+    return list(_run().rank.groups["tp"])
 
 
 def get_rdp_group() -> list[int]:
     """Global ranks of the caller's RDP group, ascending."""
-    return list(_rank().groups["rdp"])
+    return list(_run().rank.groups["rdp"])
 
 
 def _process_group(kind: str) -> dist.ProcessGroup:
-    return runtime.current().process_groups.of(kind)
+    return _run().process_groups.of(kind)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
@@ -266,7 +266,7 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
     Args:
         objects: one of each rank of the RDP group, from `allgather`.
     """
-    groups = _rank().groups
+    groups = _run().rank.groups
     return [
         item for rank, item in zip(groups["rdp"], objects, strict=True) if rank in groups["shard"]
     ]
@@ -306,7 +306,7 @@ def rdp_barrier() -> None:
 
 
 def _communicating(what: str, group: CommGroup) -> tuple[Rank, list[int]]:
-    here = _rank()
+    here = _run().rank
     here.check_process(f"smp.{what}")
     if not isinstance(group, CommGroup):
         raise ValueError(
@@ -317,7 +317,7 @@ def _communicating(what: str, group: CommGroup) -> tuple[Rank, list[int]]:
 
 def _peer(what: str, peer_rank: int, rank_type: RankType) -> tuple[Rank, int]:
     """This rank, and the global rank of the peer."""
-    here = _rank()
+    here = _run().rank
     here.check_process(f"smp.{what}")
     if not isinstance(rank_type, RankType):
         raise ValueError(

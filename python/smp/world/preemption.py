@@ -13,7 +13,6 @@ either, SIGTERM ends a process as ever. See docs/design/preemption.md.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -28,14 +27,15 @@ import torch
 
 from smp import _C
 from smp.world import runtime
+from smp.world.log import first_rank_log
+from smp.world.rank import Rank
+from smp.world.settings import Settings
 
 __all__ = ["EXIT_RESUME", "leave", "request", "requested", "save_to"]
 
 EXIT_RESUME = 75
 """Status of a process that saved and wants to be started again (EX_TEMPFAIL of sysexits.h).
 ``smp run`` has the same number."""
-
-_log = logging.getLogger("smp")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,13 @@ def requested() -> bool:
     Raises:
         smp.PeerFailure: somebody asked, but a rank has failed; there is nothing to be saved then.
     """
-    current = runtime.current()
-    current.rank.check_process("smp.preemption_requested")
+    return _arrive(runtime.current().rank)
+
+
+def _arrive(rank: Rank) -> bool:
+    rank.check_process("smp.preemption_requested")
     _install_handler()
-    return current.rank.stops.arrive(current.rank.settings.timeout_s)
+    return rank.stops.arrive(rank.timeout_s)
 
 
 def request() -> None:
@@ -121,11 +124,11 @@ def before_step(current: runtime.Runtime) -> None:
             when nobody can do anything about it.
         smp.PeerFailure: as `requested`.
     """
-    automatic = _Process.automatic or _from_settings(current)
+    automatic = _Process.automatic or _from_settings(current.rank.settings)
     if automatic is None or not torch.is_grad_enabled() or current.steps.has_gradients:
         return
     model, optimizer = _what_to_save(current)
-    if requested():
+    if _arrive(current.rank):
         _save(current, automatic, model, optimizer)
         leave()
 
@@ -156,21 +159,21 @@ def _problem(current: runtime.Runtime) -> str | None:
     )
 
 
-def _from_settings(current: runtime.Runtime) -> _Automatic | None:
-    path = current.rank.settings.preemption_path
+def _from_settings(settings: Settings) -> _Automatic | None:
+    path = settings.preemption_path
     return None if path is None else _Automatic(Path(path), None, None)
 
 
 def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:
     if not current.steps.has_trained:
-        _log_first(current, "smp: stopping before the first step; there is nothing to save")
+        first_rank_log.warning("smp: stopping before the first step; there is nothing to save")
         return
     if _Process.save_checkpoint is None:
         raise RuntimeError(
             f"{current.rank.prefix}nothing saves checkpoints; see smp.preemption.use_saver"
         )
     tag = f"preempted{current.steps.num_finished}"
-    _log_first(current, f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
+    first_rank_log.warning(f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
     _Process.save_checkpoint(
         automatic.path,
         tag=tag,
@@ -182,33 +185,29 @@ def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer
     )
 
 
-def _log_first(current: runtime.Runtime, text: str) -> None:
-    if current.rank.global_rank == 0:
-        _log.warning(text)
-
-
 def _install_handler() -> None:
     """Takes SIGTERM, once per process; what handled it before is called, too."""
     if _Process.has_handler or threading.current_thread() is not threading.main_thread():
         return
     _Process.has_handler = True
-    _Process.previous_handler = signal.signal(signal.SIGTERM, _on_signal)
+    _Process.previous_handler = signal.signal(signal.SIGTERM, on_signal)
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    if not runtime.is_initialized() or os.getpid() != runtime.current().rank.pid:
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """Called by the interpreter on SIGTERM."""
+    rank = runtime.current().rank if runtime.is_initialized() else None
+    if rank is None or not rank.is_own_process:
         # A worker of a loader, or after shutdown: no step will come.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    current = runtime.current()
-    if current.rank.board is not None and (fault := current.rank.board.fault_text()) is not None:
-        raise _C.PeerFailure(f"{current.rank.prefix}ended by SIGTERM after a failure: {fault}")
+    if rank.board is not None and (fault := rank.board.fault_text()) is not None:
+        raise _C.PeerFailure(f"{rank.prefix}ended by SIGTERM after a failure: {fault}")
     print(
-        f"{current.rank.prefix}SIGTERM: all ranks will stop at the next boundary between steps",
+        f"{rank.prefix}SIGTERM: all ranks will stop at the next boundary between steps",
         file=sys.stderr,
         flush=True,
     )
-    current.rank.request_stop()
+    rank.request_stop()
     if callable(_Process.previous_handler):
         _Process.previous_handler(number, frame)

@@ -16,7 +16,8 @@ class State:
     @property
     def cfg(self) -> Config | None:
         """Effective configuration, one attribute per key; None before `init`."""
-        return runtime.current().rank.config if runtime.is_initialized() else None
+        current = _run()
+        return None if current is None else current.rank.config
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
@@ -25,13 +26,10 @@ class State:
         The ranks of a tensor-parallel group have the same names. Empty before an optimizer is
         wrapped; of several the last one counts.
         """
-        if not runtime.is_initialized():
+        current = _run()
+        if current is None or current.wrapped.optimizer is None:
             return []
-        current = runtime.current()
-        optimizer = current.wrapped.optimizer
-        if optimizer is None:
-            return []
-        indices = optimizer.param_name_to_index()
+        indices = current.wrapped.optimizer.param_name_to_index()
         return [dict(indices) for _ in range(current.rank.sizes["tp"])]
 
     @property
@@ -41,6 +39,10 @@ class State:
             {index: name for name, index in reversed(indices.items())}
             for indices in self.param_name_to_index_tp_group
         ]
+
+
+def _run() -> runtime.Runtime | None:
+    return runtime.current() if runtime.is_initialized() else None
 
 
 state = State()

@@ -1,0 +1,149 @@
+"""Who asks for the runtime of the process: functions that users call, and nobody else."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.lint.layers import REPO
+
+_SMP = REPO / "python" / "smp"
+
+# Functions that may call `runtime.current()`, by file. A private one stands for public functions of
+# its file that would all begin with the same line.
+ALLOWED: dict[str, frozenset[str]] = {
+    "activations/checkpointing.py": frozenset({"_check_type"}),
+    "activations/recompute.py": frozenset({"recompute"}),
+    "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),
+    "nn/layout.py": frozenset({"current"}),
+    "observe/metrics.py": frozenset({"_run"}),
+    "observe/nonfinite.py": frozenset({"detect_nonfinite"}),
+    "observe/timeline/__init__.py": frozenset({"trace"}),
+    "partition/contexts.py": frozenset({"_run"}),
+    "partition/report.py": frozenset({"explain_partition", "save_partition"}),
+    "replacement/marks.py": frozenset({"_run"}),
+    "step/decorator.py": frozenset({"StepFunction.__call__"}),
+    "tensor_parallel/reading.py": frozenset({"is_outside"}),
+    "tensor_parallel/regions.py": frozenset({"_group"}),
+    "world/comm.py": frozenset({"_run"}),
+    "world/preemption.py": frozenset({"on_signal", "request", "requested"}),
+    "world/state.py": frozenset({"_run"}),
+}
+
+# Rooms whose owners do not get all that they need yet, and the calls in them. No room is added,
+# and numbers only become smaller.
+NOT_YET: dict[str, int] = {
+    "checkpoint": 20,
+    "integrations": 5,
+    "optim": 17,
+    "precision": 2,
+    "world/device_numbers.py": 3,
+    "world/roll_call.py": 4,
+}
+
+MOST_CALLS = 30  # less than this, the rooms of `NOT_YET` apart
+
+
+def calls(text: str) -> Iterator[str]:
+    """Qualified name of the function around each call of `runtime.current`; "" at the top."""
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = (*names, node.name)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("runtime.current"):
+            yield ".".join(names)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, names)
+
+    yield from visit(ast.parse(text), ())
+
+
+def other_names(text: str) -> list[str]:
+    """Imports that would hide a call: `from smp.world.runtime import current`."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").endswith("world.runtime")
+        and any(alias.name in ("current", "_current") for alias in node.names)
+    ]
+
+
+def callers(text: str, name: str) -> set[str]:
+    """Functions of a file that mention a function of it, by their own names."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != name:
+            if any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node)):
+                found.add(node.name)
+    return found
+
+
+def serves_public_functions(text: str, qualified: str) -> bool:
+    """Is it public, or do all that use it, in the end, stand for public functions of the file?"""
+    known, waiting = {qualified}, [qualified]
+    while waiting:
+        name = waiting.pop()
+        parts = name.split(".")
+        if not any(part.startswith("_") and not part.endswith("__") for part in parts):
+            continue
+        above = callers(text, parts[-1])
+        if not above:
+            return False
+        waiting += above - known
+        known |= above
+    return True
+
+
+def _asking() -> dict[str, Counter[str]]:
+    asking = {}
+    for path in sorted(_SMP.rglob("*.py")):
+        found = Counter(calls(path.read_text()))
+        if found:
+            asking[path.relative_to(_SMP).as_posix()] = found
+    return asking
+
+
+def _room_not_done(file: str) -> str | None:
+    return next((r for r in NOT_YET if file == r or file.startswith(f"{r}/")), None)
+
+
+def test_only_functions_that_users_call_ask_for_the_runtime() -> None:
+    done = {file: found for file, found in _asking().items() if _room_not_done(file) is None}
+    assert {file: set(found) for file, found in done.items()} == ALLOWED
+    assert sum(found.total() for found in done.values()) < MOST_CALLS
+
+
+def test_they_are_public_or_stand_for_public_ones() -> None:
+    for file, names in ALLOWED.items():
+        text = (_SMP / file).read_text()
+        for name in names:
+            assert serves_public_functions(text, name), f"{file}: {name}"
+
+
+def test_rooms_that_are_not_done_ask_less_and_less() -> None:
+    numbers: Counter[str] = Counter()
+    for file, found in _asking().items():
+        if (room := _room_not_done(file)) is not None:
+            numbers[room] += found.total()
+    assert numbers == NOT_YET, "a smaller number goes into the table, 0 removes the line"
+
+
+def test_nobody_asks_under_another_name() -> None:
+    for path in sorted(Path(_SMP).rglob("*.py")):
+        assert not other_names(path.read_text()), path
+
+
+def test_the_rules_see_what_they_forbid() -> None:
+    text = (
+        "class Owner:\n    def __init__(self):\n        self.r = runtime.current()\n"
+        "def _inner():\n    return smp.world.runtime.current().rank\n"
+        "def outer():\n    return _inner()\n"
+        "def _alone():\n    return runtime.current()\n"
+    )
+    assert list(calls(text)) == ["Owner.__init__", "_inner", "_alone"]
+    assert serves_public_functions(text, "_inner")
+    assert not serves_public_functions(text, "_alone")
+    assert other_names("from smp.world.runtime import current as now")
