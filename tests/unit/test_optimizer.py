@@ -16,6 +16,7 @@ from smp import _C
 from smp.optim import distributed_optimizer as optimizer_module
 from smp.tensor_parallel.partial import PARTIAL_MARK
 from smp.world import comm, device_numbers, runtime
+from smp.world.rank import Rank
 from smp.world.wrapped import Wrapped
 
 
@@ -317,7 +318,7 @@ def test_clipping_adds_up_over_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -
     p = nn.Parameter(torch.zeros(1))
     elsewhere = nn.Parameter(torch.zeros(0, dtype=torch.float64))  # as on its owner
 
-    def gather(numbers: Tensor, kind: str) -> Tensor:
+    def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
         return (
             torch.stack([numbers, torch.full_like(numbers, 16.0)])
             if kind == "mp"

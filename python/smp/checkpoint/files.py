@@ -42,13 +42,13 @@ def save(
         ValueError: the folder does not exist.
         PeerFailure, RuntimeError: parts are to be merged, and some ranks have not called it.
     """
-    runtime.current()
+    rank = runtime.current().rank
     path = Path(f)
     if partial:
         end = rank_files.own_suffix() if v3 else rank_files.suffix()
         path, obj = path.with_name(path.name + end), rank_files.with_layout(obj, is_own=v3)
     elif rank_files.has_partial(obj):
-        roll_call.meet("smp.save", ("mp",), _SNIPPET)
+        roll_call.meet(rank, "smp.save", ("mp",), _SNIPPET)
         parts = comm.allgather(obj, comm.MP_GROUP)
         if comm.mp_rank() != 0:
             return

@@ -25,6 +25,7 @@ from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.storage.choose import lockstep_of
 from smp.world import runtime
+from smp.world.rank import Rank
 from smp.world.roll_call import agree, roll_call
 
 WHAT = "smp.resume_from_checkpoint"
@@ -103,11 +104,11 @@ def resume_from_checkpoint(
         "error": None if error is None else str(error),
     }
     snippet = f"user_content = smp.resume_from_checkpoint(path, tag={tag!r}, partial={partial})"
-    roll_call(WHAT, call, snippet)
+    roll_call(current.rank, WHAT, call, snippet)
     assert isinstance(model, DistributedModel)
     if not partial:
         return _resume_whole(
-            model, Path(path), tag, strict, translate_function, unsafe_user_content
+            current.rank, model, Path(path), tag, strict, translate_function, unsafe_user_content
         )
     lockstep = lockstep_of(current.rank)
     is_sharded = lockstep is not None and lockstep.is_forward
@@ -118,7 +119,7 @@ def resume_from_checkpoint(
         content = resumption.open(Path(path), tag, unsafe_user_content)
     except Exception as caught:
         error = caught
-    agree(WHAT, error)
+    agree(current.rank, WHAT, error)
     resumption.begin(model, optimizer)
     return content
 
@@ -131,6 +132,7 @@ def _model(current: runtime.Runtime, given: DistributedModel | None) -> Distribu
 
 
 def _resume_whole(
+    rank: Rank,
     model: DistributedModel,
     path: Path,
     tag: str | None,
@@ -145,12 +147,14 @@ def _resume_whole(
         content = whole.user_content(unsafe)
     except Exception as caught:
         error = caught
-    agree(WHAT, error)
-    when_partitioned(model, whole.fill)
+    agree(rank, WHAT, error)
+    when_partitioned(rank, model, whole.fill)
     return content
 
 
-def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel], None]) -> None:
+def when_partitioned(
+    rank: Rank, model: DistributedModel, fill: Callable[[DistributedModel], None]
+) -> None:
     """Fills a model as soon as it has its parts, before hooks of users. Collective.
 
     Of several calls the last one has the last word.
@@ -162,7 +166,7 @@ def when_partitioned(model: DistributedModel, fill: Callable[[DistributedModel],
             fill(partitioned)
         except Exception as caught:
             error = caught
-        agree(WHAT, error)
+        agree(rank, WHAT, error)
 
     if model.partitioned:
         run(model)
@@ -216,7 +220,7 @@ class _Resumption:
         if has["model"]:
             if not model.partitioned:
                 self._take_over_partition(current, model)
-            when_partitioned(model, self._fill_model)
+            when_partitioned(current.rank, model, self._fill_model)
         if not (has["optimizer"] and self.wants_optimizer):
             return
         found = optimizer if optimizer is not None else model._optimizer()
@@ -234,8 +238,9 @@ class _Resumption:
         model = self._model()
         if model is None:
             return
+        rank = runtime.current().rank
         scaler = self.manifest.values.get("loss_scaler")
-        if scaler is not None and runtime.current().config.fp16:
+        if scaler is not None and rank.config.fp16:
             optimizer.loss_scaler.load_state_dict(scaler)
         if self.wants_state:
             names, aliases = canonical_names(model.get_module())
@@ -247,7 +252,7 @@ class _Resumption:
             if last is not None:
                 self._fill_optimizer(last, partitioned)
 
-        when_partitioned(model, fill)
+        when_partitioned(rank, model, fill)
 
     def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
         state = model_state(model)

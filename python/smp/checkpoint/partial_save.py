@@ -87,7 +87,7 @@ class PartialSave:
             except Exception as caught:
                 error = caught
             try:
-                agree(WHAT, error)
+                agree(self._current.rank, WHAT, error)
             except Exception:
                 if opened is not None:
                     opened.abandon()
@@ -165,7 +165,7 @@ class PartialSave:
 
     def _agreed(self, error: BaseException | None) -> None:
         try:
-            agree(WHAT, error)
+            agree(self._current.rank, WHAT, error)
         except Exception:
             self._generation.abandon()
             raise

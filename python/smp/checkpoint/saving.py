@@ -84,7 +84,7 @@ def save_checkpoint(
     }
     generation = f"{time.time_ns():x}{secrets.token_hex(4)}"
     snippet = f"smp.save_checkpoint(path, tag={tag!r}, partial={partial}, model=model, ...)"
-    generation = roll_call(WHAT, call, snippet, generation)[0]
+    generation = roll_call(current.rank, WHAT, call, snippet, generation)[0]
     if not partial:
         assert model is not None
         save_whole(Path(path), tag, model, user_content, translate_if_full, generation)

@@ -59,7 +59,7 @@ def save_whole(
                 content = _as_safetensors(content)
         except Exception as caught:
             error = caught
-        agree(WHAT, error)
+        agree(current.rank, WHAT, error)
         extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
         gatherer.plan(content.values())
         if writing is None:
@@ -70,7 +70,7 @@ def save_whole(
             except Exception as caught:
                 error = caught
                 gatherer.drain()
-        agree(WHAT, error)
+        agree(current.rank, WHAT, error)
     finally:
         if writing is not None:
             writing.abandon()

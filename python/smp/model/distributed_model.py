@@ -367,7 +367,7 @@ class DistributedModel(ModelViews):
         With sharded data parallelism collective over the ranks that hold one copy of the model; it
         raises PeerFailure or RuntimeError if some of them do not call it.
         """
-        self._parts().meet("model.local_state_dict", is_merged=False)
+        self._parts().meet(self._runtime.rank, "model.local_state_dict", is_merged=False)
         return self._parts().marked_state()
 
     def state_dict(self, gather_to_rank0: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -387,7 +387,12 @@ class DistributedModel(ModelViews):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
         if self.partitioned:
             is_merged = not gather_to_rank0 or 0 in self._runtime.groups["mp"]
-            self._parts().meet("model.state_dict", is_merged, gather_to_rank0=gather_to_rank0)
+            self._parts().meet(
+                self._runtime.rank,
+                "model.state_dict",
+                is_merged,
+                gather_to_rank0=gather_to_rank0,
+            )
         return self._engine.state.gathered(self._engine.parts, gather_to_rank0)
 
     def load_state_dict(  # type: ignore[override]

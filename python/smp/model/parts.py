@@ -15,6 +15,7 @@ from smp.storage.protocol import Storage
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.world import roll_call
+from smp.world.rank import Rank
 
 _EXTRA_STATE = "_extra_state"
 
@@ -152,10 +153,11 @@ class ModelParts:
             partitions[dot + _EXTRA_STATE] = self._partition_of[module]
         return partitions
 
-    def meet(self, what: str, is_merged: bool, **call: Any) -> None:
+    def meet(self, rank: Rank, what: str, is_merged: bool, **call: Any) -> None:
         """Waits for the ranks that have to make the same call. Collective over them.
 
         Args:
+            rank: that calls.
             what: name of the public function.
             is_merged: it exchanges tensors over the replica, not only to make parameters whole.
             call: arguments that have to be equal.
@@ -163,7 +165,7 @@ class ModelParts:
         kinds = self.storage.gather_kinds
         guard = "" if kinds else ", or inside of `if smp.rdp_rank() == 0:`"
         groups = ("mp", *kinds) if is_merged else kinds
-        roll_call.meet(what, groups, f"state = {what}()  # on all ranks{guard}", call)
+        roll_call.meet(rank, what, groups, f"state = {what}()  # on all ranks{guard}", call)
 
     def local_state(self) -> dict[str, Any]:
         """The entries of the state dict that live here, detached, in the model's order.

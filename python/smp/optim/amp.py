@@ -50,6 +50,8 @@ class GradScaler(torch.amp.GradScaler):
         if not found:  # no gradient on this rank; PyTorch wants an answer all the same
             found = {found_inf.device: torch.zeros_like(found_inf)}
         own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
-        anywhere = device_numbers.maxima(own.amax(0).reshape(1), device_numbers.skipping_kinds())
+        rank = runtime.current().rank  # kept by nobody here: scalers are copied and pickled
+        kinds = device_numbers.skipping_kinds(rank)
+        anywhere = device_numbers.maxima(rank, own.amax(0).reshape(1), kinds)
         anywhere = anywhere.reshape(())
         return {device: device_numbers.moved(anywhere, device).clone() for device in found}

@@ -86,8 +86,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._is_scaled = current.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
         # Knows nothing of this object, whose life ends when nobody else has it.
-        self._gradients = ScaledGradients(optimizer, self.loss_scaler, is_scaled=self._is_scaled)
-        self._fused = FusedUpdates(optimizer)
+        self._rank = current.rank
+        self._gradients = ScaledGradients(
+            current.rank, optimizer, self.loss_scaler, is_scaled=self._is_scaled
+        )
+        self._fused = FusedUpdates(current.rank, optimizer)
         self._skipped = DeviceFlag()
         self._num_reductions = 0  # of the models' gradients, when a step ended last
         #: norm of the gradients before clipping in the last update with sharded data parallelism
@@ -401,7 +404,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clips; fused optimizers do the division when they read the gradients."""
         gradients = self._gradients
-        norm = grad_norm.global_norm(parameters_of(self.optimizer), norm_type)
+        norm = grad_norm.global_norm(self._rank, parameters_of(self.optimizer), norm_type)
         scale = gradients.divisor_tensor
         gradients.clip(norm.divisor(max_norm, scale))
         if not divides(self.optimizer):
@@ -416,7 +419,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if config.sdp_gradient_clipping > 0:
             self._global_grad_norm = self._clip(config.sdp_gradient_clipping, 2.0)
             return
-        norm = grad_norm.global_norm(parameters_of(self.optimizer))
+        norm = grad_norm.global_norm(self._rank, parameters_of(self.optimizer))
         self._global_grad_norm = norm.rounded(norm.total / self._gradients.divisor_tensor)
 
     # ---- state
@@ -484,7 +487,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._spread()
 
     def _state(self) -> OptimizerState:
-        return OptimizerState(self.optimizer, self._locality())
+        return OptimizerState(self._rank, self.optimizer, self._locality())
 
     # ---- whose parameters these are
 

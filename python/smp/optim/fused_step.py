@@ -12,7 +12,8 @@ from smp.optim import grad_norm
 from smp.optim.fused import FusedOptimizer
 from smp.precision.holdings import model_parameter_of, parameters_of
 from smp.tensor_parallel.sharding import interval_of
-from smp.world import comm, device_numbers, runtime
+from smp.world import device_numbers
+from smp.world.rank import Rank
 
 
 def divides(optimizer: torch.optim.Optimizer) -> bool:
@@ -39,10 +40,12 @@ class FusedUpdates:
     """Makes updates with divided gradients.
 
     Args:
+        rank: on which they are made.
         optimizer: whose updates they are; :meth:`step` wants one that `divides`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, rank: Rank, optimizer: torch.optim.Optimizer) -> None:
+        self._rank = rank
         self._optimizer = optimizer
         self._are_split: Tensor | None = None  # see _split_mask
         self._split: list[bool] = []
@@ -73,8 +76,9 @@ class FusedUpdates:
         target: Any = self._optimizer
         grad_scale = None
         if isinstance(divisor, Tensor) or divisor != 1.0:
-            own = divisor if isinstance(divisor, Tensor) else device_numbers.number(divisor)
-            grad_scale = own.float()  # torch's fused optimizers want that
+            if not isinstance(divisor, Tensor):
+                divisor = device_numbers.number(divisor, self._rank.device)
+            grad_scale = divisor.float()  # torch's fused optimizers want that
         if found_inf is not None:
             found_inf = found_inf.float()
             if given_found_inf is not None:
@@ -83,10 +87,10 @@ class FusedUpdates:
         target.grad_scale, target.found_inf = grad_scale, given_found_inf
         is_ours = isinstance(self._optimizer, FusedOptimizer)
         if is_ours:
-            target.sum_norms = self._sum_norms if _are_spread() else None
-            if target.wants_grad_norm and (_are_spread() or comm.mp_size() > 1):
+            target.sum_norms = self._sum_norms if self._are_spread else None
+            if target.wants_grad_norm and (self._are_spread or self._rank.sizes["mp"] > 1):
                 parameters = parameters_of(self._optimizer)
-                target.grad_norm = grad_norm.global_norm(parameters).total
+                target.grad_norm = grad_norm.global_norm(self._rank, parameters).total
         try:
             return target.step() if has_local else None
         finally:
@@ -100,9 +104,9 @@ class FusedUpdates:
         In order of rank, so that all ranks get the same bits.
         """
         combine = device_numbers.maxima if is_max else device_numbers.sums
-        whole = combine(norms.reshape(-1), ("shard",))
-        if runtime.current().sizes["tp"] > 1:
-            over_ranks = combine(whole, ("tp",)).view_as(norms)
+        whole = combine(self._rank, norms.reshape(-1), ("shard",))
+        if self._rank.sizes["tp"] > 1:
+            over_ranks = combine(self._rank, whole, ("tp",)).view_as(norms)
             whole = torch.where(self._split_mask(parameters), over_ranks, whole.view_as(norms))
         return whole.view_as(norms)
 
@@ -111,11 +115,11 @@ class FusedUpdates:
         split = [interval_of(model_parameter_of(p)) is not None for p in parameters]
         if self._are_split is None or split != self._split:
             self._split = split
-            self._are_split = torch.tensor(split, device=runtime.current().device)
+            self._are_split = torch.tensor(split, device=self._rank.device)
         return self._are_split
 
-
-def _are_spread() -> bool:
-    """May elements of one parameter be on several ranks?"""
-    sizes = runtime.current().sizes
-    return sizes["shard"] > 1 or sizes["tp"] > 1
+    @property
+    def _are_spread(self) -> bool:
+        """May elements of one parameter be on several ranks?"""
+        sizes = self._rank.sizes
+        return sizes["shard"] > 1 or sizes["tp"] > 1

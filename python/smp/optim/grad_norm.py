@@ -14,6 +14,7 @@ from smp.precision.gradients import gradients_of, scale, sum_of_squares
 from smp.precision.holdings import holding_with_master, master_of, model_parameter_of
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import device_numbers, runtime
+from smp.world.rank import Rank
 
 
 def clip_grad_norm_(
@@ -51,7 +52,7 @@ def clip_grad_norm_(
     updated = list({id(p): p for p in map(master_of, listed)}.values())
     for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
         gradients.unscale()
-    norm = global_norm(updated, norm_type)
+    norm = global_norm(runtime.current().rank, updated, norm_type)
     if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
         raise RuntimeError(
             f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
@@ -93,20 +94,22 @@ class GlobalNorm:
         return norm.to(self.dtype)
 
 
-def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
+def global_norm(rank: Rank, updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
     """The norm of the gradients as they are. Collective as `clip_grad_norm_`.
 
     Args:
+        rank: that calls.
         updated: what optimizers update: masters, or parameters that have none; each once.
         norm_type: > 0.
     """
     if not norm_type > 0:
         raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
     having = [p for p in updated if p.grad is not None and p.grad.numel()]
-    power = _power_sum([_grad(p) for p in having if _counts(p)], norm_type).reshape(1)
+    counted = [_grad(p) for p in having if _counts(rank, p)]
+    power = _power_sum(counted, norm_type, rank.device).reshape(1)
     is_max = math.isinf(norm_type)
     combine = device_numbers.maxima if is_max else device_numbers.sums
-    power = combine(power, ("shard", "mp")).reshape(())
+    power = combine(rank, power, ("shard", "mp")).reshape(())
     if is_max:
         total = power
     else:
@@ -116,12 +119,11 @@ def global_norm(updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm
     return GlobalNorm(total, dtype, [_grad(p) for p in having])
 
 
-def _counts(updated: Tensor) -> bool:
+def _counts(rank: Rank, updated: Tensor) -> bool:
     """Is it this rank's to count? Others may hold the same elements."""
-    current = runtime.current()
-    if current.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
+    if rank.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
         return False
-    return current.ranks["shard"] == 0 or holding_with_master(updated) is not None
+    return rank.ranks["shard"] == 0 or holding_with_master(updated) is not None
 
 
 def _grad(parameter: Tensor) -> Tensor:
@@ -129,12 +131,12 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad.detach()
 
 
-def _power_sum(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of ``|x| ** norm_type`` over all elements in double precision; the maximum if inf."""
     if norm_type == 2.0:
-        return sum_of_squares(grads)
+        return sum_of_squares(grads, device)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
-    zero = device_numbers.number(0.0)
+    zero = device_numbers.number(0.0, device)
     if not norms:
         return zero
     values = torch.stack([device_numbers.moved(norm, zero.device) for norm in norms])

@@ -19,7 +19,8 @@ from smp.precision.holdings import (
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
 from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
-from smp.world import comm, roll_call, runtime
+from smp.world import comm, roll_call
+from smp.world.rank import Rank
 
 #: In a partial state: which elements of the flattened parameter an entry has, by index, as
 #: ``(begin, numel, shape of the parameter)``. Only entries that are cut so have one.
@@ -44,13 +45,15 @@ class OptimizerState:
     has its master besides the optimizer's own values.
 
     Args:
+        rank: that saves and loads.
         optimizer: of torch, with masters in its groups.
         is_local: whether one of its parameters is updated on this rank.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, is_local: Callable[[Tensor], bool]
+        self, rank: Rank, optimizer: torch.optim.Optimizer, is_local: Callable[[Tensor], bool]
     ) -> None:
+        self._rank = rank
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
         self._local = {index for index, p in enumerate(self._parameters) if is_local(p)}
@@ -82,7 +85,7 @@ class OptimizerState:
 
     @property
     def _is_sharded(self) -> bool:
-        return runtime.current().sizes["shard"] > 1
+        return self._rank.sizes["shard"] > 1
 
     def of_rank(self, gather_shards: bool) -> dict[str, Any]:
         """State of this rank, marked.
@@ -94,13 +97,13 @@ class OptimizerState:
         own, marks = self.local(), self.marks()
         if not gather_shards or not self._is_sharded:
             return {**own, **marks}
-        roll_call.meet("optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
-        first = runtime.current().groups["shard"][0]
+        roll_call.meet(self._rank, "optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
+        first = self._rank.groups["shard"][0]
         mine = (to_cpu(own["state"]), marks[FLAT_MARK])
-        if runtime.current().global_rank != first:
+        if self._rank.global_rank != first:
             comm.send(mine, first, comm.RankType.WORLD_RANK)
             return {**own, **marks}
-        others = runtime.current().groups["shard"][1:]
+        others = self._rank.groups["shard"][1:]
         parts = [mine, *(comm.recv_from(rank, comm.RankType.WORLD_RANK) for rank in others)]
         del marks[FLAT_MARK]
         return {**own, "state": join_flat(parts), **marks}
@@ -114,7 +117,7 @@ class OptimizerState:
         if not self._is_sharded:
             snippet += ", or inside of `if smp.rdp_rank() == 0:`"
         groups = ("rdp", "mp") if self._is_sharded else ("mp",)
-        roll_call.meet("optimizer.state_dict", groups, snippet)
+        roll_call.meet(self._rank, "optimizer.state_dict", groups, snippet)
         result = self.local()
         if self._is_sharded:
             mine = (to_cpu(result["state"]), self._flat())

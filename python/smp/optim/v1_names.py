@@ -18,6 +18,7 @@ from smp.precision import (
 )
 from smp.precision.holdings import holding_with_master, model_parameter_of, parameters_of
 from smp.world import device_numbers, runtime
+from smp.world.rank import Rank
 
 _SCALER = "loss_scaler"
 # In the state of a scaler that has nothing to scale.
@@ -33,6 +34,7 @@ class HalfState:
 
     _loss_scaler: LossScaler
     _gradients: ScaledGradients
+    _rank: Rank
     _is_scaled: bool
     first_closure_call_this_step: bool
 
@@ -94,7 +96,7 @@ class HalfState:
     @overflow.setter
     def overflow(self, given: bool) -> None:
         if self._is_scaled and not self._gradients.is_checked:
-            number = device_numbers.number(1.0) if given else None
+            number = device_numbers.number(1.0, self._rank.device) if given else None
             self._gradients.overflow = device_numbers.DeviceFlag(number)
 
     def _half_state(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from smp import _C
 from smp.precision.holdings import parameters_of
 from smp.precision.loss_scaler import LossScaler
-from smp.world import comm, device_numbers, runtime
+from smp.world import comm, device_numbers
 from smp.world.device_numbers import DeviceFlag, moved
+from smp.world.rank import Rank
 
 _GRADIENTS = "_smp_gradients"
 
@@ -61,14 +62,16 @@ class ScaledGradients:
     of that happens on the device; the host waits for it only where it reads ``overflow``.
 
     Args:
+        rank: on which they are.
         optimizer: of torch, whose parameters they belong to.
         scaler: has the scale that backward works with.
         is_scaled: False if there is no loss scale, hence nothing to find out.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scaler: LossScaler, *, is_scaled: bool
+        self, rank: Rank, optimizer: torch.optim.Optimizer, scaler: LossScaler, *, is_scaled: bool
     ) -> None:
+        self._rank = rank
         self._optimizer = optimizer
         self._scaler = scaler
         self._is_scaled = is_scaled
@@ -103,8 +106,8 @@ class ScaledGradients:
         self._are_applied = False
         if not self._is_scaled:
             return
-        kind = "world" if runtime.current().sizes["shard"] > 1 else "mp"
-        if runtime.current().sizes[kind] > 1:  # only hosts talk here
+        kind = "world" if self._rank.sizes["shard"] > 1 else "mp"
+        if self._rank.sizes[kind] > 1:  # only hosts talk here
             has_reduced = any(comm.allgather(has_reduced, comm.CommGroup(kind)))
         if has_reduced:
             self._check()
@@ -174,13 +177,14 @@ class ScaledGradients:
         """The divisor as a number on the device."""
         if isinstance(self.divisor, Tensor):
             return self.divisor
-        return device_numbers.number(self.divisor)
+        return device_numbers.number(self.divisor, self._rank.device)
 
     def _check(self) -> None:
         factor = self._scaler.factor
         self._divide_by(factor.clone() if isinstance(factor, Tensor) else factor)
-        own = found_nonfinite(self._grads())
-        found = device_numbers.maxima(own.reshape(1), device_numbers.skipping_kinds())
+        own = found_nonfinite(self._grads(), self._rank.device)
+        kinds = device_numbers.skipping_kinds(self._rank)
+        found = device_numbers.maxima(self._rank, own.reshape(1), kinds)
         self.overflow = DeviceFlag(found.reshape(()))
         self._is_checked = True
 
@@ -196,15 +200,15 @@ def gradients_of(parameter: Tensor) -> ScaledGradients | None:
     return found
 
 
-def found_nonfinite(grads: Sequence[Tensor]) -> Tensor:
-    """1 if an element is infinite or NaN, else 0; float64 without dimensions, on the device."""
+def found_nonfinite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1 if an element is infinite or NaN, else 0; float64 without dimensions, on ``device``."""
     # Sums of squares in float64 of float32 cannot overflow.
-    return sum_of_squares(grads).isfinite().logical_not().double()
+    return sum_of_squares(grads, device).isfinite().logical_not().double()
 
 
-def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Over all elements; float64 without dimensions, on the device."""
-    total = device_numbers.number(0.0)
+def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Over all elements; float64 without dimensions, on ``device``."""
+    total = device_numbers.number(0.0, device)
     for group in by_device(grads).values():
         total = total + moved(torch.ops.smp.sum_of_squares(group), total.device)
     return total
@@ -212,10 +216,9 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
 
 def scale(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiplies in place."""
-    if not isinstance(factor, Tensor):
-        factor = device_numbers.number(factor)
     for device, group in by_device(grads).items():
-        torch.ops.smp.scale_(group, moved(factor, device))
+        own = factor if isinstance(factor, Tensor) else device_numbers.number(factor, device)
+        torch.ops.smp.scale_(group, moved(own, device))
 
 
 def by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:

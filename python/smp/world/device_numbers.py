@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from smp import _C
-from smp.world import runtime
+from smp.world.rank import Rank
 
 
-def gather(numbers: Tensor, kind: str) -> Tensor:
+def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     """Numbers of all ranks of a group. Collective over it, outside of step functions.
 
     The host waits for nothing that a device does, unless ranks share a GPU (``SMP_SHARE_GPU``),
     where what pipeline ranks tell each other goes through the host.
 
     Args:
+        rank: that calls.
         numbers: floating point ``[n]``, on the device of this rank.
         kind: of the caller's group: "mp", "tp", "shard" or "replica".
 
     Returns:
         ``[size of the group, n]``, in order of rank.
     """
-    current = runtime.current()
-    if current.rank.sizes[kind] == 1:
+    if rank.sizes[kind] == 1:
         return numbers[None]
-    comms = current.rank.comms
+    comms = rank.comms
     communicators = {
         "mp": comms.mp,
         "tp": comms.tp,
@@ -42,45 +42,45 @@ def gather(numbers: Tensor, kind: str) -> Tensor:
         numbers.cpu() if on_host else numbers,
         communicator,
         what=f"exchange of numbers of an update ({kind})",
-        faults=current.rank.board,
-        ranks=list(current.rank.groups[kind]),
-        timeout_s=current.rank.settings.timeout_s,
+        faults=rank.board,
+        ranks=list(rank.groups[kind]),
+        timeout_s=rank.timeout_s,
     )
     return moved(gathered, numbers.device)
 
 
-def sums(numbers: Tensor, kinds: Iterable[str]) -> Tensor:
+def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:
     """Sums over groups, one after the other. Collective as `gather`.
 
     In order of rank, so that all ranks get the same bits.
 
     Args:
+        rank: that calls.
         numbers: floating point ``[n]``.
         kinds: of groups.
     """
     for kind in kinds:
-        gathered = gather(numbers, kind)
+        gathered = gather(rank, numbers, kind)
         # The last of the partial sums: how `sum` puts terms together depends on their number.
         numbers = gathered.cumsum(0)[-1] if len(gathered) > 1 else numbers
     return numbers
 
 
-def maxima(numbers: Tensor, kinds: Iterable[str]) -> Tensor:
+def maxima(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:
     """The largest over groups, NaN if there is one. Otherwise as `sums`."""
     for kind in kinds:
-        numbers = gather(numbers, kind).amax(0)
+        numbers = gather(rank, numbers, kind).amax(0)
     return numbers
 
 
-def skipping_kinds() -> tuple[str, ...]:
+def skipping_kinds(rank: Rank) -> tuple[str, ...]:
     """Groups whose ranks, taken together, apply an update or skip it."""
-    is_sharded = runtime.current().rank.sizes["shard"] > 1
-    return ("mp", "shard", "replica") if is_sharded else ("mp",)
+    return ("mp", "shard", "replica") if rank.sizes["shard"] > 1 else ("mp",)
 
 
-def number(value: float) -> Tensor:
-    """A number on the device of this rank, float64 without dimensions; nobody waits for it."""
-    return torch.full((), value, dtype=torch.float64, device=runtime.current().rank.device)
+def number(value: float, device: torch.device) -> Tensor:
+    """A number on a device, float64 without dimensions; nobody waits for it."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from smp import _C
 
+FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 _MAX_TRACEBACK_LINES = 30
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from smp import _C
-from smp._C import PeerFailure
 from smp.config.sources import Plan
 from smp.world import process_hooks
 from smp.world.connections import Connections
@@ -112,6 +111,11 @@ class Rank:
             shares_gpus=shares_gpus,
         )
 
+    def wait_for_all(self, what: str) -> None:
+        """Until all ranks have made their connections. Collective."""
+        if self.connections is not None:
+            self.connections.wait_for_all(what)
+
     # ---- names of parts --------------------------------------------------------
 
     @property
@@ -176,7 +180,7 @@ class Rank:
         connections = self.connections
         if connections is None or not self.is_own_process:
             return
-        if isinstance(error, PeerFailure) and connections.board.fault_text() is not None:
+        if isinstance(error, _C.PeerFailure) and connections.board.fault_text() is not None:
             connections.has_failed = True  # the others know what this rank knows
         elif not connections.has_failed:
             connections.report_raised(where, process_hooks.describe_exception(error))

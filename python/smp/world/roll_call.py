@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from smp import _C
-from smp.world import host_objects, runtime
+from smp.world import host_objects
+from smp.world.rank import Rank
 
 _MARK = "_smp_roll_call"
 #: What a call of these groups often stands in that is wrong.
@@ -25,7 +26,12 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def roll_call(
-    what: str, call: dict[str, Any], snippet: str, own: Any = None, group: str = "world"
+    rank: Rank,
+    what: str,
+    call: dict[str, Any],
+    snippet: str,
+    own: Any = None,
+    group: str = "world",
 ) -> list[Any]:
     """Waits until all ranks of a group have made the same call. Collective over the group.
 
@@ -34,6 +40,7 @@ def roll_call(
     a rank that ends.
 
     Args:
+        rank: that calls.
         what: name of the public function.
         call: arguments that have to be equal on all ranks, and ``error``: why this rank cannot, or
             None.
@@ -48,46 +55,45 @@ def roll_call(
         ValueError: on all ranks, if some rank has an error or other arguments.
         PeerFailure, RuntimeError: some rank is elsewhere, or has failed.
     """
-    current = runtime.current()
-    current.rank.check_process(what)
-    members = current.rank.groups[group]
+    rank.check_process(what)
+    members = rank.groups[group]
     calls = [{_MARK: what, "call": call, "own": own}]
-    if current.rank.exchange is not None:
+    if rank.exchange is not None:
         packed = host_objects.pack(calls[0])
         try:
-            parts = current.rank.exchange.all_gather(members, packed, what)
+            parts = rank.exchange.all_gather(members, packed, what)
         except (_C.PeerFailure, RuntimeError) as error:
-            if _is_elsewhere(current, error):
-                absent = _C.PeerFailure(_advice(what, snippet, group, str(error)))
-                current.rank.report_raised(what, absent)
+            if _is_elsewhere(rank, error):
+                absent = _C.PeerFailure(_advice(rank, what, snippet, group, str(error)))
+                rank.report_raised(what, absent)
                 raise absent from error
             raise
-        calls = [host_objects.unpack(part, current.rank.device) for part in parts]
-    with current.rank.reporting(what):
+        calls = [host_objects.unpack(part, rank.device) for part in parts]
+    with rank.reporting(what):
         came = dict(zip(members, calls, strict=True))
-        for rank, other in came.items():
+        for member, other in came.items():
             is_ours = isinstance(other, dict) and _MARK in other
             where = other[_MARK] if is_ours else "smp.allgather"
             if where != what:
-                reason = f"global_rank {rank} is in {where}"
-                raise RuntimeError(_advice(what, snippet, group, reason))
-    _compare(what, {rank: other["call"] for rank, other in came.items()})
+                reason = f"global_rank {member} is in {where}"
+                raise RuntimeError(_advice(rank, what, snippet, group, reason))
+    _compare(what, {member: other["call"] for member, other in came.items()})
     return [other["own"] for other in calls]
 
 
 def meet(
-    what: str, groups: Sequence[str], snippet: str, call: dict[str, Any] | None = None
+    rank: Rank, what: str, groups: Sequence[str], snippet: str, call: dict[str, Any] | None = None
 ) -> None:
     """`roll_call` of groups whose ranks make one state together. Collective over each of them.
 
     What stands alone in a group has nobody to wait for.
     """
     for group in groups:
-        if len(runtime.current().rank.groups[group]) > 1:
-            roll_call(what, call or {}, snippet, group=group)
+        if rank.sizes[group] > 1:
+            roll_call(rank, what, call or {}, snippet, group=group)
 
 
-def agree(what: str, error: BaseException | None, own: Any = None) -> list[Any]:
+def agree(rank: Rank, what: str, error: BaseException | None, own: Any = None) -> list[Any]:
     """Goes on if no rank has an error. Collective over all ranks.
 
     Returns:
@@ -97,17 +103,16 @@ def agree(what: str, error: BaseException | None, own: Any = None) -> list[Any]:
         FileNotFoundError, ValueError, RuntimeError: on all ranks, with the error of the first one
             that has one; RuntimeError for those of other classes.
     """
-    current = runtime.current()
     told = [(None if error is None else _kind_and_text(error), own)]
-    if current.rank.exchange is not None:
+    if rank.exchange is not None:
         packed = host_objects.pack(told[0])
-        parts = current.rank.exchange.all_gather(current.rank.groups["world"], packed, what)
-        told = [host_objects.unpack(part, current.rank.device) for part in parts]
-    for rank, (told_error, _) in enumerate(told):
+        parts = rank.exchange.all_gather(rank.groups["world"], packed, what)
+        told = [host_objects.unpack(part, rank.device) for part in parts]
+    for member, (told_error, _) in enumerate(told):
         if told_error is not None:
             kind, text = told_error
             raise _KINDS.get(kind, RuntimeError)(
-                f"{_C.rank_prefix()}{what} failed on global_rank {rank}: {text}"
+                f"{_C.rank_prefix()}{what} failed on global_rank {member}: {text}"
             ) from error
     return [item for _, item in told]
 
@@ -118,10 +123,10 @@ def _kind_and_text(error: BaseException) -> tuple[str, str]:
     return kind, text if kind else f"{type(error).__name__}: {text}"
 
 
-def _is_elsewhere(current: runtime.Runtime, error: Exception) -> bool:
+def _is_elsewhere(rank: Rank, error: Exception) -> bool:
     """Did the wait end because ranks were somewhere else?"""
     text = str(error)
-    fault = "" if current.rank.board is None else current.rank.board.fault_text() or ""
+    fault = "" if rank.board is None else rank.board.fault_text() or ""
     return (
         fault.startswith("deadlock")
         or "has left" in fault + text
@@ -130,11 +135,11 @@ def _is_elsewhere(current: runtime.Runtime, error: Exception) -> bool:
     )
 
 
-def _advice(what: str, snippet: str, group: str, reason: str) -> str:
+def _advice(rank: Rank, what: str, snippet: str, group: str, reason: str) -> str:
     if group == "world":
         where = "on all ranks. Every rank writes or reads its own part, so all of them"
     else:
-        members = ", ".join(str(rank) for rank in runtime.current().rank.groups[group])
+        members = ", ".join(str(member) for member in rank.groups[group])
         where = f"on all ranks that have a part of the state: global_ranks {members}"
     must = f"{where} have to call it, with the same arguments; not inside of {_GUARDS[group]}"
     return (

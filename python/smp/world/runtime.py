@@ -1,11 +1,8 @@
-"""The one process-wide object: who this process is, and everything that is running.
-
-`init` makes it, `shutdown` ends it, `current` returns it. The environment is read here and
-nowhere else.
-"""
+"""The one process-wide object: `init` makes it, `shutdown` ends it, `current` returns it."""
 
 from __future__ import annotations
 
+import copyreg
 import json
 import os
 import socket
@@ -16,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from smp import _C
-from smp._C import PeerFailure
 from smp.config.schema import check_same_topology
 from smp.config.sources import Plan, UserConfig, compare_configs, make_plan
 from smp.world import process_hooks
@@ -30,8 +26,6 @@ from smp.world.settings import device_of, host_advice, look_at_devices, read_set
 from smp.world.shortcuts import Shortcuts
 from smp.world.steps import Steps
 from smp.world.wrapped import Wrapped, module_manager
-
-FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 
 
 class Runtime(Shortcuts):
@@ -99,8 +93,7 @@ class Runtime(Shortcuts):
             ),
         )
         self.process_groups.open(store, loopback=loopback)
-        assert self.rank.connections is not None
-        self.rank.connections.wait_for_all("smp.init")
+        self.rank.wait_for_all("smp.init")
 
     def add_keys(self, plan: Plan) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""
@@ -151,6 +144,14 @@ def current() -> Runtime:
     if _current is None:
         raise RuntimeError("smp is not initialized; call smp.init() first, once in each process")
     return _current
+
+
+def own_rank() -> Rank:
+    """What a rank becomes in a copy or a pickle of an object that has one: that of the process."""
+    return current().rank
+
+
+copyreg.pickle(Rank, lambda rank: (own_rank, ()))
 
 
 def is_initialized() -> bool:
@@ -225,9 +226,9 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
 def _on_uncaught(error: BaseException) -> None:
     if _current is not None:
         _current.rank.report_raised("the script (uncaught exception)", error)
-        if path := os.environ.get(FAILURE_VARIABLE):
+        if path := os.environ.get(process_hooks.FAILURE_VARIABLE):
             board = _current.rank.board
-            knows_culprit = isinstance(error, PeerFailure) and board is not None
+            knows_culprit = isinstance(error, _C.PeerFailure) and board is not None
             culprit = board.fault_rank() if board and knows_culprit else _current.rank.global_rank
             process_hooks.write_failure(path, culprit, error)
 
