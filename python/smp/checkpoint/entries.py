@@ -126,7 +126,7 @@ def model_state(model: DistributedModel) -> ModelState:
     state = ModelState(shows_values=parts.storage.shows_values)
     canonical: dict[int, str] = {}
     partitions = parts.key_partitions()
-    pp_rank = runtime.current().ranks["pp"]
+    pp_rank = runtime.current().rank.ranks["pp"]
     for key, value in parts.root.state_dict(keep_vars=True).items():
         owns = partitions.get(key, 0) == pp_rank
         if not isinstance(value, Tensor) or is_extra_state(key):

@@ -208,7 +208,7 @@ def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> No
 
 
 def _set_extra_state(model: DistributedModel, manifest: Manifest) -> None:
-    stored, device = manifest.values.get("extra_state", {}), runtime.current().device
+    stored, device = manifest.values.get("extra_state", {}), runtime.current().rank.device
     decoded = {key: decode(value, device) for key, value in stored.items()}
     set_extra_states(model.get_module(), decoded)
 
@@ -266,7 +266,7 @@ def fill_groups(
                 "groups that were saved, or pass strict=False or load_optimizer=False"
             )
         if options:
-            device = runtime.current().device
+            device = runtime.current().rank.device
             group.update({key: decode(value, device) for key, value in options[0].items()})
 
 

@@ -125,7 +125,7 @@ def resume_from_checkpoint(
 
 
 def _model(current: runtime.Runtime, given: DistributedModel | None) -> DistributedModel:
-    model = current.model if given is None else given
+    model = current.wrapped.model if given is None else given
     if not isinstance(model, DistributedModel):
         raise ValueError("wrap the model in smp.DistributedModel first")
     return model
@@ -208,8 +208,10 @@ class _Resumption:
 
         A folder that was written anew without a job has none, either.
         """
-        is_equal = self.manifest.layout.sizes == current.sizes and "rng_0.pt" in self.manifest.files
-        return f"rng_{current.global_rank}.pt" if is_equal and self.wants_optimizer else None
+        is_equal = (
+            self.manifest.layout.sizes == current.rank.sizes and "rng_0.pt" in self.manifest.files
+        )
+        return f"rng_{current.rank.global_rank}.pt" if is_equal and self.wants_optimizer else None
 
     def begin(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> None:
         """Loads what can be loaded now, and sees to the rest. Collective."""
@@ -227,7 +229,7 @@ class _Resumption:
         if found is not None:
             self._meet(found)
         else:
-            current.on_next_optimizer(self._meet)
+            current.wrapped.on_next_optimizer(self._meet)
 
     def _fill_model(self, model: DistributedModel) -> None:
         with FolderReader(self.folder, self.manifest) as reader:
@@ -264,13 +266,13 @@ class _Resumption:
 
     def _take_over_partition(self, current: runtime.Runtime, model: DistributedModel) -> None:
         told = self.manifest.values.get("partition")
-        is_equal = self.manifest.layout.sizes["pp"] == current.sizes["pp"] > 1
-        if told is not None and is_equal and current.config.partition_file is None:
+        is_equal = self.manifest.layout.sizes["pp"] == current.rank.sizes["pp"] > 1
+        if told is not None and is_equal and current.rank.config.partition_file is None:
             engine_of(model).partitioning.follow(self.folder / PARTITION_FILE, told["chunks"])
 
     def _restore_random_states(self, current: runtime.Runtime) -> None:
         steps = self.manifest.values["steps"]
-        current.num_steps, current.num_begun = steps["done"], steps["begun"]
+        current.steps.num_finished, current.steps.num_begun = steps["done"], steps["begun"]
         name = self._random_file(current)
         if name is not None:
             path = self.folder / name

@@ -91,10 +91,10 @@ class _Writers:
 
     def __init__(self) -> None:
         current = runtime.current()
-        self._num_replicas = current.sizes["rdp"] // current.sizes["shard"]
-        self._replica = current.ranks["rdp"] // current.sizes["shard"]
-        self._tp_rank = current.ranks["tp"]
-        self.is_first_of_shards = current.ranks["shard"] == 0
+        self._num_replicas = current.rank.sizes["rdp"] // current.rank.sizes["shard"]
+        self._replica = current.rank.ranks["rdp"] // current.rank.sizes["shard"]
+        self._tp_rank = current.rank.ranks["tp"]
+        self.is_first_of_shards = current.rank.ranks["shard"] == 0
 
     def writes(self, kind: str) -> bool:
         turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]
@@ -206,7 +206,7 @@ def _add_masters(
     if masters:
         content["masters"] = {name: entry.tensor for name, entry in masters.items()}
         file.places = [Place(entry, ("masters", name)) for name, entry in masters.items()]
-    if optimizer is not None and runtime.current().config.fp16:
+    if optimizer is not None and runtime.current().rank.config.fp16:
         content["loss_scaler"] = optimizer.loss_scaler.state_dict()
         result.values["loss_scaler"] = content["loss_scaler"]
     if content:
@@ -227,12 +227,12 @@ def _add_optimizer(
     _check_named(everything)
     own = [updated for updated in everything if updated.is_local]
     first = {u.index for u in own if writers.has_first(model_parameter_of(u.tensor))}
-    if runtime.current().global_rank == 0:
+    if runtime.current().rank.global_rank == 0:
         result.values["groups"] = encode_groups(optimizer, everything)
     content: dict[str, Any] = {}
     file = PlannedFile(file_name(OPTIMIZER), content, updated=frozenset({"state"}))
     if not state.shows_values:
-        content["partition_count"] = runtime.current().sizes["shard"]
+        content["partition_count"] = runtime.current().rank.sizes["shard"]
         content["fp32_flat_groups"] = _flat_groups(optimizer, state, writers, file, covered)
     entries: dict[int, dict[str, Any]] = {}
     numbers: dict[str, dict[str, Any]] = {}

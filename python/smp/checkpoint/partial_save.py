@@ -62,7 +62,7 @@ class PartialSave:
         self._current = current = runtime.current()
         self._num_kept = num_kept
         self._optimizer = None if optimizer is None else optimizer.optimizer
-        self._rank = current.global_rank
+        self._rank = current.rank.global_rank
         name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._generation = self._open(path, name, generation)
@@ -125,7 +125,7 @@ class PartialSave:
         values["user_content"] = {"added": added, "is_none": user_content is None}
         values["aliases"] = state.aliases
         values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
-        values["steps"] = {"done": current.num_steps, "begun": current.num_begun}
+        values["steps"] = {"done": current.steps.num_finished, "begun": current.steps.num_begun}
         values["seed"] = torch.initial_seed()
         values["registrations"] = [
             [registration.family, registration.module_cls.__name__]
@@ -142,7 +142,7 @@ class PartialSave:
                 path, config.encode(), generation
             )
         decision = named._decision
-        if decision is not None and current.sizes["pp"] > 1:
+        if decision is not None and current.rank.sizes["pp"] > 1:
             values["partition"] = {"chunks": decision.num_chunks}
             self._content[PARTITION_FILE] = lambda path: plan_file.write(decision, path)
 
@@ -212,7 +212,7 @@ class PartialSave:
             copies.make()
             self._write(progress)
             if self._rank == 0:
-                self._wait_for(lambda: generation.parts(self._current.world_size) is not None)
+                self._wait_for(lambda: generation.parts(self._current.rank.world_size) is not None)
                 self._commit()
         except _OthersFailed:
             raise
@@ -226,8 +226,8 @@ class PartialSave:
                 raise RuntimeError("the first rank has given up; its error says why")
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._current.settings.timeout_s
-        board = self._current.board
+        deadline = time.monotonic() + self._current.rank.settings.timeout_s
+        board = self._current.rank.board
         while not happened():
             for rank, reason in self._generation.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
@@ -237,7 +237,7 @@ class PartialSave:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._generation.folder} has not got the parts of all ranks in "
-                    f"{self._current.settings.timeout_s:g} s"
+                    f"{self._current.rank.settings.timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
 
@@ -263,7 +263,7 @@ class PartialSave:
 
     def _commit(self) -> None:
         current = self._current
-        parts = self._generation.parts(current.world_size)
+        parts = self._generation.parts(current.rank.world_size)
         assert parts is not None
         manifest = Manifest.assemble(
             self._generation.generation,
@@ -308,8 +308,8 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
 
 def layout_of(current: runtime.Runtime) -> Layout:
     """What has to be equal for a job to go on bit by bit."""
-    sizes = {kind: size for kind, size in current.sizes.items()}
-    return Layout(current.config.to_dict(), sizes)
+    sizes = {kind: size for kind, size in current.rank.sizes.items()}
+    return Layout(current.rank.config.to_dict(), sizes)
 
 
 def versions() -> dict[str, str]:

@@ -50,7 +50,7 @@ def save_whole(
     writing: FileGeneration | None = None
     try:
         try:
-            if current.global_rank == 0:
+            if current.rank.global_rank == 0:
                 writing = FileGeneration.begin(path, tag, generation)
             content = gatherer.lazy_state()
             if translate:
@@ -120,12 +120,12 @@ class Gatherer:
         self._current = current
         self._storage = storage_of(model)
         self._state: ModelState = model_state(model)
-        self._is_with_first = 0 in current.groups["mp"]
+        self._is_with_first = 0 in current.rank.groups["mp"]
         self._places: dict[tuple[int, int], int] = {}  # (pp, tp) of this replica: global rank
         if self._is_with_first:
-            own = (current.ranks["pp"], current.ranks["tp"])
+            own = (current.rank.ranks["pp"], current.rank.ranks["tp"])
             places = comm.allgather(own, comm.MP_GROUP)
-            self._places = dict(zip(places, current.groups["mp"], strict=True))
+            self._places = dict(zip(places, current.rank.groups["mp"], strict=True))
         self._order: list[str] = []
         self._uses: dict[str, int] = {}
         self._here: dict[str, Tensor] = {}
@@ -189,23 +189,23 @@ class Gatherer:
         tensor, owner = self._state.tensors[name], self._state.owners[name]
         current = self._current
         interval = interval_of(tensor)
-        is_source = current.ranks["pp"] == owner and (
-            interval is not None or current.ranks["tp"] == 0
+        is_source = current.rank.ranks["pp"] == owner and (
+            interval is not None or current.rank.ranks["tp"] == 0
         )
         value = tensor.detach()
         if is_source and self._storage.gathers(tensor):
-            if current.ranks["rdp"] >= current.sizes["shard"]:
+            if current.rank.ranks["rdp"] >= current.rank.sizes["shard"]:
                 return value  # another copy
             value = self._storage.gathered(tensor)
         if not self._is_with_first:
             return value
-        if current.global_rank != 0:
+        if current.rank.global_rank != 0:
             if is_source:
                 slices = partial.slices_of([(name, tensor)])
                 sent = (value.detach().cpu(), slices.get(name))
                 comm.send(sent, 0, comm.RankType.WORLD_RANK)
             return value
-        num_sources = 1 if interval is None else current.sizes["tp"]
+        num_sources = 1 if interval is None else current.rank.sizes["tp"]
         pieces: list[tuple[Tensor, Any]] = []
         for tp_rank in range(num_sources):
             source = self._places[owner, tp_rank]

@@ -54,7 +54,7 @@ class SMPAccelerator(Accelerator):
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
-        config = runtime.current().config
+        config = runtime.current().rank.config
         wanted = kwargs.pop("mixed_precision", None)
         configured = "fp16" if config.fp16 else "bf16" if config.bf16 else "no"
         if wanted not in (None, "no", configured):
@@ -106,7 +106,7 @@ class SMPAccelerator(Accelerator):
     @property
     def device(self) -> torch.device:
         """Where batches are put."""
-        return runtime.current().device
+        return runtime.current().rank.device
 
     def wait_for_everyone(self) -> None:
         """Waits for all processes of the job."""
@@ -330,7 +330,7 @@ def distributed_optimizer(
     kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
     """Wraps; in fp16 with a dynamic loss scale."""
-    if not runtime.current().config.fp16:
+    if not runtime.current().rank.config.fp16:
         return kind(optimizer)
     return kind(
         optimizer,
@@ -353,7 +353,7 @@ class _Group:
     """Ranks that work on different batches."""
 
     def __init__(self) -> None:
-        shares_batches = runtime.current().config.prescaled_batch
+        shares_batches = runtime.current().rank.config.prescaled_batch
         self.kind = comm.RDP_GROUP if shares_batches else comm.DP_GROUP
         self.ranks = comm.get_rdp_group() if shares_batches else comm.get_dp_group()
         self.own = comm.rdp_rank() if shares_batches else comm.dp_rank()

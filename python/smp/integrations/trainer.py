@@ -65,7 +65,7 @@ class SMPTrainer(Trainer):
     dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = runtime.current().config
+        config = runtime.current().rank.config
         super().__init__(*args, **kwargs)
         if isinstance(self.model, DistributedModel):
             raise ValueError(

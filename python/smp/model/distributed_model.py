@@ -92,7 +92,7 @@ class DistributedModel(ModelViews):
         super().__init__()
         current = runtime.current()
         _check_module(module, current)
-        times = trace_execution_times or current.config.use_times
+        times = trace_execution_times or current.rank.config.use_times
         check_tracing(trace_device, times)
         if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
             raise ValueError(
@@ -101,24 +101,24 @@ class DistributedModel(ModelViews):
             )
         # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
         seed = torch.initial_seed()
-        initialise_again(module, current.device, seed)
-        module, registrations = replace_marked(module, current.device)
+        initialise_again(module, current.rank.device, seed)
+        module, registrations = replace_marked(module, current.rank.device)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
-        if current.config.fp16_params and current.config.half_dtype is None:
+        if current.rank.config.fp16_params and current.rank.config.half_dtype is None:
             for distributed in module.modules():
                 if isinstance(distributed, DistributedModule):
                     distributed.half()
         self.module: nn.Module = ModuleWrapper(module)
-        if current.config.fp16:
+        if current.rank.config.fp16:
             self.module = ModuleWrapper(self.module)
         self._engine = Engine(
             current,
-            current.num_wrapped,
+            current.wrapped.num_wrapped,
             module,
             trace=TraceOptions(
-                device=current.device,
-                real_device=current.device if trace_device == "gpu" else torch.device("cpu"),
+                device=current.rank.device,
+                real_device=current.rank.device if trace_device == "gpu" else torch.device("cpu"),
                 measure_times=times,
                 measure_memory=trace_memory_usage,
             ),
@@ -134,11 +134,11 @@ class DistributedModel(ModelViews):
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         alias_forwards(module)
-        current.add_model(self)
+        current.wrapped.add_model(self)
         let_go = weakref.finalize(self, self._engine.close)
         let_go.atexit = False  # the runtime ends in an order of its own
         current.on_shutdown(let_go)
-        if current.sizes["pp"] == 1:
+        if current.rank.sizes["pp"] == 1:
             self.prepare()
 
     # ---- running
@@ -153,7 +153,7 @@ class DistributedModel(ModelViews):
             return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
         place = self._engine.pipeline
         if place is None:
-            if self._runtime.sizes["pp"] > 1:
+            if self._runtime.rank.sizes["pp"] > 1:
                 self._raise_outside_step("called")
             self._engine.honour_checkpointing()
             output = self._root_call(args, kwargs).run(self.get_module())
@@ -170,7 +170,7 @@ class DistributedModel(ModelViews):
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
                     f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
-                    f"their models in one order ({self._runtime.candidates})"
+                    f"their models in one order ({self._runtime.wrapped.candidates})"
                 )
             return call.settle(filled, output)
         output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
@@ -194,9 +194,9 @@ class DistributedModel(ModelViews):
         if self._engine.capture is not None:
             self._engine.capture.on_backward()
             return
-        tensors, grad_tensors = listed(self._runtime.ranks["pp"], tensors, grad_tensors)
+        tensors, grad_tensors = listed(self._runtime.rank.ranks["pp"], tensors, grad_tensors)
         place = self._engine.pipeline
-        if place is None and self._runtime.sizes["pp"] > 1:
+        if place is None and self._runtime.rank.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if place is None or place.is_driver:
             loss_checks.before_backward(self._runtime, tensors)
@@ -205,7 +205,7 @@ class DistributedModel(ModelViews):
             scale = self._engine.root_weight(1.0)
             if not is_one(scale):
                 tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
-            with self._runtime.scaling_loss():
+            with self._runtime.steps.scaling_loss():
                 torch.autograd.backward(tensors, grad_tensors)
             return
         self._check_in_step("run backward")
@@ -216,7 +216,7 @@ class DistributedModel(ModelViews):
         weight = self._engine.root_weight(current_share().weight)
         # Whoever waits for no forward need not wait for the value of a loss on another rank: its
         # owner runs the backward right behind. The simple schedule has all forwards first.
-        ahead = self._runtime.config.pipeline != "simple"
+        ahead = self._runtime.rank.config.pipeline != "simple"
         if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
         for root in () if ahead else tensors:  # its forward is over when the loss is there
@@ -224,7 +224,7 @@ class DistributedModel(ModelViews):
                 root.wait()
         self._engine.first_step.on_backward(tensors)
         server.begin_backward()
-        with self._runtime.scaling_loss():
+        with self._runtime.steps.scaling_loss():
             run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
         server.end_backward()
 
@@ -238,7 +238,7 @@ class DistributedModel(ModelViews):
             )
 
     def _raise_outside_step(self, what: str) -> NoReturn:
-        step = self._runtime.running_step
+        step = self._runtime.steps.running
         if step is not None and not self.partitioned:
             raise RuntimeError(
                 f"{_C.rank_prefix()}the model ({self._label}) is {what} in step '{step}', whose "
@@ -248,17 +248,17 @@ class DistributedModel(ModelViews):
             )
         raise RuntimeError(
             f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
-            f"pipeline_parallel_degree {self._runtime.sizes['pp']} forward and backward belong "
-            "into a function decorated with @smp.step"
+            f"pipeline_parallel_degree {self._runtime.rank.sizes['pp']} forward and backward "
+            "belong into a function decorated with @smp.step"
         )
 
     def _root_call(self, *arguments: Any) -> RootCall:
-        casts = self._runtime.config.half_dtype is not None
-        return RootCall(arguments, self._runtime.device, self._half_dtype(), casts)
+        casts = self._runtime.rank.config.half_dtype is not None
+        return RootCall(arguments, self._runtime.rank.device, self._half_dtype(), casts)
 
     def _half_dtype(self) -> torch.dtype | None:
         """Of a model that trains in 16 bits, once it is cast."""
-        half = self._runtime.config.half_dtype
+        half = self._runtime.rank.config.half_dtype
         if half is None or self.partitioned:
             return half
         dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
@@ -275,7 +275,7 @@ class DistributedModel(ModelViews):
             return
         self._engine.partition(trace)
         nonfinite.model_partitioned(self._runtime, self)
-        for optimizer in self._runtime.optimizers:
+        for optimizer in self._runtime.wrapped.optimizers:
             optimizer._use_masters()
         for hook in list(self._post_partition_hooks.values()):
             hook(self, self._optimizer())
@@ -289,11 +289,11 @@ class DistributedModel(ModelViews):
 
     def _optimizer(self) -> Any:
         """The last optimizer that was wrapped, of several the last one with parameters of ours."""
-        optimizers: list[Any] = self._runtime.optimizers
+        optimizers: list[Any] = self._runtime.wrapped.optimizers
         own = {id(parameter) for parameter in self.parameters()}
         fitting = [
             optimizer
-            for optimizer in (optimizers if len(self._runtime.models) > 1 else ())
+            for optimizer in (optimizers if len(self._runtime.wrapped.models) > 1 else ())
             if any(
                 id(model_parameter_of(p)) in own
                 for group in optimizer.param_groups
@@ -386,7 +386,7 @@ class DistributedModel(ModelViews):
         if args or kwargs or not isinstance(gather_to_rank0, bool):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
         if self.partitioned:
-            is_merged = not gather_to_rank0 or 0 in self._runtime.groups["mp"]
+            is_merged = not gather_to_rank0 or 0 in self._runtime.rank.groups["mp"]
             self._parts().meet(
                 self._runtime.rank,
                 "model.state_dict",
@@ -422,11 +422,11 @@ class DistributedModel(ModelViews):
             RuntimeError: it has modules that are split over several ranks.
         """
         split = next(self.distributed_modules(), None)
-        if split is not None and self._runtime.sizes["tp"] > 1:
+        if split is not None and self._runtime.rank.sizes["tp"] > 1:
             raise RuntimeError(
                 f"{_C.rank_prefix()}cpu() gathers modules that work on one rank, and "
-                f"{type(split).__name__} is split over {self._runtime.sizes['tp']} tensor-parallel "
-                "ranks; build the plain model and load state_dict() into it"
+                f"{type(split).__name__} is split over {self._runtime.rank.sizes['tp']} "
+                "tensor-parallel ranks; build the plain model and load state_dict() into it"
             )
         self._engine.gather_to_cpu()
         return self
@@ -442,8 +442,8 @@ class DistributedModel(ModelViews):
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             self._change_dtype(dtype)
-        several = self.partitioned and self._runtime.sizes["pp"] > 1
-        if several and device is not None and device.type != self._runtime.device.type:
+        several = self.partitioned and self._runtime.rank.sizes["pp"] > 1
+        if several and device is not None and device.type != self._runtime.rank.device.type:
             raise RuntimeError(
                 f"{_C.rank_prefix()}a partitioned model cannot move to {device}: parts of "
                 "it are on other ranks; DistributedModel.cpu() gathers them"
@@ -596,7 +596,7 @@ def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
 def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
     """A parameter has one owner and one reduction."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for other in current.models:
+    for other in current.wrapped.models:
         assert isinstance(other, DistributedModel)
         for name, parameter in other.get_module().named_parameters():
             if id(parameter) in names:

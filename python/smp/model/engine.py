@@ -127,21 +127,21 @@ class Engine:
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self.gradients.overlaps,
         )
-        pp_rank = current.ranks["pp"]
+        pp_rank = current.rank.ranks["pp"]
         parts = self.parts = ModelParts(self._root, decision.partition_of, pp_rank, storage)
         local = list(parts.named_parameters())
         self.first_step.before_placing(trace, local, storage.shows_values)
         storage.place(
             local,
-            lambda on_ready: parts.place(current.device, self._seed, on_ready),
+            lambda on_ready: parts.place(current.rank.device, self._seed, on_ready),
             lambda: self.state.load_kept(parts),
         )
         self._finish_on_shutdown(storage)
         self.lay_out_gradients()
-        if current.sizes["pp"] > 1:
+        if current.rank.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
         self.first_step.placed(decision.modules, decision.names)
-        current.partitioned.add(self.idx)
+        current.wrapped.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
 
     def _finish_on_shutdown(self, storage: Storage) -> None:
@@ -194,7 +194,7 @@ class Engine:
     @property
     def can_change_dtype(self) -> bool:
         """Of a model that is partitioned: nothing of it is elsewhere, or there twice."""
-        return self._current.sizes["pp"] == 1 and not self.holdings
+        return self._current.rank.sizes["pp"] == 1 and not self.holdings
 
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""

@@ -48,7 +48,7 @@ class _Uneven:
         self._rank = current.rank
         self._divide_by_all = divide_by_all
         self._throw = throw
-        self._ranks = list(self._current.groups["dp"])
+        self._ranks = list(self._current.rank.groups["dp"])
         self._last_active = [True] * len(self._ranks)
         self._weight = 1.0
         self._handles: list[RemovableHandle] = []
@@ -74,7 +74,7 @@ class _Uneven:
         """Announces the backward from this output, where no step function does."""
         if self._engine.in_step() or not torch.is_grad_enabled():
             return
-        if self._current.sizes["tp"] > 1:
+        if self._current.rank.sizes["tp"] > 1:
             raise RuntimeError(
                 f"{_C.rank_prefix()}with tensor parallelism the replicas inside of join() need a "
                 "step function; decorate the function that runs forward and backward with @smp.step"
@@ -147,17 +147,17 @@ class _Uneven:
     def _exchange(self, state: int) -> list[int]:
         """What each replica does, by position. Collective."""
         current = self._current
-        group = current.comms.dp_control
+        group = current.rank.comms.dp_control
         assert group is not None
-        own = current.ranks["dp"]
+        own = current.rank.ranks["dp"]
         active = _C.agree_on_maxima(
             [state if i == own else _OUT for i in range(len(self._ranks))],
             group,
             device="cpu",
             what="exchange of who has a batch, in join()",
-            faults=current.board,
+            faults=current.rank.board,
             ranks=self._ranks,
-            timeout_s=current.settings.timeout_s,
+            timeout_s=current.rank.settings.timeout_s,
         )
         if not any(active):
             return active
@@ -175,7 +175,7 @@ class _Uneven:
 
     def _check_peers(self, active: Sequence[int]) -> None:
         by_rank = {rank: bool(state) for rank, state in zip(self._ranks, active, strict=True)}
-        for peers in self._current.grid.groups("tp"):
+        for peers in self._current.rank.grid.groups("tp"):
             if len({by_rank[rank] for rank in peers if rank in by_rank}) > 1:
                 out = [rank for rank in peers if not by_rank[rank]]
                 raise RuntimeError(
@@ -193,18 +193,18 @@ class _Uneven:
         current, parts = self._current, self._engine.parts
         assert parts is not None
         active = dict(zip(self._ranks, self._last_active, strict=True))
-        peers = list(current.groups["rdp"])  # hold the same slices
+        peers = list(current.rank.groups["rdp"])  # hold the same slices
         first = next(i for i, rank in enumerate(peers) if active[rank])
         local = [parameter for _, parameter in parts.named_parameters()]
         data_parallel.broadcast_from_first(
             self._rank, local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
         )
         reload_masters(self._engine.holdings.values())
-        for optimizer in current.optimizers:
+        for optimizer in current.wrapped.optimizers:
             self._send_state(optimizer, [active[rank] for rank in peers], first)
 
     def _send_state(self, optimizer: Any, active: Sequence[bool], first: int) -> None:
-        own = self._current.ranks["rdp"]
+        own = self._current.rank.ranks["rdp"]
         if own == first:
             state = optimizer.local_state_dict(gather_if_shard=False)
             for position, is_active in enumerate(active):
@@ -215,11 +215,11 @@ class _Uneven:
 
 
 def _check(current: runtime.Runtime, engine: Engine) -> None:
-    config = current.config
+    config = current.rank.config
     reasons = {
         f"ddp={config.ddp}": (not config.ddp, "there are no replicas to join; use ddp=True"),
         "deterministic_server=True": (
-            config.orders_replicas and current.sizes["pp"] > 1,
+            config.orders_replicas and current.rank.sizes["pp"] > 1,
             "replicas follow the order of the first one, so all need equally many batches",
         ),
     }
@@ -230,10 +230,10 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
     for key, (is_so, reason) in reasons.items():
         if is_so:
             raise ValueError(f"{_C.rank_prefix()}smp config: {key}: {reason}; or leave join() out")
-    if current.num_wrapped > 1:
+    if current.wrapped.num_wrapped > 1:
         raise ValueError(
-            f"{_C.rank_prefix()}join() is for one model, and {current.num_wrapped} were wrapped "
-            f"({current.candidates}); put them into one module"
+            f"{_C.rank_prefix()}join() is for one model, and {current.wrapped.num_wrapped} were "
+            f"wrapped ({current.wrapped.candidates}); put them into one module"
         )
     if engine.uneven is not None:
         raise RuntimeError(f"{_C.rank_prefix()}join() was called inside of a join()")
@@ -252,12 +252,12 @@ def uneven_batches(
         throw: raise on all ranks when one has run out.
     """
     _check(current, engine)
-    if current.sizes["dp"] == 1:
+    if current.rank.sizes["dp"] == 1:
         yield
         return
     uneven = _Uneven(current, engine, divide_by_all, throw)
     engine.uneven = uneven
-    with current.reporting("join()"):
+    with current.rank.reporting("join()"):
         try:
             yield
             uneven.shadow()

@@ -53,7 +53,7 @@ class LossWeight:
                 tensor.register_hook(self._check_scaled)
 
     def _check_scaled(self, grad: torch.Tensor) -> None:
-        if self._current.num_scaled_backwards == 0 and self.scale != 1.0:
+        if self._current.steps.num_scaled_backwards == 0 and self.scale != 1.0:
             raise RuntimeError(
                 f"{_C.rank_prefix()}backward began at a loss without its scale {self.scale:g},"
                 " which would make gradients in torch.float16 vanish; call model.backward(loss) "

@@ -49,9 +49,9 @@ class Partitioning:
     @property
     def wants_trace(self) -> bool:
         """Does the partition depend on a trace?"""
-        config = self._current.config
+        config = self._current.rank.config
         is_open = config.auto_partition and not config.skip_tracing and self._followed is None
-        return self._current.sizes["pp"] > 1 and is_open
+        return self._current.rank.sizes["pp"] > 1 and is_open
 
     def follow(self, path: Path, num_chunks: int) -> None:
         """Lets a file decide on the partition, if it is for as many stages as this run has.
@@ -72,7 +72,7 @@ class Partitioning:
         Raises:
             ValueError: on every rank, for a model that cannot be partitioned as configured.
         """
-        current, config = self._current, self._current.config
+        current, config = self._current, self._current.rank.config
         schedule = self._schedule()
         self._check_files()
         wishes = Wishes(
@@ -89,7 +89,7 @@ class Partitioning:
             wishes,
         )
         self.decision = decision
-        if current.global_rank == 0 and current.sizes["pp"] > 1:
+        if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
@@ -104,13 +104,13 @@ class Partitioning:
         Raises:
             ValueError: on every rank.
         """
-        config = self._current.config
-        if self._current.num_wrapped < 2:
+        config, wrapped = self._current.rank.config, self._current.wrapped
+        if wrapped.num_wrapped < 2:
             return
         for key in ("partition_file", "schedule_file"):
             if getattr(config, key) is not None:
                 raise ValueError(
                     f"{_C.rank_prefix()}smp config: {key} is for one model, and "
-                    f"{self._current.num_wrapped} were wrapped ({self._current.candidates}); leave "
+                    f"{wrapped.num_wrapped} were wrapped ({wrapped.candidates}); leave "
                     "it out, or put the models into one module"
                 )

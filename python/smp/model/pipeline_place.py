@@ -42,11 +42,11 @@ class PipelinePlace:
             hub = current.pipeline = open_pipeline(
                 current.rank, schedule, decision, current.timeline
             )
-        check_order(current.config, hub, decision)
+        check_order(current.rank.config, hub, decision)
         self._hub = hub
         self.server = hub.server
         owners = [
-            None if owner is None else current.groups["pp"][owner]
+            None if owner is None else current.rank.groups["pp"][owner]
             for owner in decision.owner_partitions
         ]
         self.link = PipelineLink(
@@ -54,15 +54,15 @@ class PipelinePlace:
             decision.modules,
             owners,
             decision.names,
-            current.global_rank,
-            current.device,
+            current.rank.global_rank,
+            current.rank.device,
             later_stages=decision.later_stages if self.server.is_driver else (),
             writes=decision.index.writes,
         )
         names = decision.names
         if idx > 0:
             names = [f"{idx}:{name or '(root)'}" for name in names]
-        depth = decision.depth_of(current.ranks["pp"])
+        depth = decision.depth_of(current.rank.ranks["pp"])
         hub.add(self.link, names, decision.chunk_idxs or [0] * len(names), depth)
         # Last registered, first called: its threads may still be at work for the models.
         current.on_shutdown(hub.close)

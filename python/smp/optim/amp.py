@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         super().__init__(
-            runtime.current().device.type,
+            runtime.current().rank.device.type,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

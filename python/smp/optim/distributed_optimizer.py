@@ -79,11 +79,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale,
             dynamic_loss_scale,
             {**(dynamic_loss_args or {}), **loose_loss_args},
-            current.device,
+            current.rank.device,
         )
         _check_none_replaced(optimizer)
         self.optimizer = optimizer
-        self._is_scaled = current.config.fp16
+        self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
         # Knows nothing of this object, whose life ends when nobody else has it.
         self._rank = current.rank
@@ -98,7 +98,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._pending_load: dict[str, Any] | None = None
         self.first_closure_call_this_step = True
         self._use_masters()
-        current.add_optimizer(self)
+        current.wrapped.add_optimizer(self)
 
     # ---- as the wrapped optimizer
 
@@ -201,7 +201,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _gradients_used(self, are_applied: bool = False) -> None:
         if runtime.is_initialized():
-            runtime.current().has_gradients = False
+            runtime.current().steps.has_gradients = False
         self._gradients.used(are_applied)
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
@@ -413,7 +413,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _clip_shards(self) -> None:
         """Sharded data parallelism clips in each update, and tells the norm in any case."""
-        config = runtime.current().config
+        config = runtime.current().rank.config
         if config.sharded_data_parallel_degree == 1:
             return
         if config.sdp_gradient_clipping > 0:
@@ -493,7 +493,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _models(self) -> list[DistributedModel]:
         """Models whose parameters these are; all there are when there is one or none."""
-        models = [m for m in runtime.current().models if isinstance(m, DistributedModel)]
+        models = [m for m in runtime.current().wrapped.models if isinstance(m, DistributedModel)]
         if len(models) > 1:
             updated = parameters_of(self.optimizer)
             own = {id(model_parameter_of(parameter)) for parameter in updated}

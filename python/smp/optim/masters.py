@@ -117,14 +117,14 @@ class MasterViews:
     def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
         """With sharded data parallelism, by group: the masters of this rank's parts of its
         parameters, as one flat tensor without gaps (see `data_parallel.lay_out`)."""
-        if runtime.current().config.sharded_data_parallel_degree == 1:
+        if runtime.current().rank.config.sharded_data_parallel_degree == 1:
             raise AttributeError("fp32_partitioned_groups_flat: parameters are not sharded")
         return lay_out(map(model_parameter_of, group["params"]) for group in self.param_groups)
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """Ranks that hold one copy of sharded parameters together."""
-        return runtime.current().process_group("shard")
+        return runtime.current().process_groups.of("shard")
 
     @property
     def master_is_distributed(self) -> dict[int, bool]:

@@ -101,7 +101,7 @@ class HalfState:
 
     def _half_state(self) -> dict[str, Any]:
         """These values, of training in 16 bits."""
-        config = runtime.current().config
+        config = runtime.current().rank.config
         if config.half_dtype is None and not config.fp16_params:
             return {}
         scaler = self._loss_scaler.state_dict()
@@ -143,7 +143,7 @@ class LegacyNames(HalfState, MasterViews):
         So it is with a sharded state once the model is partitioned.
         """
         updated = parameters_of(self.optimizer)
-        return runtime.current().sizes["shard"] > 1 and any(map(holding_with_master, updated))
+        return runtime.current().rank.sizes["shard"] > 1 and any(map(holding_with_master, updated))
 
     @property
     def fp32_from_fp16(self) -> dict[Tensor, Tensor]:

@@ -63,22 +63,22 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = runtime.current()
-        if current.running_step is None:
+        if current.steps.running is None:
             preemption.before_step(current)
-        with current.exclusive_step(self._name), current.reporting(f"step '{self._name}'"):
+        with current.steps.exclusive(self._name), current.rank.reporting(f"step '{self._name}'"):
             return self._run(current, args, kwargs)
 
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
-        current.inject_fault(current.num_begun)
+        current.steps.inject_fault(current.steps.num_begun)
         # Held until the step is over: garbage is collected at any time.
-        models = [model for model in current.models if isinstance(model, DistributedModel)]
+        models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
         trains = torch.is_grad_enabled()
         arguments = self._split_arguments(args, kwargs)
-        count = microbatch.num_microbatches(arguments, self._axes, current.config.microbatches)
+        count = microbatch.num_microbatches(arguments, self._axes, current.rank.config.microbatches)
         # Arguments of other ranks than the driver may be dummies of any shape.
         weights = None
-        if current.ranks["pp"] == 0:
+        if current.rank.ranks["pp"] == 0:
             sizes = microbatch.batch_sizes(arguments, self._axes)
             weights = microbatch.weights(sizes, count, strict=trains)
 
@@ -101,15 +101,15 @@ class StepFunction:
             step_run.abandon()
             raise
         if trains:
-            current.has_gradients = True
-            for optimizer in current.optimizers:
+            current.steps.has_gradients = True
+            for optimizer in current.wrapped.optimizers:
                 optimizer._step_done()
         for model in models:
             model.run_post_step_hooks()
         result = microbatch.join(
             [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
         )
-        current.step_finished(time.perf_counter() - started_s)
+        current.steps.finished(time.perf_counter() - started_s)
         return result
 
     def _bodies(
@@ -183,7 +183,7 @@ class _Bodies:
 
         def run() -> Any:
             current = self._current
-            current.inject_fault(current.num_begun - 1, mb)
+            current.steps.inject_fault(current.steps.num_begun - 1, mb)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # per thread
             set_share(self._shares[mb])

@@ -35,18 +35,18 @@ def partition_used(
         run_body: runs it on the first microbatch.
     """
     # From what all ranks know: models that are gone here may still live elsewhere.
-    passed_over = current.passed_over.setdefault(step, set())
-    undecided = set(range(current.num_wrapped)) - current.partitioned - passed_over
+    passed_over = current.wrapped.passed_over.setdefault(step, set())
+    undecided = set(range(current.wrapped.num_wrapped)) - current.wrapped.partitioned - passed_over
     if not undecided:
         return
     waiting = [model for model in models if engine_of(model).idx in undecided]
     used = {engine_of(model).idx for model in waiting}
     traces: dict[nn.Module, Trace | None] = {}
-    if current.global_rank == 0 and any(
+    if current.rank.global_rank == 0 and any(
         engine_of(model).partitioning.wants_trace for model in waiting
     ):
         traces, used = _trace(current, models, waiting, run_body)
-    if current.num_wrapped > 1:
+    if current.wrapped.num_wrapped > 1:
         alive = {engine_of(model).idx for model in waiting}
         told: list[tuple[set[int], set[int]]] = comm.allgather((used, alive), comm.WORLD)
         used = told[0][0].intersection(*(alive for _, alive in told))
@@ -72,7 +72,7 @@ def _trace(
             for model in models
         ]
     )
-    outside = _C.RandomState.capture(str(current.device))
+    outside = _C.RandomState.capture(str(current.rank.device))
     for engine in engines:
         engine.capture = capture
     try:
@@ -82,11 +82,11 @@ def _trace(
             engine.capture = None
         outside.restore()
     used = {engine_of(model).idx for model in waiting if model.get_module() in traces}
-    if current.num_wrapped == 1 and not used:
+    if current.wrapped.num_wrapped == 1 and not used:
         _log.warning(
             "smp: the first call of a step function does not call the model, so the partition "
             "goes by parameter sizes alone"
         )
-    if current.num_wrapped == 1 or capture.ended_early:
+    if current.wrapped.num_wrapped == 1 or capture.ended_early:
         used = {engine_of(model).idx for model in waiting}
     return traces, used

@@ -69,7 +69,7 @@ class StepRun:
                 reducer for engine in self._engines for reducer in engine.gradients.reducers
             ]
             hub.server.set_microbatch_listeners(reducers)
-        self._current.num_begun += 1
+        self._current.steps.num_begun += 1
         return num_microbatches
 
     def _check_weights(self, weights: Sequence[float] | None) -> None:
@@ -81,22 +81,22 @@ class StepRun:
                 f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different sizes, "
                 "and the models disagree on average_grads_across_microbatches, so a backward "
                 "through both has no weight that suits both; wrap them alike, or use batches that "
-                f"microbatches divide ({self._current.candidates})"
+                f"microbatches divide ({self._current.wrapped.candidates})"
             )
 
     def _agreed(self, num_microbatches: int) -> list[Engine]:
         """The models that all replicas have; garbage is collected at any time. Collective."""
         current = self._current
-        communicator = current.comms.dp
-        several = self._trains and current.num_wrapped > 1
-        config = current.config
+        communicator = current.rank.comms.dp
+        several = self._trains and current.wrapped.num_wrapped > 1
+        config = current.rank.config
         lockstep = lockstep_of(current.rank)
         shares = lockstep is not None and lockstep.is_forward
         ordered = shares or (config.orders_replicas and self._hub is not None)
         if communicator is None or not (several or ordered):
             return self._engines
         here = {engine.idx for engine in self._engines}
-        missing = [int(idx not in here) for idx in range(current.num_wrapped)]
+        missing = [int(idx not in here) for idx in range(current.wrapped.num_wrapped)]
         maxima = data_parallel.agree_on_maxima(
             current.rank,
             communicator,
@@ -120,7 +120,7 @@ class StepRun:
             body: runs one of them.
         """
         current = self._current
-        outside = _C.RandomState.capture(str(current.device))
+        outside = _C.RandomState.capture(str(current.rank.device))
         body = self._reading(body)
         for engine in self._engines:
             body = engine.first_step.around_body(body)
@@ -140,9 +140,9 @@ class StepRun:
         """
         current = self._current
         seed, kind = torch.initial_seed() & (2**64 - 1), "dp"
-        if current.config.prescaled_batch and current.sizes["tp"] > 1:
-            seed, kind = current.comms.tp_group.seed_of_first(seed), "rdp"
-        for part in (current.ranks[kind], current.num_begun + 1):
+        if current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1:
+            seed, kind = current.rank.comms.tp_group.seed_of_first(seed), "rdp"
+        for part in (current.rank.ranks[kind], current.steps.num_begun + 1):
             seed = _C.mix_seed(seed, part)
         return seed
 
@@ -159,25 +159,25 @@ class StepRun:
 
     def _run_alone(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         current = self._current
-        device, timeline = str(current.device), current.timeline
-        timeline.begin_step(current.num_begun - 1, num_microbatches)
+        device, timeline = str(current.rank.device), current.timeline
+        timeline.begin_step(current.steps.num_begun - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
                 _C.seed_generators(_C.mix_seed(self._seed, mb), device)
                 for engine in self._engines:
                     engine.begin_body(mb)
                 timeline.begin_run(False, mb)
-                if current.board is not None:
-                    current.board.set_activity(f"step '{self._name}', microbatch {mb}")
-                with _C.TaskScope(current.num_begun, mb):
+                if current.rank.board is not None:
+                    current.rank.board.set_activity(f"step '{self._name}', microbatch {mb}")
+                with _C.TaskScope(current.steps.num_begun, mb):
                     body(mb)
                 timeline.end_run()
                 for engine in self._engines:
                     engine.gradients.microbatch_done(mb)
             timeline.end_step()
         finally:
-            if current.board is not None:
-                current.board.set_activity("")
+            if current.rank.board is not None:
+                current.rank.board.set_activity("")
             for engine in self._engines:
                 engine.leave_bodies()
 
@@ -196,14 +196,14 @@ class StepRun:
     def _warn_of_idle_offload(self) -> None:
         """Once, behind the first step that trains. Collective over the ranks of the replica."""
         store = self._current.activation_store
-        is_first = self._trains and self._engines and not self._current.has_trained
-        self._current.has_trained |= bool(is_first)
+        is_first = self._trains and self._engines and not self._current.steps.has_trained
+        self._current.steps.has_trained |= bool(is_first)
         if store is None or not is_first:
             return
         # A request travels with its call: only the rank that fulfils it counts it.
         own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)
         anywhere = any(comm.allgather(own, comm.CommGroup.MP_GROUP))
-        if self._current.global_rank == 0 and not anywhere:
+        if self._current.rank.global_rank == 0 and not anywhere:
             _log.warning(
                 "smp: offload_activations has no effect, because no module is checkpointed; use "
                 "smp.set_activation_checkpointing"

@@ -23,12 +23,11 @@ from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
 from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
-from smp.world.shortcuts import Shortcuts
 from smp.world.steps import Steps
 from smp.world.wrapped import Wrapped, module_manager
 
 
-class Runtime(Shortcuts):
+class Runtime:
     """One initialized rank, and what runs on it. Made by `init`, ended by `shutdown`.
 
     Attributes:
