@@ -41,6 +41,10 @@ venv:  ## create or update .venv
 build:  ## build the extension and the C++ tests
 	@PYTHON="$(PYTHON)" NO_VENV="$(NO_VENV)" scripts/setup_and_build.sh all $(BUILD)
 
+.PHONY: extension
+extension:
+	@PYTHON="$(PYTHON)" NO_VENV="$(NO_VENV)" scripts/setup_and_build.sh all $(BUILD) --target smp_for_python
+
 .PHONY: demo
 demo:  ## fine-tune a small GPT-J on two processes and check it
 	@PYTHON="$(PYTHON)" NO_VENV="$(NO_VENV)" OMP_NUM_THREADS=$(THREADS_OF_TWO) \
@@ -48,27 +52,26 @@ demo:  ## fine-tune a small GPT-J on two processes and check it
 
 # The last release with the interface that scripts of smp v1 were written for.
 .PHONY: transformers
-transformers: $(SETUP)
+transformers: extension
 ifeq ($(NO_VENV),)
 	PYTHON=$(PY) scripts/compat.sh transformers 4.30.2 --setup
 endif
 
 .PHONY: test
-test: build transformers  ## every claim: C++, lint rules, one process, several processes
-	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure --parallel 2
-	$(RUN) scripts/pytest.sh $(PY) $(PYTEST_ARGS)
+test: transformers  ## every claim: C++, lint rules, one process, several processes
+	$(RUN) scripts/test.sh $(BUILD) $(PY) $(PYTEST_ARGS)
 
 # One of ZOO models of the zoo, on two ranks; those of `make zoo` are all.
 ZOO ?= 16
 
 .PHONY: test-all
-test-all: build transformers  ## what `make test` leaves out: larger samples of the same claims
+test-all: transformers  ## what `make test` leaves out: larger samples of the same claims
 	$(RUN) SMP_SAMPLES=others scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --sample $(ZOO) --jobs 2 --check
 
 # One class of each family on two ranks, then a sample in the other modes.
 .PHONY: zoo
-zoo: build  ## every model of the zoo: one of each family on two ranks, samples in other modes
+zoo: extension  ## every model of the zoo: one of each family on two ranks, samples in other modes
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --jobs 2 --check
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode outputs --mode pp3 --mode pp2dp2 --mode dp2 \
 	  --mode sdp2 --mode tp2 --mode checkpointing --mode bf16 --sample 32 --jobs 2 --check
@@ -79,7 +82,7 @@ quick: build  ## C++ and one-process tests only
 	$(RUN) $(PY) -m pytest tests/lint tests/unit tests/api $(PYTEST_ARGS)
 
 .PHONY: grid
-grid: build  ## all of what the tests run samples of, and thousands of random programs: hours
+grid: extension  ## all of what the tests run samples of, and thousands of random programs: hours
 	$(RUN) SMP_NUM_PROGRAMS=5000 SMP_GRID=all $(PY) -m pytest tests/dist tests/hosts $(PYTEST_ARGS)
 
 .PHONY: lint

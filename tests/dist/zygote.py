@@ -238,6 +238,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def main() -> Callable[[], None] | None:
     die_with_parent()
+    # Shells start background jobs with it ignored; scripts under test get Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser()
     parser.add_argument("--commands", type=int, required=True)
     parser.add_argument("--answers", type=int, required=True)
