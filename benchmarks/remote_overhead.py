@@ -217,8 +217,8 @@ class Bench:
             (packing.Codec, "pack"),
             (packing.Codec, "pack_result"),
             (packing.Codec, "unpack"),
-            (link.PipelineLink, "_call"),
-            (link.PipelineLink, "_run"),
+            (link.RemoteModules, "_call"),
+            (link.RemoteModules, "_run"),
             (_C.Server, "remote_call"),
         ):
             with timed(owner, name, spent):

@@ -17,7 +17,7 @@ def env(values: dict[str, Any]) -> dict[str, str]:
 
 
 def test_launcher_wins_per_key_and_the_difference_is_noted() -> None:
-    plan = config_sources.make_plan(
+    plan = config_sources.read_config(
         {"partitions": 4, "microbatches": 8, "optimize": "speed"},
         {},
         env({"partitions": 2, "microbatches": 8}),
@@ -94,15 +94,15 @@ def test_other_types_are_refused() -> None:
 
 
 def test_later_plan_adds_to_the_earlier_values() -> None:
-    first = config_sources.make_plan({"partitions": 2}, {}, {}, world_size=2)
-    second = config_sources.make_plan({"microbatches": 16}, first.given, {}, world_size=2)
+    first = config_sources.read_config({"partitions": 2}, {}, {}, world_size=2)
+    second = config_sources.read_config({"microbatches": 16}, first.given, {}, world_size=2)
     assert second.config is not None
     assert second.config.partitions == 2
     assert second.config.active_microbatches == 4  # the default is computed anew
 
 
 def test_plan_holds_the_error_instead_of_raising() -> None:
-    plan = config_sources.make_plan({"partitions": 3}, {}, {}, world_size=2)
+    plan = config_sources.read_config({"partitions": 3}, {}, {}, world_size=2)
     assert plan.config is None
     assert plan.error is not None
     assert "pipeline_parallel_degree=3" in plan.error
@@ -136,12 +136,12 @@ def test_sources_have_this_priority(
     launcher: dict[str, Any] | None, argument: dict[str, Any] | None, expected: int
 ) -> None:
     given = {} if launcher is None else env(launcher)
-    plan = config_sources.make_plan(argument, {}, given, world_size=expected)
+    plan = config_sources.read_config(argument, {}, given, world_size=expected)
     assert plan.error is None and plan.config is not None
     assert plan.config.pipeline_parallel_degree == expected
 
 
 def test_both_names_of_the_degree_from_the_launcher_must_agree() -> None:
     given = env({"partitions": 2, "pipeline_parallel_degree": 4})
-    plan = config_sources.make_plan(None, {}, given, world_size=2)
+    plan = config_sources.read_config(None, {}, given, world_size=2)
     assert plan.error is not None and "partitions" in plan.error

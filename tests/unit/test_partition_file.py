@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from smp.partition import plan_file
+from smp.partition import partition_file
 from smp.partition.decide import Decision, decide
 from smp.partition.tree import build_tree
 
@@ -43,17 +43,17 @@ class Model(nn.Module):
 
 
 def again(decision: Decision, path: Path) -> Decision:
-    plan_file.write(decision, path)
+    partition_file.write(decision, path)
     model = decision.modules[0]
     return decide(
-        model, Config(), decision.num_partitions, plan=path, num_chunks=decision.num_chunks
+        model, Config(), decision.num_partitions, file=path, num_chunks=decision.num_chunks
     )
 
 
 def read(text: str, tmp_path: Path, model: nn.Module, pp_size: int = 2) -> Decision:
     path = tmp_path / "plan"
     path.write_text(text)
-    return decide(model, Config(), pp_size, plan=path)
+    return decide(model, Config(), pp_size, file=path)
 
 
 def test_file_is_short_and_gives_the_same_decision(tmp_path: Path) -> None:
@@ -164,4 +164,4 @@ def test_head_that_is_tied_may_be_left_out(tmp_path: Path) -> None:
 
 def test_missing_file_is_an_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        plan_file.read(tmp_path / "none", build_tree(Model()), 2)
+        partition_file.read(tmp_path / "none", build_tree(Model()), 2)

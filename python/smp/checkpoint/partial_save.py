@@ -22,7 +22,7 @@ from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, 
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.partition import plan_file
+from smp.partition import partition_file
 from smp.world import runtime
 from smp.world.roll_call import agree
 
@@ -144,7 +144,7 @@ class PartialSave:
         decision = named._decision
         if decision is not None and current.rank.sizes["pp"] > 1:
             values["partition"] = {"chunks": decision.num_chunks}
-            self._content[PARTITION_FILE] = lambda path: plan_file.write(decision, path)
+            self._content[PARTITION_FILE] = lambda path: partition_file.write(decision, path)
 
     # ---- writing
 

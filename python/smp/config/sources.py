@@ -71,7 +71,7 @@ def merge_sources(launcher: Given, user: Given) -> Given:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadConfig:
     """What this rank would start with, before it has asked the others."""
 
     given: dict[str, Any]
@@ -83,9 +83,9 @@ class Plan:
         return None if self.config is None else self.config.to_dict()
 
 
-def make_plan(
+def read_config(
     config: UserConfig, base: Mapping[str, Any], env: Mapping[str, str], world_size: int
-) -> Plan:
+) -> ReadConfig:
     """Effective configuration, or the error that it has.
 
     Args:
@@ -100,8 +100,8 @@ def make_plan(
         effective = Config.from_dict(values)
         check_world(effective, world_size)
     except ValueError as error:
-        return Plan({}, [], None, str(error))
-    return Plan(values, given.notes + advice(effective), effective, None)
+        return ReadConfig({}, [], None, str(error))
+    return ReadConfig(values, given.notes + advice(effective), effective, None)
 
 
 def _parse_file(text: str, path: str) -> dict[str, object]:

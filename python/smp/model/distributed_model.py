@@ -165,7 +165,7 @@ class DistributedModel(ModelViews):
         share = current_share()
         call = self._root_call(args, kwargs)
         if not place.is_driver:
-            called_idx, output, share.weight, filled = place.link.await_output()
+            called_idx, output, share.weight, filled = place.modules.await_output()
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
@@ -175,7 +175,7 @@ class DistributedModel(ModelViews):
             return call.settle(filled, output)
         output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
         self._engine.loss.watch_backward(output)
-        place.link.publish_output((self._engine.idx, output, share.weight, call.filled))
+        place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
         return output
 
     def backward(

@@ -141,7 +141,7 @@ class GradientReduction:
             reducer.end_step()
 
     def microbatch_done(self, mb: int) -> None:
-        """All gradients of a microbatch have come, without a server, which tells reducers itself."""
+        """All gradients of a microbatch have come. A server tells the reducers by itself."""
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.finish_microbatch(mb)

@@ -76,7 +76,7 @@ class Partitioning:
         schedule = self._schedule()
         self._check_files()
         wishes = Wishes(
-            plan=config.partition_file or self._followed,
+            file=config.partition_file or self._followed,
             num_chunks=schedule.num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smp.partition.decide import Decision
-from smp.pipeline import PipelineLink
+from smp.pipeline import RemoteModules
 from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.pipeline.opening import check_order, open_pipeline
 from smp.world import runtime
@@ -25,7 +25,7 @@ class PipelinePlace:
         schedule: of the pipeline.
 
     Attributes:
-        link: between the modules of this rank and those of others.
+        modules: between the modules of this rank and those of others.
         server: of the pipeline.
     """
 
@@ -49,7 +49,7 @@ class PipelinePlace:
             None if owner is None else current.rank.groups["pp"][owner]
             for owner in decision.owner_partitions
         ]
-        self.link = PipelineLink(
+        self.modules = RemoteModules(
             root,
             decision.modules,
             owners,
@@ -63,7 +63,7 @@ class PipelinePlace:
         if idx > 0:
             names = [f"{idx}:{name or '(root)'}" for name in names]
         depth = decision.depth_of(current.rank.ranks["pp"])
-        hub.add(self.link, names, decision.chunk_idxs or [0] * len(names), depth)
+        hub.add(self.modules, names, decision.chunk_idxs or [0] * len(names), depth)
         # Last registered, first called: its threads may still be at work for the models.
         current.on_shutdown(hub.close)
 
@@ -74,8 +74,8 @@ class PipelinePlace:
 
     def leave(self) -> None:
         """The model is gone. May be called twice."""
-        self._hub.remove(self.link)
+        self._hub.remove(self.modules)
 
     def disconnect(self) -> None:
         """Gives modules their own forward."""
-        self.link.disconnect()
+        self.modules.disconnect()

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import nn
 
 from smp import _C
-from smp.partition import plan_file
+from smp.partition import partition_file
 from smp.partition.contexts import check_index, mark_of
 from smp.partition.tree import ModuleIndex, build_tree, smallest_below
 from smp.tensor_parallel.sharding import whole_shape
@@ -216,7 +216,7 @@ def decide(
     mark: Callable[[nn.Module], int | None] = mark_of,
     *,
     index: ModuleIndex | None = None,
-    plan: str | Path | None = None,
+    file: str | Path | None = None,
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
     kept: Sequence[int] | None = None,
@@ -230,7 +230,7 @@ def decide(
         pp_size: number of partitions.
         mark: the user's wish for a module, from `smp.partition` and `set_partition`.
         index: the module tree of ``root``, with costs if it was traced.
-        plan: a partition file (see `smp.partition.plan_file`) to follow instead.
+        file: a partition file (see `smp.partition.partition_file`) to follow instead.
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: see `partition_options`.
@@ -241,8 +241,8 @@ def decide(
     """
     index = build_tree(root) if index is None else index
     options = partition_options(config, pp_size, num_chunks, memory_limit_bytes, kept)
-    if plan is not None:
-        assignment = plan_file.read(plan, index, pp_size, num_chunks)
+    if file is not None:
+        assignment = partition_file.read(file, index, pp_size, num_chunks)
         _check_memory(index, assignment, options)
         return Decision.of(index, assignment, options, "file")
     marks = [mark(module) for module in index.modules]

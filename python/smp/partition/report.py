@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp import _C
-from smp.partition import plan_file
+from smp.partition import partition_file
 from smp.partition.explain import Explanation, explain
 from smp.world import comm, runtime
 
@@ -64,7 +64,7 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
     error: str | None = None
     if current.rank.global_rank == 0:
         try:
-            plan_file.write(decision, path)
+            partition_file.write(decision, path)
         except OSError as refused:
             error = str(refused)
     error = comm.allgather(error, comm.WORLD)[0]

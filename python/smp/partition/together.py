@@ -30,14 +30,14 @@ class Wishes:
     """What is asked of a decision besides the configuration's own keys; as for `decide`.
 
     Attributes:
-        plan: a partition file to follow; only the first rank reads it.
+        file: a partition file to follow; only the first rank reads it.
         num_chunks: stages per rank.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: microbatches of activations that the schedule keeps on each rank.
         whole: modules that are better not cut: each is one checkpoint.
     """
 
-    plan: str | Path | None = None
+    file: str | Path | None = None
     num_chunks: int = 1
     memory_limit_bytes: int = 0
     kept: Sequence[int] | None = None
@@ -65,7 +65,7 @@ def decide_together(
     """
     config, pp_size = rank.config, rank.sizes["pp"]
     wishes = wishes or Wishes()
-    if rank.world_size == 1 or (make_trace is None and wishes.plan is None):
+    if rank.world_size == 1 or (make_trace is None and wishes.file is None):
         trace = None if make_trace is None else make_trace()
         decision = _decide(root, config, pp_size, trace, wishes)
     elif rank.global_rank == 0:
@@ -91,14 +91,14 @@ def _decide(
             config,
             pp_size,
             index=build_tree(root, trace),
-            plan=wishes.plan,
+            file=wishes.file,
             num_chunks=wishes.num_chunks,
             memory_limit_bytes=wishes.memory_limit_bytes,
             kept=wishes.kept,
         )
     except OSError as error:
         raise ValueError(
-            f"{_C.rank_prefix()}partition file {wishes.plan}: {error.strerror or error}; only the "
+            f"{_C.rank_prefix()}partition file {wishes.file}: {error.strerror or error}; only the "
             "first rank reads it, check the path there"
         ) from None
     except ValueError as error:

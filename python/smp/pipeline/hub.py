@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _C
-from smp.pipeline.link import PipelineLink
+from smp.pipeline.remote_modules import RemoteModules
 from smp.pipeline.remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
@@ -30,47 +30,47 @@ class PipelineHub:
         self.server = server
         #: microbatches run one after the other
         self.in_order = False
-        self._links: dict[int, PipelineLink] = {}
+        self._modules_of: dict[int, RemoteModules] = {}
         self._owner_of: list[int] = []  # first id of the model, by module id
         # For what runs at the home of a tensor, whichever model has made it.
-        self._functions = PipelineLink(nn.Identity(), (), (), (), global_rank, device)
+        self._functions = RemoteModules(nn.Identity(), (), (), (), global_rank, device)
         self._functions.connect(server, 0)
         server.set_forward_handler(self._serve)
         server.set_handle_factory(self._make_handles)
         server.set_microbatch_done(self._microbatch_done)
 
     def add(
-        self, link: PipelineLink, names: Sequence[str], chunk_idxs: Sequence[int], depth: int
+        self, modules: RemoteModules, names: Sequence[str], chunk_idxs: Sequence[int], depth: int
     ) -> None:
         """Takes in a model, between steps and in one order on all ranks of the replica.
 
         Args:
-            link: of the model; it is connected.
+            modules: of the model; it is connected.
             names: of its modules, for errors and the timeline.
             chunk_idxs: stage of each module on its rank.
             depth: how many ranks the data pass before this one.
         """
         first_id = self.server.add_modules(names, chunk_idxs, depth)
         self._owner_of += [first_id] * len(names)
-        self._links[first_id] = link
-        link.connect(self.server, first_id)
+        self._modules_of[first_id] = modules
+        modules.connect(self.server, first_id)
 
-    def remove(self, link: PipelineLink) -> None:
+    def remove(self, modules: RemoteModules) -> None:
         """Forgets a model; requests for it are errors from now on."""
-        self._links.pop(link.first_id, None)
-        link.disconnect()
+        self._modules_of.pop(modules.first_id, None)
+        modules.disconnect()
 
     def begin_step(self, name: str, num_microbatches: int) -> int:
         """Opens a step on all ranks of the replica; returns the driver's number of microbatches."""
         num_microbatches = self.server.begin_step(name, num_microbatches)
-        for link in list(self._links.values()):
-            link.begin_step()
+        for modules in list(self._modules_of.values()):
+            modules.begin_step()
         return num_microbatches
 
     def keep_first_apart(self, apart: bool) -> None:
         """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""
-        for link in (self._functions, *self._links.values()):
-            link.first_apart = apart
+        for modules in (self._functions, *self._modules_of.values()):
+            modules.first_apart = apart
 
     def close(self) -> None:
         """Ends the server's threads. May be called twice."""
@@ -92,15 +92,15 @@ class PipelineHub:
         if module_id < 0:
             return self._functions.serve(module_id, mb, training, is_first, structure, tensors)
         first_id = self._owner_of[module_id]
-        link = self._links.get(first_id)
-        if link is None:
+        modules = self._modules_of.get(first_id)
+        if modules is None:
             raise RuntimeError(
                 f"{_C.rank_prefix()}module '{self.server.module_names[module_id]}' belongs to a "
                 "model that was deleted here but is still used on another rank; delete models on "
                 "all ranks, or on none"
             )
-        return link.serve(module_id - first_id, mb, training, is_first, structure, tensors)
+        return modules.serve(module_id - first_id, mb, training, is_first, structure, tensors)
 
     def _microbatch_done(self, mb: int) -> None:
-        for link in (self._functions, *self._links.values()):
-            link.microbatch_done(mb)
+        for modules in (self._functions, *self._modules_of.values()):
+            modules.microbatch_done(mb)

@@ -15,7 +15,7 @@ from smp.pipeline import functions
 if TYPE_CHECKING:
     from smp._C import Server
 
-    class Link(Protocol):
+    class Modules(Protocol):
         """What handles need of the pipeline."""
 
         device: torch.device
@@ -45,7 +45,7 @@ class RemoteTensor(Tensor):
     (autograd adding two gradients) reach ``__torch_dispatch__`` and work on data only.
     """
 
-    _link: Link
+    _modules: Modules
     #: What this handle is here: the data, or another handle after an in-place operation.
     _local: Tensor | None
     #: State of ``_local`` when it was what the other rank has made.
@@ -56,12 +56,12 @@ class RemoteTensor(Tensor):
     _shadow: Tensor | None
 
     @staticmethod
-    def make(link: Link, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
+    def make(modules: Modules, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
         """A handle that stands for nothing yet."""
         handle: RemoteTensor = Tensor._make_wrapper_subclass(
-            RemoteTensor, sizes, dtype=dtype, device=link.device
+            RemoteTensor, sizes, dtype=dtype, device=modules.device
         )
-        handle._link = link
+        handle._modules = modules
         handle._local = None
         handle._mark = None
         handle._whole = None
@@ -77,7 +77,7 @@ class RemoteTensor(Tensor):
                 with torch.enable_grad():
                     local = functions.apply(self.steps(), localize(self._whole))
             else:
-                local = self._link.server.materialize(self)
+                local = self._modules.server.materialize(self)
             self._mark = _state(local)
             self._local = local
         return self._local
@@ -118,11 +118,11 @@ class RemoteTensor(Tensor):
             return localize(self._local).detach()
         if self._whole is not None:
             return functions.apply(self._recipe, self._whole._data())
-        return self._link.server.fetch(self)
+        return self._modules.server.fetch(self)
 
     def _alias(self) -> RemoteTensor:
         with torch._C.DisableTorchFunctionSubclass():
-            alias = RemoteTensor.make(self._link, self.shape, self.dtype)
+            alias = RemoteTensor.make(self._modules, self.shape, self.dtype)
         if self._whole is not None:
             alias._whole, alias._recipe = self._whole, self._recipe
         else:
@@ -145,7 +145,7 @@ class RemoteTensor(Tensor):
         shadow = functions.apply((step,), whole)
         if shadow is not whole and shadow._base is None:
             return None
-        view = RemoteTensor.make(self._link, shadow.shape, shadow.dtype)
+        view = RemoteTensor.make(self._modules, shadow.shape, shadow.dtype)
         view._shadow = shadow
         view._whole = self if self._whole is None else self._whole
         view._recipe = (*self._recipe, step)
@@ -207,7 +207,7 @@ class RemoteTensor(Tensor):
             handle = _away_operand(args, kwargs)
             if handle is not None:
                 name = functions.ARITHMETIC[func]
-                return handle._link.call_function(name, handle, tuple(args), kwargs)
+                return handle._modules.call_function(name, handle, tuple(args), kwargs)
         localized = _localized(args)
         result = func(*localized, **_localized(kwargs))
         # What works in place, or has nothing to do, returns the very tensor it got.
@@ -253,7 +253,7 @@ def _from_afar(
                 return func(handle, *args, **kwargs)
         if _away_operand((handle, *args), kwargs) is not None:
             name = functions.ARITHMETIC[func]
-            return handle._link.call_function(name, handle, (handle, *args), kwargs)
+            return handle._modules.call_function(name, handle, (handle, *args), kwargs)
     elif func in functions.VIEW_ATTRIBUTES:
         name, view_args = functions.VIEW_ATTRIBUTES[func]
         view = handle._view(name, view_args, {})
@@ -286,7 +286,7 @@ def _from_afar(
             keeps = functions.keeps_type(handle, args, kwargs)
             if keeps is not False:
                 return handle if keeps else NotImplemented
-        return handle._link.call_function(name, handle, (handle, *args), kwargs)
+        return handle._modules.call_function(name, handle, (handle, *args), kwargs)
     return NotImplemented
 
 
@@ -421,4 +421,4 @@ def _compute_at_home(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             args, kwargs = _with_data(args), _with_data(kwargs)
             return getattr(_aten, name).Tensor(*args, **kwargs)
     scalar = float(kwargs.get("alpha", 1)) if not numbers else float(numbers[0])
-    return handles[0]._link.server.compute(name, handles, bool(numbers), scalar)
+    return handles[0]._modules.server.compute(name, handles, bool(numbers), scalar)

@@ -19,7 +19,7 @@ POLICIES = ("interleaved", "simple", "virtual_interleaved", "zero_bubble")
 
 @dataclass(frozen=True)
 class Stage:
-    """One link of the chain that a microbatch passes forward and back.
+    """One stage of the chain that a microbatch passes forward and back.
 
     Attributes:
         rank: pipeline rank that runs it; several stages may be on one rank, and are its chunks

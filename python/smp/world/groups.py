@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _C
-from smp.config.sources import Plan
+from smp.config.sources import ReadConfig
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
@@ -23,9 +23,9 @@ SHARD_KINDS = ("shard", "replica")
 _NEVER = timedelta(days=365)
 
 
-def make_grid(plan: Plan, world_size: int) -> _C.ProcessGrid:
+def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
     """The axes of all processes, as the configuration wants them."""
-    config = plan.config
+    config = read.config
     assert config is not None
     return _C.ProcessGrid(
         world_size,

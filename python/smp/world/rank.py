@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _C
-from smp.config.sources import Plan
+from smp.config.sources import ReadConfig
 from smp.world import process_hooks
 from smp.world.connections import Connections
 from smp.world.groups import Groups, build_groups, make_grid, own_groups
@@ -42,16 +42,16 @@ class Rank:
     """
 
     def __init__(
-        self, plan: Plan, launch: Launch, settings: Settings, device: torch.device
+        self, read: ReadConfig, launch: Launch, settings: Settings, device: torch.device
     ) -> None:
-        assert plan.config is not None
-        self.config, self.given = plan.config, plan.given
+        assert read.config is not None
+        self.config, self.given = read.config, read.given
         self.launch = launch
         self.settings = settings
         self.device = device
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.grid = make_grid(plan, launch.world_size)
+        self.grid = make_grid(read, launch.world_size)
         self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
         self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
         self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp.config.sources import Plan, compare_configs
+from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
 from smp.world.launch import Launch, Rendezvous, plan_rendezvous
 from smp.world.presence import wait_for_hellos
@@ -80,17 +80,17 @@ class MeetingPoint:
             ValueError: the environment does not say where to meet.
             RuntimeError: nobody answers there.
         """
-        plan = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
-        identity = f"{plan.identity} size {launch.world_size} rank {launch.global_rank}"
+        place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
+        identity = f"{place.identity} size {launch.world_size} rank {launch.global_rank}"
         _refuse_in_worker(identity, launch.global_rank, env)
         if self._store is None or self._identity != identity:
             self._store = None
-            self._store = _connect(plan, launch, timeout_s)
+            self._store = _connect(place, launch, timeout_s)
             self._identity = identity
         self._num_inits[identity] += 1
         os.environ[_RANK_PROCESS] = f"{os.getpid()} {identity}"
         self._store.set_timeout(timedelta(seconds=timeout_s))
-        prefix = f"smp/{plan.attempt}/{self._num_inits[identity]}"
+        prefix = f"smp/{place.attempt}/{self._num_inits[identity]}"
         return dist.PrefixStore(prefix, self._store)
 
     def end(self) -> None:
@@ -112,19 +112,19 @@ def _refuse_in_worker(identity: str, rank: int, env: Mapping[str, str]) -> None:
     )
 
 
-def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
-    if plan.kind == "hash":
+def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
+    if place.kind == "hash":
         return dist.HashStore()
-    if plan.kind == "file":
-        if plan.private_folder:
-            _make_private(os.path.dirname(plan.path))
-        _await_folder(os.path.dirname(plan.path))
-        return dist.FileStore(plan.path, launch.world_size)
-    hosts_store = launch.global_rank == 0 and not plan.use_agent_store
+    if place.kind == "file":
+        if place.private_folder:
+            _make_private(os.path.dirname(place.path))
+        _await_folder(os.path.dirname(place.path))
+        return dist.FileStore(place.path, launch.world_size)
+    hosts_store = launch.global_rank == 0 and not place.use_agent_store
     try:
         return dist.TCPStore(
-            plan.host,
-            plan.port,
+            place.host,
+            place.port,
             launch.world_size,
             hosts_store,
             timeout=timedelta(seconds=timeout_s),
@@ -134,7 +134,7 @@ def _connect(plan: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
     except Exception as error:
         raise RuntimeError(
             f"smp launch: rank {launch.global_rank} cannot "
-            f"{'listen on' if hosts_store else 'reach'} {plan.host}:{plan.port} "
+            f"{'listen on' if hosts_store else 'reach'} {place.host}:{place.port} "
             f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
             "port is free"
         ) from None
@@ -192,7 +192,7 @@ def exchange_hellos(
 
 
 def meet(
-    store: dist.Store, launch: Launch, hello: Hello, plan: Plan, settings: Settings
+    store: dist.Store, launch: Launch, hello: Hello, read: ReadConfig, settings: Settings
 ) -> list[Hello]:
     """The hello of every rank, once all agree. Collective.
 
@@ -208,7 +208,7 @@ def meet(
         nums_devices = [other.num_devices for other in hellos]
         check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
         if hello.device == "cuda":
-            grid = make_grid(plan, launch.world_size)
+            grid = make_grid(read, launch.world_size)
             check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
     except ValueError:
         say_farewell(store, launch)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from smp import _C
 from smp.config.schema import check_same_topology
-from smp.config.sources import Plan, UserConfig, compare_configs, make_plan
+from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import process_hooks
 from smp.world.attached import Detection, Pipeline
 from smp.world.launch import read_launch, with_hosts
@@ -94,10 +94,10 @@ class Runtime:
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
 
-    def add_keys(self, plan: Plan) -> None:
+    def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""
-        assert plan.config is not None
-        self.rank.config, self.rank.given = plan.config, plan.given
+        assert read.config is not None
+        self.rank.config, self.rank.given = read.config, read.given
         self.process_groups.make_if_wanted()
 
     def on_shutdown(self, callback: Callable[[], None]) -> None:
@@ -178,13 +178,13 @@ def init(config: UserConfig = None) -> None:
     settings = read_settings(env)
     hostname = socket.gethostname()
     launch = read_launch(env, hostname)
-    plan = make_plan(config, {}, env, launch.world_size)
+    read = read_config(config, {}, env, launch.world_size)
     device_type, num_devices = look_at_devices(settings)
     if launch.world_size == 1:
-        if plan.error is not None:
-            raise ValueError(plan.error)
-        rank = Rank(plan, launch, settings, device_of(device_type, 0, num_devices))
-        _start(Runtime(rank), plan.notes)
+        if read.error is not None:
+            raise ValueError(read.error)
+        rank = Rank(read, launch, settings, device_of(device_type, 0, num_devices))
+        _start(Runtime(rank), read.notes)
         return
     store = _meeting_point.open(launch, env, settings.timeout_s)
     hello = Hello(
@@ -193,14 +193,14 @@ def init(config: UserConfig = None) -> None:
         machine_id(hostname),
         device_type,
         num_devices,
-        plan.config_dict(),
-        plan.error,
+        read.config_dict(),
+        read.error,
     )
-    meeting = meet(store, launch, hello, plan, settings)
+    meeting = meet(store, launch, hello, read, settings)
     launch = with_hosts(launch, [other.host for other in meeting])
     device = device_of(device_type, launch.local_rank, num_devices)
-    runtime = Runtime(Rank(plan, launch, settings, device))
-    _start(runtime, plan.notes)
+    runtime = Runtime(Rank(read, launch, settings, device))
+    _start(runtime, read.notes)
     try:
         runtime.connect(store, meeting, env.get("MASTER_ADDR") or hostname)
     except BaseException as error:
@@ -249,24 +249,24 @@ def _init_again(runtime: Runtime, config: UserConfig, env: Mapping[str, str]) ->
     """Adds keys to the configuration of a running rank; the ranks must agree again."""
     rank = runtime.rank
     rank.check_process("smp.init")
-    plan = make_plan(config, rank.given, env, rank.world_size)
-    if plan.config is not None:
+    read = read_config(config, rank.given, env, rank.world_size)
+    if read.config is not None:
         try:
-            check_same_topology(rank.config, plan.config)
+            check_same_topology(rank.config, read.config)
         except ValueError as error:
-            plan = Plan({}, [], None, str(error))
-    plans: list[dict[str, Any]] = [{"config": plan.config_dict(), "error": plan.error}]
+            read = ReadConfig({}, [], None, str(error))
+    configs: list[dict[str, Any]] = [{"config": read.config_dict(), "error": read.error}]
     if rank.exchange is not None:
-        own = json.dumps(plans[0]).encode()
-        plans = [json.loads(p) for p in rank.exchange.all_gather(rank.groups["world"], own)]
-    raise_first_error([other["error"] for other in plans])
-    compare_configs([other["config"] for other in plans])
-    before, after = rank.config.to_dict(), plans[0]["config"]
-    runtime.add_keys(plan)
+        own = json.dumps(configs[0]).encode()
+        configs = [json.loads(p) for p in rank.exchange.all_gather(rank.groups["world"], own)]
+    raise_first_error([other["error"] for other in configs])
+    compare_configs([other["config"] for other in configs])
+    before, after = rank.config.to_dict(), configs[0]["config"]
+    runtime.add_keys(read)
     changes = [f"{key}={after[key]!r}" for key in after if after[key] != before[key]]
     if changes:
-        plan.notes.append("smp config: changed by a later smp.init: " + ", ".join(changes))
-    for note in plan.notes:
+        read.notes.append("smp config: changed by a later smp.init: " + ", ".join(changes))
+    for note in read.notes:
         first_rank_log.warning(note)
 
 

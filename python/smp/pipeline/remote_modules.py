@@ -39,7 +39,7 @@ _FUNCTION = -3
 _serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
 
 
-class PipelineLink:
+class RemoteModules:
     """Connects a partitioned model with the server of this rank.
 
     ``forward`` of every module that lives elsewhere is replaced *on the instance*, so
