@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,23 +15,19 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _C, data_parallel
 from smp.initial.initialise import initialise_again
-from smp.model.backward_roots import is_one, listed, run_backward, weighted
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
+from smp.model.model_calls import ModelCalls
 from smp.model.parts import ModelParts
-from smp.model.root_call import RootCall
-from smp.model.share import current_share
 from smp.model.views import ModelViews
 from smp.model.wrapper import ModuleWrapper, alias_forwards
 from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
-from smp.observe import loss_checks, nonfinite
+from smp.observe import nonfinite
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
-from smp.pipeline import resolve
-from smp.pipeline.remote_tensor import RemoteTensor
 from smp.precision.holdings import master_of, model_parameter_of
 from smp.replacement import replace_marked
 from smp.world import runtime
@@ -131,6 +126,7 @@ class DistributedModel(ModelViews):
             registrations=registrations,
         )
         self._runtime = current
+        self._calls = ModelCalls(current, self._engine, module)
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         alias_forwards(module)
@@ -148,35 +144,7 @@ class DistributedModel(ModelViews):
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
-        if self._engine.capture is not None:
-            on_call = functools.partial(self._engine.capture.on_call, self.get_module())
-            return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
-        place = self._engine.pipeline
-        if place is None:
-            if self._runtime.rank.sizes["pp"] > 1:
-                self._raise_outside_step("called")
-            self._engine.honour_checkpointing()
-            output = self._root_call(args, kwargs).run(self.get_module())
-            self._engine.loss.watch_backward(output)
-            if self._engine.uneven is not None:
-                self._engine.uneven.watch(output)
-            return output
-        self._check_in_step("called")
-        share = current_share()
-        call = self._root_call(args, kwargs)
-        if not place.is_driver:
-            called_idx, output, share.weight, filled = place.modules.await_output()
-            if called_idx != self._engine.idx:
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}the step function calls model {self._label} here, but "
-                    f"model {called_idx} on the first pipeline rank; all ranks of a replica call "
-                    f"their models in one order ({self._runtime.wrapped.candidates})"
-                )
-            return call.settle(filled, output)
-        output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
-        self._engine.loss.watch_backward(output)
-        place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
-        return output
+        return self._calls.forward(args, kwargs)
 
     def backward(
         self,
@@ -191,79 +159,7 @@ class DistributedModel(ModelViews):
             tensors: scalar or list of tensors that depend on the model's output.
             grad_tensors: their gradients, as in ``torch.autograd.backward``.
         """
-        if self._engine.capture is not None:
-            self._engine.capture.on_backward()
-            return
-        tensors, grad_tensors = listed(self._runtime.rank.ranks["pp"], tensors, grad_tensors)
-        place = self._engine.pipeline
-        if place is None and self._runtime.rank.sizes["pp"] > 1:
-            self._raise_outside_step("run backward")
-        if place is None or place.is_driver:
-            loss_checks.before_backward(self._runtime, tensors)
-        if place is None:
-            self._engine.begin_backward_alone()
-            scale = self._engine.root_weight(1.0)
-            if not is_one(scale):
-                tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
-            with self._runtime.steps.scaling_loss():
-                torch.autograd.backward(tensors, grad_tensors)
-            return
-        self._check_in_step("run backward")
-        server = place.server
-        if not server.is_driver:
-            server.await_backward()
-            return
-        weight = self._engine.root_weight(current_share().weight)
-        # Whoever waits for no forward need not wait for the value of a loss on another rank: its
-        # owner runs the backward right behind. The simple schedule has all forwards first.
-        ahead = self._runtime.rank.config.pipeline != "simple"
-        if ahead or not is_one(weight):
-            tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
-        for root in () if ahead else tensors:  # its forward is over when the loss is there
-            if isinstance(root, RemoteTensor):
-                root.wait()
-        self._engine.first_step.on_backward(tensors)
-        server.begin_backward()
-        with self._runtime.steps.scaling_loss():
-            run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
-        server.end_backward()
-
-    def _check_in_step(self, what: str) -> None:
-        if not self._engine.in_step():
-            self._raise_outside_step(what)
-        if not self._engine.joins_step:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}the model ({self._label}) is {what} here but was deleted on "
-                "another replica; delete models on all ranks, or on none"
-            )
-
-    def _raise_outside_step(self, what: str) -> NoReturn:
-        step = self._runtime.steps.running
-        if step is not None and not self.partitioned:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}the model ({self._label}) is {what} in step '{step}', whose "
-                "first call did not call it, and it is not partitioned yet; call it in the first "
-                "call (smp.is_tracing() tells when that is traced), or use it in a step function "
-                "of its own"
-            )
-        raise RuntimeError(
-            f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
-            f"pipeline_parallel_degree {self._runtime.rank.sizes['pp']} forward and backward "
-            "belong into a function decorated with @smp.step"
-        )
-
-    def _root_call(self, *arguments: Any) -> RootCall:
-        casts = self._runtime.rank.config.half_dtype is not None
-        return RootCall(arguments, self._runtime.rank.device, self._half_dtype(), casts)
-
-    def _half_dtype(self) -> torch.dtype | None:
-        """Of a model that trains in 16 bits, once it is cast."""
-        half = self._runtime.rank.config.half_dtype
-        if half is None or self.partitioned:
-            return half
-        dtypes = (p.dtype for p in self.get_module().parameters() if p.is_floating_point())
-        dtype = next(dtypes, None)
-        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+        self._calls.backward(tensors, grad_tensors)
 
     def prepare(self, trace: Trace | None = None) -> None:
         """Partitions the model unless that has happened. Collective.
@@ -312,9 +208,7 @@ class DistributedModel(ModelViews):
     @property
     def _label(self) -> str:
         """What messages call this model."""
-        module = self.get_module()
-        millions = sum(p.numel() for p in module.parameters()) / 1e6
-        return f"{self._engine.idx}: {type(module).__name__} of {millions:.3g} M parameters"
+        return self._engine.label
 
     @property
     def partitioned(self) -> bool:

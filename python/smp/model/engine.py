@@ -100,6 +100,12 @@ class Engine:
         self._has_updated = False
 
     @property
+    def label(self) -> str:
+        """What messages call this model."""
+        millions = sum(p.numel() for p in self._root.parameters()) / 1e6
+        return f"{self.idx}: {type(self._root).__name__} of {millions:.3g} M parameters"
+
+    @property
     def partitioned(self) -> bool:
         return self.parts is not None
 

@@ -1,0 +1,169 @@
+"""Forward and backward of a model as a whole, with and without a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from smp import _C
+from smp.model.backward_roots import is_one, listed, run_backward, weighted
+from smp.model.engine import Engine
+from smp.model.pipeline_place import PipelinePlace
+from smp.model.root_call import RootCall
+from smp.model.share import current_share
+from smp.observe import loss_checks
+from smp.pipeline import resolve
+from smp.pipeline.remote_tensor import RemoteTensor
+from smp.world import runtime
+
+
+class ModelCalls:
+    """Runs the root of a model, or waits for the rank that does.
+
+    Args:
+        current: the runtime.
+        engine: of the model.
+        root: the user's model.
+    """
+
+    def __init__(self, current: runtime.Runtime, engine: Engine, root: nn.Module) -> None:
+        self._runtime = current
+        self._engine = engine
+        self._root = root
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`DistributedModel.forward`."""
+        if self._engine.capture is not None:
+            on_call = functools.partial(self._engine.capture.on_call, self._root)
+            return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
+        place = self._engine.pipeline
+        if place is None:
+            if self._runtime.rank.sizes["pp"] > 1:
+                self._raise_outside_step("called")
+            return self._forward_alone(args, kwargs)
+        return self._forward_in_pipeline(place, args, kwargs)
+
+    def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._engine.honour_checkpointing()
+        output = self._root_call(args, kwargs).run(self._root)
+        self._engine.loss.watch_backward(output)
+        if self._engine.uneven is not None:
+            self._engine.uneven.watch(output)
+        return output
+
+    def _forward_in_pipeline(
+        self, place: PipelinePlace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        self._check_in_step("called")
+        share = current_share()
+        call = self._root_call(args, kwargs)
+        if not place.is_driver:
+            called_idx, output, share.weight, filled = place.modules.await_output()
+            if called_idx != self._engine.idx:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the step function calls model {self._engine.label} "
+                    f"here, but model {called_idx} on the first pipeline rank; all ranks of a replica call "
+                    f"their models in one order ({self._runtime.wrapped.candidates})"
+                )
+            return call.settle(filled, output)
+        output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
+        self._engine.loss.watch_backward(output)
+        place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
+        return output
+
+    def backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None,
+    ) -> None:
+        """`DistributedModel.backward`."""
+        if self._engine.capture is not None:
+            self._engine.capture.on_backward()
+            return
+        roots, grads = listed(self._runtime.rank.ranks["pp"], tensors, grad_tensors)
+        place = self._engine.pipeline
+        if place is None and self._runtime.rank.sizes["pp"] > 1:
+            self._raise_outside_step("run backward")
+        if place is None or place.is_driver:
+            loss_checks.before_backward(self._runtime, roots)
+        if place is None:
+            self._backward_alone(roots, grads)
+        else:
+            self._backward_in_pipeline(place, roots, grads)
+
+    def _backward_alone(
+        self, tensors: list[Tensor], grad_tensors: list[Tensor | None] | None
+    ) -> None:
+        self._engine.begin_backward_alone()
+        scale = self._engine.root_weight(1.0)
+        if not is_one(scale):
+            tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
+        with self._runtime.steps.scaling_loss():
+            torch.autograd.backward(tensors, grad_tensors)
+
+    def _backward_in_pipeline(
+        self,
+        place: PipelinePlace,
+        tensors: list[Tensor],
+        grad_tensors: list[Tensor | None] | None,
+    ) -> None:
+        self._check_in_step("run backward")
+        server = place.server
+        if not server.is_driver:
+            server.await_backward()
+            return
+        weight = self._engine.root_weight(current_share().weight)
+        # Whoever waits for no forward need not wait for the value of a loss on another rank: its
+        # owner runs the backward right behind. The simple schedule has all forwards first.
+        ahead = self._runtime.rank.config.pipeline != "simple"
+        if ahead or not is_one(weight):
+            tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
+        for root in () if ahead else tensors:  # its forward is over when the loss is there
+            if isinstance(root, RemoteTensor):
+                root.wait()
+        self._engine.first_step.on_backward(tensors)
+        server.begin_backward()
+        with self._runtime.steps.scaling_loss():
+            run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
+        server.end_backward()
+
+    def _check_in_step(self, what: str) -> None:
+        if not self._engine.in_step():
+            self._raise_outside_step(what)
+        if not self._engine.joins_step:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._engine.label}) is {what} here but was "
+                "deleted on another replica; delete models on all ranks, or on none"
+            )
+
+    def _raise_outside_step(self, what: str) -> NoReturn:
+        step = self._runtime.steps.running
+        if step is not None and not self._engine.partitioned:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the model ({self._engine.label}) is {what} in step '{step}', "
+                "whose first call did not call it, and it is not partitioned yet; call it in the first "
+                "call (smp.is_tracing() tells when that is traced), or use it in a step function "
+                "of its own"
+            )
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
+            f"pipeline_parallel_degree {self._runtime.rank.sizes['pp']} forward and backward "
+            "belong into a function decorated with @smp.step"
+        )
+
+    def _root_call(self, *arguments: Any) -> RootCall:
+        casts = self._runtime.rank.config.half_dtype is not None
+        return RootCall(arguments, self._runtime.rank.device, self._half_dtype(), casts)
+
+    def _half_dtype(self) -> torch.dtype | None:
+        """Of a model that trains in 16 bits, once it is cast."""
+        half = self._runtime.rank.config.half_dtype
+        if half is None or self._engine.partitioned:
+            return half
+        dtypes = (p.dtype for p in self._root.parameters() if p.is_floating_point())
+        dtype = next(dtypes, None)
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
