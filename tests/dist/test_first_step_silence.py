@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp.model import engine_of
 from tests.dist.pool import Pool
-from tests.dist.test_first_step_check import BATCH, WIDTH, Net
+from tests.dist.test_first_step_check import BATCH, MANUAL, WIDTH, Net
 
 
 class Random(Net):

@@ -66,8 +66,8 @@ class ModelCalls:
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._engine.label} "
-                    f"here, but model {called_idx} on the first pipeline rank; all ranks of a replica call "
-                    f"their models in one order ({self._runtime.wrapped.candidates})"
+                    f"here, but model {called_idx} on the first pipeline rank; all ranks of a replica "
+                    f"call their models in one order ({self._runtime.wrapped.candidates})"
                 )
             return call.settle(filled, output)
         output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
@@ -145,9 +145,9 @@ class ModelCalls:
         if step is not None and not self._engine.partitioned:
             raise RuntimeError(
                 f"{_C.rank_prefix()}the model ({self._engine.label}) is {what} in step '{step}', "
-                "whose first call did not call it, and it is not partitioned yet; call it in the first "
-                "call (smp.is_tracing() tells when that is traced), or use it in a step function "
-                "of its own"
+                "whose first call did not call it, and it is not partitioned yet; call it in the "
+                "first call (smp.is_tracing() tells when that is traced), or use it in a step "
+                "function of its own"
             )
         raise RuntimeError(
             f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
