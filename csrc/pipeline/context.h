@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "csrc/mailbox/message.h"
 #include "csrc/memory/random_state.h"
@@ -56,6 +57,11 @@ struct Slot {
   std::optional<mailbox::Message> message;
   Context* waiter = nullptr;
 };
+
+/// For tables of who waits.
+std::string to_string(const Context& context);
+/// What a context waited for that gets the baton now, and whom.
+std::pair<const char*, int> reason_of(const Context& context);
 
 /// The context that the calling thread runs, or null.
 Context* current_context();

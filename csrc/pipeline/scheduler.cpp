@@ -14,56 +14,23 @@ using Clock = std::chrono::steady_clock;
 // Of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
 
-const char* words(Context::State state) {
-  switch (state) {
-    case Context::State::kNotStarted:
-      return "not started";
-    case Context::State::kReady:
-      return "ready";
-    case Context::State::kRunning:
-      return "running";
-    case Context::State::kSuspended:
-      return "waiting for ";
-    case Context::State::kDone:
-      return "done";
-  }
-  return "";
-}
-
-// What a context waited for that gets the baton now, and whom.
-std::pair<const char*, int> reason_of(const Context& context) {
-  if (context.state != Context::State::kNotStarted) {
-    return {context.waits_for, context.waits_for_rank};
-  }
-  return {context.key.module_id == TaskKey::kStepBody
-              ? "a place among the active microbatches"
-              : "a request and its tensors",
-          -1};
-}
-
 }  // namespace
 
 Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
                      Timeline* timeline, mailbox::Mailbox* mailbox)
     : threads_(threads),
-      device_(device),
       timeline_(timeline),
-      mailbox_(mailbox) {
+      mailbox_(mailbox),
+      generators_(device) {
   threads_->set_idle_probe([this] { return baton_is_free(); });
 }
 
 void Scheduler::begin_step(const StepOptions& options) {
   Lock lock(mutex_);
   SMP_ASSERT(!in_step_ && contexts_.empty(), "begin_step inside a step");
-  options_ = options;
+  choice_.begin_step(options);
   in_step_ = true;
-  executed_.clear();
-  order_ = schedule::ExecutedOrder();
-  last_action_.reset();
-  ended_microbatches_.clear();
   cancel_reason_ = nullptr;
-  num_bodies_added_ = 0;
-  num_bodies_in_flight_ = 0;
   idle_since_ = Clock::now();
   if (is_recorded()) {
     timeline_->begin_step(options.step, options.num_microbatches);
@@ -88,8 +55,7 @@ void Scheduler::add_body(int mb, std::string where, uint64_t seed,
   context->work = std::move(work);
   Lock lock(mutex_);
   if (cancel_reason_) return;
-  ++num_bodies_added_;
-  bodies_to_start_.push_back(context.get());
+  choice_.add_body(context.get());
   add_locked(std::move(context));
 }
 
@@ -102,12 +68,11 @@ void Scheduler::add_service(const TaskKey& key, std::string where,
   context->work = std::move(work);
   Lock lock(mutex_);
   if (cancel_reason_) return;
-  ready_.push_back(context.get());
+  choice_.add_ready(context.get());
   add_locked(std::move(context));
 }
 
 void Scheduler::add_locked(std::unique_ptr<Context> context) {
-  context->arrival = next_arrival_++;
   Context* key = context.get();
   contexts_.emplace(key, std::move(context));
   dispatch_locked();
@@ -115,19 +80,18 @@ void Scheduler::add_locked(std::unique_ptr<Context> context) {
 
 void Scheduler::make_ready_locked(Context* context) {
   context->state = Context::State::kReady;
-  context->arrival = next_arrival_++;
-  ready_.push_back(context);
+  choice_.add_ready(context);
 }
 
 void Scheduler::end_microbatch(int64_t mb) {
   Lock lock(mutex_);
-  ended_microbatches_.push_back(mb);
+  choice_.end_microbatch(mb);
   dispatch_locked();
 }
 
 void Scheduler::skip_action(const Action& action) {
   Lock lock(mutex_);
-  order_.skip(action);
+  choice_.skip_action(action);
   dispatch_locked();
 }
 
@@ -140,19 +104,13 @@ void Scheduler::start_locked(Context* context) {
   turn_began_ = Clock::now();
   stats_.idle_ns += (turn_began_ - idle_since_).count();
   ++stats_.num_switches;
-  if (const auto action = action_of(*context)) {
-    order_.add(*action, context->key.resume > 0);
-    last_action_ = action;
-  }
-  if (context->state == Context::State::kNotStarted) {
-    executed_.push_back(context->key);
-    ++stats_.num_contexts;
-  }
+  choice_.note_turn(*context);
+  if (context->state == Context::State::kNotStarted) ++stats_.num_contexts;
 }
 
 void Scheduler::dispatch_locked() {
   if (running_ || !in_step_ || cancel_reason_) return;
-  if (Context* chosen = choose_locked()) switch_to_locked(chosen);
+  if (Context* chosen = choice_.take_next()) switch_to_locked(chosen);
 }
 
 void Scheduler::switch_to_locked(Context* chosen) {
@@ -192,8 +150,8 @@ void Scheduler::wait_for_baton(Lock& lock, Context* context) {
   };
   // The bodies of other ranks wait for the driver, all the time; there the
   // threads that serve its requests receive them.
-  const bool follows =
-      !options_.is_driver && context->key.module_id == TaskKey::kStepBody;
+  const bool follows = !choice_.options().is_driver &&
+                       context->key.module_id == TaskKey::kStepBody;
   if (mailbox_ != nullptr && !follows && !done()) {
     context->is_helping = true;
     lock.unlock();
@@ -227,7 +185,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
   throw_if_cancelled_locked();
   // Under an agreed order every wait is a turn, whether or not the answer was
   // there already: otherwise peers would count resumptions differently.
-  if (slot.message && options_.order == OrderRole::kFree) {
+  if (slot.message && choice_.options().order == OrderRole::kFree) {
     return std::move(*slot.message);
   }
   ++context->key.resume;
@@ -244,7 +202,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
   wait_for_baton(lock, context);
   slot.waiter = nullptr;
   throw_if_cancelled_locked();
-  own_generators_locked(context);
+  generators_.give_to(*context);
   return std::move(*slot.message);
 }
 
@@ -255,15 +213,7 @@ void Scheduler::enter_phase(Phase phase) {
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
-  // What comes first in a backward is issuing requests that other ranks wait
-  // for; a longer task of an older microbatch must not hold that up. Turns are
-  // taken again when this context has to wait.
-  const bool others_were_first = std::any_of(
-      ready_.begin(), ready_.end(),
-      [](const Context* other) { return other->waits_for == kItsTurn; });
-  if (phase == Phase::kBackward && options_.order == OrderRole::kFree &&
-      !others_were_first &&
-      options_.policy->may_begin_backward(progress_locked())) {
+  if (phase == Phase::kBackward && choice_.may_begin_backward(kItsTurn)) {
     ++context->key.resume;
     if (is_recorded()) {
       timeline_->end_run();
@@ -278,7 +228,7 @@ void Scheduler::enter_phase(Phase phase) {
   release_baton_locked();
   wait_for_baton(lock, context);
   throw_if_cancelled_locked();
-  own_generators_locked(context);
+  generators_.give_to(*context);
 }
 
 void Scheduler::fill(Slot& slot, mailbox::Message message) {
@@ -310,31 +260,14 @@ void Scheduler::cancel(std::exception_ptr reason) {
       ++it;
     }
   }
-  ready_.clear();
-  bodies_to_start_.clear();
-  agreed_.clear();
+  choice_.clear();
   idle_.notify_all();
 }
 
 void Scheduler::add_agreed(int64_t step, const TaskKey& key) {
   Lock lock(mutex_);
-  agreed_.emplace_back(step, key);
+  choice_.add_agreed(step, key);
   dispatch_locked();
-}
-
-// Under the mutex: a cancelled context may end while another one is here.
-void Scheduler::own_generators_locked(Context* context) {
-  if (generators_owner_ == context) return;
-  if (generators_owner_) {
-    generators_owner_->random_state = memory::RandomState::capture(device_);
-  }
-  if (context->random_state) {
-    context->random_state->restore();
-    context->random_state.reset();
-  } else {
-    memory::seed_generators(context->seed, device_);
-  }
-  generators_owner_ = context;
 }
 
 void Scheduler::run_context(Context* context) {
@@ -342,10 +275,11 @@ void Scheduler::run_context(Context* context) {
     set_current_context(context);
     keep_backward_on_this_thread();
     try {
-      TaskScope scope({options_.step, static_cast<int>(context->key.mb)});
+      TaskScope scope(
+          {choice_.options().step, static_cast<int>(context->key.mb)});
       {
         Lock lock(mutex_);
-        own_generators_locked(context);
+        generators_.give_to(*context);
       }
       context->work();
     } catch (...) {
@@ -364,20 +298,14 @@ void Scheduler::run_context(Context* context) {
 Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
-  if (generators_owner_ == context) generators_owner_ = nullptr;
-  if (context->key.module_id == TaskKey::kStepBody) {
-    --num_bodies_in_flight_;
-    // A backward that never had to wait for gradients was part of this turn.
-    if (options_.is_driver && context->key.phase == Phase::kBackward) {
-      order_.add({Phase::kBackward, context->key.mb, 0}, /*goes_on=*/true);
-    }
-  }
+  generators_.forget(*context);
+  choice_.note_end(*context);
   const bool held_baton = running_ == context;
   contexts_.erase(context);
   Context* next = nullptr;
   if (held_baton) {
     end_turn_locked();
-    if (in_step_ && !cancel_reason_) next = choose_locked();
+    if (in_step_ && !cancel_reason_) next = choice_.take_next();
   }
   if (next) {
     const bool is_new = next->state == Context::State::kNotStarted;
@@ -394,6 +322,16 @@ Context* Scheduler::finish(Context* context) {
     if (idle_sink_) idle_sink_();
   }
   return next;
+}
+
+std::string Scheduler::run_held_back() {
+  Lock lock(mutex_);
+  if (running_ || !in_step_ || cancel_reason_) return {};
+  Context* chosen = choice_.take_held_back();
+  if (!chosen) return {};
+  std::string what = chosen->where;
+  switch_to_locked(chosen);
+  return what;
 }
 
 bool Scheduler::is_idle() const {
@@ -433,13 +371,7 @@ std::string Scheduler::describe() const {
   std::string text;
   for (const auto& [context, owned] : contexts_) {
     if (!text.empty()) text += "; ";
-    text += context->where + ": " + words(context->state);
-    if (context->state == Context::State::kSuspended) {
-      text += context->waits_for;
-      if (context->waits_for_rank >= 0) {
-        text += " of global_rank " + std::to_string(context->waits_for_rank);
-      }
-    }
+    text += to_string(*context);
   }
   return text.empty() ? "nothing to run" : text;
 }
@@ -456,12 +388,12 @@ std::chrono::nanoseconds Scheduler::longest_turn() const {
 
 std::string Scheduler::executed_actions() const {
   Lock lock(mutex_);
-  return schedule::to_string(order_.entries());
+  return choice_.executed_actions();
 }
 
 std::vector<TaskKey> Scheduler::executed_order() const {
   Lock lock(mutex_);
-  return executed_;
+  return choice_.executed();
 }
 
 }  // namespace smp::pipeline

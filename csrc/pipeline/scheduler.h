@@ -5,69 +5,33 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
 #include "csrc/mailbox/mailbox.h"
-#include "csrc/pipeline/context.h"
+#include "csrc/pipeline/context_generators.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/task_choice.h"
 #include "csrc/pipeline/timeline.h"
-#include "csrc/schedule/policy.h"
-#include "csrc/schedule/schedule_text.h"
 
 namespace smp::pipeline {
-
-using schedule::Action;
-using schedule::Policy;
-using schedule::ReadyTask;
-using schedule::StepProgress;
-
-/// Who decides the order of tasks among the data-parallel peers of a rank.
-enum class OrderRole {
-  kFree,      ///< every rank for itself
-  kLeader,    ///< this rank decides and publishes
-  kFollower,  ///< this rank runs what the leader published
-};
 
 /// Lets the contexts of a rank take turns: exactly one holds the baton and
 /// runs. There is no scheduling thread: whoever frees the baton, or makes a
 /// context ready while it is free, asks the policy and wakes the chosen one.
 class Scheduler {
  public:
-  struct StepOptions {
-    const Policy* policy = nullptr;
-    int num_microbatches = 1;
-    int active_microbatches = 1;
-    bool is_driver = true;
-    OrderRole order = OrderRole::kFree;
-    int64_t step = 0;
-    int num_partitions = 1;
-    int num_chunks = 1;
-    int depth = 0;  ///< see schedule::StepProgress
-    /// Chunk by module id; null: all are chunk 0. Must outlive the step.
-    const std::vector<int>* chunk_idxs = nullptr;
-    /// Whether the policy is told what is under way, so that it may let
-    /// forwards wait. Then what belongs to no action runs at once.
-    bool lets_wait = false;
-  };
-
   struct Stats {
     int64_t idle_ns = 0;       ///< within steps, while no context could run
     int64_t num_contexts = 0;  ///< started
     int64_t num_switches = 0;  ///< baton passed to another context
   };
 
-  /// Called under the scheduler's mutex: must not block nor call back.
-  using OrderSink = std::function<void(int64_t step, const TaskKey&)>;
   using ErrorSink =
       std::function<void(const Context&, const std::exception_ptr&)>;
 
@@ -76,7 +40,10 @@ class Scheduler {
   Scheduler(ContextThreads* threads, c10::Device device,
             Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr);
 
-  void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
+  /// Called under the mutex.
+  void set_order_sink(TaskChoice::OrderSink sink) {
+    choice_.set_order_sink(std::move(sink));
+  }
   /// Called in the thread of a context whose work raised, before cancelling.
   void set_error_sink(ErrorSink sink) { error_sink_ = std::move(sink); }
   /// Called without locks when the last context has ended or was cancelled.
@@ -148,13 +115,7 @@ class Scheduler {
 
   void add_locked(std::unique_ptr<Context> context);
   void make_ready_locked(Context* context);
-  Context* choose_locked();
-  std::vector<ReadyTask> ready_tasks_locked() const;
-  std::optional<size_t> find_agreed_locked(const std::vector<ReadyTask>& tasks);
-  std::optional<size_t> pick_locked(const std::vector<ReadyTask>& tasks) const;
-  Context* take_locked(size_t choice);
   void switch_to_locked(Context* chosen);
-  std::optional<Action> action_of(const Context& context) const;
   void dispatch_locked();
   void start_locked(Context* context);
   bool is_recorded() const { return timeline_ && timeline_->is_on(); }
@@ -164,37 +125,22 @@ class Scheduler {
   void resume_locked(Context& context);
   void run_context(Context* context);
   Context* finish(Context* context);
-  void own_generators_locked(Context* context);
-  StepProgress progress_locked() const;
   void throw_if_cancelled_locked() const;
-  bool body_may_start_locked() const;
 
   ContextThreads* const threads_;
-  const c10::Device device_;
   Timeline* const timeline_;
   mailbox::Mailbox* const mailbox_;
-  OrderSink order_sink_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;
 
   mutable std::mutex mutex_;
   std::condition_variable idle_;
-  StepOptions options_;
+  TaskChoice choice_;
   bool in_step_ = false;
   std::unordered_map<Context*, std::unique_ptr<Context>> contexts_;
-  std::vector<Context*> ready_;
-  std::deque<Context*> bodies_to_start_;
-  int num_bodies_added_ = 0;
-  int num_bodies_in_flight_ = 0;
-  std::deque<std::pair<int64_t, TaskKey>> agreed_;
   Context* running_ = nullptr;
-  Context* generators_owner_ = nullptr;
-  int64_t next_arrival_ = 0;
+  ContextGenerators generators_;
   std::exception_ptr cancel_reason_;
-  std::vector<TaskKey> executed_;
-  schedule::ExecutedOrder order_;
-  std::optional<Action> last_action_;
-  std::vector<int64_t> ended_microbatches_;
   std::chrono::nanoseconds longest_turn_{0};
   std::chrono::steady_clock::time_point turn_began_;
   Stats stats_;

@@ -212,10 +212,10 @@ std::exception_ptr Steps::await_end(int num_microbatches) {
   return failure;
 }
 
-Scheduler::StepOptions Steps::step_options(int num_microbatches) const {
+StepOptions Steps::step_options(int num_microbatches) const {
   const Policy& policy = parts_.policy;
   const int num_partitions = static_cast<int>(options_.pp_ranks.size());
-  Scheduler::StepOptions step;
+  StepOptions step;
   step.policy = &policy;
   step.num_microbatches = num_microbatches;
   const int active = options_.active_microbatches > 0

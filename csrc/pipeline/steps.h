@@ -79,7 +79,7 @@ class Steps {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  Scheduler::StepOptions step_options(int num_microbatches) const;
+  StepOptions step_options(int num_microbatches) const;
   void dispatch(const Header& header, mailbox::Message&& message);
   void take_early_messages();
   void run_body(int mb, const std::function<void(int)>& body);

@@ -62,7 +62,7 @@ std::pair<Header, mailbox::Message> OwnerRank::receive(Kind kind) {
 }
 
 void OwnerRank::begin_step() {
-  Scheduler::StepOptions options;
+  StepOptions options;
   options.policy = policy.get();
   scheduler.begin_step(options);
 }

@@ -18,7 +18,7 @@ class SchedulerTest : public ::testing::Test {
  protected:
   void begin(const char* policy_name, int num_microbatches, int active) {
     policy = schedule::make_policy(policy_name);
-    Scheduler::StepOptions options;
+    StepOptions options;
     options.policy = policy.get();
     options.num_microbatches = num_microbatches;
     options.active_microbatches = active;
@@ -166,7 +166,7 @@ TEST_F(SchedulerTest, work_that_never_starts_is_freed_without_the_lock) {
 
 TEST_F(SchedulerTest, a_follower_runs_what_was_agreed_and_nothing_else) {
   policy = schedule::make_policy("interleaved");
-  Scheduler::StepOptions options;
+  StepOptions options;
   options.policy = policy.get();
   options.num_microbatches = 1;
   options.active_microbatches = 1;
@@ -193,7 +193,7 @@ class WaitingSchedulerTest : public SchedulerTest {
  protected:
   void begin(std::unique_ptr<Policy> chosen) {
     policy = std::move(chosen);
-    Scheduler::StepOptions options;
+    StepOptions options;
     options.policy = policy.get();
     options.num_microbatches = 2;
     options.active_microbatches = 2;

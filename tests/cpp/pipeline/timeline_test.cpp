@@ -105,7 +105,7 @@ TEST(TimelineTest, a_scheduler_tells_runs_waits_and_idle_times) {
   ContextThreads threads;
   Scheduler scheduler(&threads, c10::Device(c10::DeviceType::CPU), &timeline);
   const auto policy = schedule::make_policy("interleaved");
-  Scheduler::StepOptions options;
+  StepOptions options;
   options.policy = policy.get();
   options.step = 5;
   timeline.start(100);

@@ -1,19 +1,83 @@
-// Which of the ready contexts gets the baton.
+#include "csrc/pipeline/task_choice.h"
 
 #include <algorithm>
 #include <tuple>
-#include <utility>
-
-#include "csrc/pipeline/scheduler.h"
 
 namespace smp::pipeline {
 
-bool Scheduler::body_may_start_locked() const {
-  return !bodies_to_start_.empty() &&
-         num_bodies_in_flight_ < options_.active_microbatches;
+void TaskChoice::begin_step(const StepOptions& options) {
+  options_ = options;
+  bodies_in_flight_.clear();
+  num_bodies_added_ = 0;
+  executed_.clear();
+  order_ = schedule::ExecutedOrder();
+  last_action_.reset();
+  ended_microbatches_.clear();
 }
 
-StepProgress Scheduler::progress_locked() const {
+void TaskChoice::add_body(Context* context) {
+  context->arrival = next_arrival_++;
+  ++num_bodies_added_;
+  bodies_to_start_.push_back(context);
+}
+
+void TaskChoice::add_ready(Context* context) {
+  context->arrival = next_arrival_++;
+  ready_.push_back(context);
+}
+
+void TaskChoice::add_agreed(int64_t step, const TaskKey& key) {
+  agreed_.emplace_back(step, key);
+}
+
+void TaskChoice::clear() {
+  ready_.clear();
+  bodies_to_start_.clear();
+  agreed_.clear();
+}
+
+void TaskChoice::note_turn(const Context& context) {
+  if (const auto action = action_of(context)) {
+    order_.add(*action, context.key.resume > 0);
+    last_action_ = action;
+  }
+  if (context.state == Context::State::kNotStarted) {
+    executed_.push_back(context.key);
+  }
+}
+
+void TaskChoice::note_end(const Context& context) {
+  if (context.key.module_id != TaskKey::kStepBody) return;
+  std::erase(bodies_in_flight_, &context);
+  // A backward that never had to wait for gradients was part of this turn.
+  if (options_.is_driver && context.key.phase == Phase::kBackward) {
+    order_.add({Phase::kBackward, context.key.mb, 0}, /*goes_on=*/true);
+  }
+}
+
+std::string TaskChoice::executed_actions() const {
+  return schedule::to_string(order_.entries());
+}
+
+bool TaskChoice::body_may_start() const {
+  return !bodies_to_start_.empty() &&
+         static_cast<int>(bodies_in_flight_.size()) <
+             options_.active_microbatches;
+}
+
+// What comes first in a backward is issuing requests that other ranks wait for;
+// a longer task of an older microbatch must not hold that up. Turns are taken
+// again when this context has to wait.
+bool TaskChoice::may_begin_backward(const char* its_turn) const {
+  const bool others_were_first = std::any_of(
+      ready_.begin(), ready_.end(), [its_turn](const Context* other) {
+        return other->waits_for == its_turn;
+      });
+  return options_.order == OrderRole::kFree && !others_were_first &&
+         options_.policy->may_begin_backward(progress());
+}
+
+StepProgress TaskChoice::progress() const {
   StepProgress progress;
   progress.num_microbatches = options_.num_microbatches;
   if (options_.lets_wait) {
@@ -28,15 +92,10 @@ StepProgress Scheduler::progress_locked() const {
   // The first body runs while the others are still being added.
   const bool more_may_start =
       num_bodies_added_ < options_.num_microbatches &&
-      num_bodies_in_flight_ < options_.active_microbatches;
-  progress.num_forwards_pending =
-      body_may_start_locked() || more_may_start ? 1 : 0;
-  for (const auto& [context, owned] : contexts_) {
-    if (context->key.module_id == TaskKey::kStepBody &&
-        context->key.phase == Phase::kForward &&
-        context->state != Context::State::kNotStarted) {
-      ++progress.num_forwards_pending;
-    }
+      static_cast<int>(bodies_in_flight_.size()) < options_.active_microbatches;
+  progress.num_forwards_pending = body_may_start() || more_may_start ? 1 : 0;
+  for (const Context* body : bodies_in_flight_) {
+    progress.num_forwards_pending += body->key.phase == Phase::kForward ? 1 : 0;
   }
   return progress;
 }
@@ -46,7 +105,7 @@ StepProgress Scheduler::progress_locked() const {
 // driver's body is the forward of its first chunk; then it waits for what
 // others return and asks them for gradients, which is nobody's action; from
 // when its own gradients come it is the backward of that chunk.
-std::optional<Action> Scheduler::action_of(const Context& context) const {
+std::optional<Action> TaskChoice::action_of(const Context& context) const {
   const TaskKey& key = context.key;
   if (key.module_id < TaskKey::kStepBody) return std::nullopt;
   if (key.module_id == TaskKey::kStepBody) {
@@ -63,7 +122,7 @@ std::optional<Action> Scheduler::action_of(const Context& context) const {
 }
 
 // Those in `ready_`, and the next body if it may start.
-std::vector<ReadyTask> Scheduler::ready_tasks_locked() const {
+std::vector<ReadyTask> TaskChoice::ready_tasks() const {
   std::vector<ReadyTask> tasks;
   tasks.reserve(ready_.size() + 1);
   const auto add = [&](const Context& context) {
@@ -73,11 +132,11 @@ std::vector<ReadyTask> Scheduler::ready_tasks_locked() const {
                      action ? action->chunk : 0});
   };
   for (const Context* context : ready_) add(*context);
-  if (body_may_start_locked()) add(*bodies_to_start_.front());
+  if (body_may_start()) add(*bodies_to_start_.front());
   return tasks;
 }
 
-std::optional<size_t> Scheduler::find_agreed_locked(
+std::optional<size_t> TaskChoice::find_agreed(
     const std::vector<ReadyTask>& tasks) {
   if (agreed_.empty() || agreed_.front().first != options_.step) {
     return std::nullopt;
@@ -92,7 +151,7 @@ std::optional<size_t> Scheduler::find_agreed_locked(
 
 // What belongs to no action is short and others wait for it; an action of
 // several modules is not interrupted; all else is the policy's.
-std::optional<size_t> Scheduler::pick_locked(
+std::optional<size_t> TaskChoice::pick(
     const std::vector<ReadyTask>& tasks) const {
   if (options_.lets_wait) {
     std::optional<size_t> at_once;
@@ -110,24 +169,23 @@ std::optional<size_t> Scheduler::pick_locked(
     if (at_once) return at_once;
     if (further) return further;
   }
-  return options_.policy->pick(tasks, progress_locked());
+  return options_.policy->pick(tasks, progress());
 }
 
 // Asks the policy (or the agreed order) and takes the choice off the lists.
-Context* Scheduler::choose_locked() {
-  const std::vector<ReadyTask> tasks = ready_tasks_locked();
-  const auto choice = options_.order == OrderRole::kFollower
-                          ? find_agreed_locked(tasks)
-                          : pick_locked(tasks);
-  return choice ? take_locked(*choice) : nullptr;
+Context* TaskChoice::take_next() {
+  const std::vector<ReadyTask> tasks = ready_tasks();
+  const auto choice =
+      options_.order == OrderRole::kFollower ? find_agreed(tasks) : pick(tasks);
+  return choice ? take(*choice) : nullptr;
 }
 
-Context* Scheduler::take_locked(size_t choice) {
+Context* TaskChoice::take(size_t choice) {
   Context* chosen = nullptr;
   if (choice == ready_.size()) {
     chosen = bodies_to_start_.front();
     bodies_to_start_.pop_front();
-    ++num_bodies_in_flight_;
+    bodies_in_flight_.push_back(chosen);
   } else {
     chosen = ready_[choice];
     ready_.erase(ready_.begin() + static_cast<int64_t>(choice));
@@ -138,13 +196,11 @@ Context* Scheduler::take_locked(size_t choice) {
   return chosen;
 }
 
-std::string Scheduler::run_held_back() {
-  Lock lock(mutex_);
-  if (running_ || !in_step_ || cancel_reason_ || !options_.lets_wait ||
-      options_.order == OrderRole::kFollower) {
-    return {};
+Context* TaskChoice::take_held_back() {
+  if (!options_.lets_wait || options_.order == OrderRole::kFollower) {
+    return nullptr;
   }
-  const std::vector<ReadyTask> tasks = ready_tasks_locked();
+  const std::vector<ReadyTask> tasks = ready_tasks();
   const auto rank = [&](size_t i) {
     return std::tuple(tasks[i].key.mb, tasks[i].key.phase == Phase::kForward,
                       tasks[i].arrival);
@@ -153,11 +209,7 @@ std::string Scheduler::run_held_back() {
   for (size_t i = 0; i < tasks.size(); ++i) {
     if (!best || rank(i) < rank(*best)) best = i;
   }
-  if (!best) return {};
-  Context* chosen = take_locked(*best);
-  std::string what = chosen->where;
-  switch_to_locked(chosen);
-  return what;
+  return best ? take(*best) : nullptr;
 }
 
 }  // namespace smp::pipeline

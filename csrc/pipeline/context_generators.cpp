@@ -1,0 +1,23 @@
+#include "csrc/pipeline/context_generators.h"
+
+#include "csrc/memory/random_state.h"
+
+namespace smp::pipeline {
+
+void ContextGenerators::give_to(Context& context) {
+  if (owner_ == &context) return;
+  if (owner_) owner_->random_state = memory::RandomState::capture(device_);
+  if (context.random_state) {
+    context.random_state->restore();
+    context.random_state.reset();
+  } else {
+    memory::seed_generators(context.seed, device_);
+  }
+  owner_ = &context;
+}
+
+void ContextGenerators::forget(const Context& context) {
+  if (owner_ == &context) owner_ = nullptr;
+}
+
+}  // namespace smp::pipeline
