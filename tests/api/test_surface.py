@@ -14,7 +14,7 @@ import pytest
 
 from tests.api.surface import GOLDEN, surface
 
-# api.md, section 2, as far as this milestone goes.
+# The names that the public documentation of v1 has, and those of this library.
 NAMES = """
 init is_initialized is_tracing state shutdown
 rank local_rank mp_rank dp_rank pp_rank tp_rank rdp_rank
@@ -57,7 +57,7 @@ SIGNATURES = {
     "load": {"map_location": None, "partial": True, "back_compat": False},
 }
 
-# config.md, sections 2.1 and 2.2.
+# Keys of v1 and of this library with their defaults.
 CONFIG_DEFAULTS = {
     "pipeline_parallel_degree": 1,
     "microbatches": 1,

@@ -121,7 +121,7 @@ def test_missing_rank_is_named_after_the_time_out(pool: Pool) -> None:
 
 
 def accept(rank: int, config: dict[str, Any]) -> bool:
-    """Row 9: BF16 needs no sharding."""
+    """BF16 needs no sharding."""
     smp.init(config)
     return runtime.current().rank.config.bf16
 

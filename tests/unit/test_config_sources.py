@@ -118,7 +118,7 @@ def test_disagreeing_ranks_are_named_with_key_and_values() -> None:
     assert "ddp" not in text
 
 
-# ---- config.md 1.1: launcher, then the argument of init, then defaults ---------------
+# ---- launcher, then the argument of init, then defaults ---------------
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def check_schedule(config: Config) -> None:
 
 
 def check_default_partition(config: Config) -> None:
-    """Row 7: without auto partition, modules need a partition that exists."""
+    """Without auto partition, modules need a partition that exists."""
     pp = config.pipeline_parallel_degree
     if not config.auto_partition and config.default_partition >= pp:
         raise config_error(
@@ -431,20 +431,20 @@ def check_default_partition(config: Config) -> None:
 
 
 def check_ddp_needed(config: Config) -> None:
-    """Row 5, the part that does not depend on the number of processes."""
+    """Split layers and shards are for data parallelism that the library does."""
     for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
 
 
 def check_one_half_precision(config: Config) -> None:
-    """Row 8."""
+    """A model has one 16-bit type."""
     if config.fp16 and config.bf16:
         raise config_error("fp16", True, "bf16 is set as well", "choose one of fp16 and bf16")
 
 
 def check_sharding_kinds(config: Config) -> None:
-    """Row 10, second half."""
+    """The two ways of sharding optimizer states exclude each other."""
     degree = config.sharded_data_parallel_degree
     if degree > 1 and config.shard_optimizer_state:
         raise config_error(
@@ -502,7 +502,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_same_topology(current: Config, new: Config) -> None:
-    """Row 18: a second init keeps the layout of the ranks."""
+    """A second init keeps the layout of the ranks."""
     for key in TOPOLOGY_KEYS:
         before, after = getattr(current, key), getattr(new, key)
         if before != after:

@@ -130,7 +130,7 @@ def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.devi
 
 
 def check_device_count(host: str, local_size: int, num_devices: int, share_gpu: bool) -> None:
-    """Row 14: one GPU per process, unless `SMP_SHARE_GPU=1`.
+    """One GPU per process, unless `SMP_SHARE_GPU=1`.
 
     Raises:
         ValueError: names the host and both numbers.

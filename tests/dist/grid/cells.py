@@ -76,7 +76,7 @@ class Cell:
 
     @property
     def error(self) -> str | None:
-        """What smp says to a cell that cannot be (config.md 7, row 10); None for all others."""
+        """What smp says to a cell that cannot be ; None for all others."""
         if self.sharding == "sdp2" and self.dp % 2:
             return (
                 "smp config: sharded_data_parallel_degree=2: does not divide the reduced "
