@@ -186,10 +186,39 @@ def test_modules_whose_weights_others_read_stay(caplog: pytest.LogCaptureFixture
 
 def test_options_of_the_context_override_the_hook() -> None:
     register()
-    with smp.tensor_parallelism(note="mine", scale=7.0, unknown=1):
+    with smp.tensor_parallelism(note="mine", scale=7.0, flash_attention=False):
         root = nn.Sequential(Scaled(4))
     smp.DistributedModel(root)
     assert (root[0].note, root[0].scale) == ("mine", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("flash_atention", "did you mean 'flash_attention'"),
+        ("fused_sofmax", "did you mean 'fused_softmax'"),
+        ("skale", "did you mean 'scale'"),
+        ("qqqq", "expected one of"),
+    ],
+)
+def test_a_misspelt_option_is_an_error_that_names_the_nearest(option: str, hint: str) -> None:
+    register()
+    message = f"tensor parallelism has no option '{option}'; {hint}"
+    with pytest.raises(ValueError, match=message), smp.tensor_parallelism(**{option: True}):
+        pass
+    with pytest.raises(ValueError, match=message):
+        smp.set_tensor_parallelism(nn.Linear(4, 4), **{option: True})
+    with pytest.raises(ValueError, match=message), smp.model_creation(False, **{option: True}):
+        pass
+
+
+def test_options_without_effect_are_accepted() -> None:
+    register()
+    for option in ("fused_softmax", "fused_dropout", "fused_bias_gelu", "distribute_embedding"):
+        for value in (False, True):
+            with smp.tensor_parallelism(**{option: value}):
+                root = nn.Sequential(Scaled(4))
+            assert smp.DistributedModel(root) is not None
 
 
 def test_a_tree_is_marked_after_it_was_made() -> None:

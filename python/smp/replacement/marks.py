@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,18 @@ import torch
 from torch import nn
 
 from smp import _C
+from smp import nn as smp_nn
 from smp.initial.delay import delay_param_initialization
 from smp.modules.creation import CreationMarks
 from smp.nn import huggingface
 from smp.tensor_parallel import registry
 from smp.world import runtime
+
+#: Options of v1 that scripts pass and that change nothing here: fused operators are used wherever
+#: they compute the same, and the word embedding of a split language model is always split.
+WITHOUT_EFFECT = frozenset(
+    {"fused_softmax", "fused_dropout", "fused_bias_gelu", "distribute_embedding"}
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,16 @@ def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
     Args:
         enabled: False keeps modules that are created inside as they are.
         options: override what the distributed modules would take from the original ones, where a
-            name is an argument of their ``__init__``.
+            name is an argument of their ``__init__``. ``fused_softmax``, ``fused_dropout``,
+            ``fused_bias_gelu`` and ``distribute_embedding`` are accepted and have no effect: fused
+            operators are used wherever they compute the same, and word embeddings of split
+            language models are always split.
+
+    Raises:
+        ValueError: an option is an argument of no distributed module; the nearest one is named.
     """
     huggingface.register_available()
+    _check_options(options)
     with _marks.marking(Mark(enabled, options)):
         yield
         huggingface.register_available()  # imported inside
@@ -67,7 +83,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
         options: as in :func:`tensor_parallelism`.
 
     Raises:
-        ValueError: ``module`` is not a module.
+        ValueError: ``module`` is not a module, or as in :func:`tensor_parallelism`.
         RuntimeError: it is part of a wrapped model.
     """
     if not isinstance(module, nn.Module):
@@ -75,6 +91,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
             f"{_C.rank_prefix()}set_tensor_parallelism: expected an nn.Module, got "
             f"{type(module).__name__}; call it once for each module of a list"
         )
+    _check_options(options)
     current = _run()
     wrapped = [] if current is None else current.wrapped.models
     if any(isinstance(m, nn.Module) and module in set(m.modules()) for m in wrapped):
@@ -101,6 +118,9 @@ def model_creation(
             ``tensor_parallelism``. Except ``zero_init``, a bool: parameters never exist whole, each
             rank makes its shards alone. It has an effect with ``sharded_data_parallel_degree`` > 1.
 
+    Raises:
+        ValueError: as in :func:`smp.tensor_parallelism`, also without ``tensor_parallelism``.
+
     Initial values depend on seed and names alone, as :func:`smp.delay_param_initialization` says.
     With the configuration key ``delayed_parameter_initialization``, and with ``zero_init``,
     parameters are allocated and initialised where they are needed.
@@ -118,6 +138,24 @@ def model_creation(
 
 def _run() -> runtime.Runtime | None:
     return runtime.current() if runtime.is_initialized() else None
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuses options that no distributed module takes, those of users' classes included."""
+    ours = (getattr(smp_nn, name) for name in smp_nn.__all__)
+    classes = registry.distributed_classes() | {
+        cls for cls in ours if inspect.isclass(cls) and issubclass(cls, nn.Module)
+    }
+    names = {name for cls in classes for name in inspect.signature(cls).parameters}
+    known = WITHOUT_EFFECT | {name for name in names if not name.startswith("_")}
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {sorted(known)}"
+            raise ValueError(
+                f"{_C.rank_prefix()}tensor parallelism has no option '{option}'; {hint}. Those of "
+                "your own modules are known once smp.tp_register has been called for their class"
+            )
 
 
 def _delays(zero_init: bool) -> bool:

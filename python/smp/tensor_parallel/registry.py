@@ -133,6 +133,11 @@ def is_registered(module_cls: type[nn.Module]) -> bool:
     return module_cls in _registrations
 
 
+def distributed_classes() -> set[type[nn.Module]]:
+    """The classes that take the place of registered ones."""
+    return {registration.dist_module for registration in _registrations.values()}
+
+
 def registration_of(module: nn.Module) -> Registration | None:
     """The registration of a module's very class; those of its bases do not count."""
     return _registrations.get(type(module))
