@@ -258,18 +258,18 @@ def other_values(only_replica: int) -> Callable[[nn.Module], None]:
 
     def plant(root: Any) -> None:
         import smp
-        from smp.model.engine import Engine
+        from smp.storage.whole import WholeParameters
 
-        place = Engine._place_whole
+        place = WholeParameters.place
 
-        def placed(engine: Any, local: Any) -> None:
-            place(engine, local)
-            Engine._place_whole = place  # type: ignore[method-assign]
+        def placed(*args: Any) -> None:
+            place(*args)
+            WholeParameters.place = place  # type: ignore[method-assign]
             if smp.pp_rank() == 1 and smp.rdp_rank() == only_replica:
                 with torch.no_grad():
                     root.blocks[2].second.weight.mul_(1.1)
 
-        Engine._place_whole = placed  # type: ignore[method-assign, assignment]
+        WholeParameters.place = placed  # type: ignore[method-assign, assignment]
 
     return plant
 
