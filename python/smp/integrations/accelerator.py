@@ -7,6 +7,7 @@ norm of the whole model. Methods of ``Accelerator`` are overridden; nothing of i
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from smp.model import DistributedModel
 from smp.optim import grad_norm
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.world import comm, runtime
+from smp.world.rank import Rank
 from smp.world.wrapped import module_manager
 
 _TAG = "accelerate"
@@ -54,7 +56,8 @@ class SMPAccelerator(Accelerator):
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
-        config = runtime.current().rank.config
+        self._rank = runtime.current().rank
+        config = self._rank.config
         wanted = kwargs.pop("mixed_precision", None)
         configured = "fp16" if config.fp16 else "bf16" if config.bf16 else "no"
         if wanted not in (None, "no", configured):
@@ -74,14 +77,18 @@ class SMPAccelerator(Accelerator):
     # ---- who is who
 
     @property
+    def _replicas(self) -> _Group:
+        return _Group(self._rank)
+
+    @property
     def num_processes(self) -> int:
         """Number of different batches at a time."""
-        return len(_group().ranks)
+        return len(self._replicas.ranks)
 
     @property
     def process_index(self) -> int:
         """Which of these this process works on."""
-        return _group().own
+        return self._replicas.own
 
     @property
     def local_process_index(self) -> int:
@@ -106,7 +113,7 @@ class SMPAccelerator(Accelerator):
     @property
     def device(self) -> torch.device:
         """Where batches are put."""
-        return runtime.current().rank.device
+        return self._rank.device
 
     def wait_for_everyone(self) -> None:
         """Waits for all processes of the job."""
@@ -160,6 +167,7 @@ class SMPAccelerator(Accelerator):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        prepared.num_replicas = self.num_processes
         self._schedulers.append(prepared)
         return prepared
 
@@ -189,7 +197,7 @@ class SMPAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all replicas along dimension 0; collective over all ranks."""
-        return pytree.tree_map_only(Tensor, _gather, tensor)
+        return pytree.tree_map_only(Tensor, functools.partial(_gather, self._replicas), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` without what was added to fill the last batch.
@@ -200,7 +208,7 @@ class SMPAccelerator(Accelerator):
         """
         leaves = pytree.tree_leaves(input_data)
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            parts = comm.allgather(input_data, _group().kind)
+            parts = comm.allgather(input_data, self._replicas.kind)
             gathered: Any = [item for part in parts for item in part]
         else:
             gathered = self.gather(input_data)
@@ -219,7 +227,7 @@ class SMPAccelerator(Accelerator):
         def pad(one: Tensor) -> Tensor:
             if one.dim() <= dim or self.num_processes == 1:
                 return one
-            missing = max(comm.allgather(one.shape[dim], _group().kind)) - one.shape[dim]
+            missing = max(comm.allgather(one.shape[dim], self._replicas.kind)) - one.shape[dim]
             widths = [0] * (2 * (one.dim() - dim))
             widths[-2 if pad_first else -1] = missing
             return functional.pad(one, widths, value=pad_index) if missing else one
@@ -232,7 +240,9 @@ class SMPAccelerator(Accelerator):
         def reduce_one(one: Tensor) -> Tensor:
             if reduction == "none":
                 return one
-            stacked = torch.stack([p.to(one.device) for p in comm.allgather(one, _group().kind)])
+            stacked = torch.stack(
+                [p.to(one.device) for p in comm.allgather(one, self._replicas.kind)]
+            )
             return (stacked.sum(0) if reduction == "sum" else stacked.mean(0)) * scale
 
         if reduction not in ("sum", "mean", "none"):
@@ -298,6 +308,8 @@ class _Optimizer(DistributedOptimizer):
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    num_replicas = 1
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not self.step_with_optimizer or self.split_batches:
             super().step(*args, **kwargs)
@@ -307,7 +319,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         ):
             return
         total = getattr(self.scheduler, "total_steps", None)
-        for _ in range(len(_group().ranks)):
+        for _ in range(self.num_replicas):
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
@@ -352,11 +364,10 @@ def whole_state_dict(model: DistributedModel) -> dict[str, Any]:
 class _Group:
     """Ranks that work on different batches."""
 
-    def __init__(self) -> None:
-        shares_batches = runtime.current().rank.config.prescaled_batch
-        self.kind = comm.RDP_GROUP if shares_batches else comm.DP_GROUP
-        self.ranks = comm.get_rdp_group() if shares_batches else comm.get_dp_group()
-        self.own = comm.rdp_rank() if shares_batches else comm.dp_rank()
+    def __init__(self, rank: Rank) -> None:
+        self.kind = comm.RDP_GROUP if rank.config.prescaled_batch else comm.DP_GROUP
+        self.ranks = rank.groups[self.kind.value]
+        self.own = rank.ranks[self.kind.value]
 
     def process_group(self) -> dist.ProcessGroup:
         if self.kind == comm.RDP_GROUP:
@@ -364,13 +375,8 @@ class _Group:
         return comm.get_dp_process_group()
 
 
-def _group() -> _Group:
-    return _Group()
-
-
-def _gather(tensor: Tensor) -> Tensor:
+def _gather(group: _Group, tensor: Tensor) -> Tensor:
     own = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
-    group = _group()
     if len(group.ranks) == 1:
         return own
     parts = [torch.empty_like(own) for _ in group.ranks]

@@ -30,8 +30,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        self._rank = runtime.current().rank
         super().__init__(
-            runtime.current().rank.device.type,
+            self._rank.device.type,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -50,8 +51,7 @@ class GradScaler(torch.amp.GradScaler):
         if not found:  # no gradient on this rank; PyTorch wants an answer all the same
             found = {found_inf.device: torch.zeros_like(found_inf)}
         own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
-        rank = runtime.current().rank  # kept by nobody here: scalers are copied and pickled
-        kinds = device_numbers.skipping_kinds(rank)
-        anywhere = device_numbers.maxima(rank, own.amax(0).reshape(1), kinds)
+        kinds = device_numbers.skipping_kinds(self._rank)
+        anywhere = device_numbers.maxima(self._rank, own.amax(0).reshape(1), kinds)
         anywhere = anywhere.reshape(())
         return {device: device_numbers.moved(anywhere, device).clone() for device in found}

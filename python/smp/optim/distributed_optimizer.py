@@ -86,7 +86,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
         # Knows nothing of this object, whose life ends when nobody else has it.
-        self._rank = current.rank
+        self._runtime, self._rank = current, current.rank
         self._gradients = ScaledGradients(
             current.rank, optimizer, self.loss_scaler, is_scaled=self._is_scaled
         )
@@ -200,8 +200,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return bool(self._skipped)
 
     def _gradients_used(self, are_applied: bool = False) -> None:
-        if runtime.is_initialized():
-            runtime.current().steps.has_gradients = False
+        self._runtime.steps.has_gradients = False
         self._gradients.used(are_applied)
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
@@ -413,7 +412,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _clip_shards(self) -> None:
         """Sharded data parallelism clips in each update, and tells the norm in any case."""
-        config = runtime.current().rank.config
+        config = self._rank.config
         if config.sharded_data_parallel_degree == 1:
             return
         if config.sdp_gradient_clipping > 0:
@@ -493,7 +492,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _models(self) -> list[DistributedModel]:
         """Models whose parameters these are; all there are when there is one or none."""
-        models = [m for m in runtime.current().wrapped.models if isinstance(m, DistributedModel)]
+        models = [m for m in self._runtime.wrapped.models if isinstance(m, DistributedModel)]
         if len(models) > 1:
             updated = parameters_of(self.optimizer)
             own = {id(model_parameter_of(parameter)) for parameter in updated}

@@ -20,6 +20,7 @@ from smp.precision.holdings import (
 from smp.storage.shards import lay_out
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import runtime
+from smp.world.rank import Rank
 
 
 def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +80,8 @@ class MasterViews:
     """
 
     param_groups: list[dict[str, Any]]
+    _rank: Rank
+    _runtime: runtime.Runtime
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -117,14 +120,14 @@ class MasterViews:
     def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
         """With sharded data parallelism, by group: the masters of this rank's parts of its
         parameters, as one flat tensor without gaps (see `data_parallel.lay_out`)."""
-        if runtime.current().rank.config.sharded_data_parallel_degree == 1:
+        if self._rank.config.sharded_data_parallel_degree == 1:
             raise AttributeError("fp32_partitioned_groups_flat: parameters are not sharded")
         return lay_out(map(model_parameter_of, group["params"]) for group in self.param_groups)
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """Ranks that hold one copy of sharded parameters together."""
-        return runtime.current().process_groups.of("shard")
+        return self._runtime.process_groups.of("shard")
 
     @property
     def master_is_distributed(self) -> dict[int, bool]:

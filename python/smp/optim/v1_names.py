@@ -17,7 +17,7 @@ from smp.precision import (
     StaticLossScaler,
 )
 from smp.precision.holdings import holding_with_master, model_parameter_of, parameters_of
-from smp.world import device_numbers, runtime
+from smp.world import device_numbers
 from smp.world.rank import Rank
 
 _SCALER = "loss_scaler"
@@ -101,7 +101,7 @@ class HalfState:
 
     def _half_state(self) -> dict[str, Any]:
         """These values, of training in 16 bits."""
-        config = runtime.current().rank.config
+        config = self._rank.config
         if config.half_dtype is None and not config.fp16_params:
             return {}
         scaler = self._loss_scaler.state_dict()
@@ -143,7 +143,7 @@ class LegacyNames(HalfState, MasterViews):
         So it is with a sharded state once the model is partitioned.
         """
         updated = parameters_of(self.optimizer)
-        return runtime.current().rank.sizes["shard"] > 1 and any(map(holding_with_master, updated))
+        return self._rank.sizes["shard"] > 1 and any(map(holding_with_master, updated))
 
     @property
     def fp32_from_fp16(self) -> dict[Tensor, Tensor]:

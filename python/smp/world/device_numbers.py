@@ -27,6 +27,8 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     """
     if rank.sizes[kind] == 1:
         return numbers[None]
+    what = f"exchange of numbers of an update ({kind})"
+    rank.check_process(what)
     comms = rank.comms
     communicators = {
         "mp": comms.mp,
@@ -41,7 +43,7 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     gathered = _C.gather_numbers(
         numbers.cpu() if on_host else numbers,
         communicator,
-        what=f"exchange of numbers of an update ({kind})",
+        what=what,
         faults=rank.board,
         ranks=list(rank.groups[kind]),
         timeout_s=rank.timeout_s,

@@ -59,6 +59,7 @@ class Rank:
         self.pid = os.getpid()
         self.connections: Connections | None = None
         self.comms = Groups()
+        self._has_ended = False
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
         _C.set_rank_prefix(f"[global_rank {self.global_rank} | {self.place}] ")
 
@@ -156,11 +157,16 @@ class Rank:
         return os.getpid() == self.pid
 
     def check_process(self, what: str) -> None:
-        """Refuses communication in a forked child.
+        """Refuses communication in a forked child, and when the run is over.
 
         Raises:
-            RuntimeError: names ``what`` and says what to do.
+            RuntimeError: names ``what`` and says what to do; also after `shutdown`.
         """
+        if self._has_ended:
+            raise RuntimeError(
+                f"{what} was called by an object of a run that smp.shutdown has ended; make models "
+                "and optimizers anew after smp.init"
+            )
         if not self.is_own_process:
             raise RuntimeError(
                 f"{self.prefix}{what} was called in a process forked from process {self.pid}, "
@@ -198,6 +204,7 @@ class Rank:
 
     def leave(self) -> None:
         """Says goodbye to the other ranks, and waits for theirs."""
+        self._has_ended = True
         if self.connections is not None:
             self.connections.leave()
 

@@ -103,6 +103,7 @@ def agree(rank: Rank, what: str, error: BaseException | None, own: Any = None) -
         FileNotFoundError, ValueError, RuntimeError: on all ranks, with the error of the first one
             that has one; RuntimeError for those of other classes.
     """
+    rank.check_process(what)
     told = [(None if error is None else _kind_and_text(error), own)]
     if rank.exchange is not None:
         packed = host_objects.pack(told[0])

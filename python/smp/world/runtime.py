@@ -146,11 +146,13 @@ def current() -> Runtime:
 
 
 def own_rank() -> Rank:
-    """What a rank becomes in a copy or a pickle of an object that has one: that of the process."""
+    """The rank of this process."""
     return current().rank
 
 
-copyreg.pickle(Rank, lambda rank: (own_rank, ()))
+# What they become in copies and pickles of objects that have them, such as optimizers.
+copyreg.pickle(Rank, lambda _: (own_rank, ()))
+copyreg.pickle(Runtime, lambda _: (current, ()))
 
 
 def is_initialized() -> bool:
