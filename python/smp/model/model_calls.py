@@ -66,8 +66,8 @@ class ModelCalls:
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._engine.label} "
-                    f"here, but model {called_idx} on the first pipeline rank; all ranks of a replica "
-                    f"call their models in one order ({self._runtime.wrapped.candidates})"
+                    f"here, but model {called_idx} on the first pipeline rank; all ranks of a "
+                    f"replica call their models in one order ({self._runtime.wrapped.candidates})"
                 )
             return call.settle(filled, output)
         output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
