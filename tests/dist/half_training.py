@@ -185,7 +185,6 @@ def train(rank: int, run: HalfRun, kind: str = "") -> RankRecord:
 def marked(model: Any, what: str) -> dict[str, Any]:
     """Local masters, their gradients or the model's own values, with the parts that they are."""
     import smp
-    from smp.optim.state import FLAT_MARK
     from smp.precision.holdings import holding_of, master_of
     from smp.tensor_parallel import partial
 
@@ -209,7 +208,7 @@ def marked(model: Any, what: str) -> dict[str, Any]:
     marks = {
         partial.PARTIAL_MARK: True,
         partial.SHARDS_MARK: partial.slices_of(named),
-        **({FLAT_MARK: flat} if is_sharded else {}),
+        **({partial.FLAT_MARK: flat} if is_sharded else {}),
     }
     return {**values, **marks}
 
@@ -240,11 +239,9 @@ def reference(run: HalfRun, precision: str) -> HalfRecord:
 def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Whole tensors under the names of the plain model."""
     from smp.nn import huggingface
-    from smp.optim.state import FLAT_MARK
     from smp.tensor_parallel import partial
 
     merged: dict[str, Tensor] = partial.merge(parts)
-    merged.pop(FLAT_MARK, None)
     if run.is_split:
         family = getattr(huggingface, run.case)
         merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
@@ -255,19 +252,18 @@ def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def unsharded(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks of one shard group have together; without sharding what the first has."""
-    from smp.optim.state import FLAT_MARK, join_flat
+    from smp.tensor_parallel.partial import FLAT_MARK, merge
 
     if FLAT_MARK not in parts[0]:
         return dict(parts[0])
     flats = [part[FLAT_MARK] for part in parts]
     entries = [
-        {name: {"value": part[name]} for name in flat if name in part}
+        {**{name: part[name] for name in flat if name in part}, FLAT_MARK: flat}
         for part, flat in zip(parts, flats, strict=True)
     ]
-    joined = join_flat(list(zip(entries, flats, strict=True)))
     marks = {key: value for key, value in parts[0].items() if key not in flats[0]}
     marks.pop(FLAT_MARK)
-    return {**{name: entry["value"] for name, entry in joined.items()}, **marks}
+    return {**merge(entries), **marks}
 
 
 @functools.cache

@@ -18,9 +18,10 @@ from smp.checkpoint import archive, cli, exporting, folder, reader
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.folder import Generation
-from smp.checkpoint.manifest import Block, Layout, Manifest, ManifestError, Part, Piece, StoredEntry
+from smp.checkpoint.manifest import Block, Layout, Manifest, ManifestError, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
 from smp.nn.huggingface import gpt2
+from smp.tensor_parallel.parts import Part
 
 State = dict[str, torch.Tensor]
 

@@ -19,11 +19,11 @@ from smp.checkpoint.manifest import (
     Layout,
     Manifest,
     ManifestError,
-    Part,
     Piece,
     StoredEntry,
     seal,
 )
+from smp.tensor_parallel.parts import Part
 
 pytestmark = pytest.mark.alone  # the last test looks at what the others did
 

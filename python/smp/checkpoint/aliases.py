@@ -39,7 +39,7 @@ def find_views(tensors: Sequence[torch.Tensor]) -> tuple[list[Run], list[View]]:
     bounds: dict[int, tuple[int, int]] = {}
     for i, tensor in enumerate(tensors):
         run_of[i] = i
-        if tensor.numel() and tensor.is_contiguous() and not _is_lazy(tensor):
+        if tensor.numel() and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             key = (tensor.device, tensor.untyped_storage()._cdata, tensor.dtype)
             by_storage.setdefault(key, []).append(i)
     for members in by_storage.values():
@@ -78,7 +78,3 @@ def _join_overlapping(
             name = i
             bounds[name] = (begin, end)
         run_of[i] = name
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()

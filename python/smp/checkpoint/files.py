@@ -45,12 +45,12 @@ def save(
     rank = runtime.current().rank
     path = Path(f)
     if partial:
-        end = rank_files.own_suffix() if v3 else rank_files.suffix()
-        path, obj = path.with_name(path.name + end), rank_files.with_layout(obj, is_own=v3)
+        path = path.with_name(path.name + rank_files.suffix(rank, is_own=v3))
+        obj = rank_files.with_layout(obj, rank, is_own=v3)
     elif rank_files.has_partial(obj):
         roll_call.meet(rank, "smp.save", ("mp",), _SNIPPET)
         parts = comm.allgather(obj, comm.MP_GROUP)
-        if comm.mp_rank() != 0:
+        if rank.ranks["mp"] != 0:
             return
         obj = rank_files.merge(parts)
     if not path.parent.is_dir():
@@ -102,7 +102,7 @@ def load(
             ) from error
 
     if partial:
-        return rank_files.load_any_layout(Path(f), load_file)
+        return rank_files.load_any_layout(Path(f), load_file, runtime.current().rank)
     if not Path(f).is_file():
         there = sorted(p.name for p in Path(f).parent.glob("*") if p.name.startswith(Path(f).name))
         raise FileNotFoundError(

@@ -16,20 +16,21 @@ from smp.checkpoint.entries import (
     OPTIMIZER,
     Held,
     ModelState,
-    Updated,
     model_state,
     names_of_tied,
     own_state_keys,
     storage_of,
     updated_by,
 )
-from smp.checkpoint.manifest import Manifest, Part
+from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 from smp.model import DistributedModel
 from smp.model.parts import set_extra_states
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.world import runtime
+from smp.precision.holdings import model_parameter_of
+from smp.tensor_parallel.parts import Part
+from smp.world.rank import Rank
 
 
 @dataclass
@@ -97,19 +98,21 @@ class Source:
         }
 
 
-def fill_model(model: DistributedModel, folder: FolderReader, strict: bool) -> None:
+def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank: Rank) -> None:
     """Reads this rank's parts of a partitioned model. Not collective.
 
     Raises:
         RuntimeError: names that are missing or not expected, if ``strict``; other shapes.
     """
-    state, source = model_state(model), Source.of(folder.manifest)
+    state, source = model_state(model, rank.ranks["pp"]), Source.of(folder.manifest)
     stored = _match(model, state, source, strict)
     with torch.no_grad():
         for name, held in state.held.items():
             if name in stored:
                 fill_held(held, stored[name], source, folder)
-    _set_extra_state(model, folder.manifest)
+    stored = folder.manifest.values.get("extra_state", {})
+    others = {key: decode(value, rank.device) for key, value in stored.items()}
+    set_extra_states(model.get_module(), others)
     storage_of(model).after_load()
 
 
@@ -174,18 +177,18 @@ def fill_masters(
     """
     source, others = Source.of(folder.manifest), names_of_tied(state.aliases)
     with torch.no_grad():
-        for updated in updated_by(optimizer.optimizer, state.names, optimizer._locality()):
-            held = None if updated.name is None else state.held.get(updated.name)
+        for updated in updated_by(optimizer.optimizer, state):
+            held = updated.held
             if held is None:  # another rank has it, or another model
                 continue
             stored = source.stored_name([held.name, *others.get(held.name, [])])
             if stored is None or not source.has_master(stored):
                 continue
-            if source.shape(stored) != updated.shape:
+            if source.shape(stored) != held.stored.shape:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the checkpoint does not fit the optimizer: the master of "
                     f"'{held.name}' is {list(source.shape(stored))} there and "
-                    f"{list(updated.shape)} here. Build the model as it was saved, or pass "
+                    f"{list(held.stored.shape)} here. Build the model as it was saved, or pass "
                     "load_optimizer=False"
                 )
             fill_held(held, stored, source, folder)
@@ -207,12 +210,6 @@ def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> No
         target.copy_(folder.read(name, part).view(target.shape))
 
 
-def _set_extra_state(model: DistributedModel, manifest: Manifest) -> None:
-    stored, device = manifest.values.get("extra_state", {}), runtime.current().rank.device
-    decoded = {key: decode(value, device) for key, value in stored.items()}
-    set_extra_states(model.get_module(), decoded)
-
-
 # ---- optimizer -----------------------------------------------------------------------
 
 
@@ -222,6 +219,7 @@ def fill_groups(
     names: Mapping[int, str],
     aliases: Mapping[str, str],
     strict: bool,
+    device: torch.device,
 ) -> None:
     """Gives parameter groups the hyperparameters that their parameters had. Not collective.
 
@@ -231,6 +229,7 @@ def fill_groups(
         names: canonical, by ``id`` of the model's parameter.
         aliases: of the model: further names, and the canonical one.
         strict: parameters that were not saved, and groups that were cut otherwise, are errors.
+        device: of this rank.
     """
     stored = manifest.values.get("groups")
     if stored is None:
@@ -238,11 +237,8 @@ def fill_groups(
     canonical = {**manifest.values.get("aliases", {})}
     group_of = {name: idx for idx, group in enumerate(stored) for name in group["names"]}
     others = names_of_tied(aliases)
-    everything = {
-        id(u.tensor): u.name for u in updated_by(optimizer.optimizer, names, lambda _: True)
-    }
     for idx, group in enumerate(optimizer.param_groups):
-        wanted = [everything[id(p)] for p in group["params"]]
+        wanted = [names.get(id(model_parameter_of(p))) for p in group["params"]]
         found: dict[int, str] = {}
         missing = []
         for name in wanted:
@@ -266,7 +262,6 @@ def fill_groups(
                 "groups that were saved, or pass strict=False or load_optimizer=False"
             )
         if options:
-            device = runtime.current().rank.device
             group.update({key: decode(value, device) for key, value in options[0].items()})
 
 
@@ -288,45 +283,46 @@ def fill_optimizer(
             parameter, _, rest = name.removeprefix(OPTIMIZER).rpartition("/")
             rests.setdefault(parameter, []).append(rest)
     numbers = manifest.values.get("state", {})
-    everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
     others = names_of_tied(state.aliases)
     with torch.no_grad():
-        for updated in everything:
+        for updated in updated_by(optimizer.optimizer, state):
             optimizer.state.pop(updated.tensor, None)
-            if not updated.is_local or updated.name is None:
+            held = updated.held
+            if held is None:
                 continue
-            known = [updated.name, *others.get(updated.name, [])]
+            known = [held.name, *others.get(held.name, [])]
             known += [aliases[name] for name in known if name in aliases]
             stored = next((n for n in known if n in rests or n in numbers), None)
             if stored is None:
                 continue
-            entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
+            entry = _state_of(updated.tensor, held, stored, rests.get(stored, []), numbers, folder)
             if entry:
                 optimizer.state[updated.tensor] = entry
     _place_steps(optimizer.optimizer)
 
 
 def _state_of(
-    updated: Updated,
+    tensor: Tensor,
+    held: Held,
     stored: str,
     rests: list[str],
     numbers: Mapping[str, Any],
     folder: FolderReader,
 ) -> dict[str, Any]:
-    tensor = updated.tensor
+    shape, part = held.stored.shape, held.stored.updated
     entry: dict[str, Any] = {
         key: decode(value, tensor.device) for key, value in numbers.get(stored, {}).items()
     }
-    found = own_state_keys(stored, rests, updated)
-    if updated.part != Part.whole(updated.shape):  # of others it is not known how to cut them
+    found = own_state_keys(stored, rests, held.stored)
+    if part != Part.whole(shape):  # of others it is not known how to cut them
         found = {
             key: name
             for key, name in found.items()
-            if "@" in name or folder.entry(name).shape == updated.shape
+            if "@" in name or folder.entry(name).shape == shape
         }
     lost = {rest.partition("@")[0] for rest in rests} - set(found)
-    is_elsewhere = updated.part.flat_numel == 0 and 0 not in updated.shape
-    if is_elsewhere and (lost or not updated.shape):
+    is_elsewhere = part.flat_numel == 0 and 0 not in shape
+    if is_elsewhere and (lost or not shape):
         return {}  # nothing here depends on it, and its shape is not known
     if lost:
         raise RuntimeError(
@@ -337,9 +333,9 @@ def _state_of(
     for key, name in found.items():
         info = folder.entry(name)
         dtype = getattr(torch, info.dtype)
-        if info.shape == updated.shape:
+        if info.shape == shape:
             value = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-            read_into(folder, name, updated.part, value)
+            read_into(folder, name, part, value)
         else:
             value = folder.read(name).to(tensor.device)
         entry[key] = value

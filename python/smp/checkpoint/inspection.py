@@ -16,8 +16,9 @@ import torch
 
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import reader
-from smp.checkpoint.manifest import FileRecord, Manifest, ManifestError, Part, StoredEntry
+from smp.checkpoint.manifest import FileRecord, Manifest, ManifestError, StoredEntry
 from smp.checkpoint.reader import FolderReader
+from smp.tensor_parallel.parts import Part
 
 _PIECE_ELEMENTS = 4 << 20
 

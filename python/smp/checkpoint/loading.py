@@ -107,13 +107,12 @@ def resume_from_checkpoint(
     roll_call(current.rank, WHAT, call, snippet)
     assert isinstance(model, DistributedModel)
     if not partial:
-        return _resume_whole(
-            current.rank, model, Path(path), tag, strict, translate_function, unsafe_user_content
-        )
+        whole = WholeModel(strict, translate_function, current.rank.ranks["pp"])
+        return _resume_whole(current.rank, whole, model, Path(path), tag, unsafe_user_content)
     lockstep = lockstep_of(current.rank)
     is_sharded = lockstep is not None and lockstep.is_forward
     wants_state = load_optimizer and (load_sharded_optimizer_state or not is_sharded)
-    resumption = _Resumption(strict, load_optimizer, wants_state)
+    resumption = _Resumption(current, strict, load_optimizer, wants_state)
     content = None
     try:
         content = resumption.open(Path(path), tag, unsafe_user_content)
@@ -133,15 +132,14 @@ def _model(current: runtime.Runtime, given: DistributedModel | None) -> Distribu
 
 def _resume_whole(
     rank: Rank,
+    whole: WholeModel,
     model: DistributedModel,
     path: Path,
     tag: str | None,
-    strict: bool,
-    translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     unsafe: bool,
 ) -> Any:
     error: BaseException | None = None
-    content, whole = None, WholeModel(strict, translate)
+    content = None
     try:
         whole.open(path, tag)
         content = whole.user_content(unsafe)
@@ -182,6 +180,7 @@ def when_partitioned(
 class _Resumption:
     """One call for a partial checkpoint, until all of it is loaded."""
 
+    current: runtime.Runtime
     strict: bool
     wants_optimizer: bool  # hyperparameters, loss scale, random states
     wants_state: bool  # of the optimizer
@@ -190,63 +189,62 @@ class _Resumption:
         """Reads the manifest and returns the user content. Not collective."""
         self.folder = folders.find(path, tag)
         self.manifest: Manifest = manifests.read(self.folder)
-        self._check_files(runtime.current())
+        self._check_files()
         told = self.manifest.values.get("user_content", {})
         content = user_contents.read(self.folder / USER_CONTENT_FILE, unsafe)
         for key in told.get("added", ()):
             del content[key]
         return content
 
-    def _check_files(self, current: runtime.Runtime) -> None:
+    def _check_files(self) -> None:
         """Looks at the files that are read as a whole; tensors are checked when they are read."""
-        for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file(current)):
+        for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file()):
             if name in self.manifest.files:
                 manifests.check_file(self.folder / name, self.manifest.files[name])
 
-    def _random_file(self, current: runtime.Runtime) -> str | None:
+    def _random_file(self) -> str | None:
         """This rank's random states; None on another layout.
 
         A folder that was written anew without a job has none, either.
         """
-        is_equal = (
-            self.manifest.layout.sizes == current.rank.sizes and "rng_0.pt" in self.manifest.files
-        )
-        return f"rng_{current.rank.global_rank}.pt" if is_equal and self.wants_optimizer else None
+        rank = self.current.rank
+        is_equal = self.manifest.layout.sizes == rank.sizes and "rng_0.pt" in self.manifest.files
+        return f"rng_{rank.global_rank}.pt" if is_equal and self.wants_optimizer else None
 
     def begin(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> None:
         """Loads what can be loaded now, and sees to the rest. Collective."""
-        current, has = runtime.current(), self.manifest.values["has"]
+        has = self.manifest.values["has"]
         self._model = weakref.ref(model)
         if self.wants_optimizer:
-            self._restore_random_states(current)
+            self._restore_random_states()
         if has["model"]:
             if not model.partitioned:
-                self._take_over_partition(current, model)
-            when_partitioned(current.rank, model, self._fill_model)
+                self._take_over_partition(model)
+            when_partitioned(self.current.rank, model, self._fill_model)
         if not (has["optimizer"] and self.wants_optimizer):
             return
         found = optimizer if optimizer is not None else model._optimizer()
         if found is not None:
             self._meet(found)
         else:
-            current.wrapped.on_next_optimizer(self._meet)
+            self.current.wrapped.on_next_optimizer(self._meet)
 
     def _fill_model(self, model: DistributedModel) -> None:
         with FolderReader(self.folder, self.manifest) as reader:
-            fill_model(model, reader, self.strict)
+            fill_model(model, reader, self.strict, self.current.rank)
 
     def _meet(self, optimizer: Any) -> None:
         """There is an optimizer: hyperparameters at once, its state with the partition."""
         model = self._model()
         if model is None:
             return
-        rank = runtime.current().rank
         scaler = self.manifest.values.get("loss_scaler")
-        if scaler is not None and rank.config.fp16:
+        if scaler is not None and self.current.rank.config.fp16:
             optimizer.loss_scaler.load_state_dict(scaler)
         if self.wants_state:
             names, aliases = canonical_names(model.get_module())
-            fill_groups(optimizer, self.manifest, names, aliases, self.strict)
+            device = self.current.rank.device
+            fill_groups(optimizer, self.manifest, names, aliases, self.strict, device)
         known = weakref.ref(optimizer)
 
         def fill(partitioned: DistributedModel) -> None:
@@ -254,28 +252,32 @@ class _Resumption:
             if last is not None:
                 self._fill_optimizer(last, partitioned)
 
-        when_partitioned(rank, model, fill)
+        when_partitioned(self.current.rank, model, fill)
 
     def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
-        state = model_state(model)
+        state = model_state(model, self.current.rank.ranks["pp"])
         with FolderReader(self.folder, self.manifest) as reader:
             if not self.manifest.values["has"]["model"]:  # else they came with the model
                 fill_masters(optimizer, reader, model, state)
             if self.wants_state:
                 fill_optimizer(optimizer, reader, state)
 
-    def _take_over_partition(self, current: runtime.Runtime, model: DistributedModel) -> None:
+    def _take_over_partition(self, model: DistributedModel) -> None:
         told = self.manifest.values.get("partition")
-        is_equal = self.manifest.layout.sizes["pp"] == current.rank.sizes["pp"] > 1
-        if told is not None and is_equal and current.rank.config.partition_file is None:
+        rank = self.current.rank
+        is_equal = self.manifest.layout.sizes["pp"] == rank.sizes["pp"] > 1
+        if told is not None and is_equal and rank.config.partition_file is None:
             engine_of(model).partitioning.follow(self.folder / PARTITION_FILE, told["chunks"])
 
-    def _restore_random_states(self, current: runtime.Runtime) -> None:
-        steps = self.manifest.values["steps"]
-        current.steps.num_finished, current.steps.num_begun = steps["done"], steps["begun"]
-        name = self._random_file(current)
+    def _restore_random_states(self) -> None:
+        rank, steps = self.current.rank, self.manifest.values["steps"]
+        self.current.steps.num_finished = steps["done"]
+        self.current.steps.num_begun = steps["begun"]
+        name = self._random_file()
         if name is not None:
             path = self.folder / name
-            random_states.restore(torch.load(path, map_location="cpu", weights_only=True))
+            states = torch.load(path, map_location="cpu", weights_only=True)
+            random_states.restore(states, rank.device)
         else:
-            random_states.seed_anew(self.manifest.values["seed"], steps["begun"])
+            seed = self.manifest.values["seed"]
+            random_states.seed_anew(seed, steps["begun"], rank.global_rank)

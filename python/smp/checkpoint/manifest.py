@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.checkpoint.json_reader import Malformed, Node
+from smp.tensor_parallel.parts import Part
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -74,55 +75,6 @@ def check_file(path: Path, record: FileRecord) -> None:
             f"{path} is damaged: its bytes are not those that were written; resume from another "
             "checkpoint (`smp ckpt verify` reads all files)"
         )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements of a tensor that one rank holds.
-
-    Of the tensor, seen with sizes ``view``, the slice ``[begin, end)`` of ``dim`` (which has
-    ``extent`` indices; -1: of the flattened tensor); of that slice, flattened row-major, the
-    elements ``[flat_begin, flat_begin + flat_numel)``.
-
-    Attributes:
-        view: None for the entry's own sizes; others, of equal numel, where rows are grouped
-            (query, key and value in one matrix, each cut alike: ``(3, n, k)`` cut at dim 1).
-    """
-
-    dim: int
-    begin: int
-    end: int
-    extent: int
-    flat_begin: int
-    flat_numel: int
-    view: tuple[int, ...] | None = None
-
-    @classmethod
-    def whole(cls, shape: Iterable[int]) -> Part:
-        return cls.flat(shape, 0, math.prod(shape))
-
-    @classmethod
-    def flat(cls, shape: Iterable[int], begin: int, numel: int) -> Part:
-        """``numel`` elements of the flattened tensor, from ``begin`` on."""
-        extent = math.prod(shape)
-        return cls(-1, 0, extent, extent, begin, numel)
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        """Raises ValueError when it is no part of a tensor of sizes ``shape``."""
-        view = shape if self.view is None else self.view
-        if math.prod(view) != math.prod(shape):
-            raise ValueError(f"seen as {list(view)}, but the tensor is {list(shape)}")
-        if not -1 <= self.dim < len(view):
-            raise ValueError(f"dim {self.dim} of a tensor of sizes {list(view)}")
-        extent = math.prod(view) if self.dim == -1 else view[self.dim]
-        if self.extent != extent or not 0 <= self.begin <= self.end <= extent:
-            raise ValueError(f"[{self.begin}, {self.end}) of {self.extent} where {extent} are")
-        size = self.end - self.begin
-        numel = size if self.dim == -1 else math.prod(view) // max(extent, 1) * size
-        if not 0 <= self.flat_begin <= self.flat_begin + self.flat_numel <= numel:
-            raise ValueError(
-                f"elements [{self.flat_begin}, {self.flat_begin + self.flat_numel}) of {numel}"
-            )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp import _C
 from smp.checkpoint.entries import (
@@ -23,13 +23,10 @@ from smp.checkpoint.entries import (
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.precision.holdings import model_parameter_of
 from smp.storage.names import place_in_names
-from smp.storage.shards import flat_places
+from smp.storage.shards import FlatGroup, lay_out
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
-from smp.tensor_parallel.sharding import interval_of
-from smp.world import runtime
+from smp.world.rank import Rank
 
 #: Kinds of files, in the order in which they are given to replicas.
 MODEL, OPTIMIZER, FP16_STATES = "model", "optimizer", "fp16_states"
@@ -76,43 +73,20 @@ class PlannedFile:
 
 @dataclass
 class RankState:
-    """What a rank writes: files, and values for the manifest."""
+    """What a rank writes.
+
+    Attributes:
+        values: for the manifest.
+        flat_groups: of sharded parameters, by group of the optimizer.
+    """
 
     files: list[PlannedFile] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    flat_groups: list[FlatGroup] = field(default_factory=list)
 
 
-class _Writers:
-    """Which of the ranks that have the same state write it.
-
-    A file of a kind is written by one replica, each kind by another one if there are several; of
-    what tensor-parallel ranks have alike the first one's counts.
-    """
-
-    def __init__(self) -> None:
-        current = runtime.current()
-        self._num_replicas = current.rank.sizes["rdp"] // current.rank.sizes["shard"]
-        self._replica = current.rank.ranks["rdp"] // current.rank.sizes["shard"]
-        self._tp_rank = current.rank.ranks["tp"]
-        self.is_first_of_shards = current.rank.ranks["shard"] == 0
-
-    def writes(self, kind: str) -> bool:
-        turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]
-        return turn % self._num_replicas == self._replica
-
-    def has_first(self, tensor: Tensor) -> bool:
-        """Is this rank the first of its tensor-parallel group with these values?"""
-        return self._tp_rank == 0 or interval_of(tensor) is not None
-
-
-def file_name(kind: str) -> str:
-    """The documented name of this rank's file of a kind."""
-    current = runtime.current()
-    return f"{kind}_{place_in_names(current.rank, is_model=kind == MODEL)}.pt"
-
-
-def state_of_rank(
-    state: ModelState, optimizer: DistributedOptimizer | None, with_model: bool
+def plan_files(
+    state: ModelState, optimizer: DistributedOptimizer | None, with_model: bool, rank: Rank
 ) -> RankState:
     """Everything that this rank writes.
 
@@ -120,170 +94,214 @@ def state_of_rank(
         state: of the model.
         optimizer: None: its state is not saved.
         with_model: False: the model's own tensors are not saved.
+        rank: of this process.
     """
-    result, writers = RankState(), _Writers()
-    covered: set[str] = set()
+    plan = _Plan(state, optimizer, rank)
     if optimizer is not None:
-        _add_optimizer(result, state, optimizer, writers, covered)
-    _add_masters(result, state, optimizer, writers, covered)
+        plan.add_optimizer(optimizer)
+    plan.add_masters()
     if with_model:
+        plan.add_model()
+    return plan.result
+
+
+class _Plan:
+    """Finds out which of the ranks that have the same state write it, file by file.
+
+    A file of a kind is written by one replica, each kind by another one if there are several; of
+    what tensor-parallel ranks have alike the first one's counts.
+
+    Args:
+        state, optimizer, rank: see `plan_files`.
+
+    Attributes:
+        result: what this rank writes.
+    """
+
+    def __init__(
+        self, state: ModelState, optimizer: DistributedOptimizer | None, rank: Rank
+    ) -> None:
+        self.result = RankState()
+        self._state, self._optimizer, self._rank = state, optimizer, rank
+        self._covered: set[str] = set()  # entries that lie in the optimizer's file
+        # Of what tensor-parallel ranks have alike this is the first one's.
+        self._first = {
+            name: held
+            for name, held in state.held.items()
+            if rank.ranks["tp"] == 0 or held.stored.slice_ is not None
+        }
+        self._num_replicas = rank.sizes["rdp"] // rank.sizes["shard"]
+        self._replica = rank.ranks["rdp"] // rank.sizes["shard"]
+
+    def _writes(self, kind: str) -> bool:
+        turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]
+        return turn % self._num_replicas == self._replica
+
+    @property
+    def _writes_model(self) -> bool:
+        return self._writes(MODEL) and self._rank.ranks["shard"] == 0
+
+    def _file(
+        self, kind: str, content: dict[str, Any], updated: frozenset[str] = frozenset()
+    ) -> PlannedFile:
+        """A file of this rank, with its documented name, still without places."""
+        place = place_in_names(self._rank, is_model=kind == MODEL)
+        return PlannedFile(f"{kind}_{place}.pt", content, updated=updated)
+
+    # ---- model
+
+    def add_model(self) -> None:
+        """The model's own tensors, and what its modules say of themselves besides."""
+        state = self._state
+        own = {name: held for name, held in self._first.items() if held.is_owner}
         if state.shows_values:
-            _add_model(result, state, writers)
+            self._add_shown(own)
         else:
-            _add_sharded_model(result, state, writers, covered)
+            self._add_placeholders(own)
+            self._add_rest(own)
         others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
-        if writers.writes(MODEL) and writers.is_first_of_shards and others:
-            result.values["extra_state"] = others
-    return result
+        if self._writes_model and others:
+            self.result.values["extra_state"] = others
 
+    def _add_shown(self, own: Mapping[str, Held]) -> None:
+        """Whole parameters, or tensor-parallel slices, of one pipeline rank."""
+        if not self._writes_model:
+            return
+        content: dict[str, Any] = {name: held.stored.values for name, held in own.items()}
+        file = self._file(MODEL, content)
+        file.places = [Place(held.values, (name,)) for name, held in own.items()]
+        content |= {alias: content[n] for alias, n in self._state.aliases.items() if n in own}
+        slices = partial.slice_marks((name, held.stored.slice_) for name, held in own.items())
+        content |= partial.marks_of(slices, None)
+        self.result.files.append(file)
 
-# ---- model ---------------------------------------------------------------------------
-
-
-def _marks(tensors: Mapping[str, Held]) -> dict[str, Any]:
-    slices = partial.slices_of((name, held.tensor) for name, held in tensors.items())
-    return {PARTIAL_MARK: True, **({SHARDS_MARK: slices} if slices else {})}
-
-
-def _add_model(result: RankState, state: ModelState, writers: _Writers) -> None:
-    """Whole parameters, or tensor-parallel slices, of one pipeline rank."""
-    if not writers.writes(MODEL) or not writers.is_first_of_shards:
-        return
-    own = {n: h for n, h in state.held.items() if h.is_owner and writers.has_first(h.tensor)}
-    content: dict[str, Any] = {name: held.values.tensor for name, held in own.items()}
-    file = PlannedFile(file_name(MODEL), content)
-    file.places = [Place(held.values, (name,)) for name, held in own.items()]
-    content |= {alias: content[n] for alias, n in state.aliases.items() if n in own}
-    content |= _marks(own)
-    result.files.append(file)
-
-
-def _add_sharded_model(
-    result: RankState, state: ModelState, writers: _Writers, covered: set[str]
-) -> None:
-    """Buffers, with placeholders for parameters; parts of these that no other file has."""
-    own = {n: h for n, h in state.held.items() if h.is_owner and writers.has_first(h.tensor)}
-    if writers.writes(MODEL) and writers.is_first_of_shards:
+    def _add_placeholders(self, own: Mapping[str, Held]) -> None:
+        """Buffers, with placeholders for sharded parameters."""
+        if not self._writes_model:
+            return
         module: dict[str, Any] = {}
-        file = PlannedFile(file_name(MODEL), {"module": module})
+        file = self._file(MODEL, {"module": module})
         for name, held in own.items():
-            if held.is_shown:
-                module[name] = held.values.tensor
+            values = held.stored.values
+            module[name] = values if held.stored.is_shown else values.new_empty(0, device="cpu")
+            if held.stored.is_shown:
                 file.places.append(Place(held.values, ("module", name)))
-            else:
-                module[name] = torch.empty(0, dtype=held.values.tensor.dtype)
-        result.files.append(file)
-    rest = {
-        name: held
-        for name, held in own.items()
-        if not held.is_shown and held.values.name not in covered and held.master is None
-    }
-    if rest and writers.writes(MODEL_SHARDS):
-        content = {"module": {name: held.values.tensor for name, held in rest.items()}}
-        places = [Place(held.values, ("module", name)) for name, held in rest.items()]
-        result.files.append(PlannedFile(file_name(MODEL_SHARDS), content, places))
+        self.result.files.append(file)
 
+    def _add_rest(self, own: Mapping[str, Held]) -> None:
+        """Parts of sharded parameters that no other file has."""
+        rest = {
+            name: held
+            for name, held in own.items()
+            if not held.stored.is_shown
+            and held.values.name not in self._covered
+            and held.stored.master is None
+        }
+        if rest and self._writes(MODEL_SHARDS):
+            file = self._file(
+                MODEL_SHARDS, {"module": {name: held.stored.values for name, held in rest.items()}}
+            )
+            file.places = [Place(held.values, ("module", name)) for name, held in rest.items()]
+            self.result.files.append(file)
 
-def _add_masters(
-    result: RankState,
-    state: ModelState,
-    optimizer: DistributedOptimizer | None,
-    writers: _Writers,
-    covered: set[str],
-) -> None:
-    """Masters that no other file has, and the loss scale."""
-    if not writers.writes(FP16_STATES):
-        return
-    masters = {
-        name: held.master
-        for name, held in state.held.items()
-        if held.master is not None
-        and held.master.name not in covered
-        and writers.has_first(held.tensor)
-    }
-    content: dict[str, Any] = {}
-    file = PlannedFile(file_name(FP16_STATES), content)
-    if masters:
-        content["masters"] = {name: entry.tensor for name, entry in masters.items()}
-        file.places = [Place(entry, ("masters", name)) for name, entry in masters.items()]
-    if optimizer is not None and runtime.current().rank.config.fp16:
-        content["loss_scaler"] = optimizer.loss_scaler.state_dict()
-        result.values["loss_scaler"] = content["loss_scaler"]
-    if content:
-        result.files.append(file)
+    def add_masters(self) -> None:
+        """Masters that no other file has, and the loss scale."""
+        if not self._writes(FP16_STATES):
+            return
+        masters = {
+            name: held.master
+            for name, held in self._first.items()
+            if held.master is not None and held.master.name not in self._covered
+        }
+        content: dict[str, Any] = {}
+        file = self._file(FP16_STATES, content)
+        if masters:
+            content["masters"] = {name: entry.tensor for name, entry in masters.items()}
+            file.places = [Place(entry, ("masters", name)) for name, entry in masters.items()]
+        if self._optimizer is not None and self._rank.config.fp16:
+            content["loss_scaler"] = self._optimizer.loss_scaler.state_dict()
+            self.result.values["loss_scaler"] = content["loss_scaler"]
+        if content:
+            self.result.files.append(file)
 
+    # ---- optimizer
 
-# ---- optimizer -----------------------------------------------------------------------
+    def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
+        """Its state, its groups, and with sharded parameters the masters."""
+        everything = list(updated_by(optimizer.optimizer, self._state))
+        _check_named(everything)
+        if self._rank.global_rank == 0:
+            self.result.values["groups"] = encode_groups(optimizer, self._state)
+        content: dict[str, Any] = {}
+        file = self._file(OPTIMIZER, content, frozenset({"state"}))
+        if not self._state.shows_values:
+            content["partition_count"] = self._rank.sizes["shard"]
+            content["fp32_flat_groups"] = self._flat_groups(optimizer, file)
+        content["state"], numbers = self._entries(optimizer, everything, file)
+        indices = {id(updated.tensor): updated.index for updated in everything}
+        content["param_groups"] = [
+            {**group, "params": [indices[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        if self._writes(OPTIMIZER):
+            self.result.values["state"] = numbers
+            content |= self._marks(everything)
+            self.result.files.append(file)
 
+    def _entries(
+        self, optimizer: DistributedOptimizer, everything: Iterable[Updated], file: PlannedFile
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """The optimizer's state of what is updated here: by index, and numbers by name."""
+        entries: dict[int, dict[str, Any]] = {}
+        numbers: dict[str, dict[str, Any]] = {}
+        for updated in everything:
+            held = self._first.get(str(updated.name))
+            if held is None or updated.tensor not in optimizer.state:
+                continue
+            entry = entries.setdefault(updated.index, {})
+            for key, value in optimizer.state[updated.tensor].items():
+                entry[key] = value
+                is_like = is_elementwise(key, value, updated.tensor.shape)
+                if is_like or not is_number(value):
+                    if value.numel() or not updated.tensor.numel():
+                        stored = state_entry(key, value, held, is_like)
+                        file.places.append(Place(stored, ("state", updated.index, key)))
+                elif updated.tensor.numel() or 0 in held.stored.shape:
+                    # Who has no elements may have begun to count later.
+                    where = f"'{key}' of the optimizer's state of '{held.name}'"
+                    numbers.setdefault(held.name, {})[key] = encode(value, where)
+        return entries, numbers
 
-def _add_optimizer(
-    result: RankState,
-    state: ModelState,
-    optimizer: DistributedOptimizer,
-    writers: _Writers,
-    covered: set[str],
-) -> None:
-    everything = list(updated_by(optimizer.optimizer, state.names, optimizer._locality()))
-    _check_named(everything)
-    own = [updated for updated in everything if updated.is_local]
-    first = {u.index for u in own if writers.has_first(model_parameter_of(u.tensor))}
-    if runtime.current().rank.global_rank == 0:
-        result.values["groups"] = encode_groups(optimizer, everything)
-    content: dict[str, Any] = {}
-    file = PlannedFile(file_name(OPTIMIZER), content, updated=frozenset({"state"}))
-    if not state.shows_values:
-        content["partition_count"] = runtime.current().rank.sizes["shard"]
-        content["fp32_flat_groups"] = _flat_groups(optimizer, state, writers, file, covered)
-    entries: dict[int, dict[str, Any]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    for updated in own:
-        if updated.index not in first or updated.tensor not in optimizer.state:
-            continue
-        entry = entries.setdefault(updated.index, {})
-        for key, value in optimizer.state[updated.tensor].items():
-            entry[key] = value
-            if is_elementwise(key, value, updated) or not is_number(value):
-                if value.numel() or not updated.tensor.numel():
-                    place = Place(state_entry(key, value, updated), ("state", updated.index, key))
-                    file.places.append(place)
-            elif updated.tensor.numel() or 0 in updated.shape:
-                # Who has no elements may have begun to count later.
-                where = f"'{key}' of the optimizer's state of '{updated.name}'"
-                numbers.setdefault(str(updated.name), {})[key] = encode(value, where)
-    content["state"] = entries
-    indices = {id(updated.tensor): updated.index for updated in everything}
-    content["param_groups"] = [
-        {**group, "params": [indices[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    if not writers.writes(OPTIMIZER):
-        return
-    result.values["state"] = numbers
-    content |= optimizer._state().marks()
-    result.files.append(file)
+    def _flat_groups(self, optimizer: DistributedOptimizer, file: PlannedFile) -> list[Tensor]:
+        """The masters of each group behind each other, as scripts read them."""
+        state, flats = self._state, []
+        groups = [
+            [state.tensors[state.names[id(p)]] for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self.result.flat_groups = lay_out(groups)
+        for idx, group in enumerate(self.result.flat_groups):
+            flats.append(torch.zeros(0) if group.flat is None else group.flat.detach())
+            for place in group.places if group.flat is not None else ():
+                held = state.held[state.names[id(place.parameter)]]
+                entry = held.master or held.values
+                if place.is_trained:
+                    self._covered.add(entry.name)
+                    if held.name in self._first:
+                        file.places.append(Place(entry, ("fp32_flat_groups", idx), place.offset))
+        return flats
 
-
-def _flat_groups(
-    optimizer: DistributedOptimizer,
-    state: ModelState,
-    writers: _Writers,
-    file: PlannedFile,
-    covered: set[str],
-) -> list[Tensor]:
-    """The masters of each group behind each other, as scripts read them."""
-    flats: list[Tensor] = []
-    groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.param_groups, strict=True)
-    for idx, (flat, group) in enumerate(groups):
-        flats.append(torch.zeros(0) if flat is None else flat.detach())
-        parameters = map(model_parameter_of, group["params"] if flat is not None else ())
-        for place in flat_places(parameters):
-            held = state.held[state.names[id(place.parameter)]]
-            entry = held.values if held.master is None else held.master
-            if place.is_trained:
-                covered.add(entry.name)
-                if writers.has_first(place.parameter):
-                    file.places.append(Place(entry, ("fp32_flat_groups", idx), place.offset))
-    return flats
+    def _marks(self, everything: Iterable[Updated]) -> dict[str, Any]:
+        """As `OptimizerState.marks`, of what is here."""
+        flat, slices = {}, []
+        for updated in everything:
+            if updated.held is not None:
+                part, tensor = updated.held.stored.updated, updated.held.tensor
+                slices.append((updated.index, updated.held.stored.slice_))
+                if updated.tensor is not tensor:  # a master
+                    flat[updated.index] = (part.flat_begin, part.flat_numel, tuple(tensor.shape))
+        is_sharded = self._rank.sizes["shard"] > 1
+        return partial.marks_of(partial.slice_marks(slices), flat if is_sharded else None)
 
 
 def _check_named(everything: Iterable[Updated]) -> None:
@@ -291,30 +309,27 @@ def _check_named(everything: Iterable[Updated]) -> None:
     if strange:
         raise ValueError(
             f"{_C.rank_prefix()}the optimizer has {len(strange)} parameters, one of sizes "
-            f"{list(strange[0].shape)}, that are not in the model; save the model whose parameters "
-            "it updates"
+            f"{list(strange[0].tensor.shape)}, that are not in the model; save the model whose "
+            "parameters it updates"
         )
 
 
-def sharded_names(state: ModelState, optimizer: DistributedOptimizer) -> dict[str, Any]:
+def sharded_names(state: ModelState, groups: Iterable[FlatGroup]) -> dict[str, Any]:
     """What scripts need besides the flat masters of all ranks to put parameters together.
 
     ``buffer_names``: of buffers in ``model_0.pt``; ``param_shapes``: by group, names and shapes in
     the order in which parameters follow each other in the flat masters.
     """
-    shapes: list[dict[str, torch.Size]] = []
-    for group in optimizer.param_groups:
-        places = flat_places(map(model_parameter_of, group["params"]))
-        shapes.append({state.names[id(p.parameter)]: torch.Size(p.parameter.shape) for p in places})
-    buffers = [name for name, held in state.held.items() if not held.is_parameter]
+    shapes = [
+        {state.names[id(p.parameter)]: torch.Size(p.parameter.shape) for p in group.places}
+        for group in groups
+    ]
+    buffers = [n for n, held in state.held.items() if not isinstance(held.tensor, nn.Parameter)]
     return {"buffer_names": buffers, "param_shapes": shapes}
 
 
-def encode_groups(
-    optimizer: DistributedOptimizer, everything: Iterable[Updated]
-) -> list[dict[str, Any]]:
+def encode_groups(optimizer: DistributedOptimizer, state: ModelState) -> list[dict[str, Any]]:
     """Hyperparameters of the groups, and the names of their parameters."""
-    names = {id(updated.tensor): updated.name for updated in everything}
     result = []
     for idx, group in enumerate(optimizer.param_groups):
         options = {
@@ -322,5 +337,6 @@ def encode_groups(
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        result.append({"options": options, "names": [names[id(p)] for p in group["params"]]})
+        names = [state.names[id(p)] for p in group["params"]]
+        result.append({"options": options, "names": names})
     return result

@@ -18,13 +18,14 @@ from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
-from smp.checkpoint.partial_files import PlannedFile, RankState, sharded_names, state_of_rank
+from smp.checkpoint.partial_files import PlannedFile, RankState, plan_files, sharded_names
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import partition_file
-from smp.world import runtime
+from smp.world.rank import Rank
 from smp.world.roll_call import agree
+from smp.world.steps import Steps
 
 WHAT = "smp.save_checkpoint"
 PARTITION_FILE = "partition.txt"
@@ -46,6 +47,7 @@ class PartialSave:
         num_kept: partial checkpoints that stay; None: all.
         staging: where this rank's state is copied to, for :meth:`run_in_background`; None: for
             :meth:`run`.
+        rank, steps: of this process.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class PartialSave:
         generation: str,
         num_kept: int | None,
         staging: Staging | None,
+        rank: Rank,
+        steps: Steps,
     ) -> None:
-        self._current = current = runtime.current()
+        self._rank, self._steps = rank, steps
+        self._is_first = rank.global_rank == 0
         self._num_kept = num_kept
         self._optimizer = None if optimizer is None else optimizer.optimizer
-        self._rank = current.rank.global_rank
         name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._generation = self._open(path, name, generation)
@@ -80,14 +84,14 @@ class PartialSave:
         for makes in (True, False):
             error: BaseException | None = None
             try:
-                if makes and self._rank == 0:
+                if makes and self._is_first:
                     opened = folder.Generation.begin(path, name, generation)
-                elif not makes and self._rank != 0:
+                elif not makes and not self._is_first:
                     opened = folder.Generation.join(path, name, generation)
             except Exception as caught:
                 error = caught
             try:
-                agree(self._current.rank, WHAT, error)
+                agree(self._rank, WHAT, error)
             except Exception:
                 if opened is not None:
                     opened.abandon()
@@ -106,10 +110,12 @@ class PartialSave:
         if named is None:
             assert optimizer is not None
             (named,) = optimizer._models()
-        state = model_state(named)
-        self._state = state_of_rank(state, optimizer, with_model=model is not None)
-        self._state.files.append(PlannedFile(f"rng_{self._rank}.pt", random_states.capture()))
-        if self._rank == 0:
+        rank = self._rank
+        state = model_state(named, rank.ranks["pp"])
+        self._state = plan_files(state, optimizer, model is not None, rank)
+        random = random_states.capture(rank.device)
+        self._state.files.append(PlannedFile(f"rng_{rank.global_rank}.pt", random))
+        if self._is_first:
             self._add_of_first(state, named, model, optimizer, user_content)
 
     def _add_of_first(
@@ -120,12 +126,15 @@ class PartialSave:
         optimizer: DistributedOptimizer | None,
         user_content: Any,
     ) -> None:
-        current, values = self._current, self._state.values
-        content, added = with_sharded_names(user_content, state, optimizer)
+        values = self._state.values
+        names = {}
+        if not state.shows_values and optimizer is not None:
+            names = sharded_names(state, self._state.flat_groups)
+        content, added = with_sharded_names(user_content, names)
         values["user_content"] = {"added": added, "is_none": user_content is None}
         values["aliases"] = state.aliases
         values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
-        values["steps"] = {"done": current.steps.num_finished, "begun": current.steps.num_begun}
+        values["steps"] = {"done": self._steps.num_finished, "begun": self._steps.num_begun}
         values["seed"] = torch.initial_seed()
         values["registrations"] = [
             [registration.family, registration.module_cls.__name__]
@@ -142,7 +151,7 @@ class PartialSave:
                 path, config.encode(), generation
             )
         decision = named._decision
-        if decision is not None and current.rank.sizes["pp"] > 1:
+        if decision is not None and self._rank.sizes["pp"] > 1:
             values["partition"] = {"chunks": decision.num_chunks}
             self._content[PARTITION_FILE] = lambda path: partition_file.write(decision, path)
 
@@ -157,7 +166,7 @@ class PartialSave:
             error = caught
         self._agreed(error)
         try:
-            if self._rank == 0:
+            if self._is_first:
                 self._commit()
         except Exception as caught:
             error = caught
@@ -165,7 +174,7 @@ class PartialSave:
 
     def _agreed(self, error: BaseException | None) -> None:
         try:
-            agree(self._current.rank, WHAT, error)
+            agree(self._rank, WHAT, error)
         except Exception:
             self._generation.abandon()
             raise
@@ -211,23 +220,23 @@ class PartialSave:
         try:
             copies.make()
             self._write(progress)
-            if self._rank == 0:
-                self._wait_for(lambda: generation.parts(self._current.rank.world_size) is not None)
+            if self._is_first:
+                self._wait_for(lambda: generation.parts(self._rank.world_size) is not None)
                 self._commit()
         except _OthersFailed:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            generation.part_failed(self._rank, reason)
-            raise RuntimeError(f"global_rank {self._rank}: {reason}") from error
-        if self._rank != 0:
+            generation.part_failed(self._rank.global_rank, reason)
+            raise RuntimeError(f"global_rank {self._rank.global_rank}: {reason}") from error
+        if not self._is_first:
             self._wait_for(generation.is_over)
             if not generation.committed():
                 raise RuntimeError("the first rank has given up; its error says why")
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._current.rank.settings.timeout_s
-        board = self._current.rank.board
+        deadline = time.monotonic() + self._rank.timeout_s
+        board = self._rank.board
         while not happened():
             for rank, reason in self._generation.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
@@ -237,7 +246,7 @@ class PartialSave:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._generation.folder} has not got the parts of all ranks in "
-                    f"{self._current.rank.settings.timeout_s:g} s"
+                    f"{self._rank.timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
 
@@ -259,40 +268,36 @@ class PartialSave:
             piece.files[file.name] = written.record
             add_blocks(piece, file, written)
         progress(before)
-        self._generation.part_done(self._rank, piece.to_json())
+        self._generation.part_done(self._rank.global_rank, piece.to_json())
 
     def _commit(self) -> None:
-        current = self._current
-        parts = self._generation.parts(current.rank.world_size)
+        parts = self._generation.parts(self._rank.world_size)
         assert parts is not None
         manifest = Manifest.assemble(
             self._generation.generation,
             versions(),
-            layout_of(current),
+            Layout(self._rank.config.to_dict(), dict(self._rank.sizes)),
             [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
         )
         self._generation.commit(manifest, self._num_kept)
 
 
-def with_sharded_names(
-    content: Any, state: ModelState, optimizer: DistributedOptimizer | None
-) -> tuple[Any, list[str]]:
-    """The user's content with what public scripts need to merge sharded parameters.
+def with_sharded_names(content: Any, names: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The user's content with what public scripts need to merge sharded parameters, if anything.
 
     Returns:
         the content, and the keys that were added.
     """
     content = {} if content is None else content
-    if state.shows_values or optimizer is None:
+    if not names:
         return content, []
     if not isinstance(content, Mapping):
         raise ValueError(
             "user_content must be a dict with sharded data parallelism, because the names of "
             f"buffers and parameters are added to it; it is a {type(content).__name__}"
         )
-    extra = sharded_names(state, optimizer)
-    added = [key for key in extra if key not in content]
-    return {**content, **{key: extra[key] for key in added}}, added
+    added = [key for key in names if key not in content]
+    return {**content, **{key: names[key] for key in added}}, added
 
 
 def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> None:
@@ -304,12 +309,6 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
         offset = offsets[place.path] + place.offset * entry.tensor.element_size()
         stored = piece.entries.setdefault(entry.name, StoredEntry(dtype, entry.shape, []))
         stored.blocks.append(Block(file.name, offset, entry.part))
-
-
-def layout_of(current: runtime.Runtime) -> Layout:
-    """What has to be equal for a job to go on bit by bit."""
-    sizes = {kind: size for kind, size in current.rank.sizes.items()}
-    return Layout(current.rank.config.to_dict(), sizes)
 
 
 def versions() -> dict[str, str]:

@@ -10,21 +10,19 @@ from typing import Any
 import torch
 
 from smp import _C
-from smp.world import runtime
 
 _log = logging.getLogger("smp")
 
 
-def capture() -> dict[str, Any]:
+def capture(device: torch.device) -> dict[str, Any]:
     """The states of PyTorch's generators, of Python's and of numpy's, as plain values."""
-    current = runtime.current()
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
     }
-    if current.rank.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(current.rank.device)
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -38,14 +36,13 @@ def capture() -> dict[str, Any]:
     return states
 
 
-def restore(states: dict[str, Any]) -> None:
+def restore(states: dict[str, Any], device: torch.device) -> None:
     """Sets what :func:`capture` found."""
-    current = runtime.current()
     torch.set_rng_state(states["torch"].cpu())
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if "cuda" in states and current.rank.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"].cpu(), current.rank.device)
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         state = states["numpy"]
@@ -55,16 +52,15 @@ def restore(states: dict[str, Any]) -> None:
         )
 
 
-def seed_anew(seed: int, num_steps: int) -> None:
+def seed_anew(seed: int, num_steps: int, global_rank: int) -> None:
     """New states that follow from the seed of the first rank, the steps so far and the rank."""
-    current = runtime.current()
-    mixed = _C.mix_seed(_C.mix_seed(seed & (2**64 - 1), num_steps), current.rank.global_rank)
+    mixed = _C.mix_seed(_C.mix_seed(seed & (2**64 - 1), num_steps), global_rank)
     torch.manual_seed(mixed & (2**63 - 1))
     random.seed(mixed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(mixed & (2**32 - 1))
-    if current.rank.global_rank == 0:
+    if global_rank == 0:
         _log.warning(
             "smp: the checkpoint was saved on another layout, so random states are seeded anew "
             "from the seed, the steps so far and the rank; dropout and shuffling differ from those "

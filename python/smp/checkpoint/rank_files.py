@@ -10,52 +10,53 @@ from pathlib import Path
 from typing import Any
 
 from smp import _C
-from smp.optim.state import FLAT_MARK, join_flat
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import LAYOUT_MARK, PARTIAL_MARK, SHARDS_MARK
-from smp.world import comm
+from smp.tensor_parallel.partial import FLAT_MARK, LAYOUT_MARK, PARTIAL_MARK
+from smp.world.rank import Rank
 
 Layout = tuple[int, int, int]
 
 
-def suffix() -> str:
-    """What this rank appends to the name of a file that its replicas share."""
-    if comm.tp_size() > 1:
-        return f"_{comm.pp_rank()}_{comm.tp_rank()}"
-    return f"_{comm.mp_rank()}"
+def suffix(rank: Rank, is_own: bool) -> str:
+    """What this rank appends to the name of a file.
+
+    Args:
+        is_own: nobody else writes it; otherwise replicas share it.
+    """
+    places = rank.ranks
+    if is_own:
+        return f"_{places['pp']}_{places['tp']}_{places['rdp']}"
+    return f"_{places['pp']}_{places['tp']}" if rank.sizes["tp"] > 1 else f"_{places['mp']}"
 
 
-def own_suffix() -> str:
-    """What this rank appends to the name of a file that nobody else writes."""
-    return f"_{comm.pp_rank()}_{comm.tp_rank()}_{comm.rdp_rank()}"
-
-
-def with_layout(obj: Any, is_own: bool) -> Any:
+def with_layout(obj: Any, rank: Rank, is_own: bool) -> Any:
     """A copy of ``obj`` whose partial state dicts say by how many ranks they were written."""
     if not isinstance(obj, Mapping) or not has_partial(obj):
         return obj
     marked: Any = copy.copy(obj)
     if obj.get(PARTIAL_MARK):
-        marked[LAYOUT_MARK] = _current(is_own)
+        marked[LAYOUT_MARK] = _layout_of(rank, is_own)
         return marked
     for key, value in obj.items():
-        marked[key] = with_layout(value, is_own)
+        marked[key] = with_layout(value, rank, is_own)
     return marked
 
 
-def load_any_layout(path: Path, load: Callable[..., Any]) -> Any:
+def load_any_layout(path: Path, load: Callable[..., Any], rank: Rank) -> Any:
     """What this rank's file has; the whole of all files if they are of another layout.
 
     Args:
         path: without suffix.
         load: of one file; also takes ``mmap``.
+        rank: of this process.
 
     Raises:
         FileNotFoundError: naming the files that were looked for and those that are there.
     """
     # That of this layout first; older files may have another one.
-    others = (f"_{comm.mp_rank()}", f"_{comm.pp_rank()}_{comm.tp_rank()}", own_suffix())
-    ends = tuple(dict.fromkeys((suffix(), *others)))
+    places = rank.ranks
+    others = (f"_{places['mp']}", f"_{places['pp']}_{places['tp']}", suffix(rank, is_own=True))
+    ends = tuple(dict.fromkeys((suffix(rank, is_own=False), *others)))
     own = next((end for end in ends if _with(path, end).is_file()), None)
     # The first file is of the last save even where one of more ranks has left files behind.
     firsts = ["_0", "_0_0", "_0_0_0"] if own is None else [re.sub(r"\d+", "0", own)]
@@ -67,7 +68,7 @@ def load_any_layout(path: Path, load: Callable[..., Any]) -> Any:
         layout = _layout_in(load(_with(path, first), mmap=True))
     else:
         layout = None
-    if layout is not None and layout != _current(layout[2] > 0):
+    if layout is not None and layout != _layout_of(rank, layout[2] > 0):
         parts = [load(_with(path, end)) for end in _suffixes(layout)]
         return merge([_without_layout(part) for part in parts], layout)
     if own is None:
@@ -99,33 +100,23 @@ def merge(parts: Sequence[Any], layout: Layout | None = None) -> Any:
         return first
     if not first.get(PARTIAL_MARK):
         return {key: merge([part[key] for part in parts], layout) for key in first}
-    if "state" in first and "param_groups" in first:  # of an optimizer
-        if any(part.get(FLAT_MARK) is not None for part in parts):
-            parts = _without_cuts(parts, layout)
-        states = [{**part["state"], SHARDS_MARK: part.get(SHARDS_MARK, {})} for part in parts]
-        marks = (PARTIAL_MARK, SHARDS_MARK, FLAT_MARK)
-        merged = {key: value for key, value in first.items() if key not in marks}
-        return {**merged, "state": partial.merge(states, partial.join_optimizer_entries)}
-    return partial.merge(parts)
-
-
-def _without_cuts(parts: Sequence[Any], layout: Layout | None) -> list[Any]:
-    """One state of whole parameters, or slices of them, for all ranks of a shard group."""
-    if layout is None or layout[2] == 0:
+    if "state" not in first or "param_groups" not in first:
+        return partial.merge(parts)
+    is_cut = any(part.get(FLAT_MARK) is not None for part in parts)
+    if is_cut and (layout is None or layout[2] == 0):
         raise ValueError(
             f"{_C.rank_prefix()}a sharded optimizer state cannot become part of one file; save "
             "optimizer.state_dict(), or local_state_dict() with partial=True"
         )
-    num_replicas = layout[2]
-    groups = [parts[i : i + num_replicas] for i in range(0, len(parts), num_replicas)]
-    return [
-        {**group[0], "state": join_flat([(p["state"], p.get(FLAT_MARK) or {}) for p in group])}
-        for group in groups
+    marked = [
+        {**part["state"], **{k: part[k] for k in partial.MARKS & part.keys()}} for part in parts
     ]
+    rest = {key: value for key, value in first.items() if key not in partial.MARKS}
+    return {**rest, "state": partial.merge(marked)}
 
 
-def _current(is_own: bool) -> Layout:
-    return comm.pp_size(), comm.tp_size(), comm.rdp_size() if is_own else 0
+def _layout_of(rank: Rank, is_own: bool) -> Layout:
+    return rank.sizes["pp"], rank.sizes["tp"], rank.sizes["rdp"] if is_own else 0
 
 
 def _with(path: Path, end: str) -> Path:

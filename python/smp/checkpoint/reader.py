@@ -9,7 +9,8 @@ import torch
 
 from smp import _C
 from smp.checkpoint import manifest as manifests
-from smp.checkpoint.manifest import Block, Manifest, ManifestError, Part, StoredEntry
+from smp.checkpoint.manifest import Block, Manifest, ManifestError, StoredEntry
+from smp.tensor_parallel.parts import Part
 
 
 class FolderReader:

@@ -13,8 +13,9 @@ from smp.checkpoint import archive
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
 from smp.checkpoint.folder import Generation
-from smp.checkpoint.manifest import Block, Layout, Manifest, Part, Piece, StoredEntry
+from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
+from smp.tensor_parallel.parts import Part
 
 # The file that entries of a kind go to; others have their kind's name.
 _FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}

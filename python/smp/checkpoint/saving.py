@@ -87,7 +87,9 @@ def save_checkpoint(
     generation = roll_call(current.rank, WHAT, call, snippet, generation)[0]
     if not partial:
         assert model is not None
-        save_whole(Path(path), tag, model, user_content, translate_if_full, generation)
+        save_whole(
+            Path(path), tag, model, user_content, translate_if_full, generation, current.rank
+        )
         return None
     if not blocking and current not in _staging:
         _staging[current] = Staging()
@@ -95,7 +97,7 @@ def save_checkpoint(
         current.on_shutdown(lambda: _end(current))
     save = PartialSave(
         Path(path), tag, model, optimizer, user_content, generation, num_kept_partial_checkpoints,
-        None if blocking else _staging[current],
+        None if blocking else _staging[current], current.rank, current.steps,
     )  # fmt: skip
     if blocking:
         save.run()

@@ -31,12 +31,17 @@ class WholeModel:
     Args:
         strict: names that are missing or left over are errors.
         translate: to the names of the model; None: by the translators of the model.
+        pp_rank: of this process.
     """
 
     def __init__(
-        self, strict: bool, translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None
+        self,
+        strict: bool,
+        translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+        pp_rank: int,
     ) -> None:
         self._strict = strict
+        self._pp_rank = pp_rank
         self._translate = translate
 
     def open(self, path: Path, tag: str | None) -> None:
@@ -65,7 +70,7 @@ class WholeModel:
             RuntimeError: names that are missing or left over, if strict; other shapes.
         """
         given = self._translated(model)
-        state = model_state(model)
+        state = model_state(model, self._pp_rank)
         found = _match(model, state, given, self._strict)
         storage = storage_of(model)
         with torch.no_grad():

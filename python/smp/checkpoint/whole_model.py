@@ -16,9 +16,11 @@ from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
 from smp.model import DistributedModel, engine_of
 from smp.replacement import to_theirs
-from smp.tensor_parallel import partial
-from smp.tensor_parallel.sharding import interval_of
-from smp.world import comm, runtime
+from smp.tensor_parallel.cutting import join, part_of
+from smp.tensor_parallel.parts import Part
+from smp.tensor_parallel.sharding import interval_of, whole_shape
+from smp.world import comm
+from smp.world.rank import Rank
 from smp.world.roll_call import agree
 
 WHAT = "smp.save_checkpoint"
@@ -31,6 +33,7 @@ def save_whole(
     user_content: Any,
     translate: bool,
     generation: str,
+    rank: Rank,
 ) -> None:
     """Writes ``path/<tag>`` and ``path/user_content_<tag>`` in one step. Collective over all ranks.
 
@@ -42,15 +45,15 @@ def save_whole(
         user_content: of the first rank.
         translate: use the translators of the model.
         generation: unique.
+        rank: of this process.
     """
-    current = runtime.current()
-    gatherer = Gatherer(model)
+    gatherer = Gatherer(model, rank)
     error: BaseException | None = None
     content: dict[str, Tensor] = {}
     writing: FileGeneration | None = None
     try:
         try:
-            if current.rank.global_rank == 0:
+            if rank.global_rank == 0:
                 writing = FileGeneration.begin(path, tag, generation)
             content = gatherer.lazy_state()
             if translate:
@@ -59,7 +62,7 @@ def save_whole(
                 content = _as_safetensors(content)
         except Exception as caught:
             error = caught
-        agree(current.rank, WHAT, error)
+        agree(rank, WHAT, error)
         extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
         gatherer.plan(content.values())
         if writing is None:
@@ -70,7 +73,7 @@ def save_whole(
             except Exception as caught:
                 error = caught
                 gatherer.drain()
-        agree(current.rank, WHAT, error)
+        agree(rank, WHAT, error)
     finally:
         if writing is not None:
             writing.abandon()
@@ -115,17 +118,16 @@ class Gatherer:
     A tensor stays on the first rank until the last one that is made of it is written.
     """
 
-    def __init__(self, model: DistributedModel) -> None:
-        current = runtime.current()
-        self._current = current
+    def __init__(self, model: DistributedModel, rank: Rank) -> None:
+        self._rank = rank
         self._storage = storage_of(model)
-        self._state: ModelState = model_state(model)
-        self._is_with_first = 0 in current.rank.groups["mp"]
+        self._state: ModelState = model_state(model, rank.ranks["pp"])
+        self._is_with_first = 0 in rank.groups["mp"]
         self._places: dict[tuple[int, int], int] = {}  # (pp, tp) of this replica: global rank
         if self._is_with_first:
-            own = (current.rank.ranks["pp"], current.rank.ranks["tp"])
+            own = (rank.ranks["pp"], rank.ranks["tp"])
             places = comm.allgather(own, comm.MP_GROUP)
-            self._places = dict(zip(places, current.rank.groups["mp"], strict=True))
+            self._places = dict(zip(places, rank.groups["mp"], strict=True))
         self._order: list[str] = []
         self._uses: dict[str, int] = {}
         self._here: dict[str, Tensor] = {}
@@ -187,32 +189,28 @@ class Gatherer:
     def _gathered(self, name: str) -> Tensor:
         """The whole tensor on the first rank; nothing of use elsewhere."""
         tensor, owner = self._state.tensors[name], self._state.owners[name]
-        current = self._current
+        rank = self._rank
         interval = interval_of(tensor)
-        is_source = current.rank.ranks["pp"] == owner and (
-            interval is not None or current.rank.ranks["tp"] == 0
-        )
+        is_source = rank.ranks["pp"] == owner and (interval is not None or rank.ranks["tp"] == 0)
         value = tensor.detach()
         if is_source and self._storage.gathers(tensor):
-            if current.rank.ranks["rdp"] >= current.rank.sizes["shard"]:
+            if rank.ranks["rdp"] >= rank.sizes["shard"]:
                 return value  # another copy
             value = self._storage.gathered(tensor)
         if not self._is_with_first:
             return value
-        if current.rank.global_rank != 0:
+        if rank.global_rank != 0:
             if is_source:
-                slices = partial.slices_of([(name, tensor)])
-                sent = (value.detach().cpu(), slices.get(name))
-                comm.send(sent, 0, comm.RankType.WORLD_RANK)
+                comm.send((value.detach().cpu(), part_of(tensor)), 0, comm.RankType.WORLD_RANK)
             return value
-        num_sources = 1 if interval is None else current.rank.sizes["tp"]
-        pieces: list[tuple[Tensor, Any]] = []
+        num_sources = 1 if interval is None else rank.sizes["tp"]
+        pieces: list[tuple[Tensor, Part]] = []
         for tp_rank in range(num_sources):
             source = self._places[owner, tp_rank]
             if source == 0:
-                pieces.append((value, partial.slices_of([(name, tensor)]).get(name)))
+                pieces.append((value, part_of(tensor)))
             else:
                 pieces.append(comm.recv_from(source, comm.RankType.WORLD_RANK))
         if interval is None:
             return pieces[0][0]
-        return partial.join_tensors([(piece.to(value.device), cut) for piece, cut in pieces])
+        return join([(piece.to(value.device), part) for piece, part in pieces], whole_shape(tensor))

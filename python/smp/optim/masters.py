@@ -119,10 +119,11 @@ class MasterViews:
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
         """With sharded data parallelism, by group: the masters of this rank's parts of its
-        parameters, as one flat tensor without gaps (see `data_parallel.lay_out`)."""
+        parameters, as one flat tensor without gaps (see `FlatGroup`)."""
         if self._rank.config.sharded_data_parallel_degree == 1:
             raise AttributeError("fp32_partitioned_groups_flat: parameters are not sharded")
-        return lay_out(map(model_parameter_of, group["params"]) for group in self.param_groups)
+        groups = (map(model_parameter_of, group["params"]) for group in self.param_groups)
+        return [group.flat for group in lay_out(groups)]
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:

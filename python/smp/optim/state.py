@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
 from smp.precision.holdings import (
-    Holding,
-    cut,
     holding_with_master,
     model_parameter_of,
     parameters_of,
 )
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
-from smp.tensor_parallel.sharding import interval_of, slice_of, whole_shape
+from smp.tensor_parallel.cutting import cut, part_of
+from smp.tensor_parallel.partial import FLAT_MARK, PARTIAL_MARK, SHARDS_MARK, Flat
+from smp.tensor_parallel.parts import Part
+from smp.tensor_parallel.sharding import whole_shape
 from smp.world import comm, roll_call
 from smp.world.rank import Rank
 
-#: In a partial state: which elements of the flattened parameter an entry has, by index, as
-#: ``(begin, numel, shape of the parameter)``. Only entries that are cut so have one.
-FLAT_MARK = "_smp_flat"
 #: The master of a 16-bit parameter, in its entry.
 MASTER = "_smp_master"
 
@@ -35,7 +31,6 @@ _LOCAL_SNIPPET = (
 )
 
 Entries = dict[Any, Any]
-Flat = tuple[int, int, tuple[int, ...]]
 
 
 class OptimizerState:
@@ -76,12 +71,7 @@ class OptimizerState:
 
     def marks(self) -> dict[str, Any]:
         """What a partial state says of itself: which parameters are slices, which are cut."""
-        slices = self._slices()
-        return {
-            PARTIAL_MARK: True,
-            **({SHARDS_MARK: slices} if slices else {}),
-            **({FLAT_MARK: self._flat()} if self._is_sharded else {}),
-        }
+        return partial.marks_of(self._slices(), self._flat() if self._is_sharded else None)
 
     @property
     def _is_sharded(self) -> bool:
@@ -99,14 +89,14 @@ class OptimizerState:
             return {**own, **marks}
         roll_call.meet(self._rank, "optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
         first = self._rank.groups["shard"][0]
-        mine = (to_cpu(own["state"]), marks[FLAT_MARK])
+        mine = {**to_cpu(own["state"]), FLAT_MARK: marks[FLAT_MARK]}
         if self._rank.global_rank != first:
             comm.send(mine, first, comm.RankType.WORLD_RANK)
             return {**own, **marks}
         others = self._rank.groups["shard"][1:]
         parts = [mine, *(comm.recv_from(rank, comm.RankType.WORLD_RANK) for rank in others)]
         del marks[FLAT_MARK]
-        return {**own, "state": join_flat(parts), **marks}
+        return {**own, "state": partial.merge(parts), **marks}
 
     def whole(self) -> dict[str, Any]:
         """State of all parameters, as the optimizer would have it alone.
@@ -120,18 +110,14 @@ class OptimizerState:
         roll_call.meet(self._rank, "optimizer.state_dict", groups, snippet)
         result = self.local()
         if self._is_sharded:
-            mine = (to_cpu(result["state"]), self._flat())
+            mine = {**to_cpu(result["state"]), FLAT_MARK: self._flat()}
             parts = comm.allgather(mine, comm.RDP_GROUP)
-            result["state"] = join_flat(comm.of_shard_group(parts))
+            result["state"] = partial.merge(comm.of_shard_group(parts))
         if comm.mp_size() == 1:
             return result
         slices = self._slices()
-        marked = {**to_cpu(result["state"]), PARTIAL_MARK: True}
-        if slices:
-            marked[SHARDS_MARK] = slices
-        merged = partial.merge(
-            comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
-        )
+        marked = {**to_cpu(result["state"]), SHARDS_MARK: slices}
+        merged = partial.merge(comm.allgather(marked, comm.MP_GROUP))
         for index, entry in result["state"].items():
             if index not in slices:
                 merged[index] = entry  # on this rank's device
@@ -159,7 +145,8 @@ class OptimizerState:
             told = comm.allgather((is_cut, flat is not None), comm.WORLD)
             is_cut = all(alike for alike, _ in told)
             if any(are_flat for _, are_flat in told) and not is_cut:
-                entries = join_flat(comm.allgather((to_cpu(entries), flat or {}), comm.RDP_GROUP))
+                marked = {**to_cpu(entries), FLAT_MARK: flat}
+                entries = partial.merge(comm.allgather(marked, comm.RDP_GROUP))
         slices = self._slices()
         is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
         if is_partial and comm.mp_size() > 1 and not is_cut:
@@ -170,12 +157,15 @@ class OptimizerState:
             if not isinstance(index, int) or index in self._local
         }
         for index in entries.keys() & range(len(self._parameters)):
+            held = self._parameters[index]
+            parameter = model_parameter_of(held)
+            begin, numel, shape = own_flat.get(index, (0, parameter.numel(), parameter.shape))
             if not is_own and index in slices:
-                entries[index] = _slice_entry(entries[index], self._parameters[index])
-            if not is_cut and index in own_flat:
-                holding = holding_with_master(self._parameters[index])
-                assert holding is not None
-                entries[index] = _cut_entry(entries[index], holding)
+                part = part_of(parameter, begin, numel)
+                entries[index] = _cut_entry(entries[index], whole_shape(parameter), part, held)
+            elif not is_cut and index in own_flat:
+                part = Part.flat(shape, begin, numel)
+                entries[index] = _cut_entry(entries[index], shape, part, held)
         self._fill(given, entries)
 
     def _fill(self, given: dict[str, Any], entries: Entries) -> None:
@@ -212,66 +202,12 @@ def _are_cut_alike(flat: Mapping[int, Flat], own: Mapping[int, Flat]) -> bool:
     return all(tuple(flat.get(index, ())) == own[index] for index in own)
 
 
-def join_flat(parts: Sequence[tuple[Entries, Mapping[int, Flat]]]) -> Entries:
-    """Entries of whole parameters out of those of all members of a shard group.
-
-    Args:
-        parts: entries and which of them are cut, of each rank; what several have counts once.
-
-    Raises:
-        ValueError: elements of a parameter are missing.
-    """
-    joined: Entries = {}
-    shards: dict[int, dict[int, tuple[Entries, Flat]]] = {}
-    for entries, flat in parts:
-        for index, entry in entries.items():
-            joined.setdefault(index, entry)  # keeps the place
-            if index in flat and flat[index][1]:
-                shards.setdefault(index, {}).setdefault(flat[index][0], (entry, flat[index]))
-    for index, by_begin in shards.items():
-        joined[index] = _join_entry(index, [by_begin[begin] for begin in sorted(by_begin)])
-    return joined
-
-
-def _join_entry(index: int, shards: list[tuple[Entries, Flat]]) -> Entries:
-    end = 0
-    for _, (begin, numel, _) in shards:
-        if begin != end:
-            break
-        end += numel
-    first, (_, numel, shape) = shards[0]
-    if end != torch.Size(shape).numel():
-        raise ValueError(
-            f"{_C.rank_prefix()}the optimizer state of parameter {index} with shape "
-            f"{tuple(shape)} has {end} elements without a gap; load the states of all ranks that "
-            "sharded it together"
-        )
-    whole = dict(first)
-    for name, value in first.items():
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel:
-            parts = [entry[name].to(value.device) for entry, _ in shards]
-            whole[name] = torch.cat(parts).view(tuple(shape))
-    return whole
-
-
-def _cut_entry(entry: Entries, holding: Holding) -> Entries:
-    """What a rank holds of the state of a whole parameter."""
-    shape = tuple(holding.shape)
+def _cut_entry(entry: Entries, shape: Sequence[int], part: Part, like: Tensor) -> Entries:
+    """What a rank holds of the state of a parameter with these sizes: copies in the sizes of
+    `like`."""
     return {
-        name: cut(value, holding).clone()
-        if isinstance(value, Tensor) and tuple(value.shape) == shape
-        else value
-        for name, value in entry.items()
-    }
-
-
-def _slice_entry(entry: Entries, parameter: Tensor) -> Entries:
-    """The state of a slice out of that of the whole parameter."""
-    split = model_parameter_of(parameter)
-    interval, shape = interval_of(split), whole_shape(split)
-    return {
-        name: slice_of(value, interval).clone()
-        if isinstance(value, Tensor) and list(value.shape) == shape
+        name: cut(value, part).clone().view(like.shape)
+        if isinstance(value, Tensor) and list(value.shape) == list(shape)
         else value
         for name, value in entry.items()
     }
@@ -299,9 +235,7 @@ def _complete(
     if not is_whole and all(own for _, _, own in holdings):
         return entries, True
     marked = {**to_cpu(entries), SHARDS_MARK: held}
-    return partial.merge(
-        comm.allgather(marked, comm.MP_GROUP), partial.join_optimizer_entries
-    ), False
+    return partial.merge(comm.allgather(marked, comm.MP_GROUP)), False
 
 
 def to_cpu(value: Any) -> Any:

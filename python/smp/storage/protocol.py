@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from smp import _C
 from smp.precision.holdings import Holding
+from smp.tensor_parallel.parts import Part
+from smp.tensor_parallel.sharding import interval_of
 
 #: Makes all parameters of this rank real, and calls back with each one that has its values.
 MakeReal = Callable[[Callable[[nn.Parameter], None]], None]
@@ -18,18 +20,46 @@ MakeReal = Callable[[Callable[[nn.Parameter], None]], None]
 
 @dataclass(frozen=True)
 class Stored:
-    """The elements of a parameter or buffer that lie on this rank.
+    """What lies on this rank of a parameter or buffer.
 
     Attributes:
-        begin, numel: elements ``[begin, begin + numel)`` of the flattened tensor.
-        values: as many, in the model's dtype; the memory itself.
-        is_shown: the model's own tensor shows them; otherwise it shows a placeholder.
+        shape: of the whole tensor.
+        part: which elements of it ``values`` are.
+        values: in the model's dtype; the memory itself.
+        updated: which elements the optimizer updates here, if it does.
+        master: these, in 16-bit training of what is trained; the memory itself.
+        slice_: of this tensor-parallel rank; None: all ranks of its group have the same.
+        is_shown: the model's own tensor shows the values; otherwise it shows a placeholder.
     """
 
-    begin: int
-    numel: int
+    shape: tuple[int, ...]
+    part: Part
     values: Tensor
+    updated: Part
+    master: Tensor | None
+    slice_: _C.ShardInterval | None
     is_shown: bool
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        holding: Holding | None,
+        values: Tensor,
+        begin: int = 0,
+        *,
+        is_shown: bool = True,
+    ) -> Stored:
+        """The elements of the flattened ``tensor`` from ``begin`` on are ``values``."""
+        slice_ = interval_of(tensor)
+        part = Part.of_slice(tensor.shape, slice_, begin, values.numel())
+        shape, updated, master = list(tensor.shape), part, None
+        if slice_ is not None:
+            shape[slice_.dim] = slice_.extent
+        if holding is not None:
+            updated = replace(part, flat_begin=holding.begin, flat_numel=holding.numel)
+            master = holding.master.detach() if holding.has_copy else None
+        return cls(tuple(shape), part, values, updated, master, slice_, is_shown)
 
 
 class Storage(Protocol):
@@ -118,7 +148,7 @@ class Storage(Protocol):
         """`settle` at the end of the run, when the other ranks may have left."""
         ...
 
-    def stored(self, tensor: Tensor) -> Stored:
+    def stored(self, tensor: Any) -> Stored:
         """What lies here of a parameter or buffer of this rank."""
         ...
 

@@ -167,11 +167,11 @@ class ShardedParameters:
     def finish(self) -> None:
         pass
 
-    def stored(self, tensor: Tensor) -> Stored:
-        shard = shard_of(tensor)
+    def stored(self, tensor: Any) -> Stored:
+        shard, holding = self._shards.get(tensor), self.holdings.get(tensor)
         if shard is None:
-            return Stored(0, tensor.numel(), tensor.detach(), is_shown=True)
-        return Stored(shard.begin, shard.numel, shard.piece, is_shown=False)
+            return Stored.of(tensor, holding, tensor.detach())
+        return Stored.of(tensor, holding, shard.piece, shard.begin, is_shown=False)
 
     def write(self, target: Tensor, value: Tensor) -> None:
         shard = shard_of(target)

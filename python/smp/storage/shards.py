@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -121,26 +122,9 @@ class Cutter:
         assert not self._waiting, f"whole parameters: {sorted(self._waiting.values())}"
 
 
-def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[Tensor | None]:
-    """Puts the masters of each group of an optimizer behind each other.
-
-    Args:
-        groups: parameters of models; those that have no shard here are passed over.
-
-    Returns:
-        one flat tensor per group: for each of its parameters the ``c`` elements of this rank's
-        part, zeros behind the last one included, without gaps. Masters are views of it, and
-        ``ds_tensor`` too unless the model has 16 bits. The parts of frozen 16-bit parameters are
-        copies. None for an empty group, and for one with masters of several dtypes.
-    """
-    return [
-        _lay_out([shard for p in group if (shard := shard_of(p)) is not None]) for group in groups
-    ]
-
-
 @dataclass(frozen=True)
 class FlatPlace:
-    """Where the part of a parameter lies in the flat tensor that `lay_out` makes of its group.
+    """Where the part of a parameter lies in the flat tensor of its group.
 
     Attributes:
         parameter: of the model.
@@ -153,15 +137,38 @@ class FlatPlace:
     is_trained: bool
 
 
-def flat_places(group: Iterable[Tensor]) -> list[FlatPlace]:
-    """The places of a group's parameters; those without a shard here have none."""
-    places, offset = [], 0
-    for parameter in group:
-        shard = shard_of(parameter)
-        if shard is not None:
-            places.append(FlatPlace(shard.parameter, offset, shard.master is not None))
-            offset += shard.tensor.numel()
-    return places
+@dataclass(frozen=True)
+class FlatGroup:
+    """The masters of one group of an optimizer.
+
+    Attributes:
+        flat: for each of the group's parameters the ``c`` elements of this rank's part, zeros
+            behind the last one included, without gaps. Masters are views of it, and ``ds_tensor``
+            too unless the model has 16 bits. The parts of frozen 16-bit parameters are copies.
+            None for an empty group, and for one with masters of several dtypes.
+        places: of the parameters that have a shard here, in order.
+    """
+
+    flat: Tensor | None
+    places: list[FlatPlace]
+
+
+def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[FlatGroup]:
+    """Puts the masters of each group of an optimizer behind each other.
+
+    Args:
+        groups: parameters of models; those that have no shard here are passed over.
+    """
+    laid_out = []
+    for group in groups:
+        shards = [shard for p in group if (shard := shard_of(p)) is not None]
+        ends = itertools.accumulate(shard.tensor.numel() for shard in shards)
+        places = [
+            FlatPlace(shard.parameter, end - shard.tensor.numel(), shard.master is not None)
+            for shard, end in zip(shards, ends, strict=True)
+        ]
+        laid_out.append(FlatGroup(_lay_out(shards), places))
+    return laid_out
 
 
 def shard_of(parameter: Tensor) -> Shard | None:

@@ -101,8 +101,8 @@ class WholeParameters:
     def finish(self) -> None:
         pass
 
-    def stored(self, tensor: Tensor) -> Stored:
-        return Stored(0, tensor.numel(), tensor.detach(), is_shown=True)
+    def stored(self, tensor: Any) -> Stored:
+        return Stored.of(tensor, self.holdings.get(tensor), tensor.detach())
 
     def write(self, target: Tensor, value: Tensor) -> None:
         load_value(target, value)

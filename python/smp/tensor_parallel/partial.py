@@ -1,100 +1,129 @@
-"""State of which every rank has a part: what belongs together, and how it becomes whole."""
+"""State dicts of which every rank has a part: how they say so, and how they become whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from smp import _C
-from smp.tensor_parallel.sharding import interval_of, join
+from smp.tensor_parallel.cutting import join
+from smp.tensor_parallel.parts import Part
+from smp.tensor_parallel.sharding import interval_of
 
 #: Marks a dict as the part of one rank.
 PARTIAL_MARK = "_smp_is_partial"
 #: In such a dict: which slice an entry is, by key, as ``(dim, begin, end, extent)``.
 SHARDS_MARK = "_smp_shards"
+#: In such a dict: which elements of the flattened slice an entry has, by key, as
+#: ``(begin, numel, shape of the slice)``. Only entries that are cut so have one.
+FLAT_MARK = "_smp_flat"
 #: In such a dict of a file: ``(pp, tp, rdp)`` degrees of the job that wrote it, with rdp 0 where
 #: the replicas share a file. Ranks of another layout see from it that they need all files.
 LAYOUT_MARK = "_smp_layout"
 #: Keys of a partial dict that are no entries.
-MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, LAYOUT_MARK})
+MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, FLAT_MARK, LAYOUT_MARK})
 
+# What files hold: plain tuples, which `torch.load(..., weights_only=True)` takes.
 Slice = tuple[int, int, int, int]
+Flat = tuple[int, int, tuple[int, ...]]
+_Marked = tuple[Any, Slice | None, Flat | None]
 
 
 def slices_of(named: Iterable[tuple[Any, Any]]) -> dict[Any, Slice]:
     """The slices that this rank holds of split parameters, by key."""
-    slices = {}
-    for key, parameter in named:
-        interval = interval_of(parameter) if isinstance(parameter, Tensor) else None
-        if interval is not None:
-            slices[key] = (interval.dim, interval.begin, interval.end, interval.extent)
-    return slices
+    return slice_marks((key, interval_of(p)) for key, p in named if isinstance(p, Tensor))
 
 
-def interval(slice_: Slice | None) -> _C.ShardInterval | None:
-    """The interval that a slice stands for."""
-    return None if slice_ is None else _C.ShardInterval(*slice_)
+def slice_marks(intervals: Iterable[tuple[Any, _C.ShardInterval | None]]) -> dict[Any, Slice]:
+    """The marks of slices, by key; None: held whole."""
+    return {key: (i.dim, i.begin, i.end, i.extent) for key, i in intervals if i is not None}
 
 
-def merge(
-    parts: Sequence[Mapping[Any, Any]],
-    join_entries: Callable[[list[tuple[Any, Slice]]], Any] | None = None,
-) -> dict[Any, Any]:
-    """The whole out of the dicts of all ranks of a replica.
+def marks_of(slices: Mapping[Any, Slice], flat: Mapping[Any, Flat] | None) -> dict[str, Any]:
+    """What a partial dict says of itself.
 
     Args:
-        parts: with their marks. Of entries that several have and that are not split, the first
-            counts; a slice that several have counts once.
-        join_entries: puts slices of one entry together; tensors are joined if it is not given.
+        slices: entries that are slices.
+        flat: those that are cut further; None: none can be.
+    """
+    return {
+        PARTIAL_MARK: True,
+        **({SHARDS_MARK: dict(slices)} if slices else {}),
+        **({FLAT_MARK: dict(flat)} if flat is not None else {}),
+    }
+
+
+def merge(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The whole out of the dicts of several ranks.
+
+    Args:
+        states: tensors, or an optimizer's entries of tensors, with their marks. Of entries that
+            several have and that are not marked, the first counts, and so do elements that several
+            have.
 
     Raises:
-        ValueError: slices are missing.
+        ValueError: elements are missing.
     """
     whole: dict[Any, Any] = {}
-    slices: dict[Any, dict[int, tuple[Any, Slice]]] = {}
-    for part in parts:
-        held = part.get(SHARDS_MARK, {})
-        for key, value in part.items():
+    marked: dict[Any, list[_Marked]] = {}
+    for state in states:
+        slices, flats = state.get(SHARDS_MARK) or {}, state.get(FLAT_MARK) or {}
+        for key, value in state.items():
             if key in MARKS:
                 continue
-            if key in held:
-                whole.setdefault(key, None)  # keeps the place
-                slices.setdefault(key, {}).setdefault(held[key][1], (value, held[key]))
-            else:
-                whole.setdefault(key, value)
-    for key, by_begin in slices.items():
-        pieces = [by_begin[begin] for begin in sorted(by_begin)]
-        _check_complete(key, [slice_ for _, slice_ in pieces])
-        whole[key] = (join_entries or join_tensors)(pieces)
+            whole.setdefault(key, value)
+            slice_, flat = slices.get(key), flats.get(key)
+            is_empty = flat is not None and flat[1] == 0
+            if (slice_ is not None or flat is not None) and not is_empty:
+                marked.setdefault(key, []).append((value, slice_, flat))
+    for key, pieces in marked.items():
+        try:
+            whole[key] = _joined(pieces)
+        except ValueError as error:
+            raise ValueError(
+                f"{_C.rank_prefix()}'{key}' {error}; give the parts of all tensor-parallel ranks, "
+                "and of all ranks that shard it together"
+            ) from None
     return whole
 
 
-def join_tensors(pieces: list[tuple[Tensor, Slice]]) -> Tensor:
-    """The whole tensor out of all its slices."""
-    return join([(tensor, interval(slice_)) for tensor, slice_ in pieces])
+def _joined(pieces: Sequence[_Marked]) -> Any:
+    """A whole tensor, or an entry in which those that are one number per element are whole."""
+    first = pieces[0][0]
+    if isinstance(first, Mapping):
+        return {
+            name: _joined([(entry[name], slice_, flat) for entry, slice_, flat in pieces])
+            for name in first
+        }
+    found = [_part(*piece) for piece in pieces]
+    if found[0] is None:
+        return first
+    parts = [(value, made[0]) for (value, _, _), made in zip(pieces, found, strict=True) if made]
+    return join(parts, found[0][1])
 
 
-def join_optimizer_entries(pieces: list[tuple[dict[str, Any], Slice]]) -> dict[str, Any]:
-    """An optimizer's state of a whole parameter out of those of its slices."""
-    first, (dim, begin, end, _) = pieces[0]
-    whole = dict(first)
-    for name, value in first.items():
-        if isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == end - begin:
-            whole[name] = join_tensors([(entry[name], slice_) for entry, slice_ in pieces])
-    return whole
+def _part(
+    value: Any, slice_: Slice | None, flat: Flat | None
+) -> tuple[Part, tuple[int, ...]] | None:
+    """Which part of the whole a marked tensor is, and the sizes of the whole.
 
-
-def _check_complete(key: object, slices: list[Slice]) -> None:
-    end = 0
-    for _, begin, this_end, _ in slices:
-        if begin != end:
-            break
-        end = this_end
-    if end != slices[0][3]:
-        held = ", ".join(f"[{begin}, {this_end})" for _, begin, this_end, _ in slices)
-        raise ValueError(
-            f"{_C.rank_prefix()}'{key}' is split along dim {slices[0][0]} of size {slices[0][3]}, "
-            f"but only {held} are there; give the parts of all tensor-parallel ranks"
-        )
+    Returns:
+        None: the tensor has not one number per element.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    begin, numel, shape = 0, value.numel(), tuple(value.shape)
+    if flat is not None and shape != tuple(flat[2]):
+        begin, numel, sizes = flat
+        if shape != (numel,):
+            return None
+        shape = tuple(sizes)
+    if slice_ is None:
+        return Part.flat(shape, begin, numel), shape
+    dim, first, end, extent = slice_
+    if len(shape) <= dim or shape[dim] != end - first:
+        return None
+    whole = (*shape[:dim], extent, *shape[dim + 1 :])
+    return Part(dim, first, end, extent, begin, numel), whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from smp import _C
@@ -74,7 +73,7 @@ def placement_of(parameter: Tensor) -> Placement | None:
 
 def interval_of(parameter: Tensor) -> _C.ShardInterval | None:
     """The slice that this rank holds; None for a parameter that every rank holds whole."""
-    placement = placement_of(parameter)
+    placement: Placement | None = getattr(parameter, _PLACEMENT, None)
     return None if placement is None else placement.interval
 
 
@@ -92,21 +91,6 @@ def slice_of(whole: Tensor, interval: _C.ShardInterval | None) -> Tensor:
     if interval is None:
         return whole
     return whole.narrow(interval.dim, interval.begin, interval.size)
-
-
-def join(parts: Sequence[tuple[Tensor, _C.ShardInterval | None]]) -> Tensor:
-    """The whole tensor out of the slices of all ranks, in any order."""
-    first, interval = parts[0]
-    if interval is None:
-        return first
-    by_begin = sorted(parts, key=_begin)
-    return torch.cat([part.to(first.device) for part, _ in by_begin], interval.dim)
-
-
-def _begin(part: tuple[Tensor, _C.ShardInterval | None]) -> int:
-    interval = part[1]
-    assert interval is not None
-    return interval.begin
 
 
 def mark_replaced(parameter: nn.Parameter, name: str) -> None:

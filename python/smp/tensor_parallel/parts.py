@@ -1,0 +1,78 @@
+"""Which elements of a whole tensor a rank has. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp._C import ShardInterval
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a tensor that one rank holds.
+
+    Of the tensor, seen with sizes ``view``, the slice ``[begin, end)`` of ``dim`` (which has
+    ``extent`` indices; -1: of the flattened tensor); of that slice, flattened row-major, the
+    elements ``[flat_begin, flat_begin + flat_numel)``.
+
+    Attributes:
+        view: None for the tensor's own sizes; others, of equal numel, where rows are grouped
+            (query, key and value in one matrix, each cut alike: ``(3, n, k)`` cut at dim 1).
+    """
+
+    dim: int
+    begin: int
+    end: int
+    extent: int
+    flat_begin: int
+    flat_numel: int
+    view: tuple[int, ...] | None = None
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Part:
+        return cls.flat(shape, 0, math.prod(shape))
+
+    @classmethod
+    def flat(cls, shape: Iterable[int], begin: int, numel: int) -> Part:
+        """``numel`` elements of the flattened tensor, from ``begin`` on."""
+        extent = math.prod(shape)
+        return cls(-1, 0, extent, extent, begin, numel)
+
+    @classmethod
+    def of_slice(
+        cls, shape: Sequence[int], slice_: ShardInterval | None, begin: int, numel: int
+    ) -> Part:
+        """Elements of the flattened slice of a dim.
+
+        Args:
+            shape: of the slice.
+            slice_: None: of the whole tensor.
+        """
+        if slice_ is None or slice_.size == slice_.extent:
+            return cls.flat(shape, begin, numel)
+        return cls(slice_.dim, slice_.begin, slice_.end, slice_.extent, begin, numel)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raises ValueError when it is no part of a tensor of sizes ``shape``."""
+        view = shape if self.view is None else self.view
+        if math.prod(view) != math.prod(shape):
+            raise ValueError(f"seen as {list(view)}, but the tensor is {list(shape)}")
+        if not -1 <= self.dim < len(view):
+            raise ValueError(f"dim {self.dim} of a tensor of sizes {list(view)}")
+        extent = math.prod(view) if self.dim == -1 else view[self.dim]
+        if self.extent != extent or not 0 <= self.begin <= self.end <= extent:
+            raise ValueError(f"[{self.begin}, {self.end}) of {self.extent} where {extent} are")
+        numel = math.prod(self.sizes_of_slice(view))
+        if not 0 <= self.flat_begin <= self.flat_begin + self.flat_numel <= numel:
+            raise ValueError(
+                f"elements [{self.flat_begin}, {self.flat_begin + self.flat_numel}) of {numel}"
+            )
+
+    def sizes_of_slice(self, view: Sequence[int]) -> list[int]:
+        """Sizes of the slice, of which these are elements; ``view`` is that of the whole."""
+        size = self.end - self.begin
+        return [size] if self.dim == -1 else [*view[: self.dim], size, *view[self.dim + 1 :]]

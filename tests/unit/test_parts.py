@@ -1,0 +1,105 @@
+"""Parts of tensors: what is cut out comes together again, whoever holds which elements."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from smp.tensor_parallel import partial
+from smp.tensor_parallel.cutting import cut, join
+from smp.tensor_parallel.parts import Part
+
+
+def parts_of(shape: tuple[int, ...], dim: int, sizes: list[int], num_flat: int) -> list[Part]:
+    """Slices along a dim (-1: of all elements), each cut into pieces of about equal numel."""
+    extent = sum(sizes)
+    parts, begin = [], 0
+    for size in sizes:
+        numel = torch.Size(shape).numel() // max(extent, 1) * size
+        step = -(-numel // num_flat)
+        for i in range(num_flat):
+            first = min(numel, i * step)
+            part = Part(dim, begin, begin + size, extent, first, min(numel, first + step) - first)
+            part.check(shape)
+            parts.append(part)
+        begin += size
+    return parts
+
+
+@pytest.mark.parametrize("num_flat", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("shape", "dim", "sizes"),
+    [
+        ((6, 4), 0, [2, 4]),
+        ((6, 4), 1, [1, 3]),
+        ((2, 3, 4), 1, [1, 1, 1]),
+        ((2, 3, 4), 2, [4, 0]),
+        ((6, 4), -1, [24]),
+        ((6, 4), -1, [11, 13]),
+        ((), -1, [1]),
+        ((0, 3), -1, [0]),
+    ],
+)
+def test_parts_come_together(
+    shape: tuple[int, ...], dim: int, sizes: list[int], num_flat: int
+) -> None:
+    whole = torch.rand(shape)
+    pieces = [(cut(whole, part), part) for part in parts_of(shape, dim, sizes, num_flat)]
+    random.Random(3).shuffle(pieces)
+    back = join(pieces + pieces, shape)  # of several copies the first counts
+    assert torch.equal(back, whole)
+    assert not back.numel() or back.data_ptr() != whole.data_ptr()
+
+
+def test_other_sizes_group_rows() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    parts = [Part(1, begin, begin + 1, 2, 0, 12, (3, 2, 4)) for begin in range(2)]
+    pieces = [(cut(whole, part), part) for part in parts]
+    assert pieces[0][0].view(3, 4).tolist() == whole[[0, 2, 4]].tolist()
+    assert torch.equal(join(pieces, whole.shape), whole)
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_a_missing_part_is_said(lost: int) -> None:
+    whole = torch.rand(6, 4)
+    parts = parts_of((6, 4), 0, [3, 3], 3)
+    del parts[lost]
+    with pytest.raises(ValueError, match="without a gap"):
+        join([(cut(whole, part), part) for part in parts], (6, 4))
+    with pytest.raises(ValueError, match=r"dim 0 of size 6, but only \[3, 6\) are there"):
+        join([(cut(whole, part), part) for part in parts_of((6, 4), 0, [3, 3], 1)[1:]], (6, 4))
+
+
+def entry_of(whole: Tensor, rank: int, shard: int) -> dict[str, Tensor]:
+    """An optimizer's entry of one of two slices, and of one of two halves of that."""
+    part = Part(0, 3 * rank, 3 * rank + 3, 6, 6 * shard, 6)
+    return {"exp_avg": cut(whole, part).clone(), "step": torch.tensor(7.0)}
+
+
+def test_entries_that_are_cut_twice_become_whole_at_once() -> None:
+    whole = torch.rand(6, 4)
+    states = [
+        {
+            0: entry_of(whole, rank, shard),
+            partial.SHARDS_MARK: {0: (0, 3 * rank, 3 * rank + 3, 6)},
+            partial.FLAT_MARK: {0: (6 * shard, 6, (3, 4))},
+        }
+        for rank in range(2)
+        for shard in range(2)
+    ]
+    merged = partial.merge(states)
+    assert list(merged) == [0] and merged[0]["step"] == 7
+    assert torch.equal(merged[0]["exp_avg"], whole)
+    for i in range(4):
+        with pytest.raises(ValueError, match="'0' .*; give the parts of all"):
+            partial.merge(states[:i] + states[i + 1 :])
+
+
+def test_who_holds_nothing_says_nothing() -> None:
+    """Its state may count from somewhere else, and may lack what the others have."""
+    nothing = {0: {}, partial.FLAT_MARK: {0: (4, 0, (4,))}}
+    full = {0: {"m": torch.arange(4.0)}, partial.FLAT_MARK: {0: (0, 4, (4,))}}
+    assert partial.merge([nothing, full])[0]["m"].tolist() == [0, 1, 2, 3]
