@@ -28,7 +28,7 @@ from smp.observe import nonfinite
 from smp.partition.costs import Trace
 from smp.partition.decide import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
-from smp.precision.holdings import master_of, model_parameter_of
+from smp.precision.holdings import master_of, updates_some
 from smp.replacement import replace_marked
 from smp.world import runtime
 from smp.world.wrapped import module_manager
@@ -185,18 +185,12 @@ class DistributedModel(ModelViews):
 
     def _optimizer(self) -> Any:
         """The last optimizer that was wrapped, of several the last one with parameters of ours."""
-        optimizers: list[Any] = self._runtime.wrapped.optimizers
-        own = {id(parameter) for parameter in self.parameters()}
-        fitting = [
-            optimizer
-            for optimizer in (optimizers if len(self._runtime.wrapped.models) > 1 else ())
-            if any(
-                id(model_parameter_of(p)) in own
-                for group in optimizer.param_groups
-                for p in group["params"]
-            )
-        ]
-        return (fitting or optimizers or [None])[-1]
+        wrapped = self._runtime.wrapped
+        if len(wrapped.models) <= 1:
+            return wrapped.optimizer
+        own = set(self.parameters())
+        fitting = [o for o in wrapped.optimizers if updates_some(o.optimizer, own)]
+        return fitting[-1] if fitting else wrapped.optimizer
 
     # ---- access
 

@@ -16,7 +16,12 @@ from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
-from smp.precision.holdings import model_parameter_of, parameters_of, reload_masters
+from smp.precision.holdings import (
+    model_parameter_of,
+    parameters_of,
+    reload_masters,
+    updates_some,
+)
 from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
 from smp.world.device_numbers import DeviceFlag
@@ -494,9 +499,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Models whose parameters these are; all there are when there is one or none."""
         models = [m for m in self._runtime.wrapped.models if isinstance(m, DistributedModel)]
         if len(models) > 1:
-            updated = parameters_of(self.optimizer)
-            own = {id(model_parameter_of(parameter)) for parameter in updated}
-            models = [m for m in models if any(id(p) in own for p in m.parameters())]
+            models = [m for m in models if updates_some(self.optimizer, m.parameters())]
         return models
 
     def _is_partitioned(self, how_many: Callable[[Iterable[bool]], bool]) -> bool:
@@ -514,13 +517,13 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 not model.partitioned or model.is_local_parameter(model_parameter_of(p))
             )
         remote = {
-            id(parameter)
+            parameter
             for model in models
             if model.partitioned
             for parameter in model.parameters()
             if not model.is_local_parameter(parameter)
         }
-        return lambda p: id(model_parameter_of(p)) not in remote
+        return lambda p: model_parameter_of(p) not in remote
 
 
 def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:

@@ -137,6 +137,11 @@ def reload_masters(holdings: Iterable[Holding]) -> None:
             write_values(holding.piece, holding.master, holding.piece.detach())
 
 
+def updates_some(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Does an optimizer update one of these parameters of models, or its master?"""
+    return not {model_parameter_of(p) for p in parameters_of(optimizer)}.isdisjoint(parameters)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Parameters of an optimizer by the index that they have in its state dicts."""
     unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
