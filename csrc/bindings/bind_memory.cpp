@@ -8,9 +8,9 @@
 
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
-#include "csrc/memory/checkpoint.h"
 #include "csrc/memory/host_allocator.h"
 #include "csrc/memory/random_state.h"
+#include "csrc/memory/recompute.h"
 
 namespace py = pybind11;
 
@@ -32,7 +32,7 @@ class PyTaskScope {
 using Tensors = std::vector<at::Tensor>;
 
 // Autograd keeps the function and lets go of it without the GIL.
-memory::CheckpointedFunction checkpointed(py::function function) {
+memory::RecomputedFunction checkpointed(py::function function) {
   const std::shared_ptr<py::function> kept(
       new py::function(std::move(function)), [](py::function* held) {
         py::gil_scoped_acquire gil;
@@ -48,24 +48,23 @@ memory::CheckpointedFunction checkpointed(py::function function) {
   };
 }
 
-Tensors checkpoint(py::function function, const Tensors& inputs,
-                   bool needs_grad, bool preserve_random_state,
-                   const std::string& device,
-                   std::shared_ptr<memory::ActivationStore> store) {
-  memory::CheckpointOptions options;
+Tensors recompute(py::function function, const Tensors& inputs, bool needs_grad,
+                  bool preserve_random_state, const std::string& device,
+                  std::shared_ptr<memory::ActivationStore> store) {
+  memory::RecomputeOptions options;
   options.needs_grad = needs_grad;
   options.preserve_random_state = preserve_random_state;
   options.device = c10::Device(device);
   options.store = std::move(store);
   auto call = checkpointed(std::move(function));
   py::gil_scoped_release release;
-  return memory::checkpoint(std::move(call), inputs, options);
+  return memory::recompute(std::move(call), inputs, options);
 }
 
 py::dict stats(const memory::ActivationStore& store) {
   const memory::ActivationStore::Stats stats = store.stats();
   py::dict result;
-  result["checkpoints"] = stats.num_checkpoints;
+  result["checkpoints"] = stats.num_recomputed;
   result["offloaded"] = stats.num_offloaded;
   result["bytes_offloaded"] = stats.bytes_offloaded;
   result["stayed"] = stats.num_stayed;
@@ -114,10 +113,10 @@ void bind_host_memory(py::module_& m) {
       "use and free.");
 }
 
-void bind_checkpoints(py::module_& m) {
+void bind_recompute(py::module_& m) {
   using memory::ActivationStore;
   py::class_<ActivationStore, std::shared_ptr<ActivationStore>>(
-      m, "ActivationStore", "Keeps inputs of checkpoints in host memory.")
+      m, "ActivationStore", "Keeps inputs of recomputed calls in host memory.")
       .def(py::init([](const std::string& device, int horizon,
                        int64_t min_bytes) {
              return std::make_shared<ActivationStore>(ActivationStore::Options{
@@ -126,7 +125,7 @@ void bind_checkpoints(py::module_& m) {
            py::arg("device"), py::arg("horizon"),
            py::arg("min_bytes") = int64_t{1} << 20)
       .def("stats", &stats);
-  m.def("checkpoint", &checkpoint, py::arg("function"), py::arg("inputs"),
+  m.def("recompute", &recompute, py::arg("function"), py::arg("inputs"),
         py::kw_only(), py::arg("needs_grad"), py::arg("preserve_random_state"),
         py::arg("device"), py::arg("store"),
         "Runs function(tensors) -> tensors without a graph, and again in "
@@ -144,7 +143,7 @@ void bind_checkpoints(py::module_& m) {
 }  // namespace
 
 void bind_memory(py::module_& m) {
-  bind_checkpoints(m);
+  bind_recompute(m);
   bind_host_memory(m);
   using memory::RandomState;
   py::class_<RandomState>(m, "RandomState",

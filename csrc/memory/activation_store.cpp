@@ -57,7 +57,7 @@ ActivationStore::Stats ActivationStore::stats() const {
 ActivationId ActivationStore::begin_forward() {
   std::lock_guard<std::mutex> lock(mutex_);
   begin_round_if_new();
-  ++stats_.num_checkpoints;
+  ++stats_.num_recomputed;
   const int mb = current_task().mb;
   const ActivationId id{mb, num_made_[mb]++};
   begin_task({false, id});

@@ -17,10 +17,11 @@
 
 namespace smp::memory {
 
-/// Keeps what checkpoints need for their backward in host memory meanwhile.
+/// Keeps what recomputed calls need for their backward in host memory
+/// meanwhile.
 ///
-/// A step is a list of tasks, forwards and backwards of checkpoints. That of
-/// the last step is what the next one is expected to do, so activations that
+/// A step is a list of tasks, forwards and backwards of recomputed calls. That
+/// of the last step is what the next one is expected to do, so activations that
 /// are needed soon stay, and the others begin to come back `horizon` tasks
 /// ahead (`plan_offload`). Where the expectation fails, and in the first step,
 /// `expected_order` tells what comes back next. It decides about time only: an
@@ -36,7 +37,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   };
 
   struct Stats {
-    int64_t num_checkpoints = 0;
+    int64_t num_recomputed = 0;
     int64_t num_offloaded = 0;  ///< tensors that went to the host
     int64_t bytes_offloaded = 0;
     int64_t num_stayed = 0;        ///< tensors that were needed too soon
@@ -47,7 +48,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
 
   struct Item;
 
-  /// What was taken of one checkpoint; its end gives the host memory back.
+  /// What was taken of one recomputed call; its end gives the host memory back.
   class Kept {
    public:
     Kept(std::shared_ptr<ActivationStore> store, ActivationId id)
@@ -66,7 +67,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   explicit ActivationStore(Options options);
   ~ActivationStore();
 
-  /// The forward of a checkpoint begins. @return the name of what it will keep
+  /// The forward of a recomputed call begins. @return the name of what it will
+  /// keep
   ActivationId begin_forward();
   /// Takes tensors over; those that go to the host lose their memory on the
   /// device as soon as the copy is done, unless somebody else has them.
@@ -74,7 +76,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   ///     small, elsewhere, not dense, leaves, or needed too soon, and are the
   ///     caller's affair
   std::shared_ptr<Kept> keep(ActivationId id, std::vector<at::Tensor>& tensors);
-  /// The backward of a checkpoint begins.
+  /// The backward of a recomputed call begins.
   void begin_backward(ActivationId id);
   /// The tensors of `keep`, on the device; undefined where they were not taken.
   /// The current stream waits for them.
@@ -109,7 +111,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   std::deque<Leaving> leaving_;  // their copies may still run
 
   int64_t step_ = -1;
-  std::map<int, int> num_made_;  // checkpoints of this step by microbatch
+  std::map<int, int> num_made_;  // recomputed calls of this step by microbatch
   std::vector<ActivationTask> tasks_;
   std::vector<ActivationTask> expected_;
   OffloadPlan plan_;

@@ -7,7 +7,7 @@
 
 namespace smp::memory {
 
-/// What one checkpoint of one microbatch keeps: how many checkpoints of this
+/// What one recomputed call of a microbatch keeps: how many of this
 /// microbatch came before it on this rank.
 struct ActivationId {
   int mb = -1;
@@ -16,7 +16,7 @@ struct ActivationId {
   auto operator<=>(const ActivationId&) const = default;
 };
 
-/// The forward or the backward of one checkpoint.
+/// The forward or the backward of one recomputed call.
 struct ActivationTask {
   bool is_backward = false;
   ActivationId id;

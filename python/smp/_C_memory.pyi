@@ -18,7 +18,7 @@ class TaskScope:
     def __exit__(self, *args: object) -> None: ...
     def __init__(self, step: int, mb: int) -> None: ...
 
-def checkpoint(
+def recompute(
     function: Callable[[list[Tensor]], Sequence[Tensor]],
     inputs: Sequence[Tensor],
     *,

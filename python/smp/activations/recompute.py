@@ -1,6 +1,6 @@
 """Calls of which only the arguments are kept: backward computes them again.
 
-The node of autograd is in C++ (`csrc/memory/checkpoint.h`); here are arguments and results of any
+The node of autograd is in C++ (`csrc/memory/recompute.h`); here are arguments and results of any
 nesting, and what of the surroundings of a call belongs to its second run.
 """
 
@@ -127,7 +127,7 @@ class _Call:
         device = self._own_device or _device_of(tensors)
         self._device = device
         self._autocast = autocast.capture(device)
-        results = _C.checkpoint(
+        results = _C.recompute(
             self._compute,
             tensors,
             needs_grad=self._needs_grad(tensors),

@@ -163,7 +163,7 @@ TEST(ActivationStore, outside_of_steps_rounds_take_their_place) {
   const auto store = make_store(1);
   for (int round = 0; round < 3; ++round) run_step(*store, -1, 3);
   EXPECT_EQ(store->stats().num_stayed, 2) << "the last layer, but in round 0";
-  EXPECT_EQ(store->stats().num_checkpoints, 9);
+  EXPECT_EQ(store->stats().num_recomputed, 9);
 }
 
 TEST(ActivationStore, another_course_than_expected_is_no_error) {
@@ -172,7 +172,7 @@ TEST(ActivationStore, another_course_than_expected_is_no_error) {
   run_step(*store, 2, 2);
   run_step(*store, 3, 9);
   EXPECT_EQ(store->stats().pool.slots_in_use, 0);
-  EXPECT_EQ(store->stats().num_checkpoints, 17);
+  EXPECT_EQ(store->stats().num_recomputed, 17);
 }
 
 TEST(ActivationStore, a_graph_that_is_dropped_gives_its_slots_back) {
@@ -201,7 +201,7 @@ TEST(ActivationStore, threads_keep_and_take_their_own) {
   }
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(store->stats().pool.slots_in_use, 0);
-  EXPECT_EQ(store->stats().num_checkpoints, 800);
+  EXPECT_EQ(store->stats().num_recomputed, 800);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "csrc/memory/checkpoint.h"
+#include "csrc/memory/recompute.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -34,7 +34,7 @@ struct Model {
   int num_runs = 0;
   int num_recomputed = 0;
 
-  CheckpointedFunction function() {
+  RecomputedFunction function() {
     return [this](Tensors inputs) -> Tensors {
       ++num_runs;
       num_recomputed += is_recomputing();
@@ -50,7 +50,7 @@ struct Outcome {
   at::Tensor weight_grad;
 };
 
-// Two checkpoints behind each other with a random number between them.
+// Two recomputed calls behind each other with a random number between them.
 Outcome train(Model& model, const at::Tensor& data, bool checkpoints,
               const std::shared_ptr<ActivationStore>& store = nullptr) {
   seed_generators(5, c10::Device(c10::DeviceType::CPU));
@@ -60,9 +60,9 @@ Outcome train(Model& model, const at::Tensor& data, bool checkpoints,
   for (int i = 0; i < 2; ++i) {
     Tensors results;
     if (checkpoints) {
-      CheckpointOptions options;
+      RecomputeOptions options;
       options.store = store;
-      results = checkpoint(model.function(), {hidden}, options);
+      results = recompute(model.function(), {hidden}, options);
     } else {
       results = model.function()({hidden});
     }
@@ -82,7 +82,7 @@ void expect_equal(const Outcome& a, const Outcome& b) {
   EXPECT_GT(b.weight_grad.abs().max().item<double>(), 1e-3);
 }
 
-TEST(Checkpoint, equals_the_plain_run_bit_by_bit) {
+TEST(Recompute, equals_the_plain_run_bit_by_bit) {
   Model model;
   const at::Tensor data = at::randn({4, kSize});
   const Outcome plain = train(model, data, false);
@@ -93,7 +93,7 @@ TEST(Checkpoint, equals_the_plain_run_bit_by_bit) {
   EXPECT_FALSE(is_recomputing());
 }
 
-TEST(Checkpoint, equals_it_with_offloading_too) {
+TEST(Recompute, equals_it_with_offloading_too) {
   Model model;
   const at::Tensor data = at::randn({4, kSize});
   const Outcome plain = train(model, data, false);
@@ -104,15 +104,15 @@ TEST(Checkpoint, equals_it_with_offloading_too) {
   for (int i = 0; i < 3; ++i)
     expect_equal(train(model, data, true, store), plain);
   EXPECT_GE(store->stats().num_offloaded, 4);
-  EXPECT_EQ(store->stats().num_checkpoints, 6);
+  EXPECT_EQ(store->stats().num_recomputed, 6);
   EXPECT_EQ(store->stats().pool.slots_in_use, 0);
 }
 
-TEST(Checkpoint, keeps_nothing_but_inputs) {
+TEST(Recompute, keeps_nothing_but_inputs) {
   const at::Tensor input = at::randn({4, kSize}).requires_grad_();
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> inner(
       at::ones({1}).getIntrusivePtr());
-  const Tensors results = checkpoint(
+  const Tensors results = recompute(
       [&](Tensors inputs) -> Tensors {
         const at::Tensor hidden = at::tanh(inputs[0]);
         inner = decltype(inner)(hidden.getIntrusivePtr());
@@ -124,10 +124,10 @@ TEST(Checkpoint, keeps_nothing_but_inputs) {
   EXPECT_TRUE(input.grad().defined());
 }
 
-TEST(Checkpoint, what_needs_no_gradient_stays_so) {
+TEST(Recompute, what_needs_no_gradient_stays_so) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   const at::Tensor mask = at::ones({2});
-  const Tensors results = checkpoint(
+  const Tensors results = recompute(
       [](Tensors inputs) -> Tensors {
         return {inputs[0] * inputs[1], inputs[1], inputs[0], at::Tensor(),
                 at::ones({2}, at::kLong)};
@@ -142,39 +142,39 @@ TEST(Checkpoint, what_needs_no_gradient_stays_so) {
   EXPECT_TRUE(at::equal(input.grad(), input.detach() * 2));
 }
 
-TEST(Checkpoint, is_a_plain_call_without_gradients) {
+TEST(Recompute, is_a_plain_call_without_gradients) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   int runs = 0;
-  const CheckpointedFunction function = [&](Tensors inputs) -> Tensors {
+  const RecomputedFunction function = [&](Tensors inputs) -> Tensors {
     ++runs;
     return {inputs[0] * 2};
   };
   {
     const at::AutoGradMode no_grad(false);
-    EXPECT_FALSE(checkpoint(function, {input}, {})[0].requires_grad());
+    EXPECT_FALSE(recompute(function, {input}, {})[0].requires_grad());
   }
-  CheckpointOptions options;
+  RecomputeOptions options;
   options.needs_grad = false;
   EXPECT_FALSE(
-      checkpoint(function, {input.detach()}, options)[0].requires_grad());
+      recompute(function, {input.detach()}, options)[0].requires_grad());
   EXPECT_EQ(runs, 2);
 }
 
-TEST(Checkpoint, parameters_get_gradients_though_no_input_does) {
+TEST(Recompute, parameters_get_gradients_though_no_input_does) {
   Model model;
   const Tensors results =
-      checkpoint(model.function(), {at::randn({4, kSize})}, {});
+      recompute(model.function(), {at::randn({4, kSize})}, {});
   torch::autograd::backward({results[0].sum()});
   EXPECT_TRUE(model.weight.grad().defined());
 }
 
-TEST(Checkpoint, nested_checkpoints_compute_again_once_more) {
+TEST(Recompute, nested_checkpoints_compute_again_once_more) {
   Model model;
   const at::Tensor data = at::randn({4, kSize});
   const at::Tensor input = data.clone().requires_grad_();
-  const Tensors results = checkpoint(
+  const Tensors results = recompute(
       [&](Tensors inputs) {
-        return checkpoint(model.function(), {inputs[0] * 2.0}, {});
+        return recompute(model.function(), {inputs[0] * 2.0}, {});
       },
       {input}, {});
   torch::autograd::backward({results[1].sum()});
@@ -184,13 +184,13 @@ TEST(Checkpoint, nested_checkpoints_compute_again_once_more) {
   EXPECT_TRUE(at::equal(input.grad(), plain.grad()));
 }
 
-TEST(Checkpoint, runs_again_under_its_own_task) {
+TEST(Recompute, runs_again_under_its_own_task) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   std::vector<int> mbs;
   Tensors results;
   {
     const TaskScope scope({1, 7});
-    results = checkpoint(
+    results = recompute(
         [&](Tensors inputs) -> Tensors {
           mbs.push_back(current_task().mb);
           return {inputs[0] * 2};
@@ -201,14 +201,14 @@ TEST(Checkpoint, runs_again_under_its_own_task) {
   EXPECT_EQ(mbs, (std::vector<int>{7, 7}));
 }
 
-TEST(Checkpoint, a_second_backward_needs_a_kept_graph) {
+TEST(Recompute, a_second_backward_needs_a_kept_graph) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   const auto twice = [](Tensors inputs) -> Tensors { return {inputs[0] * 2}; };
-  const at::Tensor kept = checkpoint(twice, {input}, {})[0].sum();
+  const at::Tensor kept = recompute(twice, {input}, {})[0].sum();
   torch::autograd::backward({kept}, {}, /*retain_graph=*/true);
   torch::autograd::backward({kept}, {}, /*retain_graph=*/true);
   EXPECT_TRUE(at::equal(input.grad(), at::ones({2}) * 4));
-  const at::Tensor once = checkpoint(twice, {input}, {})[0];
+  const at::Tensor once = recompute(twice, {input}, {})[0];
   torch::autograd::backward({once}, {at::ones({2})});
   EXPECT_THROW(torch::autograd::backward({once}, {at::ones({2})}), ValueError);
 }
@@ -222,24 +222,24 @@ std::string error_of(const std::function<void()>& action) {
   return "";
 }
 
-TEST(Checkpoint, refuses_what_would_be_wrong) {
+TEST(Recompute, refuses_what_would_be_wrong) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   const at::Tensor hidden = input * 1.0;
   EXPECT_NE(
       error_of([&] {
-        checkpoint(
+        recompute(
             [](Tensors inputs) -> Tensors { return {at::relu_(inputs[0])}; },
             {hidden}, {});
       }).find("in place"),
       std::string::npos);
   const at::Tensor result =
-      checkpoint([](Tensors inputs) -> Tensors { return {inputs[0] * 2}; },
-                 {input}, {})[0];
+      recompute([](Tensors inputs) -> Tensors { return {inputs[0] * 2}; },
+                {input}, {})[0];
   EXPECT_NE(error_of([&] {
               torch::autograd::grad({result.sum()}, {input});
             }).find("some tensors only"),
             std::string::npos);
-  const at::Tensor longer = checkpoint(
+  const at::Tensor longer = recompute(
       [](Tensors inputs) -> Tensors {
         return {is_recomputing() ? at::cat({inputs[0], inputs[0]})
                                  : inputs[0] * 2};
@@ -251,11 +251,11 @@ TEST(Checkpoint, refuses_what_would_be_wrong) {
             std::string::npos);
 }
 
-TEST(Checkpoint, is_differentiated_once) {
+TEST(Recompute, is_differentiated_once) {
   const at::Tensor input = at::randn({2}).requires_grad_();
   const at::Tensor result =
-      checkpoint([](Tensors inputs) -> Tensors { return {inputs[0] * 2}; },
-                 {input}, {})[0];
+      recompute([](Tensors inputs) -> Tensors { return {inputs[0] * 2}; },
+                {input}, {})[0];
   torch::autograd::backward({(result * result).sum()}, {}, true, true);
   EXPECT_TRUE(at::equal(input.grad().detach(), input.detach() * 8));
   EXPECT_NE(error_of([&] {

@@ -11,7 +11,7 @@ namespace smp::memory {
 
 class ActivationStore;
 
-struct CheckpointOptions {
+struct RecomputeOptions {
   /// The result depends on something that requires a gradient, be it an input
   /// or not.
   bool needs_grad = true;
@@ -23,7 +23,7 @@ struct CheckpointOptions {
 };
 
 /// Results may be undefined, without a gradient, or inputs themselves.
-using CheckpointedFunction =
+using RecomputedFunction =
     std::function<std::vector<at::Tensor>(std::vector<at::Tensor> inputs)>;
 
 /// Runs `function` without a graph, and in backward once more with one, through
@@ -41,9 +41,9 @@ using CheckpointedFunction =
 /// Differentiated once (`autograd::once`).
 /// Source: arXiv:1604.06174; torch.utils.checkpoint with use_reentrant=True
 /// works alike.
-std::vector<at::Tensor> checkpoint(CheckpointedFunction function,
-                                   const std::vector<at::Tensor>& inputs,
-                                   const CheckpointOptions& options);
+std::vector<at::Tensor> recompute(RecomputedFunction function,
+                                  const std::vector<at::Tensor>& inputs,
+                                  const RecomputeOptions& options);
 
 /// Whether the calling thread runs a checkpointed function for its backward.
 bool is_recomputing();

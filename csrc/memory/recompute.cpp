@@ -1,4 +1,4 @@
-#include "csrc/memory/checkpoint.h"
+#include "csrc/memory/recompute.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
@@ -58,7 +58,7 @@ class RecomputeScope {
   std::optional<RandomState> outside_;
 };
 
-/// The inputs of a checkpoint until its backward.
+/// The inputs of a recomputed call until its backward.
 class KeptInputs {
  public:
   KeptInputs(const std::vector<at::Tensor>& inputs, ActivationStore* store,
@@ -91,8 +91,8 @@ class KeptInputs {
 
 /// What a second run needs besides inputs.
 struct Recipe {
-  CheckpointedFunction function;
-  CheckpointOptions options;
+  RecomputedFunction function;
+  RecomputeOptions options;
   std::optional<RandomState> random_state;
   Task task;
   std::vector<bool> input_has_grad;
@@ -101,15 +101,15 @@ struct Recipe {
   size_t num_results = 0;
 };
 
-class CheckpointNode : public Node {
+class RecomputeNode : public Node {
  public:
-  CheckpointNode(Recipe recipe, std::unique_ptr<KeptInputs> inputs,
-                 torch::autograd::edge_list&& edges)
+  RecomputeNode(Recipe recipe, std::unique_ptr<KeptInputs> inputs,
+                torch::autograd::edge_list&& edges)
       : Node(std::move(edges)),
         recipe_(std::move(recipe)),
         inputs_(std::move(inputs)) {}
 
-  std::string name() const override { return "SmpCheckpointBackward"; }
+  std::string name() const override { return "SmpRecomputeBackward"; }
 
   variable_list apply(variable_list&& grads) override {
     SMP_CHECK_VALUE(
@@ -220,7 +220,7 @@ std::vector<at::Tensor> aliases_of(const std::vector<at::Tensor>& inputs) {
   return aliases;
 }
 
-std::vector<at::Tensor> run_forward(const CheckpointedFunction& function,
+std::vector<at::Tensor> run_forward(const RecomputedFunction& function,
                                     const std::vector<at::Tensor>& inputs) {
   std::vector<uint32_t> versions;
   for (const at::Tensor& input : inputs) {
@@ -264,9 +264,9 @@ bool is_one_of(const at::Tensor& result,
 
 bool is_recomputing() { return recomputing; }
 
-std::vector<at::Tensor> checkpoint(CheckpointedFunction function,
-                                   const std::vector<at::Tensor>& inputs,
-                                   const CheckpointOptions& options) {
+std::vector<at::Tensor> recompute(RecomputedFunction function,
+                                  const std::vector<at::Tensor>& inputs,
+                                  const RecomputeOptions& options) {
   if (!at::GradMode::is_enabled() || !options.needs_grad) {
     return function(inputs);
   }
@@ -291,7 +291,7 @@ std::vector<at::Tensor> checkpoint(CheckpointedFunction function,
     recipe.input_has_grad.push_back(input.defined() && input.requires_grad());
   }
   const std::vector<size_t> outputs = recipe.outputs;
-  auto node = std::make_shared<CheckpointNode>(
+  auto node = std::make_shared<RecomputeNode>(
       std::move(recipe), std::make_unique<KeptInputs>(inputs, store, id),
       torch::autograd::collect_next_edges(inputs));
   for (const size_t i : outputs) {
