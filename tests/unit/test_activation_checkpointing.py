@@ -451,7 +451,7 @@ def test_the_switch_of_transformers_is_taken_over() -> None:
         plain.zero_grad()
         hidden = model(ids).last_hidden_state
         names = _names_of(hidden.grad_fn)
-        assert ("SmpCheckpointBackward" in names) == plain.is_gradient_checkpointing
+        assert ("SmpRecomputeBackward" in names) == plain.is_gradient_checkpointing
         assert "CheckpointFunctionBackward" not in names
         hidden.square().sum().backward()
         grads = [p.grad for p in plain.parameters()]
@@ -491,7 +491,7 @@ def test_our_own_layers_have_the_switch_of_transformers() -> None:
     assert stack.is_gradient_checkpointing
     torch.manual_seed(4)
     hidden = stack(inputs)[0]
-    assert "SmpCheckpointBackward" in _names_of(hidden.grad_fn)
+    assert "SmpRecomputeBackward" in _names_of(hidden.grad_fn)
     smp.set_activation_checkpointing(stack.seq_layers[0])  # once, not twice
     stack.gradient_checkpointing_disable()
     torch.manual_seed(4)

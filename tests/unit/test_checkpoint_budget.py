@@ -126,6 +126,6 @@ def test_the_first_round_is_measured_and_the_next_ones_follow() -> None:
             # Of a product with bias: the bias is the first.
             children = [child for child, _ in node.next_functions if child is not None]
             node = children[min(1, len(children) - 1)] if children else None
-        found.append(names.count("SmpCheckpointBackward"))
+        found.append(names.count("SmpRecomputeBackward"))
         y.sum().backward()
     assert found == [4, 3, 3]
