@@ -110,9 +110,9 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
         for name, held in state.held.items():
             if name in stored:
                 fill_held(held, stored[name], source, folder)
-    stored = folder.manifest.values.get("extra_state", {})
-    others = {key: decode(value, rank.device) for key, value in stored.items()}
-    set_extra_states(model.get_module(), others)
+    others = folder.manifest.values.get("extra_state", {})
+    decoded = {key: decode(value, rank.device) for key, value in others.items()}
+    set_extra_states(model.get_module(), decoded)
     storage_of(model).after_load()
 
 
