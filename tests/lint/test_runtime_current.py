@@ -40,11 +40,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "world/state.py": frozenset({"_run"}),
 }
 
-# Rooms whose owners do not get all that they need yet, and the calls in them. No room is added,
-# and numbers only become smaller.
-NOT_YET: dict[str, int] = {}
-
-MOST_CALLS = 30  # less than this, the rooms of `NOT_YET` apart
+MOST_CALLS = 30
 
 
 def calls(text: str) -> Iterator[str]:
@@ -107,14 +103,10 @@ def _asking() -> dict[str, Counter[str]]:
     return asking
 
 
-def _room_not_done(file: str) -> str | None:
-    return next((r for r in NOT_YET if file == r or file.startswith(f"{r}/")), None)
-
-
 def test_only_functions_that_users_call_ask_for_the_runtime() -> None:
-    done = {file: found for file, found in _asking().items() if _room_not_done(file) is None}
-    assert {file: set(found) for file, found in done.items()} == ALLOWED
-    assert sum(found.total() for found in done.values()) < MOST_CALLS
+    asking = _asking()
+    assert {file: set(found) for file, found in asking.items()} == ALLOWED
+    assert sum(found.total() for found in asking.values()) < MOST_CALLS
 
 
 def test_they_are_public_or_stand_for_public_ones() -> None:
@@ -122,14 +114,6 @@ def test_they_are_public_or_stand_for_public_ones() -> None:
         text = (_SMP / file).read_text()
         for name in names:
             assert serves_public_functions(text, name), f"{file}: {name}"
-
-
-def test_rooms_that_are_not_done_ask_less_and_less() -> None:
-    numbers: Counter[str] = Counter()
-    for file, found in _asking().items():
-        if (room := _room_not_done(file)) is not None:
-            numbers[room] += found.total()
-    assert numbers == NOT_YET, "a smaller number goes into the table, 0 removes the line"
 
 
 def test_nobody_asks_under_another_name() -> None:
