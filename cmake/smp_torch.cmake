@@ -70,6 +70,11 @@ set(smp_openmp)
 if(NOT SMP_SANITIZE STREQUAL "thread")  # knows nothing of libgomp's barriers
   find_package(OpenMP COMPONENTS CXX)
   if(OpenMP_CXX_FOUND)
-    set(smp_openmp OpenMP::OpenMP_CXX)
+    # Flags alone: of the paths of two libgomp CMake would warn at each target.
+    add_library(smp_openmp_flags INTERFACE)
+    target_compile_options(smp_openmp_flags INTERFACE
+      $<$<COMPILE_LANGUAGE:CXX>:${OpenMP_CXX_FLAGS}>)
+    target_link_options(smp_openmp_flags INTERFACE ${OpenMP_CXX_FLAGS})
+    set(smp_openmp smp_openmp_flags)
   endif()
 endif()
