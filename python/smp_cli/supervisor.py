@@ -1,7 +1,7 @@
 """Starts the ranks of a job, passes signals on, ends all when one fails, starts them again.
 
 The failure file is the idea of torchrun's error file: a rank that ends because of another one says
-so, hence the status of the culprit is reported, whoever is seen to end first.
+so, hence the status of the culprit is reported, whichever rank is seen to end first.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _watch(job: Job, ranks: Ranks, signals: _Signals) -> None:
 
 
 def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | None:
-    """The culprit: whom the others name, or who ended first.
+    """The culprit: the rank that the others name, or the first that ended.
 
     Args:
         attempt: with the files of ranks that failed.

@@ -104,7 +104,7 @@ def set_activation_checkpointing(
             keep the activations of this sequence within so much memory on each rank. For a budget
             the first step checkpoints each layer and measures the bytes that autograd would keep,
             the operations done twice, and how many microbatches are under way at once. For lists
-            and dicts: "each" or a budget; who calls their members may do so in any order.
+            and dicts: "each" or a budget; a caller may call their members in any order.
 
     Raises:
         TypeError: ``module`` is no module, or has no ``forward`` to speak of.

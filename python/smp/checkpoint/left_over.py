@@ -1,4 +1,4 @@
-"""Temporary names, who owns them, and what becomes of those of the dead. Imports no torch.
+"""Temporary names, their owners, and what becomes of those of the dead. Imports no torch.
 
 Beside what is saved in a folder lie, while something is written:
 
@@ -9,7 +9,7 @@ Beside what is saved in a folder lie, while something is written:
 * ``.<name>.deleted-<generation>``: a checkpoint that is being deleted;
 * ``.generation-<generation>.lock``: locked by the process that writes as long as it lives.
 
-Whoever saves next settles the generations whose lock nobody holds.
+The next save settles the generations whose lock no process holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smp.checkpoint.locks import OwnerLock, take_from_the_dead
 _LEFT_OVER = re.compile(r"\.(.+)\.(writing|following|old|deleted)-([\w-]+)\Z")
 _LOCK = re.compile(r"\.generation-([\w-]+)\.lock\Z")
 _GENERATION = re.compile(r"[\w-]+\Z")
-#: Whoever looks for the dead holds each lock for a moment, also one that has just been made.
+#: A process that looks for the dead holds each lock for a moment, also one that has just been made.
 _LOOKED_AT_SECONDS = 0.5
 
 

@@ -267,7 +267,7 @@ class _Plan:
                         stored = state_entry(key, value, held, is_like)
                         file.places.append(Place(stored, ("state", updated.index, key)))
                 elif updated.tensor.numel() or 0 in held.stored.shape:
-                    # Who has no elements may have begun to count later.
+                    # A rank without elements may have begun to count later.
                     where = f"'{key}' of the optimizer's state of '{held.name}'"
                     numbers.setdefault(held.name, {})[key] = encode(value, where)
         return entries, numbers

@@ -93,7 +93,7 @@ def save_checkpoint(
         return None
     if not blocking and current not in _staging:
         _staging[current] = Staging()
-        # Whoever shuts down waits, and hears of an error, too.
+        # A shutdown waits, and hears of an error, too.
         current.on_shutdown(lambda: _end(current))
     save = PartialSave(
         Path(path), tag, model, optimizer, user_content, generation, num_kept_partial_checkpoints,

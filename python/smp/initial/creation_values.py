@@ -37,7 +37,7 @@ def is_as_drawn(parameter: Tensor) -> bool:
 
 
 def forget_draws(parameter: Tensor) -> None:
-    """The values of a parameter are final, whoever wrote them."""
+    """The values of a parameter are final, whichever code wrote them."""
     parameter.__dict__.pop(_CHECKSUM, None)
 
 

@@ -52,7 +52,7 @@ class SMPAccelerator(Accelerator):
         RuntimeError: Accelerate does not see the processes of the job.
     """
 
-    #: False where somebody else says who is the main process
+    #: False where another object names the main process
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ class SMPAccelerator(Accelerator):
         if self._checks_launch:
             check_launch(PartialState())
 
-    # ---- who is who
+    # ---- ranks and the main process
 
     @property
     def _replicas(self) -> _Group:

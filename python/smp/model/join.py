@@ -1,8 +1,8 @@
-"""Different numbers of batches over data-parallel replicas: who runs out shadows the others.
+"""Different numbers of batches over data-parallel replicas: one that runs out shadows the others.
 
 As torch's Join does for DistributedDataParallel (torch/distributed/algorithms/join.py), but ranks
-tell each other who is active, so that unequal peers of tensor parallelism are an error instead of a
-hang, and optimizer states are brought up to date, too.
+tell each other which are active, so that unequal peers of tensor parallelism are an error instead
+of a hang, and optimizer states are brought up to date, too.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Uneven:
         self._engine.gradients.shadow_step()
 
     def _drop_gradients(self) -> None:
-        """Gradients of others are no use to who makes no update of them."""
+        """Gradients of others are no use to a rank that makes no update of them."""
         assert self._engine.parts is not None
         for _, parameter in self._engine.parts.named_parameters():
             parameter.grad = None

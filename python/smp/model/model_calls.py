@@ -117,8 +117,8 @@ class ModelCalls:
             server.await_backward()
             return
         weight = self._engine.root_weight(current_share().weight)
-        # Whoever waits for no forward need not wait for the value of a loss on another rank: its
-        # owner runs the backward right behind. The simple schedule has all forwards first.
+        # A rank that waits for no forward need not wait for the value of a loss on another rank:
+        # the owner of the loss runs the backward right behind. The simple schedule has all forwards first.
         ahead = self._runtime.rank.config.pipeline != "simple"
         if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)

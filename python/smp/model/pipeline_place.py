@@ -21,7 +21,7 @@ class PipelinePlace:
         current: the runtime.
         idx: number of the model.
         root: the user's model.
-        decision: who has which module.
+        decision: which rank has which module.
         schedule: of the pipeline.
 
     Attributes:

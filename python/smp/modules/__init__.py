@@ -1,1 +1,1 @@
-"""What there is to know of a forward: its arguments, results, writes, and who is around it."""
+"""What there is to know of a forward: its arguments, results, writes, and the modules around it."""

@@ -11,7 +11,7 @@ _REDUCES = "smp reduces gradients itself: unwrap it"
 _SHARDS = "smp shards by itself (configuration key sharded_data_parallel_degree): unwrap it"
 _COMPILES = "which smp can neither partition nor follow: wrap the module as it was before"
 
-#: Module, class and why not. Whoever has made one has imported its module.
+#: Module, class and why not. A script that has made one has imported its module.
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", _REDUCES),
     ("torch.nn.parallel", "DataParallel", _REDUCES),

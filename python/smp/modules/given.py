@@ -130,7 +130,7 @@ class Given:
                 if kind is not _Kind.SET:  # has no order that copies share
                     self._find(contents_of(item), seen)
 
-    # ---- who has the copies
+    # ---- the rank that has the copies
 
     def changed(self) -> list[int]:
         """Numbers of the containers in which there is something else now."""
@@ -203,7 +203,7 @@ class Given:
     def _own(self) -> dict[int, Any]:
         return {id(container): Own(number) for number, container in enumerate(self.containers)}
 
-    # ---- who has the originals
+    # ---- the rank that has the originals
 
     def settle(self, changes: Sequence[Change], result: Any) -> Any:
         """Does to these containers what was done to copies of them.

@@ -109,7 +109,7 @@ class DistributedLinear(ReadAsWhole):
     """``nn.Linear``, split over its input features.
 
     Each rank holds ``weight[:, own part]``. With own batches the ranks exchange samples against
-    features, and sums go back to whom the samples belong; with ``prescaled_batch`` every rank
+    features, and sums go back to the ranks of the samples; with ``prescaled_batch`` every rank
     takes its features and the terms are summed. All ranks of a tensor-parallel group call it
     together, with inputs of one shape.
 

@@ -64,7 +64,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
     # What transformers sets on layers that can be checkpointed.
     gradient_checkpointing = False
     preserve_rng_state = True
-    #: Whoever would checkpoint a layer from outside leaves it to this one.
+    #: Code that would checkpoint a layer from outside leaves it to this one.
     checkpoints_itself = True
 
     def __init__(

@@ -45,7 +45,7 @@ class NonFinite:
         direction: "forward" or "backward".
         what: which tensor, in words.
         kind: "NaN", or "Inf" if there is no NaN in it.
-        global_rank: who has seen it.
+        global_rank: of the rank that has seen it.
         place: its coordinates, ``"pp 1 tp 0 rdp 0"``.
         step: calls of step functions before this one, as `SMP_FAULT` counts.
         microbatch: None outside of steps, and where the thread does not know it.
@@ -126,7 +126,7 @@ def _detection_of(current: runtime.Runtime) -> _Detection:
 
 
 class _Watched:
-    """Who makes and who uses a tensor whose gradient has a hook."""
+    """The modules that make and use a tensor whose gradient has a hook."""
 
     def __init__(self) -> None:
         self.makers: list[str] = []
@@ -135,7 +135,7 @@ class _Watched:
     def words(self) -> tuple[str, str]:
         """Module, and which of its gradients this is."""
         if self.users:
-            # Who hands a tensor on to a child of its own does not use it.
+            # A module that hands a tensor on to a child of its own does not use it.
             last = self.users[-1]
             others = [u for u in self.users if not last.startswith(f"{u}.") and u != "(root)"]
             names = [name for name in dict.fromkeys(others) if name != last]

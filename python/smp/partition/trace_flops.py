@@ -31,14 +31,14 @@ _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather, aten.tak
 
 
 class Rule(Enum):
-    """Who computes an operator in the code of a module that is split over ranks."""
+    """The ranks that compute an operator in the code of a module that is split over ranks."""
 
     HERE = "here"  # the rank of the code, to which the data go
     VIEW = "view"  # nobody: it travels with the data
-    ALL = "all"  # who has the data, if no operand is of the rank of the code
+    ALL = "all"  # the rank that has the data, if no operand is of the rank of the code
     SCALE = "scale"  # the same, and the second operand may be a number
     NUMBER = "number"  # the same, and it must be
-    FIRST = "first"  # who has the first operand; the others go there
+    FIRST = "first"  # the rank of the first operand; the others go there
 
 
 # What the engine leaves to the rank that has the data: smp/pipeline/functions.py, by the operators
@@ -101,7 +101,7 @@ def is_view(func: OpOverload) -> bool:
 
 
 def rule_of(func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]) -> Rule:
-    """Who computes this call, in the code of a module that is split.
+    """The ranks that compute this call, in the code of a module that is split.
 
     Args:
         func, args: the call.

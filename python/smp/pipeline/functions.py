@@ -41,7 +41,7 @@ LIKE: frozenset[Any] = frozenset(
     }
 )
 
-#: What concerns the gradient of a handle, whoever made it.
+#: What concerns the gradient of a handle, whichever rank made it.
 HOOKS: frozenset[Any] = frozenset(
     {Tensor.register_hook, Tensor.retain_grad, *_getters("grad", "retains_grad")}
 )

@@ -1,4 +1,4 @@
-"""What the models of one process share: the module server, and who answers its requests."""
+"""What the models of one process share: the module server, and what answers its requests."""
 
 from __future__ import annotations
 

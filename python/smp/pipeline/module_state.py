@@ -28,7 +28,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 class Unavailable:
-    """In place of a value that cannot travel; whoever uses it gets an error.
+    """In place of a value that cannot travel; its use is an error.
 
     Args:
         what: names the attribute.

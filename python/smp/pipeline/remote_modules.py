@@ -1,4 +1,4 @@
-"""The boundary between modules of different ranks: who calls, and who answers."""
+"""The boundary between modules of different ranks: the calling and the answering side."""
 
 from __future__ import annotations
 

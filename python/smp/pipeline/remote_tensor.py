@@ -73,7 +73,7 @@ class RemoteTensor(Tensor):
         """What stands behind this handle. Waits for the data the first time."""
         if self._local is None:
             if self._whole is not None:
-                # Who asks first may be without gradients (a matcher in a loss); others are not.
+                # The first reader may be without gradients (a matcher in a loss); others are not.
                 with torch.enable_grad():
                     local = functions.apply(self.steps(), localize(self._whole))
             else:

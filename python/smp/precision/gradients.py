@@ -90,10 +90,10 @@ class ScaledGradients:
         self.num_changes = 0  # of the divisor
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # who saves a parameter does not mean this
+        return type(None), ()  # a save of a parameter does not mean this
 
     def attach(self) -> None:
-        """Makes the parameters know who keeps the scale of their gradients."""
+        """Makes the parameters know the keeper of the scale of their gradients."""
         for parameter in parameters_of(self._optimizer):
             setattr(parameter, _GRADIENTS, self)
 
@@ -194,7 +194,7 @@ class ScaledGradients:
 
 
 def gradients_of(parameter: Tensor) -> ScaledGradients | None:
-    """Who keeps the scale of a parameter's gradient; None if it has none."""
+    """The keeper of the scale of a parameter's gradient; None if it has none."""
     found = getattr(parameter, _GRADIENTS, None)
     assert found is None or isinstance(found, ScaledGradients)
     return found

@@ -37,7 +37,7 @@ class Holding:
     master: nn.Parameter
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # who saves a parameter does not mean its state in training
+        return type(None), ()  # a save of a parameter does not mean its state in training
 
     @property
     def shape(self) -> torch.Size:

@@ -27,7 +27,7 @@ def show_gradients(holdings: Iterable[Holding]) -> None:
     """
     for holding in holdings:
         if holding.has_copy and holding.is_whole:
-            # As UninitializedParameter of torch does; whoever has the parameter keeps it.
+            # As UninitializedParameter of torch does; code that has the parameter keeps it.
             holding.parameter.__class__ = HalfParameter
 
 

@@ -183,6 +183,6 @@ class FlatParameters(WholeParameters):
         return wrapper
 
     def close(self) -> None:
-        # As long as parts are on their way, whoever has the modules has to wait for them.
+        # As long as parts are on their way, all users of the modules wait for them.
         while self._undo and not self._gathers.pending:
             self._undo.pop()()

@@ -36,7 +36,7 @@ def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[C
             if parameter is not None and parameter in unit_of
         }
         if units:
-            # Who lists parameters rarely reads them, and all at once may be too many.
+            # Code that lists parameters rarely reads them, and all at once may be too many.
             undo.append(watch_parameters(module, units, store.read, on_listing=False))
     return undo
 

@@ -38,7 +38,7 @@ class Shard:
     master: nn.Parameter | None
 
     def move(self, flat: Tensor) -> None:
-        """Puts the values of ``flat`` somewhere else; whoever has the tensors sees them there."""
+        """Puts the values of ``flat`` somewhere else; all that have the tensors see them there."""
         with torch.no_grad():
             flat.copy_(self.tensor if self.flat is None else self.flat)
         if self.flat is not None and self.flat.data_ptr() == self.tensor.data_ptr():

@@ -190,7 +190,7 @@ class WholeParameter(Tensor):
         if func in _METADATA or not is_recorded():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # A trace has to see who reads what.
+        # A trace has to see which code reads what.
         seen = pytree.tree_map_only(WholeParameter, WholeParameter._seen, (args, kwargs or {}))
         return func(*seen[0], **seen[1])
 

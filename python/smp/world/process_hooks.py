@@ -38,7 +38,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def write_failure(path: str, culprit: int | None, error: BaseException) -> None:
-    """Tells the launcher who is to blame: rank 0 may end first because rank 1 has failed.
+    """Tells the launcher the culprit: rank 0 may end first because rank 1 has failed.
 
     Args:
         path: of the file.

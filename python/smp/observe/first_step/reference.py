@@ -28,7 +28,7 @@ from smp.partition.trace_state import KeptValues
 from smp.pipeline.module_state import apart
 from smp.pipeline.remote_tensor import RemoteTensor
 
-# Arguments of these types cannot be changed by who gets them.
+# Arguments of these types cannot be changed by the code that gets them.
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, slice, type)
 
 
@@ -325,7 +325,7 @@ def _is_same(first: Any, second: Any) -> bool:
     return first is second
 
 
-# Who calls what is not what a call leaves behind.
+# Which code calls is not what a call leaves behind.
 _NO_STATE = frozenset((*nn.Module().__dict__, "forward", "_smp_forwards"))
 
 
