@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "csrc/schedule/generators.h"
 #include "csrc/schedule/policy.h"
 #include "csrc/schedule/schedule_text.h"
 #include "csrc/schedule/simulator.h"
@@ -12,6 +11,7 @@ namespace smp::bindings {
 namespace {
 
 using schedule::BoundaryCost;
+using schedule::Policy;
 using schedule::RankUsage;
 using schedule::SimulationInput;
 using schedule::SimulationResult;
@@ -42,9 +42,43 @@ void bind_results(py::module_& m) {
       .def_readonly("timeline", &SimulationResult::timeline);
 }
 
+std::vector<int> kept_microbatches(const Policy& policy, int num_partitions,
+                                   int num_chunks, int num_microbatches,
+                                   int active_microbatches) {
+  std::vector<int> kept;
+  for (int depth = 0; depth < num_partitions; ++depth) {
+    kept.push_back(
+        policy.kept_microbatches({num_partitions, num_chunks, num_microbatches},
+                                 active_microbatches, depth));
+  }
+  return kept;
+}
+
+void bind_policy(py::module_& m) {
+  py::class_<Policy>(m, "Policy", "What depends on the kind of schedule.")
+      .def_property_readonly("name", &Policy::name)
+      .def_property_readonly("default_chunks", &Policy::default_chunks)
+      .def_property_readonly(
+          "forwards_come_first",
+          [](const Policy& policy) {
+            return !policy.may_begin_backward({.num_forwards_pending = 1});
+          },
+          "No backward begins while the driver has forwards to do.")
+      .def("default_active_microbatches", &Policy::default_active_microbatches,
+           py::arg("num_partitions"), py::arg("num_microbatches"))
+      .def("kept_microbatches", &kept_microbatches, py::arg("num_partitions"),
+           py::arg("num_chunks"), py::arg("num_microbatches"),
+           py::arg("active_microbatches"),
+           "Per rank, of how many microbatches it keeps activations.");
+  m.def("policy_names", &schedule::policy_names);
+  m.def("make_policy", &schedule::make_policy, py::arg("name"));
+  m.attr("DEFAULT_POLICY") = schedule::kDefaultPolicy;
+}
+
 }  // namespace
 
 void bind_schedule(py::module_& m) {
+  bind_policy(m);
   py::class_<StageCost>(m, "StageCost", "One link of the chain.")
       .def(py::init<int, double, double, double, int64_t>(), py::arg("rank"),
            py::arg("forward_ms"), py::arg("backward_ms"), py::arg("weight_ms"),
@@ -86,8 +120,8 @@ void bind_schedule(py::module_& m) {
       "plan_schedule",
       [](const std::string& name, int num_ranks, int num_microbatches,
          int num_chunks) {
-        return schedule::to_string(
-            schedule::make_plan(name, num_ranks, num_microbatches, num_chunks));
+        return schedule::to_string(schedule::make_plan(
+            name, {num_ranks, num_chunks, num_microbatches}));
       },
       py::arg("name"), py::arg("num_ranks"), py::arg("num_microbatches"),
       py::arg("num_chunks"), "The plan for equal stages, one line per rank.");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/pipeline/timeline.h"
+#include "csrc/schedule/policy.h"
 
 namespace smp::pipeline {
 
@@ -16,7 +17,7 @@ struct ServerOptions {
   int global_rank = 0;
   std::vector<int> pp_ranks;     ///< global ranks of this replica
   std::vector<int> order_ranks;  ///< dp peers of this rank, leader first
-  std::string policy = "interleaved";
+  std::string policy = schedule::kDefaultPolicy;
   /// What this rank does, in the text form; in place of the policy.
   std::optional<std::string> actions;
   int num_chunks = 1;           ///< parts of each model on each rank

@@ -233,12 +233,9 @@ StepOptions Steps::step_options(int num_microbatches) const {
   step.num_chunks = options_.num_chunks;
   step.depth = parts_.modules.depth();
   step.chunk_idxs = &parts_.modules.chunk_idxs();
-  // Where nothing is kept there is nothing to wait for; and limits count on a
-  // chain, which several models are not.
-  const bool keeps =
-      policy.name() != "interleaved" || at::GradMode::is_enabled();
-  step.lets_wait =
-      policy.name() != "simple" && keeps && parts_.modules.num_models() <= 1;
+  // Limits count on a chain, which several models are not.
+  step.lets_wait = parts_.modules.num_models() <= 1 &&
+                   policy.limits_forwards(at::GradMode::is_enabled());
   return step;
 }
 

@@ -6,15 +6,25 @@
 #include <string>
 #include <vector>
 
+#include "csrc/schedule/schedule_text.h"
 #include "csrc/schedule/task.h"
 
 namespace smp::schedule {
 
-/// Decides which ready task runs next. Pure: no clock, no state, no torch.
+/// Sizes of a pipeline and of the steps that pass it.
+struct PipelineSize {
+  int num_partitions = 1;
+  int num_chunks = 1;  ///< stages per rank
+  int num_microbatches = 1;
+};
+
+/// Decides which ready task runs next, and knows all else that depends on the
+/// kind of schedule: nobody compares names. Pure: no clock, no state, no torch.
 class Policy {
  public:
   virtual ~Policy() = default;
 
+  /// What users write in the configuration.
   virtual const std::string& name() const = 0;
 
   /// @return index into `ready`, or nothing when it is better to wait for a
@@ -26,6 +36,15 @@ class Policy {
   virtual int default_active_microbatches(int num_partitions,
                                           int num_microbatches) const = 0;
 
+  /// Stages per rank when the user did not say. With 1 there are never more.
+  virtual int default_chunks() const { return 1; }
+
+  /// Most microbatches whose activations rank `depth` of the pipeline keeps at
+  /// once while `active_microbatches` are in flight, for the partition to know
+  /// its memory.
+  virtual int kept_microbatches(const PipelineSize& size,
+                                int active_microbatches, int depth) const;
+
   /// Whether the backward of this microbatch and chunk is done in two tasks,
   /// `kBackward` for the gradients of inputs and `kWeight` for the rest.
   virtual bool splits_backward(int64_t mb, int64_t chunk) const;
@@ -33,16 +52,38 @@ class Policy {
   /// Whether the driver may send a microbatch that has finished its forward
   /// into its backward now.
   virtual bool may_begin_backward(const StepProgress& progress) const;
+
+  /// Whether `pick` looks at what is under way on its rank, and may let a
+  /// forward wait for it, in a step that keeps activations or keeps none.
+  virtual bool limits_forwards(bool keeps_activations) const;
+
+  /// What each rank does in a step in which every stage takes the same time.
+  /// What the policy does with such stages, unless the literature has a list.
+  /// @throws ValueError for sizes that the list is not made for
+  virtual Schedule plan(const PipelineSize& size) const;
 };
 
-/// @param name "interleaved", "simple", "virtual_interleaved", "zero_bubble"
-/// @throws ValueError for any other name
-std::unique_ptr<Policy> make_policy(const std::string& name);
+using PolicyPtr = std::unique_ptr<Policy>;
 
-std::unique_ptr<Policy> make_interleaved_policy();
-std::unique_ptr<Policy> make_simple_policy();
-std::unique_ptr<Policy> make_virtual_interleaved_policy();
-std::unique_ptr<Policy> make_zero_bubble_policy();
+/// For users who name none.
+inline constexpr const char* kDefaultPolicy = "interleaved";
+
+/// Names of the policies there are, in alphabetical order.
+std::vector<std::string> policy_names();
+
+/// @throws ValueError for a name that is not in `policy_names`
+PolicyPtr make_policy(const std::string& name);
+
+void register_policy(PolicyPtr (*make)());
+
+/// Makes a policy known by its name. At namespace scope of its source:
+/// `const RegisterPolicy<MyPolicy> registered;`
+template <typename Type>
+struct RegisterPolicy {
+  RegisterPolicy() {
+    register_policy([]() -> PolicyPtr { return std::make_unique<Type>(); });
+  }
+};
 
 /// Runs what the list of this rank says ("schedules given as data"): waits for
 /// its next entry, however long. Needs `StepProgress::begun`. Of the ready
@@ -53,9 +94,10 @@ std::unique_ptr<Policy> make_zero_bubble_policy();
 ///     what comes out of it: backward first, then by microbatch and arrival.
 /// Whether a list can finish at all, `simulate` tells beforehand.
 /// @throws ValueError if an entry is there twice, or a W without its B before
-std::unique_ptr<Policy> make_listed_policy(ActionList actions);
+PolicyPtr make_listed_policy(ActionList actions);
 
-/// Forwards that rank `depth` of 1F1B over virtual stages does first.
-int virtual_warmup(int num_partitions, int num_chunks, int depth);
+/// The plan of a policy by its name.
+/// @throws ValueError for an unknown name, or for sizes that make no sense
+Schedule make_plan(const std::string& policy_name, const PipelineSize& size);
 
 }  // namespace smp::schedule

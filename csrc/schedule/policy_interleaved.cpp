@@ -3,6 +3,7 @@
 
 #include "csrc/schedule/in_flight.h"
 #include "csrc/schedule/policy.h"
+#include "csrc/schedule/simulator.h"
 
 namespace smp::schedule {
 namespace {
@@ -33,16 +34,32 @@ class InterleavedPolicy final : public Policy {
     return num_partitions + 2;
   }
 
+  // One less for each rank in front; see `is_beyond_1f1b`.
+  int kept_microbatches(const PipelineSize& size, int active_microbatches,
+                        int depth) const override {
+    return std::min(active_microbatches,
+                    std::max(active_microbatches, size.num_partitions) - depth);
+  }
+
+  // Where nothing is kept there is nothing to wait for.
+  bool limits_forwards(bool keeps_activations) const override {
+    return keeps_activations;
+  }
+
+  // 1F1B (arXiv:2104.04473, section 2.2.1): with equal stages more active
+  // microbatches than ranks cost memory and save no time.
+  Schedule plan(const PipelineSize& size) const override {
+    return executed_by_equal_stages(*this, size, size.num_partitions);
+  }
+
  private:
   static std::tuple<bool, int64_t, int64_t> rank(const ReadyTask& task) {
     return {task.key.phase != Phase::kBackward, task.key.mb, task.arrival};
   }
 };
 
-}  // namespace
+const RegisterPolicy<InterleavedPolicy> registered;
 
-std::unique_ptr<Policy> make_interleaved_policy() {
-  return std::make_unique<InterleavedPolicy>();
-}
+}  // namespace
 
 }  // namespace smp::schedule

@@ -5,10 +5,10 @@
 namespace smp::schedule {
 namespace {
 
-// All forwards, then all backwards. A backward waits while the driver still
-// has forwards to do among the microbatches that may be in flight; with fewer
-// active microbatches than microbatches, each one that ends lets in another,
-// whose forward goes first.
+// All forwards, then all backwards (GPipe). A backward waits while the driver
+// still has forwards to do among the microbatches that may be in flight; with
+// fewer active microbatches than microbatches, each one that ends lets in
+// another, whose forward goes first.
 class SimplePolicy final : public Policy {
  public:
   const std::string& name() const override {
@@ -37,16 +37,16 @@ class SimplePolicy final : public Policy {
     return num_microbatches;
   }
 
+  bool limits_forwards(bool) const override { return false; }
+
  private:
   static std::tuple<bool, int64_t, int64_t> rank(const ReadyTask& task) {
     return {task.key.phase != Phase::kForward, task.key.mb, task.arrival};
   }
 };
 
-}  // namespace
+const RegisterPolicy<SimplePolicy> registered;
 
-std::unique_ptr<Policy> make_simple_policy() {
-  return std::make_unique<SimplePolicy>();
-}
+}  // namespace
 
 }  // namespace smp::schedule

@@ -1,11 +1,18 @@
 #include <algorithm>
 #include <tuple>
 
+#include "csrc/common/check.h"
 #include "csrc/schedule/in_flight.h"
 #include "csrc/schedule/policy.h"
 
 namespace smp::schedule {
 namespace {
+
+// Forwards that rank `depth` does before its first backward.
+int num_warmup(int num_partitions, int num_chunks, int depth) {
+  if (num_chunks == 1) return num_partitions - 1 - depth;
+  return (num_chunks - 1) * num_partitions + 2 * (num_partitions - 1 - depth);
+}
 
 // 1F1B over virtual stages (arXiv:2104.04473, section 2.2.2) as a rule instead
 // of a list: units are (microbatch, chunk) in groups of one microbatch per
@@ -32,11 +39,59 @@ class VirtualInterleavedPolicy final : public Policy {
     return std::min(num_microbatches, 2 * num_partitions);
   }
 
+  int default_chunks() const override { return 2; }
+
+  // Parts of microbatches, rounded up.
+  int kept_microbatches(const PipelineSize& size, int active_microbatches,
+                        int depth) const override {
+    const int num_units =
+        1 + num_warmup(size.num_partitions, size.num_chunks, depth);
+    return std::min(active_microbatches,
+                    (num_units + size.num_chunks - 1) / size.num_chunks);
+  }
+
+  // The list of the article. Beyond 4 ranks it waits for a forward where `pick`
+  // runs a backward that is ready, in the same time.
+  Schedule plan(const PipelineSize& size) const override {
+    SMP_CHECK_VALUE(size.num_microbatches % size.num_partitions == 0,
+                    "virtual stages need a number of microbatches (",
+                    size.num_microbatches,
+                    ") that is a multiple of the ranks (", size.num_partitions,
+                    "); the policy '", name(), "' takes any");
+    Schedule schedule;
+    for (int depth = 0; depth < size.num_partitions; ++depth) {
+      schedule.push_back(list_of(size, depth));
+    }
+    return schedule;
+  }
+
  private:
+  static ActionList list_of(const PipelineSize& size, int depth) {
+    const auto [p, v, m] = size;
+    // In groups of one microbatch per rank.
+    const auto unit = [p, v](Phase phase, int u) -> Action {
+      const int chunk = u % (p * v) / p;
+      return {phase, u / (p * v) * p + u % p,
+              phase == Phase::kForward ? chunk : v - 1 - chunk};
+    };
+    ActionList actions;
+    int f = 0;
+    int b = 0;
+    while (f < std::min(m * v, num_warmup(p, v, depth))) {
+      actions.push_back(unit(Phase::kForward, f++));
+    }
+    while (f < m * v) {
+      actions.push_back(unit(Phase::kForward, f++));
+      actions.push_back(unit(Phase::kBackward, b++));
+    }
+    while (b < m * v) actions.push_back(unit(Phase::kBackward, b++));
+    return actions;
+  }
+
   static bool must_wait(const ReadyTask& task, const StepProgress& progress) {
     if (progress.active_microbatches == 0) return false;
-    const int limit = 1 + virtual_warmup(progress.num_partitions,
-                                         progress.num_chunks, progress.depth);
+    const int limit = 1 + num_warmup(progress.num_partitions,
+                                     progress.num_chunks, progress.depth);
     return num_open_units_before(task.key.mb, task.chunk,
                                  progress.num_partitions, progress) >= limit;
   }
@@ -60,15 +115,8 @@ class VirtualInterleavedPolicy final : public Policy {
   }
 };
 
+const RegisterPolicy<VirtualInterleavedPolicy> registered;
+
 }  // namespace
-
-int virtual_warmup(int num_partitions, int num_chunks, int depth) {
-  if (num_chunks == 1) return num_partitions - 1 - depth;
-  return (num_chunks - 1) * num_partitions + 2 * (num_partitions - 1 - depth);
-}
-
-std::unique_ptr<Policy> make_virtual_interleaved_policy() {
-  return std::make_unique<VirtualInterleavedPolicy>();
-}
 
 }  // namespace smp::schedule

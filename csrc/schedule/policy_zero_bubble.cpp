@@ -47,7 +47,38 @@ class ZeroBubblePolicy final : public Policy {
 
   bool splits_backward(int64_t, int64_t) const override { return true; }
 
+  // The list of the article. With fewer microbatches than ranks `pick` also
+  // fills gaps of a pipeline that is never full.
+  Schedule plan(const PipelineSize& size) const override {
+    Schedule schedule;
+    for (int depth = 0; depth < size.num_partitions; ++depth) {
+      schedule.push_back(list_of(size, depth));
+    }
+    return schedule;
+  }
+
  private:
+  static ActionList list_of(const PipelineSize& size, int depth) {
+    const int m = size.num_microbatches;
+    const int num_warmup = std::min(m, size.num_partitions - 1 - depth);
+    ActionList actions;
+    int f = 0;
+    int b = 0;
+    int w = 0;
+    while (f < num_warmup) actions.push_back({Phase::kForward, f++});
+    while (f < m) {
+      actions.push_back({Phase::kForward, f++});
+      actions.push_back({Phase::kBackward, b++});
+      while (b - w > depth) actions.push_back({Phase::kWeight, w++});
+    }
+    while (b < m) {
+      actions.push_back({Phase::kBackward, b++});
+      actions.push_back({Phase::kWeight, w++});
+    }
+    while (w < m) actions.push_back({Phase::kWeight, w++});
+    return actions;
+  }
+
   static std::optional<size_t> oldest(const std::vector<ReadyTask>& ready,
                                       Phase phase) {
     const auto age = [&](size_t i) {
@@ -62,10 +93,8 @@ class ZeroBubblePolicy final : public Policy {
   }
 };
 
-}  // namespace
+const RegisterPolicy<ZeroBubblePolicy> registered;
 
-std::unique_ptr<Policy> make_zero_bubble_policy() {
-  return std::make_unique<ZeroBubblePolicy>();
-}
+}  // namespace
 
 }  // namespace smp::schedule

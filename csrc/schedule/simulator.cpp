@@ -276,6 +276,18 @@ SimulationResult simulate(const SimulationInput& input,
   return simulate(input, policies);
 }
 
+Schedule executed_by_equal_stages(const Policy& policy,
+                                  const PipelineSize& size,
+                                  int active_microbatches) {
+  SimulationInput input;
+  for (int s = 0; s < size.num_partitions * size.num_chunks; ++s) {
+    input.stages.push_back({s % size.num_partitions, 1, 1, 1, 0});
+  }
+  input.num_microbatches = size.num_microbatches;
+  input.active_microbatches = active_microbatches;
+  return simulate(input, std::vector(num_ranks(input), &policy)).executed;
+}
+
 SimulationResult simulate_lists(const SimulationInput& input,
                                 const Schedule& schedule) {
   check_input(input, schedule.size());

@@ -76,6 +76,13 @@ SimulationResult simulate(const SimulationInput& input,
 SimulationResult simulate(const SimulationInput& input,
                           const std::string& policy_name);
 
+/// What each rank does under the policy if all stages, forwards, backwards and
+/// weight gradients take the same time, and transfers none. Ranks have every
+/// `num_partitions`-th stage of the chain.
+Schedule executed_by_equal_stages(const Policy& policy,
+                                  const PipelineSize& size,
+                                  int active_microbatches);
+
 /// Each rank runs its list.
 /// @throws ValueError also if a list lacks an action or names one too many
 SimulationResult simulate_lists(const SimulationInput& input,

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from smp import _C
+from smp.schedule import POLICIES
 from tests.dist.pool import Pool
-from tests.dist.training import Run, check_runs
+from tests.dist.training import SCHEDULES, Run, check_runs
 from tests.reference.families import FAMILIES
 
-NEW = ("virtual_interleaved", "zero_bubble")
+NEW = [name for name in POLICIES if name not in SCHEDULES]
 
 
 @pytest.mark.sample(keep=3)
@@ -125,23 +127,27 @@ def run_slow_chain(
 # Messages take time and plans do not know it: forwards that take a little less, or more, on later
 # ranks keep tasks of two ranks from becoming ready in the same moment, in which a message would
 # decide what goes first.
+SLOPES = [
+    ("simple", 2, -0.05),
+    ("simple", 4, -0.05),
+    ("interleaved", 2, 0.1),
+    ("interleaved", 4, 0.1),
+    ("virtual_interleaved", 2, 0.1),
+    ("virtual_interleaved", 4, 0.1),
+    ("zero_bubble", 2, -0.1),
+]
+
+
+def test_each_policy_has_a_slope() -> None:
+    assert {schedule for schedule, _, _ in SLOPES} == set(POLICIES)
+
+
 @pytest.mark.sample(keep=4)
-@pytest.mark.parametrize(
-    ("schedule", "pp", "slope"),
-    [
-        ("simple", 2, -0.05),
-        ("simple", 4, -0.05),
-        ("interleaved", 2, 0.1),
-        ("interleaved", 4, 0.1),
-        ("virtual_interleaved", 2, 0.1),
-        ("virtual_interleaved", 4, 0.1),
-        ("zero_bubble", 2, -0.1),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "pp", "slope"), SLOPES)
 def test_equal_slow_stages_execute_the_plan(
     pool: Pool, schedule: str, pp: int, slope: float, tmp_path: Path
 ) -> None:
-    num_chunks = 2 if schedule == "virtual_interleaved" else 1
+    num_chunks = _C.make_policy(schedule).default_chunks
     active = {"active_microbatches": pp} if schedule == "interleaved" else {}
     plan = without_weights(smp.schedule.plan(schedule, pp, 2 * pp, num_chunks), 0)
     seen = []
@@ -159,13 +165,11 @@ def test_equal_slow_stages_execute_the_plan(
 
 @pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize(
-    "schedule", ["simple", "interleaved", "virtual_interleaved", "zero_bubble"]
-)
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_a_schedule_from_a_file_is_executed_to_the_letter(
     pool: Pool, schedule: str, pp: int, tmp_path: Path
 ) -> None:
-    num_chunks = 2 if schedule == "virtual_interleaved" else 1
+    num_chunks = _C.make_policy(schedule).default_chunks
     plan = smp.schedule.plan(schedule, pp, 2 * pp, num_chunks)
     file = tmp_path / "schedule"
     file.write_text(f"# {schedule}\n{plan}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smp import _C
 from smp.config.schema import Config
 from smp.partition.decide import kept_microbatches
 from smp.pipeline import schedules as schedule
@@ -27,8 +28,8 @@ def test_lists_are_counted() -> None:
 
 
 def test_the_rules_of_policies_count_as_their_plans_do() -> None:
-    for pipeline in ("simple", "interleaved", "virtual_interleaved", "zero_bubble"):
-        chunks = 2 if pipeline == "virtual_interleaved" else 1
+    for pipeline in schedule.POLICIES:
+        chunks = _C.make_policy(pipeline).default_chunks
         active = {"simple": 8, "virtual_interleaved": 8}.get(pipeline, 4)
         config = Config.from_dict(
             {

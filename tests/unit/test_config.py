@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from smp import _C
 from smp.config import schema as config
 from smp.config.schema import Config
 
@@ -348,6 +349,19 @@ def test_a_file_is_a_path_that_is_not_empty(key: str) -> None:
     assert getattr(Config.from_dict({key: "a/b.txt"}), key) == "a/b.txt"
     for value in ("", "  ", 3):
         assert "is not a text that is not empty" in refusal({key: value})
+
+
+def test_schedules_are_the_policies_of_the_core() -> None:
+    names = _C.policy_names()
+    assert names == list(config.PIPELINES)
+    for name in names:
+        cfg = Config.from_dict({"pipeline": name, "partitions": 2, "microbatches": 8})
+        policy = _C.make_policy(name)
+        assert cfg.pipeline == policy.name == name
+        assert cfg.active_microbatches == policy.default_active_microbatches(2, 8)
+        assert cfg.virtual_stages == policy.default_chunks
+    text = refusal({"pipeline": "gpipe"})
+    assert all(repr(name) in text for name in names)
 
 
 def test_each_schedule_has_its_number_of_active_microbatches_and_stages() -> None:

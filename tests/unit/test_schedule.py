@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smp import _C
 from smp.pipeline.schedules import (
     POLICIES,
     Boundary,
@@ -37,7 +38,7 @@ def test_policies_execute_their_plans_and_have_the_known_bubbles() -> None:
     active = {"simple": m, "interleaved": p, "virtual_interleaved": m, "zero_bubble": p}
     assert set(bubbles) == set(POLICIES)
     for name in POLICIES:
-        chunks = 2 if name == "virtual_interleaved" else 1
+        chunks = _C.make_policy(name).default_chunks
         result = simulate(equal_stages(p, chunks), m, name, active_microbatches=active[name])
         assert result.executed == plan(name, p, m, chunks), name
         assert [r.bubble_ms for r in result.ranks] == pytest.approx([bubbles[name]] * p), name

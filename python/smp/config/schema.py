@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
-PIPELINES = ("interleaved", "simple", "virtual_interleaved", "zero_bubble")
+from smp import _C
+
+PIPELINES = tuple(_C.policy_names())
 PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))
 
 
@@ -147,7 +149,7 @@ class Config:
     """Number of partitions of the model; alias `partitions`."""
     microbatches: int = _int(1, 1)
     """Parts into which a step cuts its batch; 1 means no pipelining."""
-    pipeline: str = _choice("interleaved", *PIPELINES)
+    pipeline: str = _choice(_C.DEFAULT_POLICY, *PIPELINES)
     """Schedule of microbatches."""
     optimize: str = _choice("memory", "memory", "speed")
     """Default of `memory_weight`; communication style of tensor parallelism."""
@@ -371,37 +373,38 @@ def _resolve_memory_weight(values: Mapping[str, Any]) -> float:
 
 
 def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
-    """Given value or default, at most `microbatches`. As csrc/schedule has them."""
+    """Given value or default, at most `microbatches`."""
     microbatches = int(values["microbatches"])
     active = values["active_microbatches"]
     if active is None and values["schedule_file"] is None:
+        policy = _C.make_policy(values["pipeline"])
         pp = int(values["pipeline_parallel_degree"])
-        defaults = {"interleaved": pp + 2, "virtual_interleaved": 2 * pp, "zero_bubble": pp}
-        active = defaults.get(values["pipeline"])
+        active = policy.default_active_microbatches(pp, microbatches)
     return microbatches if active is None else min(int(active), microbatches)
 
 
 def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
     stages = values["virtual_stages"]
     if stages is None:
-        return 2 if values["pipeline"] == "virtual_interleaved" else 1
+        return _C.make_policy(values["pipeline"]).default_chunks
     return int(stages)
 
 
 def check_schedule(config: Config) -> None:
     """Keys that say how microbatches and stages follow each other go together."""
-    if config.schedule_file is not None and config.pipeline != "interleaved":
+    if config.schedule_file is not None and config.pipeline != _C.DEFAULT_POLICY:
         raise config_error(
             "schedule_file",
             config.schedule_file,
             f"pipeline={config.pipeline!r} names a schedule as well",
             "give one of the two",
         )
-    if config.virtual_stages > 1 and config.pipeline != "virtual_interleaved":
+    if config.virtual_stages > 1 and _C.make_policy(config.pipeline).default_chunks == 1:
+        names = [name for name in PIPELINES if _C.make_policy(name).default_chunks > 1]
         raise config_error(
             "virtual_stages",
             config.virtual_stages,
-            "has an effect with pipeline='virtual_interleaved' only",
+            f"has an effect with pipeline={' or '.join(map(repr, names))} only",
             "set that, or leave virtual_stages at 1",
         )
     if (

@@ -118,8 +118,9 @@ class ModelCalls:
             return
         weight = self._engine.root_weight(current_share().weight)
         # A rank that waits for no forward need not wait for the value of a loss on another rank:
-        # the owner of the loss runs the backward right behind. The simple schedule has all forwards first.
-        ahead = self._runtime.rank.config.pipeline != "simple"
+        # the owner of the loss runs the backward right behind. Some schedules have all forwards
+        # first.
+        ahead = not _C.make_policy(self._runtime.rank.config.pipeline).forwards_come_first
         if ahead or not is_one(weight):
             tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
         for root in () if ahead else tensors:  # its forward is over when the loss is there

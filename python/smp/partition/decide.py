@@ -197,16 +197,8 @@ def kept_microbatches(config: PartitionConfig, pp_size: int, num_chunks: int = 1
     active = config.microbatches
     if config.active_microbatches is not None:
         active = min(active, config.active_microbatches)
-    ranks = range(pp_size)
-    if config.pipeline in ("simple", "zero_bubble"):
-        # With zero_bubble what waits for its weight gradients makes up for fewer forwards.
-        return [active] * pp_size
-    if config.pipeline == "virtual_interleaved" and num_chunks > 1:
-        # Parts of microbatches; as csrc/schedule/policy_virtual_interleaved.cpp lets them.
-        units = [(num_chunks - 1) * pp_size + 2 * (pp_size - 1 - r) + 1 for r in ranks]
-        return [min(active, -(-u // num_chunks)) for u in units]
-    # One less for each rank in front; as csrc/schedule/in_flight.h lets them.
-    return [min(active, max(active, pp_size) - r) for r in ranks]
+    policy = _C.make_policy(config.pipeline)
+    return policy.kept_microbatches(pp_size, num_chunks, config.microbatches, active)
 
 
 def decide(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from smp import _C
 
-POLICIES = ("interleaved", "simple", "virtual_interleaved", "zero_bubble")
+POLICIES = tuple(_C.policy_names())
 """Names of the policies; the same code decides in the server and in the simulator."""
 
 
@@ -121,7 +121,7 @@ def plan(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) 
 def simulate(
     stages: Sequence[Stage],
     num_microbatches: int,
-    schedule: str = "interleaved",
+    schedule: str = _C.DEFAULT_POLICY,
     *,
     boundaries: Sequence[Boundary] = (),
     active_microbatches: int | None = None,

@@ -231,7 +231,7 @@ TEST_F(WaitingSchedulerTest, a_forward_waits_for_the_backward_before_it) {
 }
 
 TEST_F(WaitingSchedulerTest, the_end_of_a_microbatch_lets_the_next_one_in) {
-  begin(schedule::make_zero_bubble_policy());
+  begin(schedule::make_policy("zero_bubble"));
   add(Phase::kForward, 0, 7);
   add(Phase::kForward, 1, 7);
   scheduler.end_microbatch(0);  // nobody asked for its gradients

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "csrc/schedule/generators.h"
 #include "csrc/schedule/simulator.h"
 #include "tests/cpp/schedule/chains.h"
 
@@ -36,6 +35,7 @@ TEST(ClosedForms, fill_drain_keeps_all_microbatches_everywhere) {
       }
       EXPECT_EQ(simulate(equal_chain(p, m, m), "simple").executed,
                 plan_fill_drain(p, m));
+      EXPECT_EQ(make_plan("simple", {p, 1, m}), plan_fill_drain(p, m));
     }
   }
 }
@@ -58,6 +58,7 @@ TEST(ClosedForms, interleaved_policy_is_1f1b_action_by_action) {
       const auto result = simulate(equal_chain(p, m, p), "interleaved");
       EXPECT_EQ(to_string(result.executed), to_string(plan_1f1b(p, m)))
           << name_of(p, m);
+      EXPECT_EQ(make_plan("interleaved", {p, 1, m}), plan_1f1b(p, m));
       expect_bubble(result, (p - 1) * 3.0, name_of(p, m));
     }
   }
@@ -79,7 +80,8 @@ TEST(ClosedForms, virtual_stages_divide_the_bubble) {
     for (int v = 2; v <= 4; ++v) {
       for (int m = p; m <= 4 * p; m += p) {
         const auto input = equal_chain(p, m, m, v);
-        const auto result = simulate_lists(input, plan_virtual_stages(p, m, v));
+        const auto result =
+            simulate_lists(input, make_plan("virtual_interleaved", {p, v, m}));
         // A chunk takes 1/v of the stage, so (p-1)(F+B+W)/v is p-1 chunks.
         expect_bubble(result, (p - 1) * 3.0, name_of(p, m, v));
         EXPECT_EQ(result.ranks[0].peak_activations,
@@ -96,7 +98,7 @@ TEST(ClosedForms, virtual_policy_has_the_bubble_and_peak_of_the_plan) {
       for (int m = p; m <= 4 * p; m += p) {
         const auto input = equal_chain(p, m, 0, v);
         const auto result = simulate(input, "virtual_interleaved");
-        const auto plan = plan_virtual_stages(p, m, v);
+        const auto plan = make_plan("virtual_interleaved", {p, v, m});
         const auto planned = simulate_lists(input, plan);
         expect_bubble(result, (p - 1) * 3.0, name_of(p, m, v));
         for (int i = 0; i < p; ++i) {
@@ -116,8 +118,8 @@ TEST(ClosedForms, virtual_policy_has_the_bubble_and_peak_of_the_plan) {
 TEST(ClosedForms, zero_bubble_h1_has_a_third_and_p_everywhere) {
   for (int p = 1; p <= 8; ++p) {
     for (int m = 2 * p; m <= 32; ++m) {
-      const auto result =
-          simulate_lists(equal_chain(p, m, m), plan_zero_bubble(p, m));
+      const auto result = simulate_lists(equal_chain(p, m, m),
+                                         make_plan("zero_bubble", {p, 1, m}));
       // (p-1)(F+B-W)
       expect_bubble(result, p - 1.0, name_of(p, m));
       for (const RankUsage& usage : result.ranks) {
@@ -132,7 +134,7 @@ TEST(ClosedForms, zero_bubble_policy_is_the_generated_plan) {
     for (int m = 1; m <= 32; ++m) {
       const auto input = equal_chain(p, m, 0);
       const auto result = simulate(input, "zero_bubble");
-      const auto plan = plan_zero_bubble(p, m);
+      const auto plan = make_plan("zero_bubble", {p, 1, m});
       if (m >= p) {
         EXPECT_EQ(to_string(result.executed), to_string(plan)) << name_of(p, m);
       } else {

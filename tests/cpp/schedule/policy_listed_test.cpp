@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include "csrc/common/check.h"
-#include "csrc/schedule/generators.h"
 #include "csrc/schedule/policy.h"
 #include "csrc/schedule/schedule_text.h"
 #include "csrc/schedule/simulator.h"
@@ -75,7 +74,7 @@ TEST(ListedPolicy, replays_every_generated_plan) {
   for (const char* name :
        {"simple", "interleaved", "virtual_interleaved", "zero_bubble"}) {
     const int v = std::string(name) == "virtual_interleaved" ? 2 : 1;
-    const Schedule plan = make_plan(name, p, m, v);
+    const Schedule plan = make_plan(name, {p, v, m});
     EXPECT_EQ(simulate_lists(equal_chain(p, m, m, v), plan).executed, plan)
         << name;
   }

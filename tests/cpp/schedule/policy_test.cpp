@@ -24,10 +24,10 @@ TEST(Policy, unknown_name_is_refused_with_the_valid_ones) {
     make_policy("1f1b");
     FAIL() << "no error";
   } catch (const ValueError& e) {
-    EXPECT_NE(std::string(e.what()).find(
-                  "'interleaved', 'simple', 'virtual_interleaved' or "
-                  "'zero_bubble'"),
-              std::string::npos);
+    for (const std::string& name : policy_names()) {
+      EXPECT_NE(std::string(e.what()).find("'" + name + "'"),
+                std::string::npos);
+    }
   }
 }
 
@@ -66,8 +66,7 @@ TEST(Policy, simple_holds_backward_until_all_forwards_are_done) {
 
 TEST(Policy, choice_does_not_depend_on_the_order_of_the_list) {
   std::mt19937 random(7);
-  for (const char* name :
-       {"interleaved", "simple", "virtual_interleaved", "zero_bubble"}) {
+  for (const std::string& name : policy_names()) {
     const auto policy = make_policy(name);
     for (int round = 0; round < 200; ++round) {
       std::vector<ReadyTask> tasks;
@@ -170,9 +169,8 @@ TEST(Policy, zero_bubble_puts_off_as_many_weight_gradients_as_its_depth) {
 TEST(Policy, only_simple_keeps_the_driver_from_beginning_a_backward) {
   StepProgress busy;
   busy.num_forwards_pending = 1;
-  for (const char* name :
-       {"interleaved", "virtual_interleaved", "zero_bubble"}) {
-    EXPECT_TRUE(make_policy(name)->may_begin_backward(busy)) << name;
+  for (const std::string& name : policy_names()) {
+    EXPECT_EQ(make_policy(name)->may_begin_backward(busy), name != "simple");
   }
   EXPECT_FALSE(make_policy("simple")->may_begin_backward(busy));
   EXPECT_TRUE(make_policy("simple")->may_begin_backward({}));
@@ -185,6 +183,26 @@ TEST(Policy, default_active_microbatches_follow_the_schedule) {
       make_policy("virtual_interleaved")->default_active_microbatches(4, 16),
       8);
   EXPECT_EQ(make_policy("zero_bubble")->default_active_microbatches(4, 16), 4);
+}
+
+TEST(Policy, kept_microbatches_follow_the_schedule) {
+  const auto kept = [](const char* name, PipelineSize size, int active) {
+    std::vector<int> counts;
+    for (int depth = 0; depth < size.num_partitions; ++depth) {
+      counts.push_back(
+          make_policy(name)->kept_microbatches(size, active, depth));
+    }
+    return counts;
+  };
+  using Counts = std::vector<int>;
+  EXPECT_EQ(kept("interleaved", {4, 1, 8}, 4), (Counts{4, 3, 2, 1}));
+  EXPECT_EQ(kept("interleaved", {4, 1, 8}, 6), (Counts{6, 5, 4, 3}));
+  EXPECT_EQ(kept("interleaved", {4, 1, 2}, 2), (Counts{2, 2, 2, 1}));
+  EXPECT_EQ(kept("simple", {3, 1, 6}, 6), (Counts{6, 6, 6}));
+  EXPECT_EQ(kept("zero_bubble", {4, 1, 8}, 4), (Counts{4, 4, 4, 4}));
+  // 11 units of half a microbatch on the first rank, 5 on the last.
+  EXPECT_EQ(kept("virtual_interleaved", {4, 2, 8}, 8), (Counts{6, 5, 4, 3}));
+  EXPECT_EQ(kept("virtual_interleaved", {4, 1, 8}, 8), (Counts{4, 3, 2, 1}));
 }
 
 TEST(Task, text_form_names_phase_microbatch_module_visit_and_resumption) {

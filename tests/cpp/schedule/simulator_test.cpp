@@ -5,7 +5,6 @@
 #include <functional>
 
 #include "csrc/common/check.h"
-#include "csrc/schedule/generators.h"
 #include "tests/cpp/schedule/chains.h"
 
 namespace smp::schedule {
@@ -105,7 +104,7 @@ TEST(Simulator, default_number_of_active_microbatches_is_the_policys) {
 }
 
 TEST(Simulator, policies_may_differ_between_ranks) {
-  const auto interleaved = make_interleaved_policy();
+  const auto interleaved = make_policy("interleaved");
   const auto listed = make_listed_policy(plan_1f1b(2, 4)[1]);
   EXPECT_EQ(
       simulate(equal_chain(2, 4, 2), Policies{interleaved.get(), listed.get()})
@@ -164,7 +163,7 @@ TEST(Simulator, deadlock_tells_ranks_that_are_done_and_orders_of_bodies) {
       "this schedule comes to a stop after 1 ms:\n"
       "  rank 0: next is B0, which waits for the driver's policy "
       "'stubborn' to begin the backward of microbatch 0");
-  const auto plain = make_interleaved_policy();
+  const auto plain = make_policy("interleaved");
   EXPECT_EQ(error_of([&] {
               simulate(equal_chain(2, 2, 2), Policies{plain.get(), &stubborn});
             }),
@@ -209,11 +208,11 @@ TEST(Simulator, costs_and_lists_that_make_no_sense_are_refused) {
 }
 
 TEST(Generators, sizes_and_names_that_make_no_sense_are_refused) {
-  EXPECT_THROW(make_plan("1f1b", 2, 2), ValueError);
-  EXPECT_THROW(make_plan("interleaved", 0, 2), ValueError);
-  EXPECT_THROW(make_plan("interleaved", 2, 2, 2), ValueError);
-  EXPECT_THROW(make_plan("virtual_interleaved", 4, 6, 2), ValueError);
-  EXPECT_EQ(to_string(make_plan("zero_bubble", 2, 3)),
+  EXPECT_THROW(make_plan("1f1b", {2, 1, 2}), ValueError);
+  EXPECT_THROW(make_plan("interleaved", {0, 1, 2}), ValueError);
+  EXPECT_THROW(make_plan("interleaved", {2, 2, 2}), ValueError);
+  EXPECT_THROW(make_plan("virtual_interleaved", {4, 2, 6}), ValueError);
+  EXPECT_EQ(to_string(make_plan("zero_bubble", {2, 1, 3})),
             "0: F0 F1 B0 W0 F2 B1 W1 B2 W2\n"
             "1: F0 B0 F1 B1 W0 F2 B2 W1 W2\n");
 }

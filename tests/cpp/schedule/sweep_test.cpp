@@ -8,6 +8,7 @@
 #include <set>
 
 #include "csrc/schedule/simulator.h"
+#include "tests/cpp/schedule/chains.h"
 
 namespace smp::schedule {
 namespace {
@@ -103,7 +104,7 @@ void expect_rules(const SimulationInput& input, const SimulationResult& result,
   }
 }
 
-class Sweep : public testing::TestWithParam<const char*> {};
+class Sweep : public testing::TestWithParam<std::string> {};
 
 TEST_P(Sweep, every_step_ends_and_keeps_order_and_limits) {
   std::mt19937 random(2024);
@@ -118,12 +119,39 @@ TEST_P(Sweep, every_step_ends_and_keeps_order_and_limits) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, Sweep,
-                         testing::Values("simple", "interleaved",
-                                         "virtual_interleaved", "zero_bubble"),
-                         [](const auto& info) {
-                           return std::string(info.param);
-                         });
+INSTANTIATE_TEST_SUITE_P(Policies, Sweep, testing::ValuesIn(policy_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(Sweep, a_rank_keeps_no_more_microbatches_than_the_policy_says) {
+  const PolicyPtr policy = make_policy(GetParam());
+  const int v = policy->default_chunks();
+  for (int p = 1; p <= 6; ++p) {
+    for (int m = 1; m <= 3 * p; ++m) {
+      for (int active = std::min(p, m); active <= m; ++active) {
+        const auto result = simulate(equal_chain(p, m, active, v), GetParam());
+        for (int depth = 0; depth < p; ++depth) {
+          const int64_t num_units = result.ranks[depth].peak_activations;
+          EXPECT_LE((num_units + v - 1) / v,
+                    policy->kept_microbatches({p, v, m}, active, depth))
+              << "p " << p << ", m " << m << ", active " << active << ", depth "
+              << depth;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Sweep, defaults_make_sense_for_all_sizes) {
+  const PolicyPtr policy = make_policy(GetParam());
+  EXPECT_GE(policy->default_chunks(), 1);
+  for (int p = 1; p <= 8; ++p) {
+    for (int m = 1; m <= 16; ++m) {
+      EXPECT_GE(policy->default_active_microbatches(p, m), 1);
+    }
+    const PipelineSize size{p, policy->default_chunks(), 2 * p};
+    EXPECT_EQ(make_plan(GetParam(), size).size(), static_cast<size_t>(p));
+  }
+}
 
 TEST(InterleavedLimit, costs_no_time_worth_naming) {
   // Ranks behind the driver keep fewer microbatches than they could; against
@@ -142,7 +170,7 @@ TEST(InterleavedLimit, costs_no_time_worth_naming) {
     }
 
    private:
-    std::unique_ptr<Policy> inner_ = make_interleaved_policy();
+    std::unique_ptr<Policy> inner_ = make_policy("interleaved");
   };
   std::mt19937 random(5);
   std::uniform_real_distribution<double> ms(0.8, 1.2);
