@@ -14,7 +14,7 @@ from torch import nn
 
 import smp
 from smp import _C
-from smp.config.sources import make_plan
+from smp.config.sources import read_config
 from smp.world import runtime
 from smp.world.launch import read_launch
 from smp.world.log import FirstRankLog
@@ -36,11 +36,11 @@ def initialized() -> Iterator[None]:
 
 
 def rank_of_four(global_rank: int) -> Rank:
-    plan = make_plan({"partitions": 2, "ddp": True}, {}, {}, 4)
+    read = read_config({"partitions": 2, "ddp": True}, {}, {}, 4)
     launch = replace(
         read_launch({}, "here"), global_rank=global_rank, world_size=4, local_rank=global_rank
     )
-    return Rank(plan, launch, read_settings({}), torch.device("cpu"))
+    return Rank(read, launch, read_settings({}), torch.device("cpu"))
 
 
 def test_places_are_known_without_a_run_and_without_others(prefix: None) -> None:
