@@ -54,6 +54,14 @@ def test_parts_come_together(
     assert not back.numel() or back.data_ptr() != whole.data_ptr()
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 24, 30])
+def test_equal_shares_come_together(num_parts: int) -> None:
+    whole = torch.rand(6, 4)
+    parts = [Part.share(whole.shape, idx, num_parts) for idx in range(num_parts)]
+    assert torch.equal(join([(cut(whole, part), part) for part in parts], (6, 4)), whole)
+    assert {part.flat_numel for part in parts[: 24 // -(-24 // num_parts)]} == {-(-24 // num_parts)}
+
+
 def test_other_sizes_group_rows() -> None:
     whole = torch.arange(24.0).view(6, 4)
     parts = [Part(1, begin, begin + 1, 2, 0, 12, (3, 2, 4)) for begin in range(2)]

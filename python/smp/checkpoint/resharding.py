@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import uuid
 from pathlib import Path
@@ -76,7 +75,7 @@ def _carry(reader: FolderReader, folder: Path) -> Piece:
 
 def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_parts: int) -> Piece:
     parts = {
-        name: _part_of(entry, idx, num_parts)
+        name: Part.share(entry.shape, idx, num_parts)
         for name, entry in reader.manifest.entries.items()
         if name.partition("/")[0] == kind
     }
@@ -92,13 +91,6 @@ def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_par
         block = Block(file, place.offset, part)
         piece.entries[name] = StoredEntry(entry.dtype, entry.shape, [block])
     return piece
-
-
-def _part_of(entry: StoredEntry, idx: int, num_parts: int) -> Part:
-    numel = math.prod(entry.shape)
-    step = -(-numel // num_parts)
-    begin = min(numel, idx * step)
-    return Part.flat(entry.shape, begin, min(numel, begin + step) - begin)
 
 
 def _deferred(reader: FolderReader, name: str, part: Part, is_whole: bool) -> Deferred:

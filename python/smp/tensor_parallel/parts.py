@@ -43,6 +43,14 @@ class Part:
         return cls(-1, 0, extent, extent, begin, numel)
 
     @classmethod
+    def share(cls, shape: Iterable[int], idx: int, num_parts: int) -> Part:
+        """One of equal parts of the flattened tensor; at its end they are smaller, or empty."""
+        numel = math.prod(sizes := tuple(shape))
+        step = -(-numel // num_parts)
+        begin = min(numel, idx * step)
+        return cls.flat(sizes, begin, min(step, numel - begin))
+
+    @classmethod
     def of_slice(
         cls, shape: Sequence[int], slice_: ShardInterval | None, begin: int, numel: int
     ) -> Part:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from smp.checkpoint.folder import partial_checkpoints
+from smp.tensor_parallel.cutting import join
+from smp.tensor_parallel.parts import Part
 
 
 def get_full_state_dict_from_sharded_data_parallel_checkpoint(
@@ -152,7 +154,9 @@ def _join_group(
                 f"{where}: '{name}' of shape {tuple(shape)} ends at element {end} of a shard, "
                 f"which has {available}"
             )
-        whole = torch.cat([shard[begin:end] for shard in shards])[: shape.numel()].view(shape)
+        parts = [Part.share(shape, idx, len(shards)) for idx in range(len(shards))]
+        held = [shard[begin : begin + p.flat_numel] for shard, p in zip(shards, parts, strict=True)]
+        whole = join(list(zip(held, parts, strict=True)), shape)
         joined[name] = whole if dtype is None else whole.to(dtype)
         begin = end
     return joined
