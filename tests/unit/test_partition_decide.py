@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp.partition.contexts import partition, set_partition
-from smp.partition.decide import Decision, agree, decide, first_difference, kept_microbatches
+from smp.partition.decide import agree, decide, first_difference, kept_microbatches
+from smp.partition.decision import Decision
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 

@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 from smp.partition.contexts import set_partition
-from smp.partition.decide import Decision, decide
+from smp.partition.decide import decide
+from smp.partition.decision import Decision
 from smp.partition.explain import Explanation, explain
 from smp.partition.tree import ModuleIndex, build_tree
 

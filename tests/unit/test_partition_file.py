@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp.partition import partition_file
-from smp.partition.decide import Decision, decide
+from smp.partition.decide import decide
+from smp.partition.decision import Decision
 from smp.partition.tree import build_tree
 
 

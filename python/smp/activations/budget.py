@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp import _C
+import smp._C as _C
 from smp.activations.recompute import is_recomputing, recompute
 from smp.modules.flat import tensors_in
 from smp.modules.forwards import Forward

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp import _C, activations
+import smp._C as _C
+from smp import activations
 from smp.activations.placement import is_together
 from smp.activations.strategies import parse_strategy
 from smp.modules.tracing import is_tracing

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules.forwards import Around, is_wrapped
-from smp.partition.decide import Decision
+from smp.partition.decision import Decision
 from smp.world.log import first_rank_log
 
 

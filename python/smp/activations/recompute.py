@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from smp import _C
+import smp._C as _C
 from smp.modules import autocast, collected
 from smp.modules.flat import Flat, contents_of, is_cache, is_changed, tensors_in
 from smp.modules.given import Given, copies

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.activations.recompute import recompute
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint.aliases import View, find_views
 from smp.checkpoint.manifest import ITEM_BYTES, FileRecord
 from smp.checkpoint.zip_stream import ZipStream

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import file_generation, rank_files
 from smp.world import comm, roll_call, runtime
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint.entries import (
     MASTER,
     MODEL,

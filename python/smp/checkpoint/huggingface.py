@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import file_system, safetensors_stream
 from smp.checkpoint import folder as folders
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp import _C
+import smp._C as _C
 
 _log = logging.getLogger("smp")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp import _C
+import smp._C as _C
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import FLAT_MARK, LAYOUT_MARK, PARTIAL_MARK
 from smp.world.rank import Rank

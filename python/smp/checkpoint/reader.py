@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.manifest import Block, Manifest, ManifestError, StoredEntry
 from smp.tensor_parallel.parts import Part

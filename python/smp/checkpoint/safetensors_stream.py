@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import file_system
 from smp.checkpoint.archive import Deferred, WriteOptions
 from smp.checkpoint.manifest import FileRecord

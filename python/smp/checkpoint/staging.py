@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 
 #: Smaller tensors are copied at once: what takes time is the number of bytes.
 _LATER_BYTES = 64 << 10

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import file_system, numpy_values
 
 _log = logging.getLogger("smp")

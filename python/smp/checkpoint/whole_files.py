@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.checkpoint import huggingface
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state, names_of_tied, storage_of

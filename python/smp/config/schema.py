@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from smp import _C
+import smp._C as _C
 
 PIPELINES = tuple(_C.policy_names())
 PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))

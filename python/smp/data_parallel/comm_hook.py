@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.world.rank import Rank
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.data_parallel.comm_hook import CommHook, hooked
 from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
 from smp.world.rank import Rank

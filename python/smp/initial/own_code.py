@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.initial.creation_values import INITIALISER, RESETS, takes_a_module
 from smp.initial.later_writes import Write, writes_of
 from smp.initial.named_seeds import SeededByName, Seeds

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from smp import _C, checkpoint
+import smp._C as _C
+from smp import checkpoint
 from smp.model import DistributedModel
 from smp.optim import grad_norm
 from smp.optim.distributed_optimizer import DistributedOptimizer

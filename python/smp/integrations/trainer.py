@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from smp import _C, checkpoint
+import smp._C as _C
+from smp import checkpoint
 from smp.integrations import adapters
 from smp.integrations.accelerator import (
     DYNAMIC_LOSS_ARGS,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from smp import _C
+import smp._C as _C
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.world.device_numbers import moved
 

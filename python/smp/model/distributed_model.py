@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, data_parallel
+import smp._C as _C
+from smp import data_parallel
 from smp.initial.initialise import initialise_again
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
@@ -26,7 +27,7 @@ from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
 from smp.observe import nonfinite
 from smp.partition.costs import Trace
-from smp.partition.decide import Decision
+from smp.partition.decision import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.precision.holdings import master_of, updates_some
 from smp.replacement import replace_marked

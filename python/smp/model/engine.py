@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from smp import _C, activations, data_parallel
+import smp._C as _C
+from smp import activations, data_parallel
 from smp.activations import HonouredModules
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from smp import _C, data_parallel
+import smp._C as _C
+from smp import data_parallel
 from smp.precision.holdings import master_of
 from smp.storage.choose import lockstep_of
 from smp.storage.protocol import Storage

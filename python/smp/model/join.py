@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, data_parallel
+import smp._C as _C
+from smp import data_parallel
 from smp.model.engine import Engine
 from smp.precision.holdings import master_of, reload_masters
 from smp.storage.choose import lockstep_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C
+import smp._C as _C
 from smp.precision import LossScaler
 from smp.world import runtime
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.model.backward_roots import is_one, listed, run_backward, weighted
 from smp.model.engine import Engine
 from smp.model.pipeline_place import PipelinePlace

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
-from smp import _C, activations
+import smp._C as _C
+from smp import activations
 from smp.activations import HonouredModules
 from smp.partition.costs import Trace
-from smp.partition.decide import Decision
+from smp.partition.decision import Decision
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule

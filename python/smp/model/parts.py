@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.initial.initialise import initialise_delayed
 from smp.modules.materialize import make_placeholder, make_real
 from smp.storage.protocol import Storage

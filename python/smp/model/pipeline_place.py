@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from smp.partition.decide import Decision
+from smp.partition.decision import Decision
 from smp.pipeline import RemoteModules
 from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.pipeline.opening import check_order, open_pipeline

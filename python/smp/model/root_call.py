@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp import _C
+import smp._C as _C
 from smp.modules.given import Change, Given
 from smp.precision import cast_inputs, cast_outputs
 

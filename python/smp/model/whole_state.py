@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from smp import _C
+import smp._C as _C
 from smp.model.parts import ModelParts, is_extra_state, set_extra_states
 from smp.modules.materialize import make_real
 from smp.replacement import refuse_pieces, to_ours

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp import _C
+import smp._C as _C
 
 #: Values without tensors in them, and what has a state but is never a value.
 _CLOSED = (

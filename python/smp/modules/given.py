@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules.flat import is_cache
 
 

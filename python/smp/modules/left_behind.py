@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules.flat import tensors_in
 from smp.modules.given import Given, contents_of, exchange, exchanged, fill, is_number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smp import _C
+import smp._C as _C
 
 
 class _Tracing:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.nn.layout import Layout
 from smp.tensor_parallel import reading
 

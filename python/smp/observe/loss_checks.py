@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.observe import nonfinite
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import runtime

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from smp import _C
+import smp._C as _C
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.modules.tracing import is_tracing
 from smp.world import comm, runtime

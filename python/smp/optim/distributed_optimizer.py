@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C, precision
+import smp._C as _C
+from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.optim import grad_norm
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies

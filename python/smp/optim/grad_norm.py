@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.precision.gradients import gradients_of, scale, sum_of_squares
 from smp.precision.holdings import holding_with_master, master_of, model_parameter_of
 from smp.tensor_parallel.sharding import interval_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.optim.masters import MasterViews
 from smp.precision import (
     DynamicLossScaler,

@@ -1,7 +1,8 @@
 """Which pipeline rank owns which module: by hand, or by balancing the module tree."""
 
 from smp.partition.contexts import partition, set_partition
-from smp.partition.decide import Decision, agree, decide
+from smp.partition.decide import agree, decide
+from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex, build_tree
 
 __all__ = [

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.config.schema import config_error
 from smp.modules.creation import CreationMarks
 from smp.world import runtime

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.partition import partition_file
 from smp.partition.contexts import check_index, mark_of
+from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex, build_tree, smallest_below
-from smp.tensor_parallel.sharding import whole_shape
 from smp.world import comm
 from smp.world.log import first_rank_log
 
@@ -35,134 +32,6 @@ class PartitionConfig(Protocol):
     def microbatches(self) -> int: ...
     @property
     def active_microbatches(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Owner of every module. Equal on all ranks, see `agree`.
-
-    Attributes:
-        index: modules, names and ties; entries of the other sequences belong to its nodes.
-        num_partitions: number of pipeline ranks.
-        partition_idxs: partition per module.
-        load_bytes: parameter bytes per partition.
-        text: lines for the log, beginning with ``Partition assignments:``.
-        hash: 64 bits of names, partitions and chunks.
-        num_chunks: stages per rank.
-        chunk_idxs: chunk per module; empty if there is one chunk only.
-        options: by which it was decided and is explained; None on ranks that only follow.
-        decided_by: "auto", "marks" or "file".
-    """
-
-    index: ModuleIndex
-    num_partitions: int
-    partition_idxs: tuple[int, ...]
-    load_bytes: tuple[int, ...]
-    text: str
-    hash: int
-    num_chunks: int = 1
-    chunk_idxs: tuple[int, ...] = ()
-    options: _C.PartitionOptions | None = None
-    decided_by: str = "auto"
-
-    @classmethod
-    def of(
-        cls,
-        index: ModuleIndex,
-        assignment: _C.Assignment,
-        options: _C.PartitionOptions | None = None,
-        decided_by: str = "auto",
-    ) -> Decision:
-        """What the partitioner has returned, with the modules it is about."""
-        return cls(
-            index=index,
-            num_partitions=assignment.num_partitions,
-            partition_idxs=tuple(assignment.partition_idxs),
-            load_bytes=tuple(assignment.load_bytes),
-            text=assignment.to_text(index.tree),
-            hash=assignment.hash,
-            num_chunks=assignment.num_chunks,
-            chunk_idxs=tuple(assignment.chunk_idxs) if assignment.num_chunks > 1 else (),
-            options=options,
-            decided_by=decided_by,
-        )
-
-    @cached_property
-    def assignment(self) -> _C.Assignment:
-        """The same for the partitioner."""
-        return _C.make_assignment(
-            self.index.tree,
-            self.num_partitions,
-            self.partition_idxs,
-            self.num_chunks,
-            self.chunk_idxs,
-        )
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Distinct modules, parents first; the root is at 0."""
-        return self.index.modules
-
-    @cached_property
-    def names(self) -> list[str]:
-        """First qualified name of each module; "" is the root."""
-        return [names[0] for names in self.index.names]
-
-    @cached_property
-    def partition_of(self) -> dict[nn.Module, int]:
-        """Partition by module."""
-        return dict(zip(self.index.modules, self.partition_idxs, strict=True))
-
-    @cached_property
-    def partition_of_name(self) -> dict[str, int]:
-        """Partition by qualified name; all names of a module are there."""
-        return {
-            name: partition_idx
-            for names, partition_idx in zip(self.index.names, self.partition_idxs, strict=True)
-            for name in names
-        }
-
-    @cached_property
-    def lines(self) -> list[str]:
-        """All that ranks must agree on: modules with their partition, parameters with shapes."""
-        lines = [f"{name or '(root)'} on {p}" for name, p in self.partition_of_name.items()]
-        if self.num_chunks > 1:
-            chunks = zip(self.names, self.chunk_idxs, strict=True)
-            lines += [f"{name or '(root)'} in chunk {chunk}" for name, chunk in chunks]
-        for name, parameter in self.modules[0].named_parameters():
-            lines.append(f"{name} {tuple(whole_shape(parameter))} {parameter.dtype}")
-        return lines
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Hash of `lines`."""
-        return hashlib.sha256("\n".join(self.lines).encode()).digest()
-
-    @cached_property
-    def later_stages(self) -> list[int]:
-        """Modules with state of partition 0 that are not in its first chunk."""
-        return [
-            idx
-            for idx, (partition_idx, chunk) in enumerate(
-                zip(self.partition_idxs, self.chunk_idxs, strict=False)
-            )
-            if partition_idx == 0 and chunk > 0 and not self.index.is_stateless[idx]
-        ]
-
-    def depth_of(self, partition_idx: int) -> int:
-        """How many partitions the data pass before this one: modules are met in their order."""
-        met = list(dict.fromkeys(idx for idx in (0, *self.owner_partitions) if idx is not None))
-        return met.index(partition_idx) if partition_idx in met else len(met)
-
-    @cached_property
-    def owner_partitions(self) -> list[int | None]:
-        """Partition that must run each module; None without state: it runs where it is called."""
-        return [
-            None if stateless else partition_idx
-            for stateless, partition_idx in zip(
-                self.index.is_stateless, self.partition_idxs, strict=True
-            )
-        ]
 
 
 def partition_options(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp import _C
-from smp.partition.decide import Decision
+import smp._C as _C
+from smp.partition.decision import Decision
 
 
 @dataclass(frozen=True)

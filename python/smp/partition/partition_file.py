@@ -22,13 +22,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from smp import _C
+import smp._C as _C
+from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex
-
-if TYPE_CHECKING:
-    from smp.partition.decide import Decision
 
 _HEADER = "smp partition v1"
 _RANGE = re.compile(r"\[(\d+)-(\d+)\]")

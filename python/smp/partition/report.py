@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp import _C
+import smp._C as _C
 from smp.partition import partition_file
 from smp.partition.explain import Explanation, explain
 from smp.world import comm, runtime
 
 if TYPE_CHECKING:
-    from smp.partition.decide import Decision
+    from smp.partition.decision import Decision
     from smp.world.wrapped import Wrapped, WrappedModel
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
-from smp.partition.decide import Decision, PartitionConfig, agree, decide, partition_options, solve
+from smp.partition.decide import PartitionConfig, agree, decide, partition_options, solve
+from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex, build_tree
 from smp.world import comm
 from smp.world.rank import Rank

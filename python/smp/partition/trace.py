@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from smp import _C
+import smp._C as _C
 from smp.modules.module_writes import ModuleWrites
 from smp.modules.tracing import tracing
 from smp.partition import trace_flops

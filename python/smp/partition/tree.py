@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from smp import _C
+import smp._C as _C
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.tensor_parallel import regions, sharding

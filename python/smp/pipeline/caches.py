@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp import _C
+import smp._C as _C
 
 # Stands for whatever place a module is told in its call.
 ALL_PLACES = -1

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules import collected
 from smp.modules.module_writes import Key, ModuleWrites
 from smp.pipeline import collectors, module_state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp import _C
+import smp._C as _C
 from smp.modules.given import Kept, Own
 from smp.pipeline.remote_tensor import RemoteTensor
 

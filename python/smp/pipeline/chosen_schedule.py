@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp import _C
+import smp._C as _C
 from smp.config.schema import Config, config_error
 from smp.pipeline import schedules as schedule
 from smp.world import comm

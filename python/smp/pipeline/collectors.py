@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules import collected
 
 _log = logging.getLogger("smp")

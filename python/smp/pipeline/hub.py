@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.pipeline.remote_modules import RemoteModules
 from smp.pipeline.remote_tensor import RemoteTensor
 

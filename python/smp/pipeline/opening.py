@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from smp import _C
+import smp._C as _C
 from smp.config.schema import Config
-from smp.partition.decide import Decision
+from smp.partition.decision import Decision
 from smp.pipeline import PipelineHub
 from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.world.attached import Pipeline

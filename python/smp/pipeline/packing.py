@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smp import _C
+import smp._C as _C
 from smp.modules.flat import is_cache
 from smp.pipeline import caches, functions
 from smp.pipeline.remote_tensor import RemoteTensor, localize

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.activations.requests import Request, fulfil, take_request
 from smp.modules import autocast
 from smp.modules.forwards import Around, Forward, wrap_forward

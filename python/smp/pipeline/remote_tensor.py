@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.pipeline import functions
 
 if TYPE_CHECKING:

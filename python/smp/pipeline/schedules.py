@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from smp import _C
+import smp._C as _C
 
 POLICIES = tuple(_C.policy_names())
 """Names of the policies; the same code decides in the server and in the simulator."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.precision.holdings import parameters_of
 from smp.precision.loss_scaler import LossScaler
 from smp.world import comm, device_numbers

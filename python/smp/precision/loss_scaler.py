@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 
 #: Keys of ``dynamic_loss_args``.
 DYNAMIC_ARGUMENTS = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp import nn as smp_nn
 from smp.initial.delay import delay_param_initialization
 from smp.modules.creation import CreationMarks

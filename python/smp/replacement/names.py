@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.nn import DistributedModule
 from smp.tensor_parallel import sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK

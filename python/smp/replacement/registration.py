@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.nn import DistributedEmbedding, DistributedLinear, DistributedModule
 from smp.tensor_parallel.registry import Arguments, Declined, HookAdapter, Registration, register
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.initial.delay import on_meta
 from smp.nn import huggingface
 from smp.nn.gradient_checkpointing import take_over_checkpointing

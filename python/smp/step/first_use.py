@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.model import DistributedModel, engine_of
 from smp.partition.capture import Capture, Captured
 from smp.partition.costs import Trace

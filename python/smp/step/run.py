@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from smp import _C, data_parallel
+import smp._C as _C
+from smp import data_parallel
 from smp.model.engine import Engine
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime

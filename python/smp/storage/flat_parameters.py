@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.modules.materialize import cast

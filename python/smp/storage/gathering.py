@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules.flat import tensors_in
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.storage.units import UnitPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smp import _C
+import smp._C as _C
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 

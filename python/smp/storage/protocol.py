@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.precision.holdings import Holding
 from smp.tensor_parallel.parts import Part
 from smp.tensor_parallel.sharding import interval_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
 from smp.storage import gathering

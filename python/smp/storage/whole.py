@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.data_parallel import broadcast_from_first
 from smp.precision.holdings import Holding, load_value
 from smp.precision.shown_gradients import show_gradients

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.tensor_parallel.cutting import join
 from smp.tensor_parallel.parts import Part
 from smp.tensor_parallel.sharding import interval_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from smp import _C
+import smp._C as _C
 from smp.modules.tracing import is_recorded
 from smp.tensor_parallel import regions
 from smp.world import runtime

@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from smp import _C
+import smp._C as _C
 from smp.world import runtime
 
 Sizes = Sequence[int] | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.tensor_parallel import regions
 
 

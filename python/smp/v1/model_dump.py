@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.model import DistributedModel
 from smp.world import comm, runtime
 

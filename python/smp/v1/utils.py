@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.precision.holdings import model_parameter_of
 from smp.tensor_parallel.sharding import interval_of
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 
 
 class Pipeline(Protocol):

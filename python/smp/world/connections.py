@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from smp import _C
+import smp._C as _C
 from smp.world import process_hooks
 from smp.world.groups import make_world
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from smp import _C
+import smp._C as _C
 from smp.world.rank import Rank
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp import _C
+import smp._C as _C
 from smp.config.sources import ReadConfig
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")

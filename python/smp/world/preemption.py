@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from smp import _C
+import smp._C as _C
 from smp.world import runtime
 from smp.world.log import first_rank_log
 from smp.world.rank import Rank

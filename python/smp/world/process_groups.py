@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smp import _C
+import smp._C as _C
 from smp.world.groups import all_groups, own_groups
 from smp.world.rank import Rank
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from smp import _C
+import smp._C as _C
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 _MAX_TRACEBACK_LINES = 30

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from smp import _C
+import smp._C as _C
 from smp.config.sources import ReadConfig
 from smp.world import process_hooks
 from smp.world.connections import Connections

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smp import _C
+import smp._C as _C
 from smp.world import host_objects
 from smp.world.rank import Rank
 

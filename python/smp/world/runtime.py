@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp import _C
+import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import process_hooks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from smp import _C
+import smp._C as _C
 
 _T = TypeVar("_T")
 

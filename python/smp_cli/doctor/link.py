@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import _C
+import smp._C as _C
 from smp.world import runtime
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20

@@ -22,7 +22,8 @@ from transformers import GPTJConfig, GPTJForCausalLM
 import smp
 from smp import _C, data_parallel
 from smp.initial.initialise import initialise_delayed
-from smp.partition.decide import Decision, decide
+from smp.partition.decide import decide
+from smp.partition.decision import Decision
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 from smp.world import runtime

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp import _C
+import smp._C as _C
 from smp.nn import layout as layouts
 from smp.nn.huggingface.family import Family, Kind
 from smp.nn.huggingface.outputs import keep_logits, lazy_output

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from smp import _C, data_parallel
+import smp._C as _C
+from smp import data_parallel
 from smp.observe.first_step import verdict as judging
 from smp.observe.first_step.memory_needed import reason_not_to_fit
 from smp.observe.first_step.records import Records, is_compiled, watch_modules

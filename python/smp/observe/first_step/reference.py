@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp import _C
+import smp._C as _C
 from smp.modules import autocast
 from smp.modules.forwards import uncover
 from smp.modules.tracing import running_again

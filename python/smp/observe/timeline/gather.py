@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from smp import _C
+import smp._C as _C
 from smp.observe.timeline.events import RankRecording, to_events
 from smp.world import comm, runtime
 from smp.world.rendezvous import machine_id
