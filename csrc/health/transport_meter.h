@@ -5,6 +5,13 @@
 
 namespace smp::health {
 
+/// What a TCP connection has sent: bytes that the other end has acknowledged,
+/// and whether others wait.
+struct Sent {
+  uint64_t acknowledged = 0;
+  bool has_queue = false;
+};
+
 /// How many bytes the TCP connections of this process have got through to
 /// their other ends, as the system counts them: Gloo, MPI and NCCL have sockets
 /// of their own, and none of them tells how far it is. A connection counts
@@ -17,12 +24,7 @@ class TransportMeter {
   int64_t look();
 
  private:
-  struct Seen {
-    uint64_t acknowledged = 0;
-    bool has_queue = false;
-  };
-
-  std::map<uint64_t, Seen> seen_;  // by inode: descriptors are used again
+  std::map<uint64_t, Sent> seen_;  // by inode: descriptors are used again
   int64_t num_bytes_ = 0;
 };
 

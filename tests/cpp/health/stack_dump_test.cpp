@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <string>
 #include <thread>
 
@@ -14,21 +15,29 @@ namespace {
 
 int file = -1;
 
-// What faulthandler writes, in short.
-void write_own(int) {
-  const std::string text =
-      "Stack (most recent call first):\n  File \"user.py\", line 7 in loop\n";
-  (void)!::write(file, text.data(), text.size());
-}
+// What faulthandler writes, in short. Made before: a handler may not allocate.
+const std::string own_text =
+    "Stack (most recent call first):\n  File \"user.py\", line 7 in loop\n";
 
-void write_all(int) {
+std::string text_of_all() {
   std::string text;
   for (int i = 0; i < 100; ++i) {
     text += "Thread 0x1 (most recent call first):\n  <no Python frame>\n\n";
   }
-  text += "Thread 0x2 (most recent call first):\n  File \"other.py\"\n\n...\n";
-  (void)!::write(file, text.data(), text.size());
+  return text +
+         "Thread 0x2 (most recent call first):\n  File \"other.py\"\n\n...\n";
 }
+
+const std::string all_text = text_of_all();
+
+void write_text(const std::string& text) {
+  const int before = errno;
+  (void)!::write(file, text.data(), text.size());
+  errno = before;
+}
+
+void write_own(int) { write_text(own_text); }
+void write_all(int) { write_text(all_text); }
 
 TEST(StackDump, ScriptIsShownHoweverManyThreadsAreIdle) {
   file = ::memfd_create("stacks", MFD_CLOEXEC);
