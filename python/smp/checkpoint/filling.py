@@ -134,7 +134,7 @@ def _match(
         if source.shape(found) != shape:
             wrong.append(f"'{name}' is {list(source.shape(found))} there and {list(shape)} here")
     unexpected = sorted(source.names - used)
-    problems = wrong
+    problems = list(wrong)
     if strict and missing:
         problems.append(f"the checkpoint has nothing for {_few(missing)}")
     if strict and unexpected:
