@@ -81,11 +81,13 @@ State State::decode(const std::string& bytes) {
     id.num_bytes = header.num_bytes;
     id.goes_on_alone = header.goes_on_alone != 0;
     id.ranks.resize(header.num_ranks);
-    std::memcpy(id.ranks.data(), at, ranks_bytes);
+    if (ranks_bytes > 0) std::memcpy(id.ranks.data(), at, ranks_bytes);
     result.waits_for = std::move(id);
   }
   result.groups.resize(header.num_groups);
-  std::memcpy(result.groups.data(), at + ranks_bytes, groups_bytes);
+  if (groups_bytes > 0) {  // memcpy takes no null pointer, of an empty vector
+    std::memcpy(result.groups.data(), at + ranks_bytes, groups_bytes);
+  }
   return result;
 }
 
