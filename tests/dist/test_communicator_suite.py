@@ -56,6 +56,7 @@ def test_shared_memory_abort_ends_waits_and_the_process_can_leave(
         assert "aborted" in output
 
 
+@pytest.mark.alone
 def test_shared_memory_is_several_times_as_fast_as_gloo(pool: Pool, tmp_path: Path) -> None:
     times = []
     for kind in ("gloo", "shared"):
@@ -77,6 +78,7 @@ def test_gloo_abort_ends_waits_and_the_process_can_leave(
         assert "aborted" in output
 
 
+@pytest.mark.alone
 def test_gloo_round_trips_do_not_wait_for_any_polling(pool: Pool, tmp_path: Path) -> None:
     output = run_gloo(pool, "round_trip", 2, tmp_path)[0]
     match = re.search(r"round_trip_us=([\d.]+) all_reduce_4mb_us=([\d.]+)", output)

@@ -442,7 +442,10 @@ def test_the_switch_of_transformers_is_taken_over() -> None:
 
     smp.init({})
     torch.manual_seed(2)
-    plain = GPT2Model(GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=8))
+    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=8)
+    # The switch turns the cache off, which alone changes bits on some processors.
+    config.use_cache = False
+    plain = GPT2Model(config)
     model = smp.DistributedModel(plain.train())
     ids = torch.randint(20, (2, 8))
 
