@@ -75,7 +75,6 @@ DecisionTree::DecisionTree(const ModuleTree& tree)
       unit_of_(tree.num_nodes(), -1),
       owner_(tree.num_nodes()),
       below_(tree.num_nodes()),
-      children_(tree.num_nodes()),
       depth_(tree.num_nodes(), 0),
       in_layer_(tree.num_nodes(), false) {
   find_units();
@@ -84,7 +83,7 @@ DecisionTree::DecisionTree(const ModuleTree& tree)
     const bool decides = idx == 0 || unit_of_[idx] >= 0 || !below_[idx].empty();
     owner_[idx] = decides ? idx : owner_[tree.node(idx).parent_idx];
   }
-  find_children();
+  find_depths();
 }
 
 void DecisionTree::find_units() {
@@ -148,22 +147,20 @@ void DecisionTree::find_below() {
   }
 }
 
-void DecisionTree::find_children() {
-  std::vector<bool> decides(num_nodes(), false);
-  for (int id : free_units_) decides[units_[id].place_idx] = true;
+void DecisionTree::find_depths() {
+  std::vector<bool> has_choice(num_nodes(), false);  // in the subtree
+  for (int id : free_units_) has_choice[units_[id].place_idx] = true;
+  std::vector<int> num_choices(num_nodes(), 0);  // children that have one
   for (int idx = num_nodes() - 1; idx > 0; --idx) {
-    if (decides[idx]) decides[tree_.node(idx).parent_idx] = true;
-  }
-  for (int idx = 0; idx < num_nodes(); ++idx) {
-    for (int child : tree_.ordered_children(idx)) {
-      if (decides[child]) children_[idx].push_back(child);
-    }
+    if (!has_choice[idx]) continue;
+    has_choice[tree_.node(idx).parent_idx] = true;
+    ++num_choices[tree_.node(idx).parent_idx];
   }
   for (int idx = 1; idx < num_nodes(); ++idx) {
     const int parent_idx = tree_.node(idx).parent_idx;
     const bool is_list = tree_.node(idx).kind == NodeKind::kList;
     const bool is_layer = tree_.node(parent_idx).kind == NodeKind::kList &&
-                          children_[parent_idx].size() > 1;
+                          num_choices[parent_idx] > 1;
     in_layer_[idx] = in_layer_[parent_idx] || is_layer;
     depth_[idx] = depth_[parent_idx] + (!is_list || is_layer ? 1 : 0);
   }

@@ -53,8 +53,6 @@ class DecisionTree {
   /// the nearest node above that has.
   int owner(int idx) const { return owner_[idx]; }
 
-  /// Children in whose subtree a free unit is placed, in order of execution.
-  const std::vector<int>& children(int idx) const { return children_[idx]; }
   /// How many modules a cut through the own children of `idx` opens, without
   /// the root. Lists are not opened by a cut between their layers.
   int depth(int idx) const { return depth_[idx]; }
@@ -71,7 +69,7 @@ class DecisionTree {
  private:
   void find_units();
   void find_below();
-  void find_children();
+  void find_depths();
 
   const ModuleTree& tree_;
   std::vector<int> anchors_;  // first node of what stays together
@@ -82,7 +80,6 @@ class DecisionTree {
   std::vector<int> unit_of_;
   std::vector<int> owner_;
   std::vector<std::vector<int>> below_;
-  std::vector<std::vector<int>> children_;
   std::vector<int> depth_;
   std::vector<bool> in_layer_;
 };

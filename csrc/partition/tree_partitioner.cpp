@@ -7,8 +7,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/partition/decision_tree.h"
-#include "csrc/partition/refinement.h"
-#include "csrc/partition/tree_split.h"
+#include "csrc/partition/unit_split.h"
 
 namespace smp::partition {
 
@@ -31,7 +30,7 @@ void check_num_stages(const DecisionTree& decisions,
 std::optional<std::vector<int>> best_stages(const DecisionTree& decisions,
                                             const PartitionOptions& options) {
   const Objective objective(decisions, options);
-  const auto unit_stages = refine(objective, split_tree(objective));
+  const auto unit_stages = split_units(objective);
   if (!unit_stages) return std::nullopt;
   std::vector<int> stages = decisions.complete(*unit_stages);
   if (objective.evaluate(stages).excess_bytes > 0) return std::nullopt;
@@ -47,7 +46,7 @@ std::optional<std::vector<int>> best_stages(const DecisionTree& decisions,
   const Objective objective(decisions, options);
   std::vector<int> unit_stages(decisions.num_units(), 0);
   if (options.num_partitions > 1) {
-    const auto balanced = refine(objective, split_tree(objective));
+    const auto balanced = split_units(objective);
     SMP_ASSERT(balanced, "no partition although none is forbidden");
     unit_stages = *balanced;
   }

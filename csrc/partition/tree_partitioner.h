@@ -17,8 +17,8 @@ namespace smp::partition {
 /// is cut is on partition 0, as the root is.
 /// @throws ValueError if there are more stages than units, if no assignment
 ///     was found that keeps the memory limit, or an option is out of range
-/// Source: the tree algorithm described for automatic model splitting in
-/// arXiv:2111.05972, with a refinement of ours (refinement.h).
+/// Source: the tree of modules with costs, and the weight between memory and
+/// time, follow arXiv:2111.05972; the cut is ours (unit_split.h).
 Assignment solve(const ModuleTree& tree, const PartitionOptions& options);
 
 /// Per node the first node of the unit it belongs to; -1 for nodes that follow

@@ -1,4 +1,4 @@
-#include "csrc/partition/refinement.h"
+#include "csrc/partition/unit_split.h"
 
 #include <algorithm>
 #include <limits>
@@ -26,9 +26,9 @@ struct Candidate {
   bool opens = false;  // a layer whose own code needs data, see opens_
 };
 
-class Refiner {
+class UnitSplitter {
  public:
-  explicit Refiner(const Objective& objective)
+  explicit UnitSplitter(const Objective& objective)
       : objective_(objective),
         decisions_(objective.decisions()),
         num_stages_(objective.options().num_stages()),
@@ -37,8 +37,7 @@ class Refiner {
     find_depths();
   }
 
-  std::optional<std::vector<int>> run(const std::vector<int>& tree_split) {
-    if (auto cut = cut_of(tree_split)) consider(*cut, depth_of(*cut));
+  std::optional<std::vector<int>> run() {
     std::set<int> depths{depths_.begin() + 1, depths_.end() - 1};
     if (depths.empty()) depths.insert(0);  // one unit, and pinned ones
     std::vector<int> tried;
@@ -94,29 +93,6 @@ class Refiner {
   int place(int position) const {
     const int id = decisions_.free_units()[position];
     return decisions_.units()[id].place_idx;
-  }
-
-  int depth_of(const ChainCut& cut) const {
-    int depth = 0;
-    for (int position : cut.begin) depth = std::max(depth, depths_[position]);
-    return depth;
-  }
-
-  // Nothing if a stage has no unit, or if stages are not in order.
-  std::optional<ChainCut> cut_of(const std::vector<int>& unit_stages) const {
-    ChainCut cut;
-    for (int i = 0; i < num_free_; ++i) {
-      const int stage = unit_stages[decisions_.free_units()[i]];
-      const int next = static_cast<int>(cut.begin.size());
-      if (stage == next) {
-        cut.begin.push_back(i);
-      } else if (stage != next - 1) {
-        return std::nullopt;
-      }
-    }
-    cut.begin.push_back(num_free_);
-    const bool complete = static_cast<int>(cut.begin.size()) == num_stages_ + 1;
-    return complete ? std::optional(cut) : std::nullopt;
   }
 
   std::vector<int> positions_at(int depth, bool may_open) const {
@@ -319,9 +295,8 @@ class Refiner {
 
 }  // namespace
 
-std::optional<std::vector<int>> refine(const Objective& objective,
-                                       const std::vector<int>& unit_stages) {
-  return Refiner(objective).run(unit_stages);
+std::optional<std::vector<int>> split_units(const Objective& objective) {
+  return UnitSplitter(objective).run();
 }
 
 }  // namespace smp::partition

@@ -7,13 +7,12 @@
 
 namespace smp::partition {
 
-/// Improves a tree split, whose weak case is a heavy module beside a list of
-/// layers: there the cut is decided above the level where layers can be cut.
+/// Cuts the chain of units into stages.
 ///
-/// Candidates are the tree split and, for each depth of the tree, the best cut
-/// of the chain of units between modules of that depth; the boundaries of each
-/// are then moved as long as that helps. The shallowest candidate within
-/// `kTolerance` of the best is taken.
+/// Candidates are, for each depth of the tree, the best cut of the chain
+/// between modules of that depth; the boundaries of each are then moved as long
+/// as that helps. The shallowest candidate within `kTolerance` of the best is
+/// taken.
 ///
 /// A cut through a layer of a list (a transformer block), or through a module
 /// in it, whose own code reads data makes these data pass through the driver.
@@ -21,10 +20,8 @@ namespace smp::partition {
 /// leaves to the rank that has the data (`Value::source_values`) is not meant.
 /// If the tree has no values, every cut through a layer counts as such, and one
 /// layer must also be heavier than the mean load.
-/// @param unit_stages  the tree split, per unit
 /// @return stage per unit; nothing if the memory limit allows none
-std::optional<std::vector<int>> refine(const Objective& objective,
-                                       const std::vector<int>& unit_stages);
+std::optional<std::vector<int>> split_units(const Objective& objective);
 
 /// Less than the 2 % that are promised, since the cut is not exact for values
 /// which are read far away.
