@@ -1,4 +1,4 @@
-"""Who takes part in `pipeline`: smp, torch's 1F1B, and the model in one process."""
+"""What takes part in `pipeline`: smp, torch's 1F1B, and the model in one process."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ void bind_fault_board(py::module_& m) {
 
 void bind_liveness(py::module_& m) {
   py::class_<LivenessHub, std::shared_ptr<LivenessHub>>(
-      m, "LivenessHub", "Hosted by rank 0: tells all ranks who has died.")
+      m, "LivenessHub",
+      "Hosted by rank 0: tells all ranks which of them have died.")
       .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
            py::arg("loopback_only"), py::arg("token"),
            py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0)

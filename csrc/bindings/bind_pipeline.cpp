@@ -244,7 +244,8 @@ void bind_pipeline(py::module_& m) {
             server.steps().set_listeners(std::move(listeners));
           },
           release_gil(), py::arg("listeners"),
-          "Who hears of the end of each microbatch, before Python does.")
+          "Objects that hear of the end of each microbatch, before Python "
+          "does.")
       .def("set_microbatch_done",
            [](Server& server, py::function done) {
              server.steps().set_microbatch_done(

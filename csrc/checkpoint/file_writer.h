@@ -52,8 +52,8 @@ class FileWriter {
   void append_borrowed(std::span<const std::byte> bytes,
                        std::shared_ptr<const void> owner);
 
-  /// Room in the current buffer, at least one byte: for who makes bytes in
-  /// place. Throws as `append`.
+  /// Room in the current buffer, at least one byte: for code that makes bytes
+  /// in place. Throws as `append`.
   std::span<std::byte> room();
 
   /// The first `count` bytes of `room()` have been filled.

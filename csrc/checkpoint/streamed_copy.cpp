@@ -16,7 +16,7 @@ constexpr size_t kLineBytes = 64;
 #if defined(__SSE2__)
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPages = 4;
-// Less is better in a cache, for who reads it next.
+// Less is better in a cache, for the code that reads it next.
 constexpr size_t kStreamedBytes = 1 << 20;
 
 void stream_line(std::byte* to, const std::byte* from) {

@@ -76,7 +76,7 @@ class Communicator {
 
   virtual WorkPtr send(const at::Tensor& tensor, int dst, int tag) = 0;
   virtual WorkPtr recv(at::Tensor tensor, int src, int tag) = 0;
-  /// Receives from whoever sends first with this tag (see `source_rank`).
+  /// Receives from the rank that sends first with this tag (see `source_rank`).
   virtual WorkPtr recv_any(at::Tensor tensor, int tag) = 0;
 
   virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) = 0;

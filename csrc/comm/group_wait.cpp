@@ -16,8 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kGroupSlice(100);
 
-// One wait: who it is for, and what ends it early. Its words are put together
-// only when somebody reads them.
+// One wait: what is waited for, and what ends the wait early. The text is put
+// together only when it is read.
 class Watch {
  public:
   Watch(const Work& work, const Patience& patience, const Communicator& group,

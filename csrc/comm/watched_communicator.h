@@ -8,7 +8,7 @@
 
 namespace smp::comm {
 
-/// `inner`, whose collectives are numbered in the log of the board: whoever
+/// `inner`, whose collectives are numbered in the log of the board: code that
 /// looks for deadlocks can tell a collective that all ranks have entered from
 /// one that some rank will not enter. The works know their numbers.
 ///

@@ -23,7 +23,8 @@ class TakingHook final : public torch::autograd::FunctionPreHook {
     const auto sink = sink_.lock();
     if (!sink || !grads[0].defined()) return grads;
     // A gradient that is still on another rank: reading it may suspend this
-    // thread, which must not happen under the locks of those who add it up.
+    // thread, which must not happen under the locks of the code that adds it
+    // up.
     const bool is_away = grads[0].unsafeGetTensorImpl()->is_python_dispatch();
     (*sink)(param_idx_, is_away ? at::clone(grads[0]) : grads[0]);
     // AccumulateGrad returns at once when its gradient is undefined.

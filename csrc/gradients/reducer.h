@@ -86,7 +86,7 @@ class Reducer : public MicrobatchListener {
   /// it gradients of later microbatches wait in memory for the end. Where every
   /// microbatch is reduced it is not: collective over `dp`, in their order.
   void finish_microbatch(int mb);
-  /// The same from who runs the steps, and nothing if none is open here.
+  /// The same, called by the runner of steps; nothing if none is open here.
   void on_microbatch_end(int mb) override;
 
   /// Reduces what is left and sets `.grad`. Does nothing to gradients when no

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kShortestRoomPatience{1};
 
-// An operation that failed is finished, too; whoever needs its result is told.
+// An operation that failed is finished, too; code that needs its result is
+// told.
 bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
   try {
     work.wait(limit);

@@ -28,7 +28,7 @@ at::Tensor ShardReduction::take(int64_t numel) {
   return pool_.take(numel, options_);
 }
 
-// Who has set `.grad` to None in the meantime gets the memory back now.
+// If the user has set `.grad` to None in the meantime, the memory is free now.
 void ShardReduction::let_go() {
   if (!has_sum_) shard_.reset();
 }

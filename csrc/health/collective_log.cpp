@@ -99,7 +99,7 @@ bool State::has_entered(const CollectiveId& id) const {
   if (!id.goes_on_alone && (!waits_for || waits_for->group != id.group)) {
     return false;
   }
-  // Who is far ahead cannot be compared any more.
+  // A rank that is far ahead cannot be compared any more.
   return group->num_entered - id.sequence >=
              static_cast<int64_t>(kNumSignatures) ||
          group->signatures[static_cast<size_t>(id.sequence) % kNumSignatures] ==

@@ -37,7 +37,8 @@ std::optional<std::string> HangWatch::due_report(Clock::time_point now) {
     return std::nullopt;
   }
   // Ranks that wait may still find things to do, for instance tasks that a
-  // schedule has held back: what counts is who does not wait.
+  // schedule has held back: what counts are ranks that do not
+  // wait.
   Clock::time_point moved_at = Clock::time_point::min();
   Clock::time_point worked_at = Clock::time_point::min();
   bool somebody_waits = false;

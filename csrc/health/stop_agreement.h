@@ -13,7 +13,7 @@ namespace smp::health {
 
 /// One rank's part in finding a boundary at which all ranks can stop, after any
 /// of them was asked to. Ranks pass boundaries (calls of `arrive`) in one order
-/// but at different times, so whoever asks may be behind the others.
+/// but at different times, so the rank that asks may be behind the others.
 ///
 /// The hub freezes all ranks: each tells which boundary it has not passed yet,
 /// and waits there. The highest one is where they stop, and those that are not

@@ -31,7 +31,8 @@ class WaitRegistry {
 
   Snapshot snapshot() const;
 
-  /// What this process has entered; groups are numbered by whoever counts.
+  /// What this process has entered; groups are numbered by the code that
+  /// counts.
   CollectiveLog& collectives() { return collectives_; }
 
   /// Something else that moves while this process waits, for instance what a

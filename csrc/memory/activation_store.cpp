@@ -234,8 +234,8 @@ void ActivationStore::release(Kept& kept) {
   if (found != live_.end() && found->second == &kept) live_.erase(found);
   for (auto& item : kept.items_) {
     if (!item || item.use_count() > 1) continue;  // another one has it too
-    // The next copy into the slot, and whoever gets the memory on the device,
-    // must not be faster than a copy that nobody has waited for.
+    // The next copy into the slot, and the code that gets the memory on the
+    // device, must not be faster than a copy that nobody has waited for.
     if (item->back.defined() && !item->was_used) {
       to_host_.wait(item->returned);
       to_device_.let_caller_wait(item->returned);

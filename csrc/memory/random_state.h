@@ -9,7 +9,7 @@ namespace smp::memory {
 
 /// A copy of the default random generators of this process: the CPU's and, on
 /// an accelerator, the device's. Contexts that take turns on a rank each keep
-/// one, so that whose turn came first does not change anybody's numbers.
+/// one, so that the order of turns does not change the numbers of a context.
 class RandomState {
  public:
   /// Copies the state of the default generators of the CPU and of `device`.

@@ -73,7 +73,7 @@ void BackwardUses::join(int task, const BackwardUsePtr& use) {
     try {
       if (const auto self = weak.lock()) self->end(task);
     } catch (const std::exception&) {
-      // Whoever failed is heard already.
+      // The failure was reported already.
     }
   });
   autograd::call_after_backward([guard = std::move(guard), weak, task] {

@@ -67,7 +67,7 @@ ParameterScope::~ParameterScope() {
   try {
     uses_->store()->let_go(units_);
   } catch (const Error&) {
-    // Gathering ahead failed; whoever needs that is told.
+    // Gathering ahead failed; code that needs the unit is told.
   }
 }
 
@@ -122,7 +122,7 @@ void ParameterScope::expect_backward(
   for (const at::Tensor& result : results) {
     if (!result.requires_grad() || result.is_leaf()) continue;
     begin_before(*result.grad_fn(), use);
-    // Whoever changes a view in place cuts its own node out of the graph.
+    // Code that changes a view in place cuts its own node out of the graph.
     if (result.is_view() && is_from_here(result._base())) {
       begin_before(*result._base().grad_fn(), use);
     }

@@ -21,7 +21,7 @@ Cost minus(const Cost& a, const Cost& b) {
 // Where in the chain a value is made and read; -1 is stage 0.
 struct ChainCosts::ValueSpan {
   double crossing_bytes = 0;  // per rank that reads it, with its gradient
-  double kept_bytes = 0;      // by who receives it
+  double kept_bytes = 0;      // by the rank that receives it
   int made = -1;
   std::vector<int> readers;  // items, in the end ascending
   bool driver_reads = false;

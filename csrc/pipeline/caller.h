@@ -32,7 +32,7 @@ struct IssuedCall {
 
 /// What contexts of this rank ask of other ranks: requests, the answers to
 /// them, and what is expected of a call that was seen before. Belongs to
-/// whoever holds the baton, but for `take` and `clear`.
+/// the thread that holds the baton, but for `take` and `clear`.
 class Caller {
  public:
   /// @param runs_ahead  whether a call that was seen before returns at once.

@@ -34,7 +34,7 @@ struct Context {
 
   State state = State::kNotStarted;
   int64_t arrival = 0;
-  const char* waits_for = "";  ///< while suspended: for tables of who waits
+  const char* waits_for = "";  ///< while suspended: for tables of waits
   int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
   int64_t waits_since_ns = 0;  ///< see Timeline; 0 while nothing is recorded
   std::condition_variable resumed;
@@ -58,9 +58,9 @@ struct Slot {
   Context* waiter = nullptr;
 };
 
-/// For tables of who waits.
+/// A row in tables of waiting contexts.
 std::string to_string(const Context& context);
-/// What a context waited for that gets the baton now, and whom.
+/// What a context that gets the baton now has waited for, and for which rank.
 std::pair<const char*, int> reason_of(const Context& context);
 
 /// The context that the calling thread runs, or null.

@@ -7,8 +7,9 @@
 namespace smp::pipeline {
 
 /// Random generators of this rank, which change hands with the baton, so that
-/// what a context draws does not depend on who ran between. Belongs to the
-/// scheduler's mutex: a cancelled context may end while another one is here.
+/// what a context draws does not depend on which contexts ran between. Belongs
+/// to the scheduler's mutex: a cancelled context may end while another one is
+/// here.
 class ContextGenerators {
  public:
   explicit ContextGenerators(c10::Device device) : device_(device) {}

@@ -62,7 +62,7 @@ std::string with_hops(const Route::Hops& hops, const std::string& structure);
 Route::Hops take_hops(std::string& bytes);
 
 /// One tensor of a step as the rank that named it sees it, wherever the data
-/// are. Its members belong to whoever holds the rank's baton.
+/// are. Its members belong to the thread that holds the rank's baton.
 struct RemoteRef {
   ~RemoteRef();
 

@@ -45,8 +45,8 @@ struct ResultMeta {
 };
 
 /// What a caller may expect of a call: results depend on the module, the
-/// arguments' structure, shapes and dtypes, and modes only. Belongs to whoever
-/// holds the baton.
+/// arguments' structure, shapes and dtypes, and modes only. Belongs to the
+/// thread that holds the baton.
 class ResultCache {
  public:
   struct Forward {

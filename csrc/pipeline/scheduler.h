@@ -22,8 +22,8 @@
 namespace smp::pipeline {
 
 /// Lets the contexts of a rank take turns: exactly one holds the baton and
-/// runs. There is no scheduling thread: whoever frees the baton, or makes a
-/// context ready while it is free, asks the policy and wakes the chosen one.
+/// runs. There is no scheduling thread: a thread that frees the baton, or makes
+/// a context ready while it is free, asks the policy and wakes the chosen one.
 class Scheduler {
  public:
   struct Stats {
@@ -35,7 +35,7 @@ class Scheduler {
   using ErrorSink =
       std::function<void(const Context&, const std::exception_ptr&)>;
 
-  /// @param timeline  records who has the baton and who waits; may be null
+  /// @param timeline  records turns and waits of contexts; may be null
   /// @param mailbox  waiting contexts receive its messages; may be null
   Scheduler(ContextThreads* threads, c10::Device device,
             Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr);

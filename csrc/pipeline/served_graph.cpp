@@ -19,7 +19,7 @@ const void* storage_of(const at::Tensor& tensor) {
 }
 
 // Gives the gradients of results to their graph, and keeps none of them while
-// it runs, as whoever calls the engine with gradients does.
+// it runs, as code that calls the engine with gradients does.
 class ResultGradsNode : public torch::autograd::Node {
  public:
   ResultGradsNode(torch::autograd::variable_list grads,

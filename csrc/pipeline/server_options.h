@@ -31,7 +31,8 @@ struct ServerOptions {
   /// while other work is there; then it does that. At least 20 times its
   /// longest turn.
   std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
-  /// Whoever made it may record the steps; null: the server makes its own.
+  /// The code that made the timeline may record the steps; null: the server
+  /// makes a timeline of its own.
   std::shared_ptr<Timeline> timeline;
 
   /// Whether peers of this rank run their tasks in one order.

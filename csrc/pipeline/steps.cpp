@@ -306,7 +306,8 @@ void Steps::wait_until(Lock& lock, const std::function<bool()>& is_over) {
                .describe = [this] { return describe_wait(); }});
 }
 
-// Without whom the wait cannot end. Others may have left: they are done.
+// Ranks without which the wait cannot end. Other ranks may have left: they are
+// done.
 std::vector<int> Steps::ranks_needed() const {
   std::vector<int> ranks = parts_.scheduler.awaited_ranks();
   if (!is_driver() && !end_seen_) {

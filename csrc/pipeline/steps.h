@@ -24,7 +24,7 @@ namespace smp::pipeline {
 
 /// Steps of this rank: opens and closes them together with the other ranks of
 /// the replica, runs their bodies, says when a microbatch has ended, and lets
-/// messages of the open step in to those whom they concern.
+/// messages of the open step in to the owners that they concern.
 class Steps {
  public:
   /// What has a part in every step.
@@ -45,7 +45,8 @@ class Steps {
         std::shared_ptr<mailbox::Mailbox> mailbox,
         std::shared_ptr<health::FaultBoard> faults);
 
-  /// Who hears of the end of microbatches, in this order and without delay.
+  /// Objects that hear of the end of microbatches, in this order and without
+  /// delay.
   void set_listeners(Listeners listeners);
   /// Called (from any thread) after them.
   void set_microbatch_done(std::function<void(int mb)> done);
@@ -73,7 +74,7 @@ class Steps {
   /// Something that `begin` or `run` may wait for has changed.
   void wake();
   bool is_open() const { return in_step_; }
-  /// No step begins any more; forgets who listens.
+  /// No step begins any more; forgets the listeners.
   void close();
 
  private:

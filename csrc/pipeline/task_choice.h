@@ -20,7 +20,7 @@ using schedule::Policy;
 using schedule::ReadyTask;
 using schedule::StepProgress;
 
-/// Who decides the order of tasks among the data-parallel peers of a rank.
+/// Which data-parallel peer of a rank decides the order of tasks.
 enum class OrderRole {
   kFree,      ///< every rank for itself
   kLeader,    ///< this rank decides and publishes

@@ -192,7 +192,7 @@ at::Tensor TensorDirectory::fetch_to_own(const RemoteRefPtr& ref) {
   if (ref->kept.defined()) return data.clone();
   // With several stages here a request of this rank to itself may want it too.
   if (ref->home_rank != messenger_.global_rank() && !calls_itself_) {
-    // The store's copy goes to the caller; who asks again gets a new one.
+    // The store's copy goes to the caller; code that asks again gets a new one.
     store_.release(ref->ref, ref->mb);
     std::erase(ref->copies, messenger_.global_rank());
     return data;

@@ -23,8 +23,8 @@ namespace smp::pipeline {
 /// Where the tensors of a step are: names of arguments and results, their data
 /// on this rank, and orders that bring data from rank to rank.
 ///
-/// Functions that get a context, and those that fetch, belong to whoever holds
-/// the baton; the others are thread-safe and wait for nothing.
+/// Functions that get a context, and those that fetch, belong to the thread
+/// that holds the baton; the others are thread-safe and wait for nothing.
 class TensorDirectory {
  public:
   /// Makes tensors without data that stand for tensors elsewhere.

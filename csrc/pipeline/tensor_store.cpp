@@ -53,7 +53,7 @@ void TensorStore::release(const mailbox::Ref& ref, int64_t mb) {
     entries_.erase(found);
     return;
   }
-  // Those who wait belong to their own microbatch, not to the messenger's.
+  // Code that waits belongs to its own microbatch, not to the messenger's.
   if (is_new) found->second.mb = mb;
   found->second.is_released = true;
 }

@@ -12,10 +12,11 @@
 
 namespace smp::pipeline {
 
-/// The data of refs on one rank, and who waits for data that are still to be
-/// made or to arrive. Thread-safe; callbacks run without its lock, in the
-/// order in which they were given, in the thread that brings the data. That
-/// thread keeps no reference behind: who gets the data last may free them.
+/// The data of refs on one rank, and the callbacks that wait for data which are
+/// still to be made or to arrive. Thread-safe; callbacks run without its lock,
+/// in the order in which they were given, in the thread that brings the data.
+/// That thread keeps no reference behind: the callback that gets the data last
+/// may free them.
 class TensorStore {
  public:
   using Callback = std::function<void(at::Tensor)>;
@@ -26,8 +27,8 @@ class TensorStore {
   void when_available(const mailbox::Ref& ref, int64_t mb, Callback callback);
   /// The data if they are here, else an undefined tensor.
   at::Tensor find(const mailbox::Ref& ref) const;
-  /// Nobody will ask for the ref again; those who wait are served first.
-  /// @param mb  until whose end an unknown ref is remembered as released
+  /// No code will ask for the ref again; callbacks that wait are served first.
+  /// @param mb  until this one ends an unknown ref is remembered as released
   void release(const mailbox::Ref& ref, int64_t mb);
   /// Forgets all refs of a microbatch that is over.
   void drop_microbatch(int64_t mb);

@@ -17,7 +17,7 @@ enum class Kind : int64_t {
   kOperation,        ///< caller → owner: arithmetic on tensors that are there
   kPush,             ///< anyone → home of a ref: send its data to a rank
   kRelease,          ///< to oneself: refs that no later message names
-  kData,             ///< home of refs → those who need them
+  kData,             ///< home of refs → ranks that need them
   kRequestsDone,     ///< owner → caller: all requests of a context are done
   kModelOutput,      ///< driver → others: what the root module returned
   kBackwardDone,     ///< driver → others: one model.backward is over

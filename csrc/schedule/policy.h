@@ -65,7 +65,7 @@ class Policy {
 
 using PolicyPtr = std::unique_ptr<Policy>;
 
-/// For users who name none.
+/// If the user names none.
 inline constexpr const char* kDefaultPolicy = "interleaved";
 
 /// Names of the policies there are, in alphabetical order.

@@ -47,7 +47,8 @@ class ExecutedOrder {
 
   /// Takes note of a task that begins or goes on.
   void add(const TaskKey& key);
-  /// The same for who knows the action. @param goes_on  after a suspension
+  /// The same for code that knows the action.
+  /// @param goes_on  after a suspension
   void add(const Action& action, bool goes_on);
   /// Takes note of an action that will not run: `begun` has it, the text not.
   void skip(const Action& action);

@@ -80,7 +80,7 @@ bool CollectiveMemory::spin() {
       pause();
     }
   } while (Clock::now() < end);
-  // Whoever is late may need this core.
+  // A rank that is late may need this core.
   std::this_thread::yield();
   return have_arrived();
 }

@@ -16,7 +16,7 @@ namespace smp::shm {
 /// on. So the seats change by two atomic writes, and nobody is woken for it.
 ///
 /// The sleeper calls `prepare`, then looks whether there is something to do,
-/// then `sleep` or `cancel`. Whoever makes something to do stores it with
+/// then `sleep` or `cancel`. A thread that makes something to do stores it with
 /// sequential consistency (or under a lock that the sleeper's look takes) and
 /// calls `ring`. So either the sleeper sees it, or the ringer sees the sleeper.
 class alignas(64) Doorbell {

@@ -36,8 +36,8 @@ struct Entry {
 
 using EntryPtr = std::shared_ptr<Entry>;
 
-// The operations of one rank, in order. Whoever waits moves them on; one thread
-// at a time, the driver, sleeps for the other ranks.
+// The operations of one rank, in order. A thread that waits moves them on; one
+// thread at a time, the driver, sleeps for the other ranks.
 class Queue {
  public:
   explicit Queue(std::unique_ptr<CollectiveMemory> memory)

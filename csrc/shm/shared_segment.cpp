@@ -71,7 +71,7 @@ int SharedSegment::make_file(const SegmentStamp& stamp, health::OwnedFd& fd,
   health::OwnedFd made(
       ::memfd_create("smp-rings", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!made) return errno;
-  // Nobody can make it smaller under the feet of those who map it.
+  // No process can make the segment smaller while others map it.
   if (::ftruncate(made.get(), size_of(stamp)) != 0 ||
       ::fcntl(made.get(), F_ADD_SEALS,
               F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {

@@ -34,7 +34,8 @@ struct LinearsCall {
 
 at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
-// Whose gradients are wanted; edges stand in the order of the arguments.
+// Arguments whose gradients are wanted; edges stand in the order of the
+// arguments.
 struct Needs {
   Needs(AutogradContext* context, const LinearsCall& call)
       : context(context), call(call) {}

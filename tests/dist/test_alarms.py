@@ -82,7 +82,7 @@ def test_stopped_rank_is_reported_in_time(pool: Pool, pp: int, victim: int) -> N
     seconds = wait_for(started, names(victim) + ".*HAS SAID NOTHING", others)
     print(f"stopped rank {victim} of {pp}: reported after {seconds:.1f} s")
     if victim == 0:
-        wait_for(started, "in train_step|in main", others)  # with the stack of who noticed
+        wait_for(started, "in train_step|in main", others)  # with the rank's stack
     end(pool, started)
     assert seconds < 3 * HANG_S + 3.0
 

@@ -1,4 +1,4 @@
-"""No rank is left waiting: whoever fails is named everywhere, soon.
+"""No rank is left waiting: a rank that fails is named everywhere, soon.
 
 Each test prints how long the survivors took to exit.
 """

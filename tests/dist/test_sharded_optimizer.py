@@ -161,7 +161,7 @@ def test_a_rank_keeps_its_share_of_gradients_and_state(pool: Pool, half: bool) -
             assert rank["masters"] <= most
 
 
-# ---- who waits for updates -------------------------------------------------------
+# ---- what waits for updates ------------------------------------------------------
 
 
 class ReadsItsChild(nn.Module):

@@ -95,7 +95,7 @@ def exchange_large(rank: int, num_mb: int) -> dict[str, int]:
 
 
 def shared_peers(rank: int, hosts: str) -> list[int]:
-    """Ranks whose memory this one maps, its own not counted, from who reaches it through memory."""
+    """Other ranks whose memory this one maps, by the ranks that reach it through memory."""
     os.environ["SMP_HOSTNAME"] = hosts[rank]
     smp.init({"ddp": True})
     current = runtime.current()

@@ -160,7 +160,7 @@ class Network:
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[Ended]:
-        """`start`, and the end of all; who lives longer than `timeout` seconds is killed."""
+        """`start`, and the end of all; what lives longer than `timeout` seconds is killed."""
         started = self.start(
             pool, script, argv, ranks_per_host=ranks_per_host, timeout=timeout, env=env
         )

@@ -1,4 +1,4 @@
-"""Who may include or import whom, and a checker of it.
+"""Which rooms may include or import which, and a checker of it.
 
 The tables are the architecture (see ARCHITECTURE.md); a new room or module gets a line here.
 """

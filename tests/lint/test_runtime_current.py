@@ -1,4 +1,4 @@
-"""Who asks for the runtime of the process: functions that users call, and nobody else."""
+"""What asks for the runtime of the process: functions that users call, and nothing else."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _DIVISIONS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tens
 
 
 class _Lift(TorchFunctionMode):
-    """Whoever asks for float32 gets float64, and so does who divides integers."""
+    """Code that asks for float32 gets float64, and so does a division of integers."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

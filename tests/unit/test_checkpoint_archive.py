@@ -1,4 +1,4 @@
-"""``.pt`` files of ours are those of ``torch.save`` to who reads them."""
+"""``.pt`` files of ours are those of ``torch.save`` to code that reads them."""
 
 from __future__ import annotations
 

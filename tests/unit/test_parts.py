@@ -1,4 +1,4 @@
-"""Parts of tensors: what is cut out comes together again, whoever holds which elements."""
+"""Parts of tensors: what is cut out comes together again, whichever rank holds which elements."""
 
 from __future__ import annotations
 

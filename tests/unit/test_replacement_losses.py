@@ -236,7 +236,7 @@ def test_modules_that_attributes_refer_to_stay(
 
 
 def test_a_replaced_module_cannot_be_called() -> None:
-    """Who kept it outside of the model would train nothing."""
+    """Code that kept it outside of the model would train nothing."""
     root = nn.Sequential(nn.Linear(4, 4))
     kept = root[0]
     smp.set_tensor_parallelism(root)

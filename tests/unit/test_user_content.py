@@ -33,7 +33,7 @@ def test_user_content_is_refused_by_class(tmp_path: Path, caplog: pytest.LogCapt
     path = tmp_path / "user_content.pt"
     with caplog.at_level(logging.WARNING, "smp"):
         user_content.write(path, {"x": Other(), "n": 1}, "1")
-    assert "test_user_content.Other" in caplog.text, "who saves is told, not only who resumes"
+    assert "test_user_content.Other" in caplog.text, "the save says so, not only the resume"
     assert "unsafe_user_content=True" in caplog.text
     with pytest.raises(ValueError, match=r"test_user_content\.Other"):
         user_content.read(path, unsafe=False)

@@ -76,7 +76,7 @@ def main() -> int:
     start = time.monotonic()
     results = run_chosen(options) if options.jobs == 1 else run_side_by_side(options.jobs)
     if options.part != _ALL:
-        return 0  # who has started this part says the rest
+        return 0  # the process that started this part says the rest
     if options.json and options.jobs > 1:
         options.json.write_text("".join(map(_as_json, results)))
     for name in options.mode or ["pp2"]:

@@ -32,7 +32,8 @@ def find_views(tensors: Sequence[torch.Tensor]) -> tuple[list[Run], list[View]]:
     """Runs in the order in which they are needed, and each tensor as part of one.
 
     Contiguous tensors that overlap in one storage are one run; tensors that merely lie side by
-    side are not, for else who loads one would hold both. Of others, each is a run of its own.
+    side are not, for else a process that loads one would hold both. Of others, each is a run of its
+    own.
     """
     by_storage: dict[tuple[torch.device, int, torch.dtype], list[int]] = {}
     run_of: dict[int, int] = {}  # index of the tensor whose number names the run

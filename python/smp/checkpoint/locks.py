@@ -51,7 +51,7 @@ class OwnerLock:
         os.pwrite(self._descriptor, socket.gethostname().encode(), 0)
 
     def proves_death(self) -> bool:
-        """Whether having this lock means that who signed it is dead.
+        """Whether having this lock means that the process that signed it is dead.
 
         Not where there are no locks, and not when another host signed.
         """

@@ -56,7 +56,7 @@ def save_checkpoint(
         blocking: False: take a copy of this rank's state in host memory and write it in the
             background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it. The
             optimizer's state is copied in the background, too, and an update by the optimizer waits
-            until that is done; who changes this state otherwise has to wait for the save. The
+            until that is done; code that changes this state otherwise has to wait for the save. The
             memory of the copy is kept for the next one, until `smp.shutdown`.
 
     Returns:

@@ -20,7 +20,7 @@ _CHAIN = "_smp_forwards"
 
 
 class Around(enum.IntEnum):
-    """Who may stand around a forward, from the inside to the outside."""
+    """What may stand around a forward, from the inside to the outside."""
 
     RECORD = -2
     """Notes what the module returns in the first training step."""
@@ -132,7 +132,7 @@ def is_wrapped(module: nn.Module, around: Around) -> bool:
 
 
 def uncover(module: nn.Module) -> None:
-    """Takes everything from around the forward of a module, for somebody who puts back its
+    """Takes everything from around the forward of a module, for code that puts back its
     ``__dict__`` afterwards."""
     chain = _chain_of(module)
     if chain is not None:

@@ -11,7 +11,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class ModuleWrites:
-    """What forwards of a model write to its modules, and who else uses that.
+    """What forwards of a model write to its modules, and which others use that.
 
     Attributes:
         own: attributes and buffers of which each microbatch needs a value of its own.

@@ -253,8 +253,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _take_given_scale(self) -> None:
         """Counts the scale that torch's GradScaler has left in the gradients as one of ours.
 
-        It leaves its scale and ``found_inf`` here, for optimizers that divide by themselves. Who
-        reads the gradients before them has to know it, and it must not count twice.
+        It leaves its scale and ``found_inf`` here, for optimizers that divide by themselves. Code
+        that reads the gradients before them has to know it, and it must not count twice.
         """
         given = vars(self).get("grad_scale")
         if given is not None and divides(self.optimizer):

@@ -189,7 +189,7 @@ class _Run:
         hooking: set[int],
         num_calls: Sequence[int],
     ) -> ModuleWrites:
-        """Runs the model again: what is written each time, and whose code uses it.
+        """Runs the model again: what is written each time, and the code of which module uses it.
 
         What only the first forward writes is made once and kept.
         """

@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> RawValue | None:
-        """Who made what is read here, and what is made here.
+        """Which modules made what is read here, and what is made here.
 
         Returns:
             The first value that is left to the rank that has the data.

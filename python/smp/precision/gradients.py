@@ -56,7 +56,7 @@ class ShownGradient:
 class ScaledGradients:
     """The gradients of one optimizer: their scale, and whether all of them are finite.
 
-    A training step leaves gradients that are ``divisor`` times too large. Whoever reads their
+    A training step leaves gradients that are ``divisor`` times too large. Code that reads their
     values calls :meth:`unscale` first; fused optimizers divide while they update instead. Whether a
     gradient is infinite or NaN all ranks of a replica find out together, when the step is over. All
     of that happens on the device; the host waits for it only where it reads ``overflow``.

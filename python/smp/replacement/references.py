@@ -1,4 +1,4 @@
-"""Who else in a model refers to a module or its parameters, and would go on using the original."""
+"""What else in a model refers to a module or its parameters and would go on using the original."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class _Replacement:
         self.used[type(module)] = registration
 
     def say_if_nothing_is_split(self, root: nn.Module) -> None:
-        """Warns the user of rank 0 who asked for tensor parallelism and gets none."""
+        """Warns on rank 0 if tensor parallelism was asked for and nothing is split."""
         marks = ((module, mark_of(module)) for module in root.modules())
         wanted = [module for module, mark in marks if mark is not None and mark.enabled]
         if self.used or not wanted:

@@ -29,8 +29,8 @@ class FlatParameters(WholeParameters):
     The buckets are those of the reducer, each cut into equal parts: rank r of the shard group gets
     the gradients of part r and updates these elements. After an update all parts are gathered,
     bucket by bucket in the order of the model, while other work goes on: a module waits for its
-    buckets when its forward begins, other code where it reads a parameter from a module. Only who
-    has kept a reference to a parameter over an update does not wait.
+    buckets when its forward begins, other code where it reads a parameter from a module. Only code
+    that has kept a reference to a parameter over an update does not wait.
 
     Args:
         rank: of this process.

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module. Whoever gets at one, by its name or by listing them, is reported
+    """The parameters of a module. Access to one, by its name or by listing them, is reported
     before: that is how a parent reads its child's, and a head the table of an embedding.
 
     Source: the idea is DeepSpeed's (ZeRO stage 3).
@@ -68,8 +68,8 @@ def watch_parameters(
         module: of the user.
         keys: number of a parameter, by its name in the module; others are not watched.
         read: gets that number; must not read parameters itself.
-        on_listing: whether it is called for all of them when they are listed, as those do who look
-            for the dtype or the device of a model.
+        on_listing: whether it is called for all of them when they are listed, as code does that
+            looks for the dtype or the device of a model.
 
     Returns:
         undoes it; may be called twice.

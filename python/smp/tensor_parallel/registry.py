@@ -179,7 +179,7 @@ def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Argumen
 def own_hooks_of(module: nn.Module) -> frozenset[int]:
     """Ids of the hooks in a module that its own ``__init__`` has put there, if that was recorded.
 
-    Its class has them, so who registered a distributed form has thought of them.
+    Its class has them, so the author of a distributed form has thought of them.
     """
     return _own_hooks.get(module, frozenset())
 

@@ -1,1 +1,1 @@
-"""The ranks: who started them, how they meet, talk and end; the runtime object of a process."""
+"""The ranks: what started them, how they meet, talk and end; the runtime object of a process."""

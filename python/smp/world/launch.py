@@ -1,4 +1,4 @@
-"""Who started this process: rank, size and host, read from the launcher's variables.
+"""What started this process: rank, size and host, read from the launcher's variables.
 
 Pure functions of an environment mapping; nothing is connected here. Understood
 are ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm and a

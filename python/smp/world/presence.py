@@ -33,7 +33,7 @@ class _Pulses:
         self._next_s = 0.0
 
     def beat(self) -> None:
-        """Says that this rank is there, and looks who else is, every few seconds."""
+        """Says that this rank is there, and looks which others are, every few seconds."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return

@@ -25,7 +25,7 @@ class Rank:
 
     Attributes:
         config: effective configuration; ``given`` are the keys that the user wrote.
-        launch: who started this process, its host and the hosts of all ranks.
+        launch: what started this process, its host and the hosts of all ranks.
         settings: values of the `SMP_*` variables.
         device: where the tensors of this rank live.
         global_rank, world_size, local_rank, local_size: as the names say.

@@ -25,7 +25,7 @@ namespace smp::pipeline {
 /// messages that arrive, which a peer reads one by one.
 class OwnerRank {
  public:
-  /// Who gets the messages of this rank; without one they wait for `receive`.
+  /// What gets the messages of this rank; without one they wait for `receive`.
   using Take = std::function<void(const Header&, mailbox::Message&&)>;
 
   OwnerRank(int rank, const comm::CommunicatorPtr& world);

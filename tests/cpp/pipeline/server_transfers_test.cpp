@@ -1,4 +1,4 @@
-// Where data go, what is not sent, and who does not wait.
+// Where data go, what is not sent, and which ranks do not wait.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
@@ -394,7 +394,7 @@ TEST(Transfers, a_result_that_outlives_its_microbatch_is_settled) {
 TEST(Transfers, a_result_of_another_microbatch_is_refused_as_an_argument) {
   std::atomic<int> num_followed{0};
   run_servers({.size = 2, .active_microbatches = 2}, [&](Rank& self) {
-    // So that whoever asks for its result has to wait.
+    // So that code that asks for its result has to wait.
     self.modules[1] = [&](std::vector<at::Tensor> inputs) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       return std::vector<at::Tensor>{compute(inputs[0], self.w)};

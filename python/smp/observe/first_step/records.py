@@ -46,7 +46,7 @@ class Records:
         self._wanted = wanted
         self._num_calls: dict[int, int] = {}
         self.sketches: dict[Call, list[Tensor | None]] = {}
-        #: who returned a tensor first; with the tensors, whose ids are the keys
+        #: the call that returned a tensor first; with the tensors, whose ids are the keys
         self._makers: dict[int, tuple[Call, int, Tensor]] = {}
         self.keeps_makers = False
 
