@@ -2,7 +2,9 @@
 
 ``python benchmarks/checkpoint_files.py --folder DISK`` starts processes that write their part of a
 state at the same time: with ``write`` and ``fsync`` of the same bytes (``plain``), with
-``archive.write`` and with ``torch.save``. They take turns; a repeat begins with an idle disk.
+``archive.write``, with ``torch.save``, with the latter without its checksums, and with the latter
+into the file writer of ``archive.write``, for the checksums of a manifest. They take turns; a
+repeat begins with an idle disk.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import environment
+from smp import _C
 from smp.checkpoint import archive
 
 _WRITE_BYTES = 32 << 20
@@ -66,10 +69,47 @@ def write_torch(path: Path, state: State) -> None:
         os.fsync(file.fileno())
 
 
+def write_torch_unchecked(path: Path, state: State) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_torch(path, state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+class _Sink:
+    """A file for ``torch.save`` that fills a file writer."""
+
+    def __init__(self, writer: _C.FileWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: bytes) -> int:
+        self._writer.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def write_torch_into_writer(path: Path, state: State) -> None:
+    options = archive.WriteOptions()
+    writer = _C.FileWriter(
+        str(path), options.buffer_bytes, options.num_buffers, options.chunk_bytes
+    )
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, _Sink(writer))  # type: ignore[arg-type]
+    finally:
+        torch.serialization.set_crc32_options(True)
+    writer.finish()
+
+
 CONTENDERS: dict[str, Callable[[Path, State], None]] = {
     "plain": write_plain,
     "archive": write_archive,
     "torch_save": write_torch,
+    "torch_unchecked": write_torch_unchecked,
+    "torch_into_writer": write_torch_into_writer,
 }
 
 
