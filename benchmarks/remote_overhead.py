@@ -28,7 +28,7 @@ from workers import Worker, place
 import smp
 from smp import _C
 from smp.observe.metrics import server_stats
-from smp.pipeline import link, packing
+from smp.pipeline import packing, remote_modules
 
 GATE_S = 0.25
 """Long enough for the caller to issue all calls of a chain."""
@@ -217,8 +217,8 @@ class Bench:
             (packing.Codec, "pack"),
             (packing.Codec, "pack_result"),
             (packing.Codec, "unpack"),
-            (link.RemoteModules, "_call"),
-            (link.RemoteModules, "_run"),
+            (remote_modules.RemoteModules, "_call"),
+            (remote_modules.RemoteModules, "_run"),
             (_C.Server, "remote_call"),
         ):
             with timed(owner, name, spent):

@@ -93,14 +93,15 @@ void set_handle_factory(Server& server, py::function factory) {
       [kept = keep(std::move(factory))](
           const std::vector<pipeline::TensorMeta>& metas) {
         py::gil_scoped_acquire gil;
-        py::list kinds;
+        std::vector<at::Tensor> handles;
+        handles.reserve(metas.size());
         for (const pipeline::TensorMeta& meta : metas) {
-          kinds.append(py::make_tuple(
-              py::tuple(py::cast(meta.sizes)),
-              py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
-                  torch::getTHPDtype(meta.dtype)))));
+          const auto dtype = py::reinterpret_borrow<py::object>(
+              reinterpret_cast<PyObject*>(torch::getTHPDtype(meta.dtype)));
+          handles.push_back((*kept)(py::tuple(py::cast(meta.sizes)), dtype)
+                                .cast<at::Tensor>());
         }
-        return (*kept)(std::move(kinds)).cast<std::vector<at::Tensor>>();
+        return handles;
       });
 }
 
@@ -289,7 +290,7 @@ void bind_pipeline(py::module_& m) {
           py::arg("num_calls"),
           "Counts calls that were made as a part of another one.")
       .def("set_handle_factory", &set_handle_factory,
-           "factory([(sizes, dtype), ...]) -> tensors without data")
+           "factory(sizes, dtype) -> tensor without data")
       .def("fetch", &fetch, py::arg("handle"), "The data, not to be changed.")
       .def(
           "materialize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ class PipelineHub:
         self._functions = RemoteModules(nn.Identity(), (), (), (), global_rank, device)
         self._functions.connect(server, 0)
         server.set_forward_handler(self._serve)
-        server.set_handle_factory(self._make_handles)
+        server.set_handle_factory(functools.partial(RemoteTensor.make, self._functions))
         server.set_microbatch_done(self._microbatch_done)
 
     def add(
@@ -76,9 +77,6 @@ class PipelineHub:
         """Ends the server's threads. May be called twice."""
         self.server.close()
         self._functions.disconnect()
-
-    def _make_handles(self, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        return [RemoteTensor.make(self._functions, sizes, dtype) for sizes, dtype in kinds]
 
     def _serve(
         self,

@@ -45,15 +45,16 @@ class RemoteTensor(Tensor):
     (autograd adding two gradients) reach ``__torch_dispatch__`` and work on data only.
     """
 
+    # Defaults of the class: a handle is made in every remote call, and seldom needs its own.
     _modules: Modules
     #: What this handle is here: the data, or another handle after an in-place operation.
-    _local: Tensor | None
+    _local: Tensor | None = None
     #: State of ``_local`` when it was what the other rank has made.
-    _mark: tuple[int, Any] | None
+    _mark: tuple[int, Any] | None = None
     #: A view is its base and how it is made from it.
-    _whole: RemoteTensor | None
-    _recipe: functions.Recipe
-    _shadow: Tensor | None
+    _whole: RemoteTensor | None = None
+    _recipe: functions.Recipe = ()
+    _shadow: Tensor | None = None
 
     @staticmethod
     def make(modules: Modules, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
@@ -62,11 +63,6 @@ class RemoteTensor(Tensor):
             RemoteTensor, sizes, dtype=dtype, device=modules.device
         )
         handle._modules = modules
-        handle._local = None
-        handle._mark = None
-        handle._whole = None
-        handle._recipe = ()
-        handle._shadow = None
         return handle
 
     def local(self) -> Tensor:
