@@ -27,13 +27,8 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
       kFusedAdamOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies});
   const c10::Device device = params[0].device();
   const Scalars scalars(kFusedAdamOp, device, lr, grad_scale, found_inf);
-  kernels::AdamOptions options;
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.weight_decay = weight_decay;
-  options.is_decoupled = decoupled;
-  options.has_bias_correction = bias_correction;
+  const kernels::AdamOptions options{beta1,        beta2,     eps,
+                                     weight_decay, decoupled, bias_correction};
   if (device.is_cuda()) {
     memory::run_on_cuda(kFusedAdamOp, device, [&](void* stream) {
       return kernels::cuda::adam(arrays.data(),

@@ -14,19 +14,6 @@ namespace {
 constexpr const char* kMoments = "smp::fused_lamb_moments_";
 constexpr const char* kApply = "smp::fused_lamb_apply_";
 
-kernels::AdamOptions options_of(double beta1, double beta2, double eps,
-                                double weight_decay, bool decoupled,
-                                bool bias_correction) {
-  kernels::AdamOptions options;
-  options.beta1 = beta1;
-  options.beta2 = beta2;
-  options.eps = eps;
-  options.weight_decay = weight_decay;
-  options.is_decoupled = decoupled;
-  options.has_bias_correction = bias_correction;
-  return options;
-}
-
 // Adds up the sums of chunks, in order, into [2, arrays].
 void add_up(const std::vector<Chunk>& chunks, const std::vector<double>& parts,
             int64_t num_arrays, double* sums) {
@@ -71,9 +58,9 @@ at::Tensor fused_lamb_moments_(at::TensorList params, at::TensorList grads,
   const auto num_arrays = static_cast<int64_t>(arrays.size());
   const c10::Device device = params[0].device();
   const Scalars scalars(kMoments, device, {}, grad_scale, found_inf);
-  auto options =
-      options_of(beta1, beta2, eps, weight_decay, decoupled, bias_correction);
-  options.has_grad_averaging = grad_averaging;
+  const kernels::AdamOptions options{beta1,         beta2,     eps,
+                                     weight_decay,  decoupled, bias_correction,
+                                     grad_averaging};
   const auto in_double = params[0].options().dtype(at::kDouble);
   const at::Tensor sums = at::empty({2, num_arrays}, in_double);
   if (device.is_cuda()) {
@@ -117,7 +104,7 @@ void fused_lamb_apply_(at::TensorList params, at::TensorList exp_avgs,
                     " of ", sums.scalar_type(), " on ", sums.device());
   const Scalars scalars(kApply, device, lr, {}, found_inf);
   const kernels::LambOptions options = {
-      options_of(beta1, beta2, eps, weight_decay, decoupled, bias_correction),
+      {beta1, beta2, eps, weight_decay, decoupled, bias_correction},
       always_has_ratio};
   if (device.is_cuda()) {
     memory::run_on_cuda(kApply, device, [&](void* stream) {

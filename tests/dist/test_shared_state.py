@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist import stack_training
 from tests.dist.pool import Pool
+from tests.dist.stack_training import (
+    MICROBATCHES,
+    STEPS,
+    assert_remote,
+    assert_trained_as_alone,
+)
 from tests.reference import shared_state
-
-STEPS, MICROBATCHES = 3, 4
 
 
 def train(
@@ -19,60 +24,31 @@ def train(
 ) -> dict[str, Any]:
     import smp
 
-    smp.init({"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES, **config})
     plain = shared_state.make(case)
     class_of = {name: type(module) for name, module in plain.named_modules()}
-    model = smp.DistributedModel(plain)
-    if checkpoints:
-        smp.set_activation_checkpointing(plain.blocks)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
-    losses, grads = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses += [loss.item() for loss in train_step(shared_state.batch(step)).outputs]
-        grads.append(
-            {
-                name.removeprefix("module."): None if p.grad is None else p.grad.clone()
-                for name, p in model.local_named_parameters()
-            }
-        )
-        optimizer.step()
-    state = {name.removeprefix("module."): t.clone() for name, t in model.state_dict().items()}
-    calls = smp.metrics.server_stats()["remote_calls"]
+    model, result = stack_training.train(plain, pp, config, checkpoints)
+    state = model.state_dict()
+    result["state"] = {name.removeprefix("module."): t.clone() for name, t in state.items()}
+    result["calls"] = smp.metrics.server_stats()["remote_calls"]
     smp.shutdown()  # leaves the modules as they were
     assert {name: type(module) for name, module in plain.named_modules()} == class_of
-    return {"losses": losses, "grads": grads, "state": state, "calls": calls}
+    return result
 
 
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("case", shared_state.CASES)
 def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -> None:
     ranks: list[dict[str, Any]] = pool.run(pp, train, case, pp, {})
-    assert sum(rank["calls"] for rank in ranks) > 0, "nothing was remote"
-    assert all(rank["grads"][0] for rank in ranks), "a rank has no parameters"
+    assert_remote(ranks)
     assert_equal_to_one_process(case, ranks)
 
 
 def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
     expected = shared_state.train_alone(case, STEPS, MICROBATCHES)
+    assert_trained_as_alone(ranks, expected)
     for rank in ranks:
-        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         for name, value in rank["state"].items():
             torch.testing.assert_close(value, expected["state"][name], rtol=1e-9, atol=1e-12)
-    for step, grads in enumerate(expected["grads"]):
-        found = {name: g for rank in ranks for name, g in rank["grads"][step].items()}
-        assert found.keys() == grads.keys()
-        for name, grad in grads.items():
-            assert (grad is None) == (found[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
 # What checkpointed layers leave behind is made in a run without gradients. The first three carry
@@ -105,11 +81,7 @@ def test_checkpointed_modules_share_state(pool: Pool, case: str, pp: int) -> Non
 def test_state_is_shared_under_every_schedule(
     pool: Pool, case: str, config: dict[str, Any]
 ) -> None:
-    expected = shared_state.train_alone(case, STEPS, MICROBATCHES)
-    for rank in pool.run(2, train, case, 2, config):
-        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-10)
-        for name, value in rank["state"].items():
-            torch.testing.assert_close(value, expected["state"][name], rtol=1e-9, atol=1e-12)
+    assert_equal_to_one_process(case, pool.run(2, train, case, 2, config))
 
 
 @pytest.mark.parametrize("pp", [1, 2])

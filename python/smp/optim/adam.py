@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smp.optim.fused import Batch, FusedOptimizer, Params, betas_of
+from smp.optim.fused import Batch, FusedOptimizer, Params
 
 
 class FusedAdam(FusedOptimizer):
@@ -54,20 +54,10 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, batches: list[Batch]) -> None:
         for batch in batches:
-            group = batch.group
             torch.ops.smp.fused_adam_(
-                batch.params,
-                batch.grads,
-                batch.exp_avgs,
-                batch.exp_avg_sqs,
-                batch.steps,
-                batch.copies,
+                *batch.lists,
                 self._lr(batch),
-                *betas_of(group),
-                group["eps"],
-                group["weight_decay"],
-                group["adam_w_mode"],
-                group["bias_correction"],
+                *batch.adam_options,
                 self._grad_scale,
                 self._found_inf,
             )

@@ -43,6 +43,23 @@ class Batch:
     copies: list[Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)  # among all parameters
 
+    @property
+    def lists(self) -> tuple[list[Tensor], ...]:
+        """The first arguments of operators that do the whole update."""
+        return (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, self.copies)
+
+    @property
+    def adam_options(self) -> tuple[float, float, float, float, bool, bool]:
+        """Numbers of the group, in the order of the operators of Adam and LAMB."""
+        group = self.group
+        return (
+            *betas_of(group),
+            group["eps"],
+            group["weight_decay"],
+            group["adam_w_mode"],
+            group["bias_correction"],
+        )
+
 
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer with one operator for many parameters.

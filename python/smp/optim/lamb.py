@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smp.optim.fused import Batch, FusedOptimizer, Params, betas_of
+from smp.optim.fused import Batch, FusedOptimizer, Params
 
 
 class FusedLAMB(FusedOptimizer):
@@ -80,7 +80,7 @@ class FusedLAMB(FusedOptimizer):
                 batch.exp_avgs,
                 batch.exp_avg_sqs,
                 batch.steps,
-                *self._options(batch),
+                *batch.adam_options,
                 batch.group["grad_averaging"],
                 divisor,
                 self._found_inf,
@@ -96,21 +96,10 @@ class FusedLAMB(FusedOptimizer):
                 batch.copies,
                 squares,
                 self._lr(batch),
-                *self._options(batch),
+                *batch.adam_options,
                 batch.group["use_nvlamb"],
                 self._found_inf,
             )
-
-    @staticmethod
-    def _options(batch: Batch) -> tuple[float, float, float, float, bool, bool]:
-        group = batch.group
-        return (
-            *betas_of(group),
-            group["eps"],
-            group["weight_decay"],
-            group["adam_w_mode"],
-            group["bias_correction"],
-        )
 
     def _divisor(self, batches: list[Batch]) -> Tensor | None:
         """What gradients are divided by: the loss scale, and their norm where it is too large."""

@@ -76,12 +76,7 @@ class FusedNovoGrad(FusedOptimizer):
         for batch, norm in zip(batches, self._over_ranks(batches, norms, is_max), strict=True):
             group = batch.group
             torch.ops.smp.fused_novograd_(
-                batch.params,
-                batch.grads,
-                batch.exp_avgs,
-                batch.exp_avg_sqs,
-                batch.steps,
-                batch.copies,
+                *batch.lists,
                 norm[0] if is_max else norm[0].sqrt(),
                 self._lr(batch),
                 *betas_of(group),

@@ -337,26 +337,20 @@ def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
     return local.as_strided(view.sizes, view.strides, local.storage_offset() + view.offset)
 
 
-def _localized(value: Any) -> Any:
+def _replaced(value: Any, read: Callable[[RemoteTensor], Tensor]) -> Any:
+    """``value`` with what ``read`` makes of the handles in it."""
     kind = type(value)
     if kind is RemoteTensor:
-        return value.local()
+        return read(value)
     if kind is tuple or kind is list:
-        return kind(_localized(item) for item in value)
+        return kind(_replaced(item, read) for item in value)
     if kind is dict:
-        return {key: _localized(item) for key, item in value.items()}
+        return {key: _replaced(item, read) for key, item in value.items()}
     return value
 
 
-def _with_data(value: Any) -> Any:
-    kind = type(value)
-    if kind is RemoteTensor:
-        return value._data()
-    if kind is tuple or kind is list:
-        return kind(_with_data(item) for item in value)
-    if kind is dict:
-        return {key: _with_data(item) for key, item in value.items()}
-    return value
+_localized = partial(_replaced, read=RemoteTensor.local)
+_with_data = partial(_replaced, read=RemoteTensor._data)
 
 
 def _is_number(value: Any) -> bool:
