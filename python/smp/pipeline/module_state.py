@@ -6,7 +6,7 @@ written to the callee and to the modules below it, and brings back what these ha
 
 Microbatches take turns on one module, so such an attribute has a value of its own in each of them;
 outside of microbatches it has the one that was written last. The trace of the model tells which
-attributes these are (`smp.partition.module_writes`).
+attributes these are (`smp.modules.module_writes`).
 """
 
 from __future__ import annotations

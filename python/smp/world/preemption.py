@@ -170,7 +170,7 @@ def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer
         return
     if _Process.save_checkpoint is None:
         raise RuntimeError(
-            f"{current.rank.prefix}nothing saves checkpoints; see smp.preemption.use_saver"
+            f"{current.rank.prefix}nothing saves checkpoints; see smp.world.preemption.use_saver"
         )
     tag = f"preempted{current.steps.num_finished}"
     first_rank_log.warning(f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
