@@ -2,6 +2,7 @@
 # The Python tests: most of them wait more than they compute, so two at a time
 # where pytest-xdist is installed; those that must be alone afterwards.
 # Usage: scripts/pytest.sh <python> [argument of pytest ...]
+# Without a file or folder among the arguments all of `tests` (pyproject.toml).
 # SMP_SAMPLES=some|others|all says which cases (tests/samples.py);
 # SMP_TEST_MARKS="not alone" or alone leaves the other half out.
 set -euo pipefail
@@ -20,7 +21,7 @@ for mark in "${marks[@]}"; do
   arguments=(-m "$mark")
   [[ $mark == alone ]] || arguments+=("${beside[@]}")
   code=0
-  "$python" -m pytest tests "${arguments[@]}" "$@" || code=$?
+  "$python" -m pytest "${arguments[@]}" "$@" || code=$?
   [[ $code == 5 ]] && continue  # none of what was asked for has this mark
   ran=1
   [[ $code == 0 ]] || status=$code
