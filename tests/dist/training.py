@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.data import compute_loss, make_batch
+from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.models import HF_LAYERS, HF_MODELS, Place, build, nowhere
 from tests.reference.single_process import make_optimizer, train_reference
 from tests.reference.tolerances import TOLERANCE, assert_close, largest, relative_difference
@@ -35,6 +36,7 @@ class Run:
     dummies: bool = False  # ranks other than the driver get [batch, 0] inputs
     config: tuple[tuple[str, Any], ...] = ()  # further keys for smp.init
     model_args: tuple[tuple[str, Any], ...] = ()  # for DistributedModel
+    lifted: bool = False  # the model, here and in one process, without its casts to float32
 
     @property
     def world_size(self) -> int:
@@ -87,7 +89,10 @@ def make_model(run: Run, seed: int = 1) -> nn.Module:
         def place(index: int) -> contextlib.AbstractContextManager[Any]:
             return smp.partition(index % run.pp)
 
-    model = build(run.case, run.dtype, place, seed)
+    with lifted_casts(run.lifted):
+        model = build(run.case, run.dtype, place, seed)
+    if run.lifted:
+        lift_forwards(model)
     distributed: nn.Module = smp.DistributedModel(model, **dict(run.model_args))
     if run.manual and run.case in HF_MODELS:
         for index, layer in enumerate(model.get_submodule(HF_LAYERS[run.case])):
@@ -188,7 +193,9 @@ def assert_bitwise_equal(a: dict[str, Any], b: dict[str, Any], what: str) -> Non
 
 def check_against_reference(records: list[RankRecord], run: Run) -> None:
     """Losses, gradients and parameters equal the one-process run."""
-    reference = train_reference(run.case, run.dtype, run.dp, run.microbatches, run.steps)
+    reference = train_reference(
+        run.case, run.dtype, run.dp, run.microbatches, run.steps, run.lifted
+    )
     check_was_distributed(records, run)
     worst = 0.0
     for step in range(run.steps):

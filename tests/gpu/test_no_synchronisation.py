@@ -1,8 +1,12 @@
-"""The host does not wait for the GPU in a training step. Skipped without a device."""
+"""The host does not wait for the GPU in a training step.
+
+On the CPU, where nobody waits, the same steps show that they are steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+from tests.gpu.device import DEVICE, needs_cuda, synchronize, waiting_is_an_error
+from tests.gpu.host_waits import REGION, waits_in, waits_of
 
 OPTIMIZERS: dict[str, Any] = {
     "FusedAdam": smp.optimizers.FusedAdam,
@@ -19,20 +23,11 @@ OPTIMIZERS: dict[str, Any] = {
     "FusedNovoGrad": smp.optimizers.FusedNovoGrad,
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
 }
-# Calls of the CUDA runtime for which the host waits.
-WAITS = {
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "cudaStreamSynchronize",
-}
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    monkeypatch.setenv("SMP_DEVICE", "cuda")
+def start() -> Iterator[Callable[..., None]]:
     yield lambda **config: smp.init(config)
-    torch.cuda.set_sync_debug_mode("default")
     smp.shutdown()
 
 
@@ -46,7 +41,7 @@ def make_step(kind: str, clip: str) -> Callable[[], tuple[Any, smp.DistributedOp
         dynamic_loss_scale=True,
         dynamic_loss_args={"init_scale": 2.0**40},  # some steps overflow
     )
-    batch = torch.randn(8, 64, device="cuda")
+    batch = torch.randn(8, 64, device=DEVICE)
 
     @smp.step
     def train_step(x: Tensor) -> Tensor:
@@ -67,6 +62,7 @@ def make_step(kind: str, clip: str) -> Callable[[], tuple[Any, smp.DistributedOp
     return step
 
 
+@pytest.mark.sample(keep=8)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", ["", "optimizer", "smp"])
 @pytest.mark.parametrize("key", ["ddp", "bf16", "fp16"])
@@ -76,13 +72,14 @@ def test_a_step_works_where_synchronisation_is_an_error(
     start(**{key: True}, microbatches=2)
     step = make_step(kind, clip)
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(3):
-        losses, optimizer = step()
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        losses.reduce_mean().item()
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.isfinite(losses.reduce_mean())
+    with waiting_is_an_error():
+        for _ in range(3):
+            losses, optimizer = step()
+        if DEVICE == "cuda":
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                losses.reduce_mean().item()
+    loss = losses.reduce_mean()
+    assert torch.isfinite(loss) and loss.device.type == DEVICE
     if key == "fp16":
         assert optimizer.overflow and optimizer.loss_scale == 2.0**36
 
@@ -92,24 +89,34 @@ def test_the_profiler_sees_no_wait_in_a_step(start: Any, key: str) -> None:
     start(**{key: True}, microbatches=2)
     step = make_step("FusedAdam", "optimizer")
     step()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        with torch.profiler.record_function("steps"):
-            for _ in range(3):
-                losses, _ = step()
-        with torch.profiler.record_function("read"):
-            losses.reduce_mean().item()
-    events = list(profile.events())
+    synchronize()
 
-    def waits_in(name: str) -> list[str]:
-        [region] = [e for e in events if e.name == name and e.device_type.name == "CPU"]
-        return [
-            e.name
-            for e in events
-            if e.name in WAITS
-            and region.time_range.start <= e.time_range.start < region.time_range.end
-        ]
+    def steps() -> None:
+        for _ in range(3):
+            step()
 
-    assert waits_in("read"), "it sees waits"
-    assert waits_in("steps") == []
+    assert waits_of(steps) == []
+
+
+@needs_cuda
+def test_the_profiler_sees_waits() -> None:
+    x = torch.ones(3, device="cuda")
+    assert waits_of(lambda: x.sum().item())
+
+
+def test_waits_are_those_of_the_region() -> None:
+    def event(name: str, start: float, end: float, device: str = "CPU") -> Any:
+        time_range = SimpleNamespace(start=start, end=end)
+        device_type = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, time_range=time_range, device_type=device_type)
+
+    events = [
+        event("cudaStreamSynchronize", 1, 2),
+        event(REGION, 3, 9),
+        event(REGION, 4, 20, "CUDA"),
+        event("cudaMemcpy", 8, 30),
+        event("cudaLaunchKernel", 5, 6),
+        event("cudaDeviceSynchronize", 4, 5),
+        event("cudaEventSynchronize", 9, 10),
+    ]
+    assert waits_in(events) == ["cudaDeviceSynchronize", "cudaMemcpy"]

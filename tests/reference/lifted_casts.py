@@ -7,11 +7,13 @@ they are a reference for 1e-7 only.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _DIVISIONS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__)
@@ -51,3 +53,37 @@ def lifted_casts(enabled: bool = True) -> Iterator[None]:
     """
     with _Lift() if enabled else contextlib.nullcontext():
         yield
+
+
+# Modes belong to threads, and modules of a pipeline run in many.
+_active = threading.local()
+
+
+def lift_forwards(model: nn.Module) -> None:
+    """Has every module of transformers run its forward inside `lifted_casts`, in any thread.
+
+    Args:
+        model: that was made inside of `lifted_casts`. Its modules get classes of their own, so
+            that no other model is changed.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers."):
+            module.__class__ = _lifted_class(type(module))
+
+
+@functools.cache
+def _lifted_class(cls: type[nn.Module]) -> type[nn.Module]:
+    original = cls.forward
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_active, "value", False):
+            return original(self, *args, **kwargs)
+        _active.value = True
+        try:
+            with lifted_casts():
+                return original(self, *args, **kwargs)
+        finally:
+            _active.value = False
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.data import compute_loss, make_batch
+from tests.reference.lifted_casts import lifted_casts
 from tests.reference.models import build
 
 LEARNING_RATE = 1e-2
@@ -59,9 +60,25 @@ def accumulate_gradients(
 
 @functools.cache
 def train_reference(
-    case: str, dtype: torch.dtype, replicas: int, microbatches: int, steps: int = 3
+    case: str,
+    dtype: torch.dtype,
+    replicas: int,
+    microbatches: int,
+    steps: int = 3,
+    lifted: bool = False,
 ) -> Record:
-    """`steps` AdamW steps on the data of `replicas` data-parallel ranks."""
+    """`steps` AdamW steps on the data of `replicas` data-parallel ranks.
+
+    Args:
+        lifted: the model computes in float64 what it would cast to float32 (`lifted_casts`).
+    """
+    with lifted_casts(lifted):
+        return _train_reference(case, dtype, replicas, microbatches, steps)
+
+
+def _train_reference(
+    case: str, dtype: torch.dtype, replicas: int, microbatches: int, steps: int
+) -> Record:
     model = build(case, dtype)
     optimizer = make_optimizer(model.parameters())
     record = Record()

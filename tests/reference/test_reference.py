@@ -106,3 +106,17 @@ def test_an_expert_of_the_mixture_gets_no_token_now_and_then(
         for piece in zip(*(t.chunk(8) for t in batch.values()), strict=True):
             compute_loss("moe", model, dict(zip(batch, piece, strict=True)))
     assert 0 in seen and max(seen) > 2
+
+
+@pytest.mark.parametrize("case", ["gptj", "gpt2"])
+def test_lifting_takes_the_float32_out_of_models_of_transformers(case: str) -> None:
+    plain, lifted = (train_reference(case, torch.float64, 1, 1, 1, flag) for flag in (False, True))
+    floor = 1e-3 * largest(plain.grads[0])
+    noise = max(
+        relative_difference(grad, plain.grads[0][name], floor)
+        for name, grad in lifted.grads[0].items()
+        if grad is not None
+    )
+    # Too much for the tolerance of float64, so a test that passes with both sides lifted shows
+    # that both are.
+    assert 1e-10 < noise < 1e-5

@@ -140,7 +140,9 @@ def _offload_small_tensors() -> None:
     from smp import _C
     from smp.world import runtime
 
-    runtime.current()._activation_store = _C.ActivationStore("cpu", horizon=1, min_bytes=0)
+    current = runtime.current()
+    device = str(current.rank.device)
+    current._activation_store = _C.ActivationStore(device, horizon=1, min_bytes=0)
 
 
 def _blocks(model: nn.Module) -> nn.Module:
