@@ -114,6 +114,15 @@ bench: $(SETUP)  ## run the benchmarks; one JSON line per result
 	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
 	$(RUN) $(PY) benchmarks/run.py
 
+# Parts by name, e.g. PART="kernels graph"; all of them without. DEVICE=cpu: a dry run.
+PART ?=
+DEVICE ?= cuda
+GPU_OUT ?= build/gpu$(if $(filter cpu,$(DEVICE)),-dry)
+
+.PHONY: gpu
+gpu: $(SETUP)  ## what one GPU has to answer, in parts of nine minutes; PART=kernels runs one
+	$(WITH_VENV) DEVICE="$(DEVICE)" scripts/gpu.sh $(PY) "$(GPU_OUT)" $(PART)
+
 .PHONY: compat
 compat:  ## build and test against another torch: make compat TORCH=2.6.0
 	@PYTHON="$(PYTHON)" scripts/compat.sh "$(TORCH)"

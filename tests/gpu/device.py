@@ -1,7 +1,8 @@
 """The device of these tests: a GPU where there is one, else the CPU.
 
-Most contracts hold on both, so that the bodies of the tests are known to work before somebody has a
-GPU. What only a GPU has (streams, waits of the host, its memory) is skipped on the CPU, and said so.
+Most contracts hold on both, so that the bodies of the tests are known to work before somebody has
+a GPU. What only a GPU has (streams, waits of the host, its memory) is skipped on the CPU, and said
+so.
 """
 
 from __future__ import annotations

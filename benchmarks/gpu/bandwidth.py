@@ -1,0 +1,269 @@
+"""Part `bandwidth`: bytes per second of each operator and optimizer, as a share of a copy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import smp
+from benchmarks.gpu.device import copy_bytes_per_s
+from benchmarks.gpu.figures import Figures, Limit
+from smp.nn import functional as fused
+
+OPERATOR = Limit(least=0.85)
+ADAM = Limit(least=0.9)
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a GPT-J at 8 sequences of 2048 tokens, or of next to nothing."""
+
+    tokens: int = 16384
+    hidden: int = 4096
+    vocab: int = 50400
+    batch: int = 8
+    heads: int = 16
+    head: int = 256
+    parameters: int = 1_000_000_000
+    copied: int = 1 << 30
+    repeats: int = 30
+
+
+TINY = Sizes(64, 32, 100, 2, 2, 8, 10_000, 1 << 16, 2)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator, what has gradients, and the bytes that must at least move in each direction."""
+
+    name: str
+    run: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def make(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(DTYPE).requires_grad_()
+
+
+def norms(sizes: Sizes, device: str) -> list[Operator]:
+    """What works on the hidden state."""
+    t, h = sizes.tokens, sizes.hidden
+    x, residual, weight, bias = (make(device, *shape) for shape in ((t, h), (t, h), (h,), (h,)))
+    one = num_bytes(x)
+    return [
+        Operator(
+            f"layer_norm [{t}, {h}]",
+            lambda: fused.layer_norm(x, weight, bias, 1e-5),
+            (x, weight, bias),
+            2 * one,
+            3 * one,
+        ),
+        Operator(
+            f"rms_norm [{t}, {h}]",
+            lambda: fused.rms_norm(x, weight),
+            (x, weight),
+            2 * one,
+            3 * one,
+        ),
+        Operator(
+            f"bias_dropout_residual [{t}, {h}]",
+            lambda: fused.bias_dropout_residual(x, bias, residual, 0.1, 7),
+            (x, bias, residual),
+            3 * one,
+            2 * one,
+        ),
+    ]
+
+
+def activations(sizes: Sizes, device: str) -> list[Operator]:
+    """What works between the matrices of the MLP."""
+    t, wide = sizes.tokens, 4 * sizes.hidden
+    x, bias = make(device, t, wide), make(device, wide)
+    size = num_bytes(x)
+    return [
+        Operator(
+            f"bias_gelu {kind} [{t}, {wide}]",
+            functools.partial(fused.bias_gelu, x, bias, kind),
+            (x, bias),
+            2 * size,
+            3 * size,
+        )
+        for kind in ("none", "tanh")
+    ]
+
+
+def rotations(sizes: Sizes, device: str) -> list[Operator]:
+    """Of a quarter of each head, as GPT-J has it."""
+    seq, rotary = sizes.tokens // sizes.batch, sizes.head // 4
+    x = make(device, sizes.batch, seq, sizes.heads, sizes.head)
+    angles = torch.randn(1, seq, rotary // 2, device=device)
+    cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
+    size = 2 * num_bytes(x)
+    return [
+        Operator(
+            f"rotary {rotary}, {kind} {list(x.shape)}",
+            functools.partial(fused.rotary, x, cos, sin, rotary, interleaved),
+            (x,),
+            size,
+            size,
+        )
+        for kind, interleaved in (("halves", False), ("neighbours", True))
+    ]
+
+
+def softmaxes(sizes: Sizes, device: str) -> list[Operator]:
+    """Of half a batch of scores, of which a causal mask leaves half."""
+    seq = sizes.tokens // sizes.batch
+    scores = make(device, sizes.batch // 2, sizes.heads, seq, seq)
+    size = num_bytes(scores)
+    return [
+        Operator(
+            f"softmax, causal {list(scores.shape)}",
+            lambda: fused.scaled_masked_softmax(scores, None, 0.125, causal=True),
+            (scores,),
+            size + size // 2,
+            2 * size,
+        )
+    ]
+
+
+def losses(sizes: Sizes, device: str) -> list[Operator]:
+    """Of logits over the vocabulary."""
+    logits = make(device, sizes.tokens, sizes.vocab)
+    targets = torch.randint(0, sizes.vocab, (sizes.tokens,), device=device)
+    size = num_bytes(logits)
+    return [
+        Operator(
+            f"cross_entropy {list(logits.shape)}",
+            lambda: fused.cross_entropy(logits, targets),
+            (logits,),
+            size,
+            2 * size,
+        )
+    ]
+
+
+def operators(sizes: Sizes, device: str) -> Iterator[Operator]:
+    """One kind after the other: together they do not fit into every GPU."""
+    torch.manual_seed(1)
+    for of_kind in (norms, activations, rotations, softmaxes, losses):
+        yield from of_kind(sizes, device)
+
+
+def measure(figures: Figures, operator: Operator, sizes: Sizes, copy: float) -> None:
+    """Forward and backward of an operator."""
+    device = figures.device
+
+    def forward() -> None:
+        with torch.no_grad():
+            operator.run()
+
+    result = operator.run()
+    gradient = torch.randn_like(result)
+
+    def backward() -> None:
+        torch.autograd.grad(result, operator.inputs, gradient, retain_graph=True)
+
+    for way, work, size in (
+        ("forward", forward, operator.forward_bytes),
+        ("backward", backward, operator.backward_bytes),
+    ):
+        seconds = device.seconds(work, sizes.repeats)
+        figures.add(
+            f"{operator.name} {way}",
+            size / seconds / copy,
+            "of a copy",
+            expected=OPERATOR,
+            ms=seconds * 1e3,
+            gb_per_s=size / seconds / 1e9,
+        )
+
+
+def parameters(sizes: Sizes, device: str) -> list[nn.Parameter]:
+    """Float32, in pieces as large as a layer's matrices, with gradients."""
+    piece = min(sizes.parameters, 1 << 26)
+    params = [
+        nn.Parameter(torch.randn(min(piece, sizes.parameters - begin), device=device))
+        for begin in range(0, sizes.parameters, piece)
+    ]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+#: Bytes of a parameter that must move: parameter, gradient and moments in, all but the gradient and
+#: a bf16 copy out; LAMB knows its step only after a pass over everything, NovoGrad after the
+#: gradients.
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], int, bool]] = {
+    "FusedAdam with bf16 copies": (smp.optimizers.FusedAdam, 30, True),
+    "FusedAdam": (smp.optimizers.FusedAdam, 28, False),
+    "FusedLAMB": (smp.optimizers.FusedLAMB, 28 + 16, False),
+    "FusedNovoGrad": (smp.optimizers.FusedNovoGrad, 4 + 20, False),
+    "torch.optim.AdamW(fused=True)": (
+        lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
+        28,
+        False,
+    ),
+}
+
+
+def measure_optimizer(
+    figures: Figures, name: str, params: list[nn.Parameter], sizes: Sizes, copy: float
+) -> None:
+    make, bytes_each, has_copies = OPTIMIZERS[name]
+    for p in params:
+        if has_copies:
+            p._smp_copy = p.detach().bfloat16()  # type: ignore[attr-defined]
+        elif hasattr(p, "_smp_copy"):
+            del p._smp_copy
+    step = make(params, lr=1e-6).step
+    seconds = figures.device.seconds(step, sizes.repeats // 2)
+    size = bytes_each * sizes.parameters
+    figures.add(
+        f"{name}, {sizes.parameters:.0e} parameters",
+        size / seconds / copy,
+        "of a copy",
+        expected=ADAM if "FusedAdam" in name else None,
+        ms=seconds * 1e3,
+        gb_per_s=size / seconds / 1e9,
+        bytes_each=bytes_each,
+    )
+
+
+def body(figures: Figures) -> None:
+    device = figures.device
+    sizes = TINY if device.is_dry else Sizes()
+    copy = copy_bytes_per_s(device, sizes.copied)
+    figures.add("copy", copy / 1e9, "GB/s", bytes=sizes.copied)
+    for operator in operators(sizes, device.kind):
+        if figures.has_time(operator.name, 15.0):
+            with figures.measuring(operator.name):
+                measure(figures, operator, sizes, copy)
+    device.free()
+    params = parameters(sizes, device.kind)
+    for name in OPTIMIZERS:
+        if figures.has_time(name, 30.0):
+            with figures.measuring(name):
+                measure_optimizer(figures, name, params, sizes, copy)
+            device.free()
+    grads = [p.grad for p in params]
+    for name, work in (
+        ("sum_of_squares", lambda: torch.ops.smp.sum_of_squares(grads)),
+        ("found_nonfinite", lambda: torch.ops.smp.found_nonfinite(grads)),
+    ):
+        with figures.measuring(name):
+            seconds = device.seconds(work, sizes.repeats)
+            share = 4 * sizes.parameters / seconds / copy
+            name = f"{name}, {sizes.parameters:.0e} gradients"
+            figures.add(name, share, "of a copy", expected=OPERATOR, ms=seconds * 1e3)

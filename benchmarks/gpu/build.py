@@ -1,0 +1,67 @@
+"""Part `build`: the extension alone, with its CUDA kernels, from what the machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from benchmarks.gpu.figures import REPO, Figures, Limit
+
+FOLDER = "build/gpu-extension"
+#: Imports in a process of its own: this one may have imported what was there before.
+PROBE = """
+import json, torch, smp
+from smp import _C, _build_info
+names = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names()
+         if n.startswith("smp::")}
+cuda = [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key("smp::" + n, "CUDA")]
+print(json.dumps([_build_info.HAS_CUDA, _build_info.TORCH_VERSION, len(names), len(cuda)]))
+"""
+
+
+def command(python: str) -> list[str]:
+    """What builds, without the C++ tests and in a folder of its own, since that is remembered."""
+    words = ["scripts/build.sh", FOLDER, python, "--target", "smp_extension"]
+    return [*words, "-DSMP_TESTS=OFF"]
+
+
+def body(figures: Figures) -> None:
+    if figures.device.is_dry:
+        figures.skip("seconds of the build", "a dry run takes the extension that is there")
+    else:
+        env = os.environ | {"SMP_CUDA": "on"}
+        begin = time.monotonic()
+        done = subprocess.run(command(sys.executable), cwd=REPO, env=env)
+        seconds = time.monotonic() - begin
+        if done.returncode != 0:
+            figures.fail("seconds of the build", f"it ended with status {done.returncode}")
+            return
+        cores = len(os.sched_getaffinity(0))
+        figures.add(
+            "seconds of the build",
+            seconds,
+            "s",
+            cores=cores,
+            has_ccache=shutil.which("ccache") is not None,
+        )
+    probe(figures)
+
+
+def probe(figures: Figures) -> None:
+    """What the extension that is imported has."""
+    env = os.environ | {"PYTHONPATH": str(REPO / "python")}
+    done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True)
+    print(done.stderr)
+    if done.returncode != 0:
+        figures.fail("import", f"it ended with status {done.returncode}; see the log")
+        return
+    has_cuda, version, num_operators, num_cuda = json.loads(done.stdout.splitlines()[-1])
+    # A build without kernels for a GPU is one for a dry run only.
+    least = 0 if figures.device.is_dry else 1
+    figures.add("built with CUDA", int(has_cuda), "", bound=Limit(least=least), torch=version)
+    figures.add("operators", num_operators, "", bound=Limit(least=10))
+    figures.add("operators with a CUDA kernel", num_cuda, "", bound=Limit(least=least))

@@ -1,0 +1,124 @@
+"""The device that a part measures: a GPU, or the CPU for a dry run of the same script."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: Dense bf16 operations per second by NVIDIA's data sheets, by what PyTorch calls the device.
+DATA_SHEET_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+class Device:
+    """Clock, memory and graphs of a device.
+
+    Args:
+        kind: "cuda" or "cpu".
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+
+    def __init__(self, kind: str) -> None:
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no CUDA device; DEVICE=cpu makes a dry run")
+        self.kind = kind
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def is_dry(self) -> bool:
+        """Is it no GPU? Then figures say nothing about one."""
+        return not self.is_cuda
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name() if self.is_cuda else "CPU, a dry run"
+
+    @property
+    def data_sheet_flops(self) -> float | None:
+        """None for a device that nobody has looked up."""
+        for name, flops in DATA_SHEET_FLOPS.items():
+            if name in self.name:
+                return flops
+        return None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the whole device; a dry run has as much as an H200."""
+        return torch.cuda.mem_get_info()[1] if self.is_cuda else 150_000_000_000
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], repeats: int, warmup: int = 3) -> float:
+        """Median time of a call on the device, by events around each; the host runs ahead."""
+        for _ in range(warmup):
+            work()
+        self.synchronize()
+        if not self.is_cuda:
+            return statistics.median(host_seconds(work) for _ in range(repeats))
+        marks = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            marks.append((begin, end))
+        self.synchronize()
+        return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in marks)
+
+    def clock_seconds(self, work: Callable[[], object], repeats: int, warmup: int = 1) -> float:
+        """Median time of a call until the device has done it, by the clock of the host."""
+
+        def waited() -> None:
+            work()
+            self.synchronize()
+
+        for _ in range(warmup):
+            waited()
+        return statistics.median(host_seconds(waited) for _ in range(repeats))
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """The most that tensors take at once during a call; 0 in a dry run."""
+        if not self.is_cuda:
+            work()
+            return 0
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def free(self) -> None:
+        """Gives cached memory back."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def host_seconds(work: Callable[[], object]) -> float:
+    """Time of a call by the clock of the host."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def copy_bytes_per_s(device: Device, num_bytes: int) -> float:
+    """Of a copy within the device: bytes that are read and written."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.kind)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / device.seconds(lambda: target.copy_(source), 20)
+
+
+def matmul_flops_per_s(device: Device, size: int) -> float:
+    """Of a product of two square bf16 matrices of random numbers."""
+    a, b = (torch.randn(size, size, device=device.kind).bfloat16() for _ in range(2))
+    out: Tensor = torch.empty_like(a)
+    return 2 * size**3 / device.seconds(lambda: torch.matmul(a, b, out=out), 20)

@@ -1,0 +1,35 @@
+"""Part `training`: the tests of tests/gpu that train."""
+
+from __future__ import annotations
+
+from benchmarks.gpu import kernels
+from benchmarks.gpu.figures import REPO, Figures
+from benchmarks.gpu.tests_of import run_tests
+
+# What a first hour must know comes first, the longest last; files that are new are in between.
+FIRST = (
+    "tests/gpu/test_background_save.py",
+    "tests/gpu/test_no_synchronisation.py",
+    "tests/gpu/test_offload.py",
+    "tests/gpu/test_training.py",
+)
+LAST = ("tests/gpu/test_split_families.py",)
+#: Those of the part `kernels`.
+OTHERS = kernels.FILES
+#: What a dry run takes of them.
+FEW = {"tests/gpu/test_no_synchronisation.py": ["-k", "those_of_the_region"]}
+
+
+def files() -> list[str]:
+    """Paths of all files of the part, in order."""
+    found = sorted(str(p.relative_to(REPO)) for p in (REPO / "tests" / "gpu").glob("test_*.py"))
+    new = [path for path in found if path not in (*FIRST, *LAST, *OTHERS)]
+    return [*FIRST, *new, *LAST]
+
+
+def body(figures: Figures) -> None:
+    for path in files():
+        if not figures.device.is_dry or path in FEW:
+            run_tests(figures, path, FEW.get(path, []))
+        else:
+            figures.skip(path, "a dry run takes one file; `make test` runs all of them on the CPU")
