@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp.nn import functional
+from smp.nn.attention_rule import beyond_fused, keeps_groups, takes_fused
 from smp.tensor_parallel import regions
 from smp.world.log import first_rank_log
 
@@ -42,21 +43,6 @@ def alibi_slopes(num_heads: int, bias_max: float) -> Tensor:
     """Slopes ``2 ** -(i * bias_max / num_heads)`` of heads ``i = 1..num_heads``."""
     heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
     return torch.exp2(-heads * bias_max / num_heads)
-
-
-def beyond_fused(window: int | None, has_slopes: bool, prescale: float) -> list[str]:
-    """What PyTorch's fused kernel cannot do, named as the arguments of layers.
-
-    Args:
-        window, prescale: as in `Scoring`.
-        has_slopes: with ALiBi.
-    """
-    needed = {
-        "window_size": window is not None,
-        "use_alibi": has_slopes,
-        "query_key_layer_scaling": prescale != 1.0,
-    }
-    return [name for name, is_needed in needed.items() if is_needed]
 
 
 def tell_beyond_fused(scoring: Scoring, has_slopes: bool) -> None:
@@ -98,18 +84,32 @@ def attend(
     Returns:
         ``[B, heads, Q, D]``.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     window = scoring.window
     if window is not None and window >= key.shape[2]:
         window = None  # everybody sees everything
-    is_wide = query.dtype in (torch.float32, torch.float64)
     plain = not beyond_fused(window, slopes is not None, scoring.prescale)
-    if scoring.flash and plain and (is_wide or not scoring.in_fp32):
-        if dropout_p == 0.0 or query.is_cuda:
-            return _flash(query, key, value, mask, scoring, dropout_p)
+    if scoring.flash and plain and _fused_fits(query, scoring.in_fp32, dropout_p):
+        return _flash(query, key, value, mask, scoring, dropout_p)
+    key, value = _repeated(query, key, value)
     return _softmax(query, key, value, mask, scoring, dropout_p, slopes, window)
+
+
+def _fused_fits(query: Tensor, in_fp32: bool, dropout_p: float) -> bool:
+    return takes_fused(
+        query.device.type,
+        query.dtype,
+        in_fp32=in_fp32,
+        drops=dropout_p > 0.0,
+        reduces_in_16_bits=torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    )
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as queries have."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
 def _flash(
@@ -124,10 +124,43 @@ def _flash(
     if mask is not None:
         mask = _mask_for(mask, query, key, causal)
         causal = False
+    is_grouped = key.shape[1] != query.shape[1]
+    if is_grouped and not _groups_stay(query, key, value, mask, dropout_p, causal):
+        key, value = _repeated(query, key, value)
+        is_grouped = False
     with _drawing(dropout_p, query.device):
         return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout_p, is_causal=causal, scale=scoring.scale
+            query,
+            key,
+            value,
+            mask,
+            dropout_p,
+            is_causal=causal,
+            scale=scoring.scale,
+            enable_gqa=is_grouped,
         )
+
+
+def _groups_stay(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    causal: bool,
+) -> bool:
+    """`keeps_groups` of these inputs."""
+    backends = torch.backends.cuda
+    flash_works = query.is_cuda and backends.can_use_flash_attention(
+        backends.SDPAParams(query, key, value, mask, dropout_p, causal, True)
+    )
+    return keeps_groups(
+        query.device.type,
+        query.dtype,
+        has_mask=mask is not None,
+        head_size=query.shape[-1],
+        flash_works=flash_works,
+    )
 
 
 def _softmax(
