@@ -102,7 +102,9 @@ void bind_tensor_parallel(py::module_& m) {
       .def("own_seed", &tp::own_seed, NoGil())
       .def("common_seed", &tp::common_seed, NoGil(), "Collective.")
       .def("seed_of_first", &tp::seed_of_first, py::arg("seed"), NoGil(),
-           "Collective.");
+           "Collective.")
+      .def("all_say", &Group::all_say, py::arg("says"), py::arg("what"),
+           NoGil(), "Collective; only hosts talk.");
   m.def("vocabulary_embedding", &tp::vocabulary_embedding, py::arg("ids"),
         py::arg("table"), py::arg("begin"), py::arg("padding_id") = -1,
         NoGil());

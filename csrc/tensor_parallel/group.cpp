@@ -369,4 +369,16 @@ int64_t Group::broadcast_from_first(int64_t value, const char* what) {
   return *tensor.const_data_ptr<int64_t>();
 }
 
+bool Group::all_say(bool says, const char* what) {
+  if (size_ == 1 || alone()) return says;
+  const at::Tensor tensor = at::empty({1}, at::kLong);
+  *tensor.mutable_data_ptr<int64_t>() = says ? 1 : 0;
+  const Header header = Header::of(what);
+  const comm::WorkPtr work = issue(
+      control(), header, 2 * 8 * (size_ - 1) / size_,
+      [&](auto& on) { return on.all_reduce(tensor, comm::ReduceOp::kMin); });
+  finish(*work, header);
+  return *tensor.const_data_ptr<int64_t>() != 0;
+}
+
 }  // namespace smp::tensor_parallel

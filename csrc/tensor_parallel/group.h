@@ -92,6 +92,8 @@ class Group {
 
   /// The value of group rank 0.
   int64_t broadcast_from_first(int64_t value, const char* what);
+  /// Does every rank say so? Only hosts talk.
+  bool all_say(bool says, const char* what);
 
  private:
   friend class Pending;

@@ -150,9 +150,15 @@ def test_encoders_take_masks_of_pairs(name: str) -> None:
 
 def test_masks_of_ranks_with_own_batches_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases leave a mask out where the samples of a rank need none."""
+    said: list[bool] = []
+    others_say = False
 
     class OwnBatches:
         has_own_batches = True
+
+        def all_say(self, says: bool, what: str) -> bool:
+            said.append(says)
+            return says and others_say
 
     monkeypatch.setattr(adapters.layouts, "current", OwnBatches)
     hidden = torch.zeros(3, 5, 8)
@@ -165,3 +171,10 @@ def test_masks_of_ranks_with_own_batches_have_one_shape(monkeypatch: pytest.Monk
     assert none is not None and masked is not None and one is not None
     assert none.shape == masked.shape == one.shape == (3, 1, 1, 5)
     assert not none.any() and masked[1, 0, 0].tolist() == [0, 0, 0, *[masked.min().item()] * 2]
+    assert said == [True, False, True]
+    others_say = True
+    zeros = torch.zeros(1, 1, 1, 5)
+    assert adapters._additive(given, "attention_mask", None, hidden, 5) is None
+    assert adapters._additive(given, "attention_mask", zeros, hidden, 5) is None
+    again = adapters._additive(given, "attention_mask", some, hidden, 5)
+    assert again is not None and torch.equal(again, masked)

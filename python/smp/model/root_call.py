@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import smp._C as _C
+from smp.modules import host_values
 from smp.modules.given import Change, Given
 from smp.precision import cast_inputs, cast_outputs
 
@@ -31,9 +30,7 @@ class RootCall:
         self._casts = casts
         prepared = arguments if dtype is None else cast_inputs(arguments, dtype)
         if device.type != "cpu":
-            prepared = pytree.tree_map_only(
-                Tensor, lambda t: t.to(device, non_blocking=True), prepared
-            )
+            prepared = host_values.upload(prepared, device)
         # Casts have made copies of containers.
         self._taken = self._given if prepared is arguments else _given(prepared)
         self._prepared = prepared

@@ -94,6 +94,17 @@ class Layout:
         """The part of ``[all B, *]``, equal on all ranks, that the code around the stack holds."""
         return regions.scatter(x, 0) if self.has_own_batches else x
 
+    def all_say(self, says: bool, what: str) -> bool:
+        """Is something true of the samples of all ranks that are computed together?
+
+        Collective over ranks with own batches, whose hosts talk.
+
+        Args:
+            says: it is true of those of this rank.
+            what: words for errors.
+        """
+        return regions.all_say(says, what) if self.has_own_batches else says
+
     def whole_mask(
         self, mask: Tensor | None, keys: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smp.modules.host_values import is_known_zero
 from smp.nn import functional
 from smp.nn import layout as layouts
 from smp.nn.embedding import VocabularyEmbedding, WholeEmbedding
@@ -221,20 +222,22 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
     def _mask(self, mask: Tensor | None, hidden: Tensor, keys: Tensor) -> Tensor | None:
         """An additive ``[all N, 1, 1, S]`` out of ``[N, S]`` with 1 for what is masked.
 
+        None if it says nothing: without a mask there are more kernels for attention.
+
         Args:
             mask: of the caller.
             hidden: whose dtype is taken.
             keys: ``[N, S, *]`` of the caller, what is masked.
         """
-        if mask is None:
-            additive = None
-        else:
+        additive = None
+        if mask is not None:
             if mask.shape != keys.shape[:2]:
                 raise ValueError(
                     f"a mask has shape {list(mask.shape)}; expected {list(keys.shape[:2])} with 1 "
                     "for what is masked"
                 )
-            additive = torch.zeros(mask.shape, dtype=hidden.dtype, device=hidden.device)
-            additive.masked_fill_(mask != 0, torch.finfo(hidden.dtype).min)
-            additive = additive[:, None, None, :]
+            if not self._layout.all_say(is_known_zero(mask), "mask of which nothing is masked"):
+                additive = torch.zeros(mask.shape, dtype=hidden.dtype, device=hidden.device)
+                additive.masked_fill_(mask != 0, torch.finfo(hidden.dtype).min)
+                additive = additive[:, None, None, :]
         return self._layout.whole_mask(additive, keys, hidden.dtype)

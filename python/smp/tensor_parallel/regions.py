@@ -213,6 +213,16 @@ def vocabulary_cross_entropy(
     )
 
 
+def all_say(says: bool, what: str) -> bool:
+    """Do all ranks say so? Only hosts talk, so that no device is waited for.
+
+    Args:
+        says: this rank does.
+        what: words for errors.
+    """
+    return _group().all_say(says, what)
+
+
 def own_seed() -> int:
     """Seed that differs on each rank of the group: for dropout of what is split.
 

@@ -189,5 +189,17 @@ TEST(Seeds, ThatOfTheFirstRankIsGivenToAll) {
   });
 }
 
+TEST(Agreement, OneRankThatDoesNotSaySoIsEnough) {
+  comm::run_ranks(3, [&](int rank, const comm::CommunicatorPtr& comm) {
+    const GroupPtr group = make_group(comm);
+    EXPECT_TRUE(group->all_say(true, "agreement"));
+    EXPECT_FALSE(group->all_say(rank != 1, "agreement"));
+    EXPECT_FALSE(group->all_say(false, "agreement"));
+    const bool before = set_alone(true);
+    EXPECT_EQ(group->all_say(rank == 1, "agreement"), rank == 1);
+    set_alone(before);
+  });
+}
+
 }  // namespace
 }  // namespace smp::tensor_parallel

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.modules.host_values import is_known_zero, mapped, on_host
 from smp.nn import layout as layouts
 from smp.nn.huggingface.family import Family, Kind
 from smp.nn.huggingface.outputs import keep_logits, lazy_output
@@ -133,7 +134,7 @@ class ModelAdapter:
         if token_types is not None:
             token_types = token_types.view(-1, length)
         if positions is not None:
-            positions = positions.view(-1, length)
+            positions = mapped(lambda given: given.view(-1, length), positions)
             if mask is None and _is_packed(positions):
                 raise given.error(
                     "position_ids",
@@ -276,7 +277,10 @@ def _is_nothing(value: Any) -> bool:
 def _is_packed(positions: Tensor) -> bool:
     """Do releases from 5 on take these positions for several sequences in a sample?"""
     major = int(getattr(sys.modules.get("transformers"), "__version__", "0").split(".")[0])
-    return major >= 5 and bool((positions.diff(dim=-1) != 1).any())
+    if major < 5:
+        return False
+    known = on_host(positions)
+    return bool(((positions if known is None else known).diff(dim=-1) != 1).any())
 
 
 def _masked(
@@ -286,7 +290,7 @@ def _masked(
     if mask is None:
         return None
     if shape is not None and mask.dim() != 4 and mask.numel() == shape.numel():
-        return mask.view(shape) == 0
+        return mapped(lambda theirs: theirs.view(shape) == 0, mask)
     expected = "None" if shape is None else str(list(shape))
     raise given.error(
         name, f"has shape {list(mask.shape)}; expected {expected}, with 0 for what is masked"
@@ -297,14 +301,17 @@ def _additive(given: _Given, name: str, mask: Any, hidden: Tensor, length: int) 
     """A prepared mask as numbers that are added to scores, ``[N or 1, 1, S or 1, S]``.
 
     Releases leave a mask out where their samples need none. Ranks with own batches have to agree,
-    so they get one all the same.
+    so where one of them needs one, all get one.
     """
     layout = layouts.current()
-    if mask is None:
-        if not layout.has_own_batches:
-            return None
+    prepared = None if mask is None else _prepared(given, name, mask, hidden)
+    says_nothing = prepared is None or (
+        not prepared.requires_grad and is_known_zero(prepared)  # else it would get no gradient
+    )
+    if layout.all_say(says_nothing, "mask of which nothing is masked"):
+        return None
+    if prepared is None:
         return hidden.new_zeros(hidden.shape[0], 1, 1, length)
-    prepared = _prepared(given, name, mask, hidden)
     return prepared.expand(hidden.shape[0], -1, -1, -1) if layout.has_own_batches else prepared
 
 
@@ -318,7 +325,9 @@ def _prepared(given: _Given, name: str, mask: Any, hidden: Tensor) -> Tensor:
         mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
     prepared: Tensor = mask
     rows = prepared[:, :, :1]
-    if prepared.stride(2) == 0 or torch.equal(prepared, rows.expand_as(prepared)):
+    # What is on a device nobody looks at: the host would wait for it, in each layer.
+    looks = on_host(prepared) is not None
+    if prepared.stride(2) == 0 or (looks and torch.equal(prepared, rows.expand_as(prepared))):
         return rows
     return prepared
 
