@@ -19,6 +19,7 @@ import smp
 
 FLOOR = 1e-3
 NUM_SHOWN = 3
+DROPOUTS = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 Difference = tuple[float, str]  # and of what
 
 
@@ -36,6 +37,7 @@ class Plain(NamedTuple):
     compute_loss: Callable[..., Tensor]
     make_optimizer: Callable[..., torch.optim.Optimizer]
     make_schedule: Callable[..., Any]
+    translate: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # gradients to the model's names
 
 
 class Check:
@@ -45,6 +47,8 @@ class Check:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # two runs would draw different random numbers
+        for field in DROPOUTS & vars(model.config).keys():  # from which replaced layers are made
+            setattr(model.config, field, 0.0)
         self._num_steps, self._tolerance = num_steps, tolerance
         self._model = copy.deepcopy(model) if smp.rank() == 0 else None
         self._device = torch.device("cpu")
@@ -110,7 +114,8 @@ def _repeat(
         got: dict[str, Tensor] = {}
         for part in parts:
             got |= part.grads[step]
-        grads += [(d, f"gradient of {name}, {where}") for d, name in _differences(model, got)]
+        differences = _differences(model, plain.translate(got))
+        grads += [(d, f"gradient of {name}, {where}") for d, name in differences]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
