@@ -1,4 +1,4 @@
-# smp_add_room(<room> [TORCH] [DEPS room...] [EXCLUDE file...]
+# smp_add_room(<room> [TORCH] [STREAMS] [DEPS room...] [EXCLUDE file...]
 #              [SOURCES file...] [LIBRARIES target...] [TESTS file...])
 #
 # Makes the OBJECT library smp_<room> from csrc/<room>/*.cpp and, when
@@ -7,6 +7,8 @@
 # not drop static op registrars.
 #
 #   TORCH      the room may include torch headers
+#   STREAMS    its tests run a second time over groups that look like those of
+#              a device (tests/cpp/comm/stream_group.h)
 #   DEPS       rooms whose headers it may include (with theirs, transitively)
 #   EXCLUDE    globbed files, relative to the room, that are not compiled
 #   SOURCES    further files relative to the room
@@ -29,7 +31,7 @@ function(smp_compile_together target num_files)
 endfunction()
 
 function(smp_add_room room)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH" ""
+  cmake_parse_arguments(PARSE_ARGV 1 arg "TORCH;STREAMS" ""
     "DEPS;EXCLUDE;SOURCES;LIBRARIES;TESTS")
   set(folder ${CMAKE_SOURCE_DIR}/csrc/${room})
   file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cpp)
@@ -82,6 +84,11 @@ function(smp_add_room room)
     add_test(NAME ${room} COMMAND smp_${room}_test)
     set_tests_properties(${room} PROPERTIES LABELS unit TIMEOUT 300
       ENVIRONMENT "${SMP_TEST_ENVIRONMENT}")
+    if(arg_STREAMS)
+      add_test(NAME ${room}_streams COMMAND smp_${room}_test)
+      set_tests_properties(${room}_streams PROPERTIES LABELS unit TIMEOUT 300
+        ENVIRONMENT "${SMP_TEST_ENVIRONMENT};SMP_TEST_STREAMS=1")
+    endif()
   endif()
 endfunction()
 

@@ -8,8 +8,10 @@
 #include "csrc/comm/broadcast.h"
 #include "csrc/comm/c10d_communicator.h"
 #include "csrc/comm/communicator.h"
+#include "csrc/comm/flight_watch.h"
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/comm/watched_communicator.h"
+#include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
 #include "csrc/health/fault_board.h"
 
@@ -22,6 +24,33 @@ using comm::ReduceOp;
 using comm::Work;
 
 namespace {
+
+// Ends a backend from any thread; dropped from any thread, too.
+std::function<void()> end_of(std::optional<py::function> end) {
+  if (!end) return nullptr;
+  const std::shared_ptr<py::function> kept(new py::function(*std::move(end)),
+                                           [](py::function* last) {
+                                             const py::gil_scoped_acquire gil;
+                                             delete last;
+                                           });
+  return [kept] {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*kept)();
+    } catch (py::error_already_set& e) {
+      throw Error(rank_prefix() + e.what());
+    }
+  };
+}
+
+comm::CommunicatorPtr make_c10d(c10::intrusive_ptr<c10d::Backend> backend,
+                                std::string name,
+                                std::optional<py::function> end) {
+  std::function<void()> ends = end_of(std::move(end));
+  const py::gil_scoped_release released;
+  return comm::make_c10d_communicator(std::move(backend), std::move(name),
+                                      std::move(ends));
+}
 
 void run_without_gil(const std::function<void()>& body) {
   if (!Py_IsInitialized() || !PyGILState_Check()) return body();
@@ -57,6 +86,9 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("group_rank", &Communicator::group_rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("is_stream_ordered",
+                             &Communicator::is_stream_ordered,
+                             "Collectives run on streams of a device.")
       .def("send", &Communicator::send, py::arg("tensor"), py::arg("dst"),
            py::arg("tag") = 0, NoGil())
       .def("recv", &Communicator::recv, py::arg("tensor"), py::arg("src"),
@@ -98,17 +130,17 @@ void bind_agreements(py::module_& m) {
   m.def(
       "agree_on_maxima",
       [](const std::vector<int64_t>& values, Communicator& group,
-         const std::string& device, const std::string& what, FaultsPtr faults,
-         std::vector<int> ranks, double timeout_s) {
+         const std::string& what, FaultsPtr faults, std::vector<int> ranks,
+         double timeout_s) {
         return comm::agree_on_maxima(
-            group, values, at::Device(device),
+            group, values,
             make_patience(timeout_s, std::move(faults), std::move(ranks)),
             what);
       },
       NoGil(), py::arg("values"), py::arg("group"), py::kw_only(),
-      py::arg("device"), py::arg("what"), py::arg("faults") = py::none(),
+      py::arg("what"), py::arg("faults") = py::none(),
       py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0,
-      "The largest of each integer over the group. Collective.");
+      "The largest of each integer over a group of the host. Collective.");
   m.def(
       "gather_numbers",
       [](const at::Tensor& numbers, Communicator& group,
@@ -132,10 +164,11 @@ void bind_comm(py::module_& m) {
   set_gil_release(run_without_gil);
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_communicator(m);
-  m.def("make_c10d_communicator", &comm::make_c10d_communicator,
-        py::arg("backend"), py::arg("name"), NoGil(),
+  m.def("make_c10d_communicator", &make_c10d, py::arg("backend"),
+        py::arg("name"), py::arg("end") = py::none(),
         "Communicator over a torch.distributed Backend, such as "
-        "ProcessGroupGloo, that nothing else uses.");
+        "ProcessGroupGloo, that nothing else uses. `end` ends what it has on "
+        "its way, where its base class has no `abort`.");
   m.def("mpi_available", &comm::mpi_available,
         "Whether this build has the MPI adapter.");
   m.def("make_mpi_world", &comm::make_mpi_world, NoGil(),
@@ -145,10 +178,27 @@ void bind_comm(py::module_& m) {
         NoGil(), "Communicator over some of them. Collective over these.");
   m.def("mpi_finalize", &comm::mpi_finalize, NoGil(),
         "Ends MPI if smp started it. Collective.");
+  py::class_<comm::FlightWatch, comm::FlightWatchPtr>(
+      m, "FlightWatch",
+      "Watches collectives of devices, for which no host waits; see "
+      "comm/flight_watch.h.")
+      .def(py::init([](FaultsPtr board, double timeout_s, double report_s) {
+             return std::make_shared<comm::FlightWatch>(
+                 std::move(board),
+                 comm::FlightWatch::Options{.timeout = to_ms(timeout_s),
+                                            .report_after = to_ms(report_s)});
+           }),
+           py::arg("board"), py::kw_only(), py::arg("timeout_s"),
+           py::arg("report_after_s"))
+      .def_property_readonly(
+          "num_in_flight",
+          py::cpp_function(&comm::FlightWatch::num_in_flight, NoGil()));
   m.def("watch_collectives", &comm::make_watched_communicator, py::arg("inner"),
-        py::arg("board"), py::arg("ranks"),
+        py::arg("board"), py::arg("ranks"), py::arg("flights") = py::none(),
+        NoGil(),
         "`inner`, whose collectives the board numbers, so that one that all "
-        "ranks have entered is not taken for a deadlock.");
+        "ranks have entered is not taken for a deadlock. Those of a device are "
+        "watched by `flights`.");
   bind_agreements(m);
 }
 

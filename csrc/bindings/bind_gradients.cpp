@@ -41,7 +41,7 @@ ParameterRecord make_record(int index, std::string name,
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
     CommunicatorPtr dp, std::optional<std::vector<MaybeTensor>> targets,
-    std::optional<Sharding> sharding, FaultsPtr faults,
+    std::optional<Sharding> sharding, CommunicatorPtr control, FaultsPtr faults,
     std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
     bool average_over_microbatches, int passes_per_reduction,
     bool expects_one_per_microbatch, double timeout_s) {
@@ -52,6 +52,7 @@ std::shared_ptr<Reducer> make_reducer(
   options.expects_one_per_microbatch = expects_one_per_microbatch;
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
+  options.control = std::move(control);
   options.patience =
       make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
   std::vector<at::Tensor> masters = params;
@@ -155,7 +156,7 @@ void bind_reducer(py::module_& m) {
       .def(py::init(&make_reducer), release_gil(), py::arg("params"),
            py::arg("records"), py::arg("dp"), py::kw_only(),
            py::arg("targets") = py::none(), py::arg("sharding") = py::none(),
-           py::arg("faults") = py::none(),
+           py::arg("control") = py::none(), py::arg("faults") = py::none(),
            py::arg("dp_ranks") = std::vector<int>(),
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
            py::arg("overlap") = true,
@@ -163,7 +164,8 @@ void bind_reducer(py::module_& m) {
            py::arg("passes_per_reduction") = 1,
            py::arg("expects_one_per_microbatch") = true,
            py::arg("timeout_s") = 1800.0,
-           "Collective over `dp`, which may be None.")
+           "Collective over `dp`, which may be None. `control` has the same "
+           "ranks and serves tensors of the host; needed where `dp` does not.")
       .def("begin_step", &Reducer::begin_step, release_gil(),
            py::arg("num_microbatches"), py::arg("may_overlap") = true)
       .def("finish_microbatch", &Reducer::finish_microbatch, release_gil(),

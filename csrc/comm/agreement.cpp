@@ -15,17 +15,16 @@ namespace smp::comm {
 
 namespace {
 
-at::Tensor to_tensor(const std::vector<int64_t>& values, at::Device device) {
+at::Tensor to_tensor(const std::vector<int64_t>& values) {
   at::Tensor tensor =
       at::empty({static_cast<int64_t>(values.size())}, at::kLong);
   std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
-  return tensor.to(device);
+  return tensor;
 }
 
 std::vector<int64_t> to_vector(const at::Tensor& tensor) {
-  const at::Tensor host = tensor.cpu();
-  const auto* data = host.const_data_ptr<int64_t>();
-  return {data, data + host.numel()};
+  const auto* data = tensor.const_data_ptr<int64_t>();
+  return {data, data + tensor.numel()};
 }
 
 std::string join(const std::vector<std::string>& lines) {
@@ -46,18 +45,15 @@ int64_t hash_of(std::string_view text) {
 // The text of every rank, by group rank.
 std::vector<std::string> gather_texts(Communicator& group,
                                       const std::string& text,
-                                      at::Device device,
                                       const Patience& patience,
                                       const std::string& what) {
   const auto max_bytes = agree_on_maxima(
-      group, {static_cast<int64_t>(text.size())}, device, patience, what)[0];
-  at::Tensor mine = at::zeros({max_bytes}, at::kByte);
+      group, {static_cast<int64_t>(text.size())}, patience, what)[0];
+  const at::Tensor mine = at::zeros({max_bytes}, at::kByte);
   std::memcpy(mine.mutable_data_ptr(), text.data(), text.size());
-  mine = mine.to(device);
-  at::Tensor all = at::empty({group.size() * max_bytes}, mine.options());
+  const at::Tensor all = at::empty({group.size() * max_bytes}, at::kByte);
   wait_for(*group.all_gather(all, mine), patience, group, what);
-  const at::Tensor host = all.cpu();
-  const auto* data = static_cast<const char*>(host.const_data_ptr());
+  const auto* data = static_cast<const char*>(all.const_data_ptr());
   std::vector<std::string> texts;
   for (int rank = 0; rank < group.size(); ++rank) {
     const char* begin = data + rank * max_bytes;
@@ -85,10 +81,11 @@ std::string first_difference(const std::vector<std::string>& texts) {
 
 std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const std::vector<int64_t>& values,
-                                     at::Device device,
                                      const Patience& patience,
                                      const std::string& what) {
-  at::Tensor tensor = to_tensor(values, device);
+  SMP_ASSERT(!group.is_stream_ordered(), what, " over ", group.name(),
+             ", whose collectives run on a device");
+  const at::Tensor tensor = to_tensor(values);
   wait_for(*group.all_reduce(tensor, comm::ReduceOp::kMax), patience, group,
            what);
   return to_vector(tensor);
@@ -102,23 +99,20 @@ at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
   const at::Tensor own = numbers.contiguous();
   at::Tensor all = at::empty({group.size(), own.numel()},
                              own.options().requires_grad(false));
-  const WorkPtr work = group.all_gather(all, own);
-  if (!work->order_stream()) wait_for(*work, patience, group, what);
+  follow(*group.all_gather(all, own), patience, group, what);
   return all;
 }
 
 void require_equal_lines(Communicator& group,
                          const std::vector<std::string>& lines,
-                         at::Device device, const Patience& patience,
-                         const std::string& what) {
+                         const Patience& patience, const std::string& what) {
   const std::string text = join(lines);
   const int64_t hash = hash_of(text);
   // max(~hash) is ~min(hash): equal on all ranks only if the hashes are.
   const std::string words = "comparison of the " + what;
-  const auto maxima =
-      agree_on_maxima(group, {hash, ~hash}, device, patience, words);
+  const auto maxima = agree_on_maxima(group, {hash, ~hash}, patience, words);
   if (maxima[0] == ~maxima[1]) return;
-  const auto texts = gather_texts(group, text, device, patience, words);
+  const auto texts = gather_texts(group, text, patience, words);
   SMP_CHECK_VALUE(false, "the ranks of ", group.name(), " disagree on the ",
                   what, ": ", first_difference(texts),
                   "; build the same model with the same arguments on every "

@@ -12,9 +12,10 @@
 namespace smp::comm {
 
 /// All-reduces small integers and returns the maxima. Collective.
+/// @param group  of the host, because the host waits: one of a device would
+///               make it wait for the device
 std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const std::vector<int64_t>& values,
-                                     at::Device device,
                                      const Patience& patience,
                                      const std::string& what);
 
@@ -25,10 +26,10 @@ at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
 
 /// Compares a description of something that all ranks must have equal; costs
 /// two integers when they do. Collective.
+/// @param group  of the host
 /// @throws ValueError on every rank, naming the first line that differs
 void require_equal_lines(Communicator& group,
                          const std::vector<std::string>& lines,
-                         at::Device device, const Patience& patience,
-                         const std::string& what);
+                         const Patience& patience, const std::string& what);
 
 }  // namespace smp::comm

@@ -36,8 +36,8 @@ class Piece {
       });
     }
     // As bytes: not every transport knows every dtype.
-    wait_for(*group.broadcast(flat.view(at::kByte), root), patience, group,
-             detail::concat("broadcast of ", tensors_.size(), " tensors"));
+    follow(*group.broadcast(flat.view(at::kByte), root), patience, group,
+           detail::concat("broadcast of ", tensors_.size(), " tensors"));
     if (sends) return;
     for_each_part(flat, [](const at::Tensor& part, const at::Tensor& tensor) {
       tensor.detach().copy_(part);

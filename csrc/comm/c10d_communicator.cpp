@@ -30,10 +30,12 @@ at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(C10dBackendPtr backend, std::string name)
+  C10dCommunicator(C10dBackendPtr backend, std::string name,
+                   std::function<void()> end)
       : info_(std::make_shared<GroupInfo>(GroupInfo{
             std::move(name), backend->getRank(), backend->getSize()})),
-        shared_(std::make_shared<C10dShared>(std::move(backend))) {}
+        shared_(
+            std::make_shared<C10dShared>(std::move(backend), std::move(end))) {}
 
   int group_rank() const override { return info_->group_rank; }
   int size() const override { return info_->size; }
@@ -145,7 +147,13 @@ class C10dCommunicator final : public Communicator {
                       [](c10d::Backend& backend) { return backend.barrier(); });
   }
 
-  void abort() override { shared_->watch.abort(); }
+  bool is_stream_ordered() const override { return !shared_->is_gloo; }
+
+  void abort() override {
+    shared_->watch.abort();
+    // Operations of Gloo have ended with their waits. A kernel has not.
+    if (!shared_->is_gloo) shared_->end_backend();
+  }
 
  private:
   void check_device(const at::Tensor& tensor, const CallName& call) const {
@@ -206,12 +214,13 @@ class C10dCommunicator final : public Communicator {
 }  // namespace
 
 CommunicatorPtr make_c10d_communicator(
-    c10::intrusive_ptr<c10d::Backend> backend, std::string name) {
+    c10::intrusive_ptr<c10d::Backend> backend, std::string name,
+    std::function<void()> end) {
   SMP_CHECK_VALUE(backend,
                   "make_c10d_communicator: expected a backend, got "
                   "none");
-  return std::make_shared<C10dCommunicator>(std::move(backend),
-                                            std::move(name));
+  return std::make_shared<C10dCommunicator>(std::move(backend), std::move(name),
+                                            std::move(end));
 }
 
 }  // namespace smp::comm

@@ -2,6 +2,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <functional>
 #include <string>
 
 #include "csrc/comm/communicator.h"
@@ -25,10 +26,15 @@ namespace smp::comm {
 ///
 /// NCCL: tags are ignored by the backend, so both sides must issue messages in
 /// one order, and there is no recv_any. `wait` blocks the calling thread until
-/// the device is done, and orders the current stream behind it.
+/// the device is done, and orders the current stream behind it. `abort` ends
+/// the connections of the backend, on a thread of its own: kernels that wait
+/// for a rank that is gone end with them.
 ///
 /// @param name  words for errors and logs, for instance "gloo:dp"
+/// @param end   ends what the backend has on its way, where the class Backend
+///              of this release of torch cannot (before 2.7); any thread
 CommunicatorPtr make_c10d_communicator(
-    c10::intrusive_ptr<c10d::Backend> backend, std::string name);
+    c10::intrusive_ptr<c10d::Backend> backend, std::string name,
+    std::function<void()> end = nullptr);
 
 }  // namespace smp::comm

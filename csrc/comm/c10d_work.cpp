@@ -29,6 +29,9 @@ constexpr std::chrono::milliseconds kLongestTimeout =
 // How long a collective takes to notice that its connections are closed.
 constexpr std::chrono::milliseconds kEndTimeout{2000};
 
+// How long the destructor of a group waits for `abort` of its backend.
+constexpr std::chrono::milliseconds kLongestEnd{30000};
+
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
   return Clock::now() + std::min(timeout, kLongestTimeout);
 }
@@ -47,13 +50,60 @@ std::string reason_of(const std::exception_ptr& failure) {
   }
 }
 
-C10dShared::C10dShared(C10dBackendPtr backend)
+namespace {
+
+// Releases of torch before 2.7 have `abort` in the class of NCCL only, whose
+// header needs that of NCCL.
+template <typename Backend>
+void end_connections(Backend& backend, const std::function<void()>& end) {
+  if constexpr (requires { backend.abort(); }) {
+    backend.abort();
+  } else if (end) {
+    end();
+  } else {
+    SMP_LOG(kWarning, "torch offers no abort for backend ",
+            backend.getBackendName(),
+            "; what it has on its way ends at its own time-out");
+  }
+}
+
+}  // namespace
+
+C10dShared::C10dShared(C10dBackendPtr backend, std::function<void()> end)
     : backend(std::move(backend)),
-      is_gloo(this->backend->getBackendName() == "gloo") {}
+      is_gloo(this->backend->getBackendName() == "gloo"),
+      end_(std::move(end)) {}
+
+void C10dShared::end_backend() {
+  const std::lock_guard lock(mutex);
+  if (ended_.valid()) return;
+  std::promise<void> promise;
+  ended_ = promise.get_future().share();
+  ender_ = std::thread(
+      [backend = backend, end = end_, promise = std::move(promise)]() mutable {
+        try {
+          end_connections(*backend, end);
+        } catch (const std::exception&) {
+          SMP_LOG(kWarning, "the end of a group failed: ",
+                  reason_of(std::current_exception()));
+        }
+        backend.reset();
+        promise.set_value();
+      });
+}
 
 C10dShared::~C10dShared() {
   // Gloo's destructor joins threads that may be dropping tensors.
   without_gil([this] {
+    if (ender_.joinable()) {
+      if (ended_.wait_for(kLongestEnd) == std::future_status::ready) {
+        ender_.join();
+      } else {  // a library that hangs in its abort must not hang us
+        SMP_LOG(kWarning, "a group of ranks has not ended ",
+                kLongestEnd.count(), " ms after its abort");
+        ender_.detach();
+      }
+    }
     if (!end_collectives()) {
       // The destructor of the backend would wait for ever. This happens after
       // a failure only, so what is left behind ends with the process.
@@ -247,6 +297,8 @@ class CollectiveWork final : public C10dWork {
   ~CollectiveWork() override {
     if (signal_->done) return;
     std::lock_guard lock(shared_->mutex);
+    std::erase_if(shared_->collectives,
+                  [](const C10dWorkPtr& work) { return work->isCompleted(); });
     shared_->collectives.push_back(inner_);
   }
 

@@ -4,9 +4,11 @@
 
 #include <exception>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "csrc/comm/communicator.h"
@@ -26,8 +28,14 @@ using C10dWorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// What a communicator over a torch.distributed backend shares with its works;
 /// lives as long as any of them.
 struct C10dShared {
-  explicit C10dShared(C10dBackendPtr backend);
+  /// @param end  see `make_c10d_communicator`
+  C10dShared(C10dBackendPtr backend, std::function<void()> end);
   ~C10dShared();
+
+  /// Ends the connections of the backend, and its kernels with them; returns at
+  /// once. Several groups can end at one time only: what one of them frees may
+  /// wait for the kernels of the others.
+  void end_backend();
 
   C10dBackendPtr backend;
   const bool is_gloo;
@@ -48,6 +56,10 @@ struct C10dShared {
   //         on their way when its connection is closed
   bool end_collectives();
   bool some_collective_runs() const;
+
+  const std::function<void()> end_;
+  std::shared_future<void> ended_;  // valid once `end_backend` was called
+  std::thread ender_;
 };
 
 using C10dSharedPtr = std::shared_ptr<C10dShared>;

@@ -101,7 +101,12 @@ class Communicator {
   /// them wait for something else.
   virtual bool goes_on_alone() const { return true; }
 
-  /// Ends all operations in flight with an error, in this process only.
+  /// Whether collectives run on streams of a device: their works have
+  /// `order_stream`, and nobody on the host has to wait for one.
+  virtual bool is_stream_ordered() const { return false; }
+
+  /// Ends all operations in flight with an error, in this process only. Those
+  /// of a device end there, too, soon after the call.
   /// Further calls raise. May be called twice and from any thread.
   virtual void abort() = 0;
 };

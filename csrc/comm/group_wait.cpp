@@ -75,17 +75,10 @@ class Watch {
   std::optional<Clock::time_point> left_since_;
 };
 
-// Of a collective of this size, however large the group and slow the network.
-std::chrono::milliseconds time_by_size(const Work& work) {
-  if (!work.collective()) return std::chrono::milliseconds(0);
-  return std::chrono::milliseconds(1000 * work.collective()->num_bytes /
-                                   kSlowestBytesPerSecond);
-}
-
 void wait_watched(Work& work, const Patience& patience,
                   const Communicator& group, std::string_view what) {
   Watch watch(work, patience, group, what);
-  const auto timeout = patience.timeout + time_by_size(work);
+  const auto timeout = patience.timeout + time_by_size(work.collective());
   const Clock::time_point deadline = Clock::now() + timeout;
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -112,7 +105,27 @@ void wait_watched(Work& work, const Patience& patience,
   }
 }
 
+bool follows_on_device(Work& work, const Patience& patience,
+                       const Communicator& group, std::string_view what) {
+  if (patience.faults) patience.faults->raise_if_faulted();
+  try {
+    return work.order_stream();
+  } catch (const Disagreement&) {
+    throw;
+  } catch (const Error&) {
+    Watch(work, patience, group, what).explain_failure();
+    throw;
+  }
+}
+
 }  // namespace
+
+std::chrono::milliseconds time_by_size(
+    const std::optional<health::CollectiveId>& collective) {
+  if (!collective) return std::chrono::milliseconds(0);
+  return std::chrono::milliseconds(1000 * collective->num_bytes /
+                                   kSlowestBytesPerSecond);
+}
 
 void wait_for(Work& work, const Patience& patience, const Communicator& group,
               const char* what) {
@@ -122,6 +135,20 @@ void wait_for(Work& work, const Patience& patience, const Communicator& group,
 void wait_for(Work& work, const Patience& patience, const Communicator& group,
               const std::string& what) {
   wait_watched(work, patience, group, what);
+}
+
+void follow(Work& work, const Patience& patience, const Communicator& group,
+            const char* what) {
+  if (group.is_stream_ordered() &&
+      follows_on_device(work, patience, group, what)) {
+    return;
+  }
+  wait_watched(work, patience, group, what);
+}
+
+void follow(Work& work, const Patience& patience, const Communicator& group,
+            const std::string& what) {
+  follow(work, patience, group, what.c_str());
 }
 
 }  // namespace smp::comm

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,5 +36,19 @@ void wait_for(Work& work, const Patience& patience, const Communicator& group,
               const char* what);
 void wait_for(Work& work, const Patience& patience, const Communicator& group,
               const std::string& what);
+
+/// The result may be used by what comes next on the current stream of the
+/// device. The host waits only where the operation is not a device's; whether
+/// one ends that is, FlightWatch watches. May be called again.
+/// @throws PeerFailure when there is a fault; otherwise as `wait_for`
+void follow(Work& work, const Patience& patience, const Communicator& group,
+            const char* what);
+void follow(Work& work, const Patience& patience, const Communicator& group,
+            const std::string& what);
+
+/// What a collective may take beyond a time-out for its bytes, however large
+/// the group and slow the network. Without a collective nothing.
+std::chrono::milliseconds time_by_size(
+    const std::optional<health::CollectiveId>& collective);
 
 }  // namespace smp::comm

@@ -1,7 +1,12 @@
 #include "csrc/comm/watched_communicator.h"
 
-#include <algorithm>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <functional>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -32,18 +37,66 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325;
 };
 
+// Tells whether the device has got past what was asked of its current stream.
+// Where the device is the host, only the operation itself can tell.
+std::function<bool()> probe_of(const c10::Device& device, const WorkPtr& work) {
+  if (device.is_cpu()) return [work] { return work->done(); };
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  auto mark = std::make_shared<c10::Event>(device.type());
+  mark->record(impl.getStream(device));
+  return [mark] { return mark->query(); };
+}
+
+// A collective of a device. From the time when the host goes on without it,
+// somebody watches it.
+class WatchedWork final : public Work {
+ public:
+  WatchedWork(WorkPtr inner, FlightWatchPtr flights, c10::Device device,
+              std::string what)
+      : inner_(std::move(inner)),
+        flights_(std::move(flights)),
+        device_(device),
+        what_(std::move(what)) {}
+
+  bool done() override { return inner_->done(); }
+  void wait(std::chrono::milliseconds timeout) override {
+    inner_->wait(timeout);
+  }
+  int source_rank() const override { return inner_->source_rank(); }
+  void abort() override { inner_->abort(); }
+
+  bool order_stream() override {
+    if (!inner_->order_stream()) return false;
+    if (is_watched_.exchange(true)) return true;
+    flights_->add({.is_over = probe_of(device_, inner_),
+                   .what = what_,
+                   .ranks = collective()->ranks,
+                   .collective = collective()});
+    return true;
+  }
+
+ private:
+  const WorkPtr inner_;
+  const FlightWatchPtr flights_;
+  const c10::Device device_;
+  const std::string what_;
+  std::atomic<bool> is_watched_ = false;
+};
+
 class WatchedCommunicator final : public Communicator {
  public:
   WatchedCommunicator(CommunicatorPtr inner,
                       std::shared_ptr<health::FaultBoard> faults,
-                      std::vector<int> ranks)
+                      std::vector<int> ranks, FlightWatchPtr flights)
       : inner_(std::move(inner)),
         faults_(std::move(faults)),
-        ranks_(std::move(ranks)) {
+        ranks_(std::move(ranks)),
+        flights_(inner_->is_stream_ordered() ? std::move(flights) : nullptr) {
     Hash hash;
     hash.add(inner_->name());
     for (const int rank : ranks_) hash.add(rank);
     group_ = hash.value();
+    if (flights_) flights_->add_group(inner_);
   }
 
   int group_rank() const override { return inner_->group_rank(); }
@@ -88,6 +141,9 @@ class WatchedCommunicator final : public Communicator {
 
   bool stamp_next(uint64_t stamp) override { return inner_->stamp_next(stamp); }
   bool goes_on_alone() const override { return inner_->goes_on_alone(); }
+  bool is_stream_ordered() const override {
+    return inner_->is_stream_ordered();
+  }
   void abort() override { inner_->abort(); }
 
  private:
@@ -102,9 +158,15 @@ class WatchedCommunicator final : public Communicator {
     id.goes_on_alone = inner_->goes_on_alone();
     id.num_bytes = tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     id.signature = Hash().add(operation).add(detail).add(id.num_bytes).value();
+    if (flights_) faults_->raise_if_faulted();
     std::lock_guard lock(mutex_);
     faults_->waits().collectives().enter(id);
     WorkPtr work = start();
+    if (flights_ && tensor.defined()) {
+      work = std::make_shared<WatchedWork>(
+          std::move(work), flights_, tensor.device(),
+          detail::concat(operation, " over ", name(), " (", size(), " ranks)"));
+    }
     work->set_collective(std::move(id));
     return work;
   }
@@ -112,6 +174,7 @@ class WatchedCommunicator final : public Communicator {
   const CommunicatorPtr inner_;
   const std::shared_ptr<health::FaultBoard> faults_;
   const std::vector<int> ranks_;
+  const FlightWatchPtr flights_;  // of a device only
   uint64_t group_ = 0;
   std::mutex mutex_;
 };
@@ -120,7 +183,7 @@ class WatchedCommunicator final : public Communicator {
 
 CommunicatorPtr make_watched_communicator(
     CommunicatorPtr inner, std::shared_ptr<health::FaultBoard> faults,
-    std::vector<int> ranks) {
+    std::vector<int> ranks, FlightWatchPtr flights) {
   SMP_CHECK_VALUE(inner && faults,
                   "make_watched_communicator: expected a communicator and a "
                   "fault board, got none");
@@ -128,7 +191,8 @@ CommunicatorPtr make_watched_communicator(
                   "make_watched_communicator: expected ", inner->size(),
                   " ranks, got ", ranks.size());
   return std::make_shared<WatchedCommunicator>(
-      std::move(inner), std::move(faults), std::move(ranks));
+      std::move(inner), std::move(faults), std::move(ranks),
+      std::move(flights));
 }
 
 }  // namespace smp::comm

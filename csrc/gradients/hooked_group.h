@@ -68,6 +68,9 @@ class HookedGroup final : public comm::Communicator {
   comm::WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override;
   comm::WorkPtr barrier() override { return group_->barrier(); }
   bool stamp_next(uint64_t stamp) override { return group_->stamp_next(stamp); }
+  bool is_stream_ordered() const override {
+    return group_->is_stream_ordered();
+  }
   void abort() override { group_->abort(); }
 
  private:

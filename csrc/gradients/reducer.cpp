@@ -54,7 +54,13 @@ Reducer::Reducer(std::vector<at::Tensor> params,
   check_parameters();
   if (!params_.empty()) device_ = params_.front().device();
   if (has_peers()) {
-    comm::require_equal_lines(*dp_, lines_of(records_, options_), device_,
+    SMP_CHECK_VALUE(
+        !control().is_stream_ordered() && control().size() == dp_->size(),
+        "a reducer over ", dp_->name(), " (", dp_->size(),
+        " ranks), which sums on a device, needs a control group of "
+        "the host with the same ranks, got ",
+        control().name(), " (", control().size(), " ranks)");
+    comm::require_equal_lines(control(), lines_of(records_, options_),
                               options_.patience, "parameters to reduce");
   }
   make_buckets();

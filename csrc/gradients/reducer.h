@@ -52,6 +52,11 @@ namespace smp::gradients {
 ///
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
+///
+/// Where `dp` sums on streams of a device, the host waits for no sum: what
+/// comes next on the current stream comes after it. One stream then computes
+/// all gradients of a rank. What hosts have to know of each other goes over
+/// `Options::control`.
 class Reducer : public MicrobatchListener {
  public:
   using Options = ReducerOptions;
@@ -112,6 +117,12 @@ class Reducer : public MicrobatchListener {
   static constexpr std::chrono::milliseconds kLongestRoomPatience{1000};
 
   bool has_peers() const { return dp_ && dp_->size() > 1; }
+  bool is_stream_ordered() const {
+    return has_peers() && dp_->is_stream_ordered();
+  }
+  comm::Communicator& control() const {
+    return options_.control ? *options_.control : *dp_;
+  }
   bool is_sharded() const { return options_.sharding.has_value(); }
   bool every_microbatch() const {
     return is_sharded() && options_.sharding->every_microbatch;
@@ -147,6 +158,7 @@ class Reducer : public MicrobatchListener {
   bool launch_round(Lock& lock);
   void await_room(int param_idx, Lock& lock);
   void settle_finished();
+  void settle_next();
   void settle_all(Lock& lock);
   void await(int bucket_idx, Lock& lock) const;
 
@@ -208,6 +220,8 @@ class Reducer : public MicrobatchListener {
   bool round_active_ = false;  // a gradient has come here
   at::Tensor header_;
   comm::WorkPtr header_work_;
+  /// Of a device, by bucket: over when all ranks have launched it.
+  std::vector<comm::WorkPtr> announced_;
   int num_launched_ = 0;  // buckets, in index order
   int num_settled_ = 0;   // of these
   std::chrono::milliseconds room_patience_ = kLongestRoomPatience;

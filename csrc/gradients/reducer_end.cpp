@@ -98,7 +98,7 @@ std::vector<bool> Reducer::finish_sums(Lock& lock) {
     flags[num_params + param_idx] = 1;
   }
   lock.unlock();
-  flags = comm::agree_on_maxima(*dp_, flags, device_, options_.patience,
+  flags = comm::agree_on_maxima(control(), flags, options_.patience,
                                 "exchange of used parameters");
   lock.lock();
   settle_all(lock);
@@ -142,7 +142,7 @@ void Reducer::reduce_late(int bucket_idx, const std::vector<bool>& late,
   const comm::WorkPtr work =
       first_group().all_reduce(sum, comm::ReduceOp::kSum);
   lock.unlock();
-  comm::wait_for(
+  comm::follow(
       *work, options_.patience, first_group(),
       detail::concat("reduction of late gradients of bucket ", bucket_idx));
   lock.lock();

@@ -24,6 +24,11 @@ struct ReducerOptions {
   /// call of a module gives one.
   bool expects_one_per_microbatch = true;
   std::optional<Sharding> sharding;  ///< none: every rank keeps all
+  /// Where the ranks of `dp` tell each other what hosts have to know: whether
+  /// there is something to reduce, and which parameters were used. Of tensors
+  /// of the host, in the order of `dp`, and nobody else's. Null: `dp` itself,
+  /// which then is not of a device.
+  comm::CommunicatorPtr control;
   comm::Patience patience;
 };
 

@@ -29,6 +29,7 @@ bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
 void Reducer::begin_round() {
   round_active_ = false;
   header_work_ = nullptr;
+  announced_.clear();
   num_launched_ = num_settled_ = 0;
   num_added_.assign(params_.size(), 0);
   num_missing_.assign(buckets_.size(), 0);
@@ -99,7 +100,8 @@ void Reducer::launch_complete_buckets() {
 
 // Always the first operation of a round, so that a rank without any gradient
 // can find out whether others reduce something, before it takes part. Where
-// each microbatch is a round, it also tells ranks that have more of them.
+// each microbatch is a round, it also tells ranks that have more of them. The
+// host reads it, hence it never lies on a device.
 void Reducer::launch_header() {
   if (header_work_) return;
   std::vector<int64_t> words = {round_active_ ? 1 : 0};
@@ -108,29 +110,29 @@ void Reducer::launch_header() {
       words.insert(words.end(), {word, -word});
     }
   }
-  at::Tensor header =
-      at::empty({static_cast<int64_t>(words.size())}, at::kLong);
-  std::copy(words.begin(), words.end(), header.mutable_data_ptr<int64_t>());
-  header_ = header.to(device_);
-  header_work_ = dp_->all_reduce(header_, comm::ReduceOp::kMax);
+  header_ = at::empty({static_cast<int64_t>(words.size())}, at::kLong);
+  std::copy(words.begin(), words.end(), header_.mutable_data_ptr<int64_t>());
+  header_work_ = control().all_reduce(header_, comm::ReduceOp::kMax);
 }
 
 void Reducer::launch_bucket() {
   if (has_peers()) launch_header();
   buckets_[num_launched_]->launch(pass_divisor());
   ++num_launched_;
+  if (is_sharded() && is_stream_ordered()) {
+    announced_.push_back(control().barrier());
+  }
 }
 
 bool Reducer::any_rank_active(Lock& lock) {
   if (!has_peers()) return round_active_;
   launch_header();
   lock.unlock();
-  comm::wait_for(*header_work_, options_.patience, *dp_,
+  comm::wait_for(*header_work_, options_.patience, control(),
                  "begin of the reduction");
-  const at::Tensor header = header_.cpu();
   lock.lock();
-  const auto* words = header.const_data_ptr<int64_t>();
-  for (int64_t i = 1; i < header.numel(); i += 2) {
+  const auto* words = header_.const_data_ptr<int64_t>();
+  for (int64_t i = 1; i < header_.numel(); i += 2) {
     SMP_CHECK(words[i] == -words[i + 1], "the ranks of ", dp_->name(),
               " are at different microbatches: between ", -words[i + 1],
               " and ", words[i], i == 1 ? " of them in a step" : " are over",
@@ -158,6 +160,11 @@ bool Reducer::launch_round(Lock& lock) {
 // they come so far (where they use other parameters, and their buckets leave at
 // the end only), and for a shorter one each time that this was in vain. It is a
 // matter of memory alone; sums do not depend on it.
+//
+// Of a device the host does not wait for the sum but for the hosts of the other
+// ranks: once all have launched it, it ends by itself, and the memory may be
+// taken again by what is computed behind it. Earlier the device could wait for
+// a rank that waits for what this device does next.
 void Reducer::await_room(int param_idx, Lock& lock) {
   constexpr int kMostOnTheirWay = 1;
   const auto is_full = [&] {
@@ -167,26 +174,36 @@ void Reducer::await_room(int param_idx, Lock& lock) {
   if (!is_sharded() || !is_full() || bucket_of(param_idx).has_memory()) return;
   settle_finished();
   if (!is_full()) return;
-  const comm::WorkPtr work = buckets_[num_settled_]->work();
+  const int oldest = num_settled_;
+  const comm::WorkPtr work =
+      is_stream_ordered() ? announced_[oldest] : buckets_[oldest]->work();
   lock.unlock();
   const bool is_done = finishes_within(*work, room_patience_);
   lock.lock();
   room_patience_ = is_done
                        ? std::min(2 * room_patience_, kLongestRoomPatience)
                        : std::max(room_patience_ / 2, kShortestRoomPatience);
-  if (is_full()) settle_finished();
+  if (!is_full()) return;
+  if (!is_stream_ordered()) return settle_finished();
+  if (is_done && num_settled_ == oldest) settle_next();
+}
+
+// With the lock: the host does not wait, or the operation is over.
+void Reducer::settle_next() {
+  BucketReduction& bucket = *buckets_[num_settled_];
+  comm::follow(*bucket.work(), options_.patience, bucket.group(),
+               "reduction of a bucket");
+  bucket.settle();
+  ++num_settled_;
 }
 
 // Moves sums on that need their ranks for it, and takes back the memory of
 // buckets that have been summed meanwhile; they end in the order of their
 // launch.
 void Reducer::settle_finished() {
-  for (; num_settled_ < num_launched_; ++num_settled_) {
-    BucketReduction& bucket = *buckets_[num_settled_];
-    if (!bucket.work()->done()) return;
-    comm::wait_for(*bucket.work(), options_.patience, bucket.group(),
-                   "reduction of a bucket");
-    bucket.settle();
+  while (num_settled_ < num_launched_ &&
+         buckets_[num_settled_]->work()->done()) {
+    settle_next();
   }
 }
 
@@ -204,9 +221,9 @@ void Reducer::await(int bucket_idx, Lock& lock) const {
   const comm::WorkPtr work = bucket.work();
   if (!work) return;
   lock.unlock();
-  comm::wait_for(*work, options_.patience, bucket.group(),
-                 detail::concat("reduction of bucket ", bucket_idx, " of ",
-                                buckets_.size()));
+  comm::follow(*work, options_.patience, bucket.group(),
+               detail::concat("reduction of bucket ", bucket_idx, " of ",
+                              buckets_.size()));
   lock.lock();
 }
 

@@ -48,9 +48,9 @@ void FlatGathers::forget(int flat_idx, const comm::WorkPtr& work) {
 void FlatGathers::await(int flat_idx) {
   const comm::WorkPtr work = work_of(flat_idx);
   if (!work) return;
-  comm::wait_for(*work, patience_, *shard_,
-                 detail::concat("gather of updated parameters, bucket ",
-                                flat_idx, " of ", flats_.size()));
+  comm::follow(*work, patience_, *shard_,
+               detail::concat("gather of updated parameters, bucket ", flat_idx,
+                              " of ", flats_.size()));
   forget(flat_idx, work);
 }
 

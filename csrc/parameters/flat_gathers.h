@@ -16,6 +16,8 @@ namespace smp::parameters {
 /// all of them, while other work goes on: all gathers are launched together, in
 /// the order in which the parameters are needed, and each is waited for where
 /// its parameters are used. Thread-safe; the lock is never held while waiting.
+/// Of a device the host waits for none before the end of a run; then one stream
+/// uses the parameters of a rank.
 class FlatGathers {
  public:
   /// @param flats  each `[size * n]`; part r belongs to group rank r. The same

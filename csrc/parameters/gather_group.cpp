@@ -2,8 +2,12 @@
 
 #include <ATen/ops/empty.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "csrc/common/check.h"
+#include "csrc/memory/copy_stream.h"
 
 namespace smp::parameters {
 namespace {
@@ -16,9 +20,10 @@ class GatherInOneHop final : public Gather {
   GatherInOneHop(comm::CommunicatorPtr group, comm::WorkPtr work)
       : group_(std::move(group)), work_(std::move(work)) {}
 
-  void wait(const comm::Patience& patience, const std::string& what) override {
+  void follow(const comm::Patience& patience,
+              const std::string& what) override {
     if (!work_) return;
-    comm::wait_for(*work_, patience, *group_, what);
+    comm::follow(*work_, patience, *group_, what);
     work_.reset();
   }
 
@@ -46,47 +51,71 @@ class GathersInOneHop final : public GatherGroup {
   const comm::CommunicatorPtr group_;
 };
 
-// The second half begins when somebody waits: that happens in one order on all
-// ranks, the end of the first half does not.
+// On the host the second half begins when somebody waits: that happens in one
+// order on all ranks, the end of the first half does not. On a device it is
+// issued right behind the first half, on a stream of its own, because what is
+// computed meanwhile waits for neither.
 class GatherInTwoHops final : public Gather {
  public:
   GatherInTwoHops(comm::CommunicatorPtr across, comm::CommunicatorPtr within,
-                  at::Tensor output, const at::Tensor& input, uint64_t stamp)
+                  at::Tensor output, const at::Tensor& input, uint64_t stamp,
+                  memory::CopyStream* stream)
       : across_(std::move(across)),
         within_(std::move(within)),
         output_(std::move(output)),
         stamp_(stamp),
         crossed_(
             at::empty({across_->size() * input.numel()}, input.options())) {
-    across_->stamp_next(stamp_);
-    work_ = across_->all_gather(crossed_, input);
+    if (stream == nullptr) {
+      cross(input);
+      return;
+    }
+    stream->run(memory::Mark::none(), [&] {
+      cross(input);
+      const bool is_ordered = work_->order_stream();
+      SMP_ASSERT(is_ordered, "a gather over ", across_->name());
+      spread();
+    });
   }
 
-  void wait(const comm::Patience& patience, const std::string& what) override {
+  void follow(const comm::Patience& patience,
+              const std::string& what) override {
     if (!work_) return;
-    comm::wait_for(*work_, patience, *across_, what + " between hosts");
-    const int64_t num_hosts = across_->size();
-    const at::Tensor by_host = output_.view({num_hosts, -1});
-    const at::Tensor crossed = crossed_.view({num_hosts, -1});
-    std::vector<comm::WorkPtr> works;
-    for (int64_t host = 0; host < num_hosts; ++host) {
-      within_->stamp_next(stamp_ + static_cast<uint64_t>(host));
-      works.push_back(within_->all_gather(by_host[host], crossed[host]));
+    if (works_.empty()) {
+      comm::wait_for(*work_, patience, *across_, what + " between hosts");
+      spread();
     }
-    for (const comm::WorkPtr& work : works) {
-      comm::wait_for(*work, patience, *within_, what + " within a host");
+    for (const comm::WorkPtr& work : works_) {
+      comm::follow(*work, patience, *within_, what + " within a host");
     }
     work_.reset();
+    works_.clear();
     crossed_.reset();
   }
 
  private:
+  void cross(const at::Tensor& input) {
+    across_->stamp_next(stamp_);
+    work_ = across_->all_gather(crossed_, input);
+  }
+
+  void spread() {
+    const int64_t num_hosts = across_->size();
+    const at::Tensor by_host = output_.view({num_hosts, -1});
+    const at::Tensor crossed = crossed_.view({num_hosts, -1});
+    for (int64_t host = 0; host < num_hosts; ++host) {
+      within_->stamp_next(stamp_ + static_cast<uint64_t>(host));
+      works_.push_back(within_->all_gather(by_host[host], crossed[host]));
+    }
+  }
+
   const comm::CommunicatorPtr across_;
   const comm::CommunicatorPtr within_;
   const at::Tensor output_;
   const uint64_t stamp_;
   at::Tensor crossed_;
   comm::WorkPtr work_;
+  std::vector<comm::WorkPtr> works_;  // of the second half, by host
 };
 
 class GathersInTwoHops final : public GatherGroup {
@@ -101,13 +130,18 @@ class GathersInTwoHops final : public GatherGroup {
 
   GatherPtr all_gather(at::Tensor output, at::Tensor input,
                        uint64_t stamp) override {
+    if (across_->is_stream_ordered() && !stream_) {
+      stream_.emplace(output.device());
+    }
     return std::make_unique<GatherInTwoHops>(across_, within_,
-                                             std::move(output), input, stamp);
+                                             std::move(output), input, stamp,
+                                             stream_ ? &*stream_ : nullptr);
   }
 
  private:
   const comm::CommunicatorPtr across_;
   const comm::CommunicatorPtr within_;
+  std::optional<memory::CopyStream> stream_;  // between the halves; of a device
 };
 
 }  // namespace

@@ -11,13 +11,14 @@
 
 namespace smp::parameters {
 
-/// A gather in flight; its tensors may be read after `wait`.
+/// A gather in flight; its tensors may be read after `follow`.
 class Gather {
  public:
   virtual ~Gather() = default;
-  /// One thread at a time; may be called again.
-  virtual void wait(const comm::Patience& patience,
-                    const std::string& what) = 0;
+  /// As `comm::follow`: of a device the host does not wait. One thread at a
+  /// time; may be called again.
+  virtual void follow(const comm::Patience& patience,
+                      const std::string& what) = 0;
 };
 
 using GatherPtr = std::unique_ptr<Gather>;

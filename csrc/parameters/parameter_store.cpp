@@ -250,8 +250,8 @@ at::Tensor ParameterStore::gather_one(int param_idx) {
         parts.view(at::kByte), param.shard().view(at::kByte),
         static_cast<uint64_t>(units_.size() + param_idx) + 1);
   }
-  gather->wait(options_.patience,
-               detail::concat("gathering parameter ", param_idx));
+  gather->follow(options_.patience,
+                 detail::concat("gathering parameter ", param_idx));
   return parts.narrow(0, 0, param.numel()).view(param.whole().sizes());
 }
 

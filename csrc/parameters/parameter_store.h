@@ -28,7 +28,9 @@ namespace smp::parameters {
 ///
 /// All ranks of the group hold and let go of units in one order; then they
 /// gather in one order. Thread-safe; the lock is never held while waiting for
-/// another rank, except by threads that wait for the same unit.
+/// another rank, except by threads that wait for the same unit. Where gathers
+/// run on streams of a device the host waits for none; then one stream uses
+/// the parameters of a rank.
 ///
 /// Source: arXiv:1910.02054 (ZeRO, stage 3); recording the order of use is
 /// DeepSpeed's idea.

@@ -79,7 +79,7 @@ at::Tensor UnitGather::packed_shards() const {
 void UnitGather::finish(const comm::Patience& patience) {
   const std::lock_guard lock(mutex_);
   if (is_finished_) return;
-  for (const GatherPtr& gather : gathers_) gather->wait(patience, what_);
+  for (const GatherPtr& gather : gathers_) gather->follow(patience, what_);
   const at::NoGradGuard no_grad;
   if (!small_.empty()) copy_out();
   for (ShardedParameter* param : params_) param->show();

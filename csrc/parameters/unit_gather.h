@@ -25,8 +25,8 @@ class UnitGather {
   UnitGather(std::vector<ShardedParameter*> params, GatherGroup& group,
              uint64_t stamp, std::string what);
 
-  /// Waits, then lets the parameters show their values. Thread-safe; may be
-  /// called again.
+  /// Waits (of a device: lets the current stream wait), then lets the
+  /// parameters show their values. Thread-safe; may be called again.
   void finish(const comm::Patience& patience);
 
   int num_collectives() const { return static_cast<int>(gathers_.size()); }

@@ -145,7 +145,7 @@ Pending::Pending(const Group& group, const Header& header, comm::WorkPtr work,
 
 at::Tensor Pending::take() {
   if (group_ == nullptr) return std::move(ready_);
-  group_->finish(*work_, header_);
+  group_->finish(*work_, *group_->communicator_, header_);
   work_.reset();
   return finish_();
 }
@@ -201,9 +201,10 @@ comm::WorkPtr Group::issue(comm::Communicator& on, const Header& header,
   return start(on);
 }
 
-void Group::finish(comm::Work& work, const Header& header) const {
+void Group::finish(comm::Work& work, const comm::Communicator& on,
+                   const Header& header) const {
   try {
-    comm::wait_for(work, patience_, *communicator_, header.what.data());
+    comm::follow(work, patience_, on, header.what.data());
   } catch (const comm::Disagreement&) {
     raise_disagreement(header);
   }
@@ -365,7 +366,7 @@ int64_t Group::broadcast_from_first(int64_t value, const char* what) {
   const comm::WorkPtr work =
       issue(control(), header, group_rank_ == 0 ? 8 * (size_ - 1) : 0,
             [&](auto& on) { return on.broadcast(tensor, 0); });
-  finish(*work, header);
+  finish(*work, control(), header);
   return *tensor.const_data_ptr<int64_t>();
 }
 

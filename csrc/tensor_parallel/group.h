@@ -35,7 +35,7 @@ class Pending {
   Pending(const Group& group, const Header& header, comm::WorkPtr work,
           Finish finish);
 
-  /// Waits for it; once.
+  /// Waits for it, or lets the current stream of the device wait; once.
   /// @throws ValueError on every rank when shapes disagree; Error and
   ///         PeerFailure as `comm::wait_for`
   at::Tensor take();
@@ -58,7 +58,9 @@ class Pending {
 class Group {
  public:
   /// @param communicator  null in a group of one
-  /// @param control  for host tensors; null: the communicator serves these
+  /// @param control  for host tensors; null: the communicator serves these.
+  ///     The ranks compare there what they are about to call on a device: one
+  ///     that has begun with different arguments can only be aborted
   Group(comm::CommunicatorPtr communicator, comm::CommunicatorPtr control,
         int group_rank, int size, comm::Patience patience);
 
@@ -103,7 +105,8 @@ class Group {
   template <typename Start>
   comm::WorkPtr issue(comm::Communicator& on, const Header& header,
                       int64_t num_bytes, Start&& start);
-  void finish(comm::Work& work, const Header& header) const;
+  void finish(comm::Work& work, const comm::Communicator& on,
+              const Header& header) const;
   void compare(const Header& header) const;
   [[noreturn]] void raise_disagreement(const Header& header) const;
   std::vector<at::Tensor> gather_headers(const at::Tensor& own,

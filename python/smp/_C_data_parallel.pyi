@@ -192,6 +192,7 @@ class Reducer(MicrobatchListener):
         *,
         targets: Sequence[Tensor | None] | None = None,
         sharding: Sharding | None = None,
+        control: Communicator | None = None,
         faults: FaultBoard | None = None,
         dp_ranks: Sequence[int] = ...,
         bucket_cap_bytes: int = 26214400,

@@ -169,6 +169,7 @@ def make_reducers(
         ValueError: on every rank, when the ranks have different parameters or options.
     """
     communicators = {"dp": rank.comms.dp, "rdp": rank.comms.rdp}
+    hosts = {"dp": rank.comms.dp_host, "rdp": rank.comms.rdp_host}
     reducers = []
     for kind, own in by_kind(rank, parameters).items():
         group, records = communicators[kind], records_of(rank, own, ties)
@@ -183,6 +184,7 @@ def make_reducers(
             group,
             targets=[target_of(parameter) for _, parameter in own],
             sharding=sharding_of(kind),
+            control=hosts[kind],
             faults=rank.board,
             dp_ranks=list(rank.groups[kind]),
             bucket_cap_bytes=bucket_cap_bytes,
@@ -234,14 +236,13 @@ def agree_on_maxima(
 
     Args:
         rank: of this process.
-        communicator: of the group.
+        communicator: of the group, for tensors of the host.
         values: as many on each rank.
         what: words for errors.
     """
     return _C.agree_on_maxima(
         values,
         communicator,
-        device=str(rank.device),
         what=what,
         faults=rank.board,
         ranks=list(rank.groups["dp"]),

@@ -256,6 +256,7 @@ class DistributedModel(ModelViews):
         With sharded data parallelism collective over the ranks that hold one copy of the model; it
         raises PeerFailure or RuntimeError if some of them do not call it.
         """
+        self._runtime.rank.check_sums()
         self._parts().meet(self._runtime.rank, "model.local_state_dict", is_merged=False)
         return self._parts().marked_state()
 
@@ -274,6 +275,7 @@ class DistributedModel(ModelViews):
         """
         if args or kwargs or not isinstance(gather_to_rank0, bool):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
+        self._runtime.rank.check_sums()
         if self.partitioned:
             is_merged = not gather_to_rank0 or 0 in self._runtime.rank.groups["mp"]
             self._parts().meet(

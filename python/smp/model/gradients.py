@@ -131,26 +131,31 @@ class GradientReduction:
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None:
         """A step that trains begins. Collective over the replicas."""
         self._has_begun = True
+        # Nothing orders two reducers against each other on two replicas before the end of a step;
+        # on a device their sums would wait for each other. The last one has the split layers, which
+        # are most of a model.
+        is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:
-            reducer.begin_step(num_microbatches, may_overlap)
+            is_last = reducer is self.reducers[-1]
+            reducer.begin_step(num_microbatches, may_overlap and (is_last or not is_ahead))
 
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
         for reducer in self.reducers:
             reducer.begin_step(1)
-        for reducer in self.reducers:
+        for reducer in reversed(self.reducers):
             reducer.end_step()
 
     def microbatch_done(self, mb: int) -> None:
         """All gradients of a microbatch have come. A server tells the reducers by itself."""
-        for reducer in self.reducers:
+        for reducer in reversed(self.reducers):
             if reducer.in_step:
                 reducer.finish_microbatch(mb)
 
     def end_step(self) -> None:
         """Waits until the gradients of the step are reduced."""
         self._dtypes.check()
-        for reducer in self.reducers:
+        for reducer in reversed(self.reducers):  # the one that overlaps comes first
             reducer.end_step()
 
     def abandon_step(self) -> None:

@@ -154,7 +154,6 @@ class _Uneven:
         active = _C.agree_on_maxima(
             [state if i == own else _OUT for i in range(len(self._ranks))],
             group,
-            device="cpu",
             what="exchange of who has a batch, in join()",
             faults=current.rank.board,
             ranks=self._ranks,

@@ -186,6 +186,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             RuntimeError: gradients made by a closure are not finite.
         """
         self._load_pending()
+        self._rank.check_sums()
         if closure is not None:
             return self._step_with(closure)
         self._check_scale()
@@ -443,6 +444,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Raises:
             PeerFailure, RuntimeError: it is collective, and some ranks have not called it.
         """
+        self._rank.check_sums()
         return {**self._state().of_rank(gather_if_shard), **self._half_state()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -455,6 +457,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Raises:
             PeerFailure, RuntimeError: some of these ranks have not called it.
         """
+        self._rank.check_sums()
         state = self._state()
         whole = state.whole() if self._is_partitioned(any) else state.local()
         return {**whole, **self._half_state()}

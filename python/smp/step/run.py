@@ -88,7 +88,7 @@ class StepRun:
     def _agreed(self, num_microbatches: int) -> list[Engine]:
         """The models that all replicas have; garbage is collected at any time. Collective."""
         current = self._current
-        communicator = current.rank.comms.dp
+        communicator = current.rank.comms.dp_host
         several = self._trains and current.wrapped.num_wrapped > 1
         config = current.rank.config
         lockstep = lockstep_of(current.rank)

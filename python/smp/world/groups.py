@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.config.sources import ReadConfig
+from smp.world import nccl
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
@@ -40,10 +41,13 @@ class Groups:
     """Communicators of this rank; None for a group of one.
 
     `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, `mp` those on the CPU if
-    ``mp_is_on_host``; the control communicators serve CPU tensors. Nothing but the reducers may use
+    ``mp_is_on_host``; the control communicators and those with ``host`` in the name serve CPU
+    tensors. Nothing but the reducers may use
     `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
     ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
     `tp`, `shard_reduce` and `replica`.
+    Where `dp` or `rdp` run on streams of a device, `dp_host` and `rdp_host` carry what the hosts of
+    the reducers tell each other, in the same order; else they are `dp` and `rdp` themselves.
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
     parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
     then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
@@ -54,10 +58,12 @@ class Groups:
     """
 
     dp: _C.Communicator | None = None
+    dp_host: _C.Communicator | None = None
     dp_control: _C.Communicator | None = None
     mp: _C.Communicator | None = None
     mp_is_on_host: bool = False
     rdp: _C.Communicator | None = None
+    rdp_host: _C.Communicator | None = None
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
     shard: _C.Communicator | None = None
@@ -72,11 +78,15 @@ class Groups:
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
 
+    @property
+    def made(self) -> list[_C.Communicator]:
+        """All of them."""
+        return [group for group in vars(self).values() if isinstance(group, _C.Communicator)]
+
     def abort(self) -> None:
         """Ends what is in flight, for a run that has failed."""
-        for communicator in vars(self).values():
-            if isinstance(communicator, _C.Communicator):
-                communicator.abort()
+        for communicator in self.made:
+            communicator.abort()
 
 
 def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
@@ -161,6 +171,7 @@ def build_groups(
     shared_memory: bool,
     loopback: bool,
     timeout_s: float,
+    hang_s: float = 0.0,
     shares_gpus: bool = False,
 ) -> Groups:
     """Communicators of the groups that `global_rank` belongs to. Collective over the world.
@@ -177,11 +188,13 @@ def build_groups(
         hosts: of all ranks, if parameters are to be gathered between hosts first.
         shared_memory: whether this rank wants to, for collectives.
         loopback: all ranks are on one machine; listen on loopback only.
-        timeout_s: for making the connections.
+        timeout_s: for making the connections, and of what nobody on the host waits for.
+        hang_s: when a device has waited for a collective for so long it is reported; 0: never.
         shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
+    flights = _C.FlightWatch(board, timeout_s=timeout_s, report_after_s=hang_s)
 
     def ranks_of(kind: str) -> list[int]:
         return list(own[kind])
@@ -191,7 +204,7 @@ def build_groups(
     ) -> _C.Communicator | None:
         if communicator is None:
             return None
-        return _C.watch_collectives(communicator, board, list(ranks))
+        return _C.watch_collectives(communicator, board, list(ranks), flights)
 
     def control(kind: str) -> _C.Communicator | None:
         name, ranks = f"{kind}_control", ranks_of(kind)
@@ -202,9 +215,7 @@ def build_groups(
     def between(name: str, ranks: list[int]) -> _C.Communicator | None:
         if len(ranks) == 1:
             return None
-        if device.type == "cuda":
-            return _make_nccl(store, name, ranks, global_rank, timeout_s)
-        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+        return make_on_device(device, store, name, ranks, global_rank, loopback, timeout_s)
 
     def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
         return between(name or kind, ranks_of(kind))
@@ -212,9 +223,16 @@ def build_groups(
     def sharing(
         communicator: _C.Communicator | None, ranks: Sequence[int]
     ) -> _C.Communicator | None:
-        if communicator is None or device.type == "cuda":
+        if communicator is None or communicator.is_stream_ordered:
             return watched(communicator, ranks)
         return watched(on_host(communicator, ranks), ranks)
+
+    def beside(kind: str, communicator: _C.Communicator | None) -> _C.Communicator | None:
+        if communicator is None or not communicator.is_stream_ordered:
+            return communicator
+        ranks = ranks_of(kind)
+        gloo = _make_gloo(store, f"{kind}_host", ranks, global_rank, loopback, timeout_s)
+        return watched(on_host(gloo, ranks), ranks)
 
     def on_host(communicator: _C.Communicator, ranks: Sequence[int]) -> _C.Communicator:
         return _C.share_collectives(
@@ -228,6 +246,7 @@ def build_groups(
 
     made.dp_control = watched(control("dp"), own["dp"])
     made.dp = sharing(on_device("dp"), own["dp"])
+    made.dp_host = beside("dp", made.dp)
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = sharing(on_device("shard"), ranks)
@@ -243,10 +262,13 @@ def build_groups(
         made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
     if grid.group_size("tp") > 1:
         made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
-        tp_control = control("tp") if device.type == "cuda" else made.tp
+        made.rdp_host = beside("rdp", made.rdp)
+        assert made.tp is not None
+        is_ahead = made.tp.is_stream_ordered
+        tp_control = control("tp") if is_ahead else made.tp
         assert tp_control is not None
         made.tp_control = watched(on_host(tp_control, own["tp"]), own["tp"])
-        made.tp = watched(made.tp, own["tp"]) if device.type == "cuda" else made.tp_control
+        made.tp = watched(made.tp, own["tp"]) if is_ahead else made.tp_control
         assert made.tp is not None and made.tp_control is not None
         made.tp_group = _C.TensorParallelGroup(
             made.tp,
@@ -263,6 +285,31 @@ def build_groups(
         made.mp_is_on_host = shares_gpus
         made.mp = watched(control("mp") if shares_gpus else on_device("mp"), own["mp"])
     return made
+
+
+def make_on_device(
+    device: torch.device,
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    global_rank: int,
+    loopback: bool,
+    timeout_s: float,
+) -> _C.Communicator:
+    """Communicator for tensors on a device. Collective over `ranks`.
+
+    Args:
+        device: NCCL serves GPUs, Gloo the CPU.
+        store: for the connections.
+        name: of the group, for keys of the store and errors.
+        ranks: global ranks of the group.
+        global_rank: of this process.
+        loopback: all ranks are on one machine.
+        timeout_s: for making the connections.
+    """
+    if device.type == "cuda":
+        return _make_nccl(store, name, ranks, global_rank, timeout_s)
+    return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
 
 
 def _make_gloo(
@@ -296,13 +343,12 @@ def _make_gloo(
 def _make_nccl(
     store: dist.Store, name: str, ranks: Sequence[int], global_rank: int, timeout_s: float
 ) -> _C.Communicator:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    backend = nccl(
+    nccl.set_launch_order()
+    group: Any = dist.ProcessGroupNCCL
+    backend = group(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
         ranks.index(global_rank),
         len(ranks),
-        options,
+        nccl.group_options(timeout_s),
     )
-    return _C.make_c10d_communicator(backend, f"nccl:{name}")
+    return _C.make_c10d_communicator(backend, f"nccl:{name}", nccl.end_of(backend))

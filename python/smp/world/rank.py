@@ -109,6 +109,7 @@ class Rank:
             shared_memory=self.settings.shared_memory,
             loopback=loopback,
             timeout_s=self.timeout_s,
+            hang_s=self.settings.hang_s,
             shares_gpus=shares_gpus,
         )
 
@@ -173,6 +174,17 @@ class Rank:
                 "which is the one that called smp.init; communicate there (ranks and sizes may be "
                 "read here)"
             )
+
+    def check_sums(self) -> None:
+        """Refuses to go on with sums of a device that a failure has cut off.
+
+        The host has not waited for them, so nobody was told when they were asked for.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if self.board is not None and any(group.is_stream_ordered for group in self.comms.made):
+            self.board.raise_if_faulted()
 
     def request_stop(self) -> None:
         """Asks all ranks to stop at one boundary between steps."""

@@ -10,7 +10,7 @@ namespace smp::comm {
 namespace {
 
 // An operation of a device, which nobody on the host waits for.
-class StreamWork final : public Work {
+class TwinWork final : public Work {
  public:
   bool done() override { return false; }
   void wait(std::chrono::milliseconds) override {
@@ -22,7 +22,7 @@ class StreamWork final : public Work {
 };
 
 // A group of two whose other rank has the same numbers.
-class StreamGroup final : public Communicator {
+class TwinGroup final : public Communicator {
  public:
   int group_rank() const override { return 0; }
   int size() const override { return 2; }
@@ -41,9 +41,10 @@ class StreamGroup final : public Communicator {
   }
   WorkPtr all_to_all(at::Tensor, const at::Tensor&) override { return {}; }
   WorkPtr barrier() override { return {}; }
+  bool is_stream_ordered() const override { return true; }
   void abort() override {}
 
-  std::shared_ptr<StreamWork> work = std::make_shared<StreamWork>();
+  std::shared_ptr<TwinWork> work = std::make_shared<TwinWork>();
 
  private:
   std::string name_ = "stream";
@@ -64,7 +65,7 @@ TEST(GatherNumbers, ComeByGroupRank) {
 }
 
 TEST(GatherNumbers, TheHostDoesNotWaitForADevice) {
-  StreamGroup group;
+  TwinGroup group;
   const at::Tensor all =
       gather_numbers(group, at::full({1}, 3.0, at::kDouble), {}, "test");
   EXPECT_EQ(all.sum().item<double>(), 6);

@@ -14,8 +14,10 @@
 #include <vector>
 
 #include "csrc/common/task_scope.h"
+#include "csrc/gradients/hooked_group.h"
 #include "csrc/gradients/reducer.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/stream_group.h"
 
 namespace smp::gradients {
 
@@ -25,6 +27,11 @@ struct Rank {
        comm::CommunicatorPtr dp, Reducer::Options options,
        c10::ScalarType dtype = c10::ScalarType::Float) {
     const int dp_size = dp ? dp->size() : 1;
+    // Hooks are called on the host.
+    if (dp && !std::dynamic_pointer_cast<HookedGroup>(dp)) {
+      options.control = dp;
+      dp = comm::as_wanted(dp);
+    }
     std::vector<ParameterRecord> records;
     for (size_t i = 0; i < shapes.size(); ++i) {
       params.push_back(at::full(shapes[i], 0, at::TensorOptions().dtype(dtype))

@@ -380,5 +380,39 @@ TEST(ReducerWaits, a_peer_that_left_is_named) {
   });
 }
 
+TEST(ReducerWaits, sums_of_a_device_need_a_control_group_of_the_host) {
+  comm::run_ranks(2, [](int, const comm::CommunicatorPtr& host) {
+    const auto dp = std::make_shared<comm::StreamGroup>(host);
+    const at::Tensor param = at::full({3}, 0.0).requires_grad_();
+    const auto record = whole_record(0, "p", {3}, param.scalar_type(), 2);
+    EXPECT_THROW(Reducer({param}, std::vector<at::Tensor>{}, {record}, dp,
+                         small_buckets()),
+                 ValueError);
+  });
+}
+
+// Not only in the second run of these tests, in which all groups are like it.
+TEST(ReducerWaits, the_host_waits_for_no_sum_of_a_device) {
+  comm::run_ranks(2, [](int group_rank, const comm::CommunicatorPtr& host) {
+    const auto log = std::make_shared<comm::IssueLog>();
+    const at::Tensor param = at::full({3}, 0.0).requires_grad_();
+    Reducer::Options options = small_buckets();
+    options.control = host;
+    Reducer reducer({param}, std::vector<at::Tensor>{},
+                    {whole_record(0, "p", {3}, param.scalar_type(), 2)},
+                    std::make_shared<comm::StreamGroup>(host, log),
+                    std::move(options));
+    for (int step = 0; step < 3; ++step) {
+      param.mutable_grad().reset();
+      reducer.begin_step(1);
+      torch::autograd::backward(
+          {param.mul(1)}, {at::full_like(param.detach(), 1.0 + group_rank)});
+      reducer.end_step();
+      EXPECT_EQ(param.grad().sum().item<double>(), 4.5);
+    }
+    EXPECT_EQ(log->issued.size(), 3U);
+  });
+}
+
 }  // namespace
 }  // namespace smp::gradients

@@ -29,6 +29,7 @@ struct ShardGrid {
 /// Communicators of one rank.
 struct ShardGroups {
   comm::CommunicatorPtr dp;
+  comm::CommunicatorPtr control;  // the same ranks, of the host
   comm::CommunicatorPtr plain;  // the same ranks, for a reducer to compare with
   comm::CommunicatorPtr shard;
   std::vector<comm::CommunicatorPtr> further;
@@ -85,13 +86,18 @@ inline void on_grid(const ShardGrid& grid,
     const int copy = rdp_rank / grid.q;
     const int shard_rank = rdp_rank % grid.q;
     ShardGroups groups;
-    groups.dp = dp[0][rank];
+    groups.control = dp[0][rank];
+    groups.dp = comm::as_wanted(groups.control);
     groups.plain = dp[1][rank];
-    groups.shard = shard[tp_rank * grid.replicas + copy][shard_rank];
+    groups.shard =
+        comm::as_wanted(shard[tp_rank * grid.replicas + copy][shard_rank]);
     if (grid.replicas > 1) {
-      groups.further.push_back(replica[tp_rank * grid.q + shard_rank][copy]);
+      groups.further.push_back(
+          comm::as_wanted(replica[tp_rank * grid.q + shard_rank][copy]));
     }
-    if (grid.tp > 1) groups.further.push_back(tp[rdp_rank][tp_rank]);
+    if (grid.tp > 1) {
+      groups.further.push_back(comm::as_wanted(tp[rdp_rank][tp_rank]));
+    }
     return groups;
   };
   on_threads(
@@ -128,6 +134,7 @@ struct ShardedRank {
             at::zeros({held.numel}, accumulation).requires_grad_();
       }
     }
+    options.control = groups.control;
     reducer = std::make_unique<Reducer>(params, targets, records, groups.dp,
                                         std::move(options));
   }

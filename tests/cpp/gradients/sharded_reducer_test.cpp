@@ -147,6 +147,7 @@ Reducer::Options sharded_options(const ShardGroups& groups, bool overlap = true,
   Reducer::Options options = small_buckets();
   options.overlap = overlap;
   options.sharding = groups.sharding(ShardLayout::kEqualCut, every_microbatch);
+  options.control = groups.control;
   return options;
 }
 
@@ -185,7 +186,7 @@ TEST(ShardedReducerMemory, full_buckets_are_used_again_while_backward_goes_on) {
       for (int i = 3; i >= 0; --i) {
         rank.contribute(i, 0, 1);
         EXPECT_EQ(num_early(), 4 * step + 4 - i);
-        groups.shard->barrier()->wait(std::chrono::seconds(20));
+        groups.plain->barrier()->wait(std::chrono::seconds(20));
         EXPECT_EQ(rank.reducer->stats().flat_bytes, 64 * 8);
       }
       rank.reducer->end_step();

@@ -6,17 +6,21 @@
 
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/stream_group.h"
 
 namespace smp::parameters {
 namespace {
 
 TEST(FlatGathers, all_parts_come_where_they_are_waited_for) {
-  comm::run_ranks(3, [](int group_rank, const comm::CommunicatorPtr& shard) {
+  comm::run_ranks(3, [](int group_rank, const comm::CommunicatorPtr& world) {
+    const comm::CommunicatorPtr shard = comm::as_wanted(world);
     const std::vector<at::Tensor> flats = {at::zeros({12}),
                                            at::zeros({6}, at::kBFloat16)};
     FlatGathers gathers(flats, shard, {});
     EXPECT_FALSE(gathers.pending());
     for (int update = 1; update <= 3; ++update) {
+      // This group notices writes to what is in flight.
+      if (comm::streams_wanted()) gathers.wait_all();
       for (const at::Tensor& flat : flats) {
         const int64_t numel = flat.numel() / 3;
         flat.narrow(0, group_rank * numel, numel)

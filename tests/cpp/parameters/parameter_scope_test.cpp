@@ -14,7 +14,7 @@ namespace {
 struct Layers : Sharded {
   explicit Layers(const comm::CommunicatorPtr& group, int num_layers = 3)
       : Sharded(Shapes(num_layers, {4, 4}), units_of(num_layers),
-                make_flat_gathers(group)) {
+                make_flat_gathers(comm::as_wanted(group))) {
     // When two threads call a vector function of MKL for the first time at
     // once, one of them may get a less exact version (here by 1e-12).
     static const at::Tensor first_call = at::ones({2, 4}, at::kDouble).sin();

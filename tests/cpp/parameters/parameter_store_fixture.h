@@ -17,6 +17,7 @@
 #include "csrc/parameters/parameter_scope.h"
 #include "csrc/parameters/parameter_store.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/stream_group.h"
 
 namespace smp::parameters {
 

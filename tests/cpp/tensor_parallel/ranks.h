@@ -13,6 +13,7 @@
 
 #include "csrc/tensor_parallel/regions.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/stream_group.h"
 
 namespace smp::tensor_parallel {
 
@@ -28,8 +29,9 @@ inline GroupPtr make_group(const comm::CommunicatorPtr& communicator,
                            comm::CommunicatorPtr control = nullptr) {
   comm::Patience patience;
   patience.timeout = std::chrono::seconds(20);
-  return std::make_shared<Group>(communicator, std::move(control),
-                                 communicator->group_rank(),
+  if (!control) control = communicator;
+  return std::make_shared<Group>(comm::as_wanted(communicator),
+                                 std::move(control), communicator->group_rank(),
                                  communicator->size(), std::move(patience));
 }
 

@@ -1,16 +1,48 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
 
 #include "tests/cpp/comm/communicator_suite.h"
+#include "tests/cpp/comm/stream_group.h"
 
 namespace py = pybind11;
 using smp::comm::Communicator;
 
+namespace {
+
+std::shared_ptr<smp::comm::IssueLog> log_of_process() {
+  static const auto log = std::make_shared<smp::comm::IssueLog>();
+  return log;
+}
+
+// Groups of the host that look like those of a device; see stream_group.h.
+void bind_stream_groups(py::module_& m) {
+  m.def("stream_group",
+        [](std::shared_ptr<Communicator> inner,
+           std::string name) -> std::shared_ptr<Communicator> {
+          return std::make_shared<smp::comm::StreamGroup>(
+              std::move(inner), log_of_process(), std::move(name));
+        });
+  m.def("issued", [] {
+    const std::lock_guard lock(log_of_process()->mutex);
+    return log_of_process()->issued;
+  });
+  m.def("forget_issued", [] {
+    const std::lock_guard lock(log_of_process()->mutex);
+    log_of_process()->issued.clear();
+  });
+  m.def("allow_waits",
+        [](bool allows) { log_of_process()->allows_waits = allows; });
+}
+
+}  // namespace
+
 // Import smp._C first: it defines the Python type of Communicator.
 PYBIND11_MODULE(smp_communicator_suite, m) {
   namespace suite = smp::comm::suite;
+  bind_stream_groups(m);
   m.def("check_names", [] {
     py::list names;
     for (const suite::Check& one : suite::all_checks()) names.append(one.name);

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/comm/communicator.h"
+#include "csrc/health/fault_board.h"
+
+namespace smp::comm {
+
+/// Watches the collectives of devices, for which nobody on the host waits: a
+/// rank that has left, a device that fails and a collective that does not end
+/// become faults of the board. With the first fault, whoever
+/// has found it, the groups are aborted, so that kernels that wait for a rank
+/// that is gone end, and with them a host that waits for the device. One
+/// thread, which begins with the first collective. Thread-safe.
+class FlightWatch {
+ public:
+  struct Options {
+    /// How long nothing that is watched may end while something is in flight.
+    /// A large collective has more time, as in `wait_for`.
+    std::chrono::milliseconds timeout = std::chrono::minutes(30);
+    /// Tell people when nothing has ended for so long. 0: never.
+    std::chrono::milliseconds report_after{0};
+    std::chrono::milliseconds look_every{100};
+    /// The news of a failure may come later than what it does to connections.
+    std::chrono::milliseconds grace = std::chrono::seconds(2);
+  };
+
+  FlightWatch(std::shared_ptr<health::FaultBoard> faults, Options options);
+  /// Ends the thread; operations in flight go on.
+  ~FlightWatch();
+  FlightWatch(const FlightWatch&) = delete;
+  FlightWatch& operator=(const FlightWatch&) = delete;
+
+  /// `group` is aborted with the first fault. Not kept alive.
+  void add_group(const CommunicatorPtr& group);
+
+  /// What is watched until the device has got past it.
+  struct Flight {
+    /// Holds no tensors; throws when the device has failed.
+    std::function<bool()> is_over;
+    std::string what;        ///< "all_reduce over nccl:dp (2 ranks)"
+    std::vector<int> ranks;  ///< global ranks of the group
+    std::optional<health::CollectiveId> collective = {};
+  };
+  void add(Flight flight);
+
+  /// How many are in flight, as far as the thread has looked.
+  int num_in_flight() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Entry {
+    Flight flight;
+    Clock::time_point since;
+    std::optional<Clock::time_point> left_since = {};  // a rank of its group
+  };
+
+  void run();
+  void look(std::unique_lock<std::mutex>& lock);
+  std::vector<Entry> take_ended();
+  void look_at_oldest(std::unique_lock<std::mutex>& lock);
+  std::optional<int> who_left(const Flight& flight) const;
+  void abort_groups(std::unique_lock<std::mutex>& lock);
+  void raise_fault(const std::string& text);
+
+  const std::shared_ptr<health::FaultBoard> faults_;
+  const Options options_;
+  int token_ = 0;
+
+  mutable std::mutex mutex_;  // guards all that follows
+  std::condition_variable changed_;
+  std::vector<std::weak_ptr<Communicator>> groups_;
+  std::vector<Entry> entries_;  // in the order of their begin
+  std::string failure_;         // of the device; empty: none
+  Clock::time_point moved_at_;
+  bool is_reported_ = false;
+  bool is_faulted_ = false;
+  bool is_aborted_ = false;
+  bool is_stopping_ = false;
+  std::thread thread_;
+};
+
+using FlightWatchPtr = std::shared_ptr<FlightWatch>;
+
+}  // namespace smp::comm

@@ -1,0 +1,55 @@
+"""How NCCL is set up: one order of several communicators, streams, and its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+# Kernels of several communicators start on the device in the order in which the host has issued
+# them. Without it two ranks may each start what the other one starts second, and both wait. All
+# ranks issue them in one order (docs/design/stream_order.md). NCCL before 2.26 does not know it.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+def set_launch_order(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Asks NCCL for one order of its communicators, unless the user has decided.
+
+    NCCL reads it once, so it comes before the first communicator.
+
+    Args:
+        environ: of this process.
+    """
+    environ.setdefault(LAUNCH_ORDER, "1")
+
+
+def group_options(timeout_s: float) -> Any:
+    """Options of a process group of NCCL.
+
+    Its kernels run on a stream of high priority: blocks of a sum that is ready start before those
+    of compute kernels that are queued.
+
+    Args:
+        timeout_s: after which the group counts as broken.
+    """
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.is_high_priority_stream = True
+    return options
+
+
+def end_of(backend: Any) -> Callable[[], None] | None:
+    """What ends the kernels of a process group; None where its base class can be asked for that.
+
+    Args:
+        backend: of NCCL.
+    """
+    if hasattr(Backend, "abort"):
+        return None
+    end: Callable[[], None] = backend.abort  # releases of torch before 2.7
+    return end
