@@ -60,7 +60,8 @@ class DistributedModel(ModelViews):
         overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
         backward_passes_per_step: step calls whose gradients are accumulated per reduction.
         average_grads_across_microbatches: divide by the number of microbatches, else sum.
-        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism.
+        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism. Left
+            out, it is 25 on the CPU and 128 on GPUs.
         broadcast_buffers: copy the buffers of the first replica to all others before each
             training step.
         gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
@@ -79,7 +80,7 @@ class DistributedModel(ModelViews):
         overlapping_allreduce: bool = True,
         backward_passes_per_step: int = 1,
         average_grads_across_microbatches: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float = data_parallel.DEFAULT_MB,
         trace_memory_usage: bool = False,
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
@@ -121,7 +122,7 @@ class DistributedModel(ModelViews):
             overlap=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
             average=average_grads_across_microbatches,
-            bucket_cap_bytes=int(bucket_cap_mb * 2**20),
+            bucket_cap_bytes=data_parallel.bucket_cap_bytes(bucket_cap_mb, current.rank.device),
             broadcast_buffers=broadcast_buffers,
             seed=seed,
             registrations=registrations,

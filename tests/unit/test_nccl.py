@@ -1,0 +1,51 @@
+"""What NCCL is told. Its process groups need GPUs; their options do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp import data_parallel
+from smp.world import nccl
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def test_communicators_start_in_one_order_unless_the_user_decides() -> None:
+    environ: dict[str, str] = {}
+    nccl.set_launch_order(environ)
+    assert environ == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    nccl.set_launch_order(environ)
+    assert environ == {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_collectives_run_on_streams_of_high_priority() -> None:
+    options = nccl.group_options(12.0)
+    assert options.is_high_priority_stream
+    assert options._timeout.total_seconds() == 12.0
+
+
+def test_a_backend_whose_base_class_cannot_abort_is_asked_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Old:
+        def abort(self) -> None: ...
+
+    class OldBase: ...
+
+    old = Old()
+    assert nccl.end_of(old) is None or not hasattr(nccl.Backend, "abort")
+    monkeypatch.setattr(nccl, "Backend", OldBase)
+    assert nccl.end_of(old) == old.abort
+
+
+def test_buckets_suit_the_device_unless_a_size_is_given() -> None:
+    default = data_parallel.DEFAULT_MB
+    assert default == 25
+    assert data_parallel.bucket_cap_bytes(default, CPU) == 25 << 20
+    assert data_parallel.bucket_cap_bytes(default, CUDA) == 128 << 20
+    assert data_parallel.bucket_cap_bytes(25, CUDA) == 25 << 20
+    assert data_parallel.bucket_cap_bytes(0.5, CUDA) == 1 << 19
