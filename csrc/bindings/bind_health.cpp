@@ -12,6 +12,7 @@
 #include "csrc/health/fault_board.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/stop_agreement.h"
+#include "csrc/memory/device_scope.h"
 
 namespace py = pybind11;
 
@@ -80,8 +81,11 @@ std::shared_ptr<LivenessClient> make_client(
     std::shared_ptr<FaultBoard> board, double connect_timeout_s,
     std::shared_ptr<StopAgreement> stops,
     std::optional<std::pair<int, int>> stacks_signals, int stacks_fd,
-    double hang_after_s) {
+    double hang_after_s, const std::string& device) {
   LivenessClient::Options options;
+  options.begin_thread = [device = c10::Device(device)] {
+    memory::enter_device(device);
+  };
   options.hang_after = to_ms(hang_after_s);
   options.connect_timeout = to_ms(connect_timeout_s);
   options.stops = std::move(stops);
@@ -158,7 +162,8 @@ void bind_liveness(py::module_& m) {
            py::kw_only(), py::arg("token"), py::arg("global_rank"),
            py::arg("board"), py::arg("connect_timeout_s") = 60.0,
            py::arg("stops") = nullptr, py::arg("stacks_signals") = py::none(),
-           py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0)
+           py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0,
+           py::arg("device") = "cpu")
       .def("request_stop", &LivenessClient::request_stop, release_gil(),
            "Asks all ranks to stop at one boundary.")
       .def("report_raised", &LivenessClient::report_raised, release_gil(),

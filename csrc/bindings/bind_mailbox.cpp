@@ -31,11 +31,12 @@ namespace {
 
 using release_gil = py::call_guard<py::gil_scoped_release>;
 
-std::shared_ptr<Mailbox> make_mailbox(
-    comm::CommunicatorPtr world, std::shared_ptr<FaultBoard> board,
-    const shm::SharedMemoryPtr& shared_memory) {
-  return end_without_gil(
-      new Mailbox(std::move(world), std::move(board), shared_memory));
+std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
+                                      std::shared_ptr<FaultBoard> board,
+                                      const shm::SharedMemoryPtr& shared_memory,
+                                      const std::string& device) {
+  return end_without_gil(new Mailbox(std::move(world), std::move(board),
+                                     shared_memory, c10::Device(device)));
 }
 
 void add_traffic(py::dict& result, const std::string& prefix,
@@ -107,7 +108,7 @@ void bind_messages(py::module_& m) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(
       m, "Mailbox", "Messages of all channels between all ranks.")
       .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"),
-           py::arg("shared_memory") = nullptr)
+           py::arg("shared_memory") = nullptr, py::arg("device") = "cpu")
       .def("stats", &mailbox_stats)
       .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "csrc/common/task_scope.h"
+#include "csrc/health/fault_board.h"
 #include "csrc/memory/activation_store.h"
+#include "csrc/memory/device_meter.h"
 #include "csrc/memory/host_allocator.h"
 #include "csrc/memory/random_state.h"
 #include "csrc/memory/recompute.h"
@@ -140,9 +142,31 @@ void bind_recompute(py::module_& m) {
         "Whether this thread runs a checkpointed function for its backward.");
 }
 
+void bind_device_meter(py::module_& m) {
+  using memory::DeviceMeter;
+  const py::call_guard<py::gil_scoped_release> release;
+  py::class_<DeviceMeter, std::shared_ptr<DeviceMeter>>(
+      m, "DeviceMeter", "How far a device is with what it was asked for.")
+      .def(py::init([](const std::string& device) {
+             return std::make_shared<DeviceMeter>(c10::Device(device));
+           }),
+           py::arg("device"))
+      .def("mark", &DeviceMeter::mark, release,
+           "A task ends here, on the current stream.")
+      .def(
+          "count_on",
+          [](std::shared_ptr<DeviceMeter> meter, health::FaultBoard& board) {
+            board.waits().add_source(
+                [meter = std::move(meter)] { return meter->look(); });
+          },
+          release, py::arg("board"),
+          "What the device gets done is progress of this process.");
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
+  bind_device_meter(m);
   bind_recompute(m);
   bind_host_memory(m);
   using memory::RandomState;

@@ -7,6 +7,7 @@
 
 #include "csrc/health/fault_board.h"
 #include "csrc/mailbox/mailbox.h"
+#include "csrc/memory/device_meter.h"
 #include "csrc/pipeline/remote_call.h"
 #include "csrc/pipeline/server.h"
 
@@ -43,7 +44,8 @@ std::shared_ptr<Server> make_server(
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
     std::optional<std::string> actions, int num_chunks, int active_microbatches,
     bool deterministic, const std::string& device, double timeout_s,
-    std::shared_ptr<pipeline::Timeline> timeline) {
+    std::shared_ptr<pipeline::Timeline> timeline,
+    std::shared_ptr<memory::DeviceMeter> device_meter) {
   Server::Options options;
   options.global_rank = global_rank;
   options.pp_ranks = std::move(pp_ranks);
@@ -57,6 +59,7 @@ std::shared_ptr<Server> make_server(
   options.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   options.timeline = std::move(timeline);
+  options.device_meter = std::move(device_meter);
   return {new Server(std::move(options), std::move(mailbox), std::move(faults),
                      enter_python_thread),
           [](Server* server) {
@@ -219,7 +222,7 @@ void bind_pipeline(py::module_& m) {
            py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
            py::arg("num_chunks"), py::arg("active_microbatches"),
            py::arg("deterministic"), py::arg("device"), py::arg("timeout_s"),
-           py::arg("timeline") = nullptr)
+           py::arg("timeline") = nullptr, py::arg("device_meter") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "
            "(structure, tensors); runs a module on its owner.")

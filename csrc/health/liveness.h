@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -61,6 +62,9 @@ class LivenessClient {
     std::chrono::milliseconds connect_timeout{60000};
     /// Where this rank stops when any rank asks to; without one it never does.
     std::shared_ptr<StopAgreement> stops = nullptr;
+    /// What the client's thread does first, for instance to have the device of
+    /// this rank: it tells those who subscribe to the FaultBoard.
+    std::function<void()> begin_thread = [] {};
     /// Without one it has no stacks to show.
     std::optional<StackDump> stacks = std::nullopt;
     /// This rank waits and the hub has said nothing for so long: report it,

@@ -126,6 +126,7 @@ void LivenessClient::Impl::run() {
   name_this_thread("smp-liveness");
   std::string error;
   try {
+    options.begin_thread();
     serve();
   } catch (const std::exception& caught) {
     error = caught.what();

@@ -9,9 +9,9 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
   result.progress = progress_.load(std::memory_order_relaxed);
   result.num_unsent = num_unsent_.load();
   std::lock_guard lock(mutex_);
-  for (const auto& count : sources_) result.progress += count();
   result.activity = activity_;
   if (entries_.empty()) return result;
+  for (const auto& count : sources_) result.progress += count();
   const Entry& newest = entries_.rbegin()->second;
   result.is_blocked = true;
   result.what = newest.what;

@@ -37,8 +37,9 @@ class WaitRegistry {
 
   /// Something else that moves while this process waits, for instance what a
   /// device has finished of its backlog: `count` returns a number that grows,
-  /// and is called about once per second, on any thread. Never a number that
-  /// grows while nothing gets done, or deadlocks are not found.
+  /// and is called about once per second, on any thread, while this process
+  /// waits. Never a number that grows while nothing gets done, or deadlocks are
+  /// not found.
   void add_source(std::function<int64_t()> count);
 
   /// What the process works on, in words, for reports; empty: nothing of ours.

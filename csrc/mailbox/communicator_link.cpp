@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/health/thread_name.h"
 
 namespace smp::mailbox {
 namespace {
@@ -113,7 +112,7 @@ void CommunicatorLink::issue(int dst, const wire::Encoded& encoded,
 }
 
 void CommunicatorLink::collect_sends() {
-  health::name_this_thread("smp-send");
+  begin_thread("smp-send");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] {
@@ -167,7 +166,7 @@ bool CommunicatorLink::collect_from(std::unique_lock<std::mutex>& lock, int dst,
 // --------------------------------------------------------------- receiving
 
 void CommunicatorLink::receive_from(int peer) {
-  health::name_this_thread("smp-recv-" + std::to_string(peer));
+  begin_thread("smp-recv-" + std::to_string(peer));
   try {
     receive_messages(peer);
   } catch (const Closing&) {

@@ -1,6 +1,15 @@
 #include "csrc/mailbox/link.h"
 
+#include "csrc/health/thread_name.h"
+#include "csrc/memory/device_scope.h"
+
 namespace smp::mailbox {
+
+// Handlers in it may allocate on the device of this rank.
+void Link::begin_thread(const std::string& name) const {
+  health::name_this_thread(name);
+  memory::enter_device(owner_.device);
+}
 
 Traffic Link::traffic() const {
   return {messages_sent_, bytes_sent_, messages_received_, bytes_received_};

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -29,6 +31,8 @@ struct LinkOwner {
   std::function<void(Message&&)> deliver;
   /// Outlives the link.
   TestDelays* delays = nullptr;
+  /// Of this rank: that of all threads of the link.
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
 };
 
 /// One way to reach some of the ranks. A peer is served by one link only, so
@@ -63,6 +67,8 @@ class Link {
   /// Sets the number of unsent messages to 0.
   void forget_unsent();
   void report_corrupt(const std::string& text);
+  /// What each thread of the link does first.
+  void begin_thread(const std::string& name) const;
 
   const LinkOwner owner_;
 

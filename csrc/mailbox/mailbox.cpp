@@ -32,7 +32,7 @@ constexpr milliseconds kLookEvery{1};
 
 struct Mailbox::Impl {
   Impl(comm::CommunicatorPtr world, std::shared_ptr<health::FaultBoard> faults,
-       const shm::SharedMemoryPtr& shared_memory);
+       const shm::SharedMemoryPtr& shared_memory, c10::Device device);
 
   struct Inbox {
     std::mutex mutex;  // held while the handler runs
@@ -66,7 +66,8 @@ struct Mailbox::Impl {
 
 Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                     std::shared_ptr<health::FaultBoard> the_faults,
-                    const shm::SharedMemoryPtr& shared_memory)
+                    const shm::SharedMemoryPtr& shared_memory,
+                    c10::Device device)
     : world(std::move(the_world)),
       faults(std::move(the_faults)),
       self(world->group_rank()),
@@ -74,7 +75,7 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
       link_of(world->size(), nullptr) {
   const LinkOwner owner{
       self, faults, [this](Message&& message) { deliver(std::move(message)); },
-      &delays};
+      &delays, device};
   auto add = [&](std::unique_ptr<Link> link, const std::vector<int>& ranks) {
     for (const int rank : ranks) link_of.at(rank) = link.get();
     links.push_back(std::move(link));
@@ -184,9 +185,9 @@ void Mailbox::Impl::close(milliseconds timeout) {
 
 Mailbox::Mailbox(comm::CommunicatorPtr world,
                  std::shared_ptr<health::FaultBoard> faults,
-                 const shm::SharedMemoryPtr& shared_memory)
+                 const shm::SharedMemoryPtr& shared_memory, c10::Device device)
     : impl_(std::make_unique<Impl>(std::move(world), std::move(faults),
-                                   shared_memory)) {}
+                                   shared_memory, device)) {}
 
 Mailbox::~Mailbox() {
   if (impl_->fork_guard.in_child()) {

@@ -33,9 +33,11 @@ class Mailbox {
   /// @param world  CPU communicator over all ranks; group rank = global rank.
   ///               Nothing else may use its messages with tags 1 and 2.
   /// @param shared_memory  made with `world`; may serve one mailbox
+  /// @param device  of this rank: the current one of all threads of the mailbox
   Mailbox(comm::CommunicatorPtr world,
           std::shared_ptr<health::FaultBoard> faults,
-          const shm::SharedMemoryPtr& shared_memory = nullptr);
+          const shm::SharedMemoryPtr& shared_memory = nullptr,
+          c10::Device device = c10::Device(c10::DeviceType::CPU));
   ~Mailbox();  // calls close()
 
   int global_rank() const;

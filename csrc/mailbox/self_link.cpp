@@ -4,8 +4,6 @@
 
 #include <utility>
 
-#include "csrc/health/thread_name.h"
-
 namespace smp::mailbox {
 
 void SelfLink::post(int /*dst*/, Message message) {
@@ -28,7 +26,7 @@ void SelfLink::post(int /*dst*/, Message message) {
 }
 
 void SelfLink::deliver_all() {
-  health::name_this_thread("smp-self");
+  begin_thread("smp-self");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return stopping_ || !messages_.empty(); });

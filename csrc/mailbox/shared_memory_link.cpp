@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/health/thread_name.h"
 
 namespace smp::mailbox {
 namespace {
@@ -196,7 +195,7 @@ void SharedMemoryLink::end_first(Peer& peer) {
 }
 
 void SharedMemoryLink::send_backlogs() {
-  health::name_this_thread("smp-send-shm");
+  begin_thread("smp-send-shm");
   shm::Doorbell& bell = memory_->send_bell();
   while (!stopping_) {
     if (send_round()) continue;
@@ -241,7 +240,7 @@ bool SharedMemoryLink::must_send() {
 // Sleeps in the first seat. While a helper has the role that seat is not
 // registered, and the helper registers it when it goes.
 void SharedMemoryLink::receive_all() {
-  health::name_this_thread("smp-recv-shm");
+  begin_thread("smp-recv-shm");
   shm::Doorbell& bell = memory_->receive_bell();
   while (!stopping_) {
     if (take_role(Role::kReceiver)) {

@@ -177,12 +177,25 @@ void ActivationStore::forget_left() {
   }
 }
 
+// The memory goes to whatever the current stream computes next, hence that
+// comes after the copies.
+void ActivationStore::let_leave(std::vector<at::Tensor> tensors) {
+  if (tensors.empty() || options_.device.is_cpu()) return;
+  // A mark of its own: those of the items are asked by the way back.
+  leaving_.push_back({std::move(tensors), to_host_.end()});
+  while (leaving_.size() > kMaxLeaving) {
+    to_host_.let_caller_wait(leaving_.front().copied);
+    leaving_.pop_front();
+  }
+}
+
 std::shared_ptr<ActivationStore::Kept> ActivationStore::keep(
     ActivationId id, std::vector<at::Tensor>& tensors) {
   auto kept = std::make_shared<Kept>(shared_from_this(), id);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto place = place_.find({false, id});
   const bool stays = place != place_.end() && plan_.stays[place->second];
+  std::vector<at::Tensor> leaving;
   for (at::Tensor& tensor : tensors) {
     auto& item = kept->items_.emplace_back();
     if (!may_leave(tensor)) continue;
@@ -193,14 +206,11 @@ std::shared_ptr<ActivationStore::Kept> ActivationStore::keep(
     item = find_shared(tensor);
     if (!item) {
       item = offload(tensor);
-      if (!options_.device.is_cpu()) {
-        leaving_.push_back({tensor, Mark::none()});
-        // A mark of its own: that of the item is asked by the way back.
-        leaving_.back().copied = to_host_.end();
-      }
+      leaving.push_back(tensor);
     }
     tensor.reset();
   }
+  let_leave(std::move(leaving));
   live_[id] = kept.get();
   return kept;
 }

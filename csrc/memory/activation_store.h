@@ -48,6 +48,10 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
 
   struct Item;
 
+  /// How many calls may have tensors on the device whose copies still run. With
+  /// two, the copies of one call have the time of the next one's forward.
+  static constexpr size_t kMaxLeaving = 2;
+
   /// What was taken of one recomputed call; its end gives the host memory back.
   class Kept {
    public:
@@ -71,7 +75,10 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   /// keep
   ActivationId begin_forward();
   /// Takes tensors over; those that go to the host lose their memory on the
-  /// device as soon as the copy is done, unless somebody else has them.
+  /// device, unless somebody else has them: as soon as the host sees that the
+  /// copy is done, or when `kMaxLeaving` later calls have given theirs. Then
+  /// the current stream waits for the copy, and the host does not: a host that
+  /// runs ahead sees no copy end before it has asked for the whole forward.
   /// @param tensors  those that were taken become undefined; the others are
   ///     small, elsewhere, not dense, leaves, or needed too soon, and are the
   ///     caller's affair
@@ -86,8 +93,9 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   Stats stats() const;
 
  private:
+  /// What one call gave to the host.
   struct Leaving {
-    at::Tensor tensor;
+    std::vector<at::Tensor> tensors;
     Mark copied;
   };
 
@@ -100,6 +108,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   std::shared_ptr<Item> offload(at::Tensor& tensor);
   std::shared_ptr<Item> find_shared(const at::Tensor& tensor) const;
   void forget_left();
+  void let_leave(std::vector<at::Tensor> tensors);
   void release(Kept& kept);
 
   const Options options_;

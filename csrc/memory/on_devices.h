@@ -5,18 +5,19 @@
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/memory/default_stream.h"
+#include "csrc/memory/kernel_stream.h"
 
 // Operators with one implementation that asks its input where it is.
 
 namespace smp::memory {
 
-/// Queues kernels on a CUDA device and raises what went wrong; launch(stream)
-/// returns nullptr or a text.
+/// Queues kernels on a CUDA device, in the order of the caller's current
+/// stream, and raises what went wrong; launch(stream) returns nullptr or a
+/// text.
 template <typename Launch>
 void run_on_cuda(const char* op, c10::Device device, Launch&& launch) {
-  DefaultStream stream(device);
-  const char* error = std::forward<Launch>(launch)(stream.native());
+  const KernelStream stream(device);
+  const char* error = std::forward<Launch>(launch)(stream.handle());
   SMP_CHECK(error == nullptr, op, " on CUDA: ", error);
   stream.finish();
 }

@@ -14,17 +14,21 @@ namespace smp::parameters {
 /// have an allocator that does this. Not thread-safe.
 class StoragePool {
  public:
-  explicit StoragePool(at::Device device) : is_used_(device.is_cpu()) {}
+  explicit StoragePool(at::Device device)
+      : device_(device), is_used_(device.is_cpu()) {}
 
   /// One more tensor of this size may come. Memory is kept only where several
   /// tensors share it.
   void expect(int64_t num_bytes) { ++num_users_[num_bytes]; }
 
+  /// @return memory on the device of the pool, whichever is the current one of
+  ///     the calling thread
   at::DataPtr take(int64_t num_bytes, at::Allocator* allocator);
   void give(int64_t num_bytes, at::DataPtr memory);
   void clear() { free_.clear(); }
 
  private:
+  const at::Device device_;
   const bool is_used_;
   std::map<int64_t, int> num_users_;
   std::map<int64_t, std::vector<at::DataPtr>> free_;

@@ -5,6 +5,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
+#include "csrc/memory/device_scope.h"
 
 namespace smp::pipeline {
 namespace {
@@ -17,10 +18,13 @@ const char* const kItsTurn = "its turn";
 }  // namespace
 
 Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
-                     Timeline* timeline, mailbox::Mailbox* mailbox)
+                     Timeline* timeline, mailbox::Mailbox* mailbox,
+                     std::shared_ptr<memory::DeviceMeter> meter)
     : threads_(threads),
+      device_(device),
       timeline_(timeline),
       mailbox_(mailbox),
+      meter_(std::move(meter)),
       generators_(device) {
   threads_->set_idle_probe([this] { return baton_is_free(); });
 }
@@ -30,6 +34,7 @@ void Scheduler::begin_step(const StepOptions& options) {
   SMP_ASSERT(!in_step_ && contexts_.empty(), "begin_step inside a step");
   choice_.begin_step(options);
   in_step_ = true;
+  stream_ = memory::current_stream(device_);
   cancel_reason_ = nullptr;
   idle_since_ = Clock::now();
   if (is_recorded()) {
@@ -181,6 +186,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
                                  int waits_for_rank) {
   Context* context = current_context();
   SMP_ASSERT(context, "wait outside a context");
+  mark_device();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   // Under an agreed order every wait is a turn, whether or not the answer was
@@ -209,6 +215,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
 void Scheduler::enter_phase(Phase phase) {
   Context* context = current_context();
   SMP_ASSERT(context, "enter_phase outside a context");
+  mark_device();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
@@ -272,6 +279,8 @@ void Scheduler::add_agreed(int64_t step, const TaskKey& key) {
 
 void Scheduler::run_context(Context* context) {
   while (context) {
+    // Of each context anew: a body may leave another device current.
+    const memory::DeviceScope place(stream());
     set_current_context(context);
     keep_backward_on_this_thread();
     try {
@@ -282,6 +291,7 @@ void Scheduler::run_context(Context* context) {
         generators_.give_to(*context);
       }
       context->work();
+      mark_device();
     } catch (...) {
       std::exception_ptr error = std::current_exception();
       if (error_sink_) error_sink_(*context, error);
@@ -352,6 +362,11 @@ std::exception_ptr Scheduler::cancel_reason() const {
 bool Scheduler::baton_is_free() const {
   Lock lock(mutex_);
   return running_ == nullptr;
+}
+
+std::optional<c10::Stream> Scheduler::stream() const {
+  Lock lock(mutex_);
+  return stream_;
 }
 
 std::vector<int> Scheduler::awaited_ranks() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -9,11 +10,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "csrc/mailbox/mailbox.h"
+#include "csrc/memory/device_meter.h"
 #include "csrc/pipeline/context_generators.h"
 #include "csrc/pipeline/context_threads.h"
 #include "csrc/pipeline/task_choice.h"
@@ -37,8 +40,10 @@ class Scheduler {
 
   /// @param timeline  records turns and waits of contexts; may be null
   /// @param mailbox  waiting contexts receive its messages; may be null
+  /// @param meter  gets a mark at the end of each turn; may be null
   Scheduler(ContextThreads* threads, c10::Device device,
-            Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr);
+            Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr,
+            std::shared_ptr<memory::DeviceMeter> meter = nullptr);
 
   /// Called under the mutex.
   void set_order_sink(TaskChoice::OrderSink sink) {
@@ -51,7 +56,9 @@ class Scheduler {
     idle_sink_ = std::move(sink);
   }
 
-  /// Opens a step; contexts may be added from now on.
+  /// Opens a step; contexts may be added from now on. They work on the device
+  /// of this rank, in the order of the stream that is the caller's current one
+  /// now.
   void begin_step(const StepOptions& options);
   /// Closes a step in which all contexts have ended. @throws InternalError
   void end_step();
@@ -99,6 +106,9 @@ class Scheduler {
   std::exception_ptr cancel_reason() const;
 
   bool baton_is_free() const;
+  /// Where contexts of the open step, and what is done for them in threads that
+  /// bring messages, use the device; none on the CPU.
+  std::optional<c10::Stream> stream() const;
   /// Global ranks whose answers suspended contexts wait for.
   std::vector<int> awaited_ranks() const;
   /// One line per context that has not ended, for timeouts.
@@ -126,10 +136,15 @@ class Scheduler {
   void run_context(Context* context);
   Context* finish(Context* context);
   void throw_if_cancelled_locked() const;
+  void mark_device() const {
+    if (meter_) meter_->mark();
+  }
 
   ContextThreads* const threads_;
+  const c10::Device device_;
   Timeline* const timeline_;
   mailbox::Mailbox* const mailbox_;
+  const std::shared_ptr<memory::DeviceMeter> meter_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;
 
@@ -137,6 +152,7 @@ class Scheduler {
   std::condition_variable idle_;
   TaskChoice choice_;
   bool in_step_ = false;
+  std::optional<c10::Stream> stream_;  // of the step that began last
   std::unordered_map<Context*, std::unique_ptr<Context>> contexts_;
   Context* running_ = nullptr;
   ContextGenerators generators_;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/memory/device_meter.h"
 #include "csrc/pipeline/timeline.h"
 #include "csrc/schedule/policy.h"
 
@@ -24,6 +25,9 @@ struct ServerOptions {
   int active_microbatches = 0;  ///< 0: the policy's default
   bool deterministic = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);
+  /// Gets a mark at the end of each turn; null: nobody looks how far the device
+  /// is.
+  std::shared_ptr<memory::DeviceMeter> device_meter;
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// How long contexts may take to unwind after a failure elsewhere.
   std::chrono::milliseconds unwind_timeout = std::chrono::seconds(5);

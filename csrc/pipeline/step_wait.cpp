@@ -53,8 +53,10 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
       faults_->raise_if_faulted();
     }
     const auto now = SteadyClock::now();
-    const int64_t seen = mailbox_->progress() + scheduler_.stats().num_switches;
     const bool waits = scheduler_.baton_is_free();
+    const int64_t seen = mailbox_->progress() +
+                         scheduler_.stats().num_switches +
+                         (waits ? device_progress() : 0);
     if (seen != progress || !waits) last_progress = now;
     progress = seen;
     if (waits && now - last_progress >= std::max<SteadyClock::duration>(
@@ -79,6 +81,11 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
         " s in ", what);
     lock.lock();
   }
+}
+
+// Others may wait for what the device of this rank still has to compute.
+int64_t StepWait::device_progress() const {
+  return options_.device_meter ? options_.device_meter->look() : 0;
 }
 
 // A schedule that waits for what does not come costs time, and not the step.

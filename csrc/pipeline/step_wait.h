@@ -36,6 +36,7 @@ class StepWait {
 
  private:
   void run_held_back();
+  int64_t device_progress() const;
 
   const ServerOptions& options_;
   const std::shared_ptr<mailbox::Mailbox> mailbox_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/memory/device_scope.h"
 #include "csrc/memory/random_state.h"
 
 namespace smp::pipeline {
@@ -61,8 +62,10 @@ void Steps::receive(mailbox::Message&& message) {
   dispatch(header, std::move(message));
 }
 
-// Frees graphs and adds gradients: not under the mutex.
+// Frees graphs and adds gradients: not under the mutex. Whichever thread brings
+// the message, tensors are sent and added behind what has computed them.
 void Steps::dispatch(const Header& header, mailbox::Message&& message) {
+  const memory::DeviceScope place(parts_.scheduler.stream());
   switch (header.kind) {
     case Kind::kForwardRequest:
     case Kind::kBackwardRequest:

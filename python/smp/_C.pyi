@@ -323,6 +323,7 @@ class LivenessClient:
         stacks_signals: tuple[int, int] | None = None,
         stacks_fd: int = -1,
         hang_after_s: float = 0.0,
+        device: str = "cpu",
     ) -> None: ...
     def close(self) -> None: ...
     def leave(self) -> None: ...
@@ -419,7 +420,11 @@ def connect_shared_memory(
 
 class Mailbox:
     def __init__(
-        self, world: Communicator, board: FaultBoard, shared_memory: SharedMemory | None = None
+        self,
+        world: Communicator,
+        board: FaultBoard,
+        shared_memory: SharedMemory | None = None,
+        device: str = "cpu",
     ) -> None: ...
     def close(self, timeout_s: float = 5.0) -> None: ...
     def num_unsent(self) -> int: ...

@@ -4,9 +4,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from smp._C import FaultBoard
+
 class ActivationStore:
     def __init__(self, device: str, horizon: int, min_bytes: int = ...) -> None: ...
     def stats(self) -> dict[str, int]: ...
+
+class DeviceMeter:
+    def __init__(self, device: str) -> None: ...
+    def count_on(self, board: FaultBoard) -> None: ...
+    def mark(self) -> None: ...
 
 class RandomState:
     @staticmethod

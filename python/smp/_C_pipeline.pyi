@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from smp._C import FaultBoard, Mailbox, MicrobatchListener
+from smp._C import DeviceMeter, FaultBoard, Mailbox, MicrobatchListener
 
 class Server:
     def __init__(
@@ -24,6 +24,7 @@ class Server:
         device: str,
         timeout_s: float,
         timeline: Timeline | None = None,
+        device_meter: DeviceMeter | None = None,
     ) -> None: ...
     def add_modules(
         self, names: Sequence[str], chunk_idxs: Sequence[int], depth: int = -1

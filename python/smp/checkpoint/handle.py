@@ -6,6 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
+from smp.world import thread_device
+
 
 class SaveHandle:
     """What :func:`smp.save_checkpoint` returns with ``blocking=False``.
@@ -16,6 +20,7 @@ class SaveHandle:
         on_waited: called once when somebody has waited for the end.
         begin_s: when the call that saves began, as `time.monotonic` tells.
         held_up_s: seconds for which training has waited after that call.
+        device: of this rank, on which the thread that saves works.
     """
 
     def __init__(
@@ -25,6 +30,7 @@ class SaveHandle:
         on_waited: Callable[[], None],
         begin_s: float,
         held_up_s: Callable[[], float],
+        device: torch.device,
     ) -> None:
         self._work = work
         self._total_bytes = total_bytes
@@ -33,6 +39,7 @@ class SaveHandle:
         self._on_waited = on_waited
         self._has_waited = False
         self._held_up_s = held_up_s
+        self._device = device
         # Not in the way of the end of the process; smp.shutdown waits for it.
         self._thread = threading.Thread(target=self._run, name="smp-save", daemon=True)
         self._thread.start()
@@ -40,6 +47,7 @@ class SaveHandle:
 
     def _run(self) -> None:
         try:
+            thread_device.enter(self._device)
             self._work(self._note)
         except BaseException as error:
             self._error = error

@@ -209,7 +209,9 @@ class PartialSave:
 
         try:
             total_bytes = _bytes_of(self._state)
-            return SaveHandle(work, total_bytes, over, begin_s, lambda: copies.waited_s)
+            return SaveHandle(
+                work, total_bytes, over, begin_s, lambda: copies.waited_s, self._rank.device
+            )
         except BaseException:  # no thread, which would copy
             over()
             raise

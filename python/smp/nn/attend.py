@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import smp._C as _C
 from smp.nn import functional
 from smp.nn.attention_rule import beyond_fused, keeps_groups, takes_fused
 from smp.tensor_parallel import regions
@@ -240,7 +241,11 @@ def _drawing(dropout_p: float, device: torch.device) -> Iterator[None]:
     if dropout_p == 0.0:
         yield
         return
-    seed = regions.own_seed()
-    with torch.random.fork_rng([device], device_type=device.type):
-        torch.get_device_module(device).manual_seed(seed)
+    seed = regions.own_seed()  # a number of the state that is put back
+    # Of that device by its index, whichever is the current one of the thread.
+    before = _C.RandomState.capture(str(device))
+    _C.seed_generators(seed, str(device))
+    try:
         yield
+    finally:
+        before.restore()

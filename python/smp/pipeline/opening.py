@@ -47,6 +47,7 @@ def open_pipeline(
         device=str(rank.device),
         timeout_s=rank.timeout_s,
         timeline=timeline,
+        device_meter=rank.meter,
     )
     server.set_error_reporter(connections.report_raised)
     hub = PipelineHub(server, rank.global_rank, rank.device)

@@ -184,8 +184,6 @@ class _Bodies:
         def run() -> Any:
             current = self._current
             current.steps.inject_fault(current.steps.num_begun - 1, mb)
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # per thread
             set_share(self._shares[mb])
             begin_context({})
             with autocast.apply(self._autocast):

@@ -12,7 +12,7 @@ import smp._C as _C
 from smp import data_parallel
 from smp.model.engine import Engine
 from smp.storage.choose import lockstep_of
-from smp.world import comm, runtime
+from smp.world import comm, runtime, thread_device
 
 _log = logging.getLogger("smp")
 
@@ -160,18 +160,19 @@ class StepRun:
 
     def _run_alone(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         current = self._current
-        device, timeline = str(current.rank.device), current.timeline
+        home, timeline = current.rank.device, current.timeline
         timeline.begin_step(current.steps.num_begun - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
-                _C.seed_generators(_C.mix_seed(self._seed, mb), device)
+                _C.seed_generators(_C.mix_seed(self._seed, mb), str(home))
                 for engine in self._engines:
                     engine.begin_body(mb)
                 timeline.begin_run(False, mb)
                 if current.rank.board is not None:
                     current.rank.board.set_activity(f"step '{self._name}', microbatch {mb}")
-                with _C.TaskScope(current.steps.num_begun, mb):
+                with _C.TaskScope(current.steps.num_begun, mb), thread_device.on(home):
                     body(mb)
+                    current.rank.meter.mark()
                 timeline.end_run()
                 for engine in self._engines:
                     engine.gradients.microbatch_done(mb)

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 import smp._C as _C
@@ -23,7 +24,13 @@ class Connections:
     """
 
     def __init__(
-        self, global_rank: int, coordinates: Sequence[str], timeout_s: float, hang_s: float
+        self,
+        global_rank: int,
+        coordinates: Sequence[str],
+        timeout_s: float,
+        hang_s: float,
+        device: torch.device,
+        meter: _C.DeviceMeter,
     ) -> None:
         """
         Args:
@@ -31,12 +38,16 @@ class Connections:
             coordinates: words for each rank, index = global rank.
             timeout_s: bound of every wait.
             hang_s: when nothing has moved for so long it is reported; 0: never.
+            device: of this rank, on which the threads of the connections work.
+            meter: what that device gets done while this rank waits is no standstill.
         """
         self._global_rank = global_rank
         self._world_size = len(coordinates)
         self._timeout_s = timeout_s
         self._hang_s = hang_s
+        self._device = str(device)
         self.board = _C.FaultBoard(global_rank)
+        meter.count_on(self.board)
         self.board.set_coordinates(list(coordinates))
         self.stops = _C.StopAgreement(self.board)
         self.has_failed = False  # this rank raised; nobody may wait for its goodbye
@@ -88,6 +99,7 @@ class Connections:
             stacks_signals=stacks_signals,
             stacks_fd=stacks_fd,
             hang_after_s=self._hang_s,
+            device=self._device,
         )
         if transport == "mpi":
             self._world = _C.make_mpi_world()
@@ -103,7 +115,7 @@ class Connections:
             ring_bytes=ring_mb << 20,
             timeout_s=self._timeout_s,
         )
-        self.mailbox = _C.Mailbox(self._world, self.board, shared)
+        self.mailbox = _C.Mailbox(self._world, self.board, shared, self._device)
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
     def wait_for_all(self, what: str) -> None:

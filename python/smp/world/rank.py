@@ -28,6 +28,7 @@ class Rank:
         launch: what started this process, its host and the hosts of all ranks.
         settings: values of the `SMP_*` variables.
         device: where the tensors of this rank live.
+        meter: how far the device is with what was asked of it; knows nothing of the CPU.
         global_rank, world_size, local_rank, local_size: as the names say.
         grid: places of all ranks.
         shard_size: ranks that hold one copy of a sharded state together.
@@ -49,6 +50,7 @@ class Rank:
         self.launch = launch
         self.settings = settings
         self.device = device
+        self.meter = _C.DeviceMeter(str(device))
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.grid = make_grid(read, launch.world_size)
@@ -86,6 +88,8 @@ class Rank:
             [self.grid.describe(rank) for rank in range(self.world_size)],
             self.timeout_s,
             self.settings.hang_s,
+            self.device,
+            self.meter,
         )
         self.connections, self.stops = connections, connections.stops
         connections.connect(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import process_hooks
+from smp.world import process_hooks, thread_device
 from smp.world.attached import Detection, Pipeline
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
@@ -214,6 +214,7 @@ def init(config: UserConfig = None) -> None:
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:
     global _current, _has_hooks
     _current, rank = runtime, runtime.rank
+    thread_device.enter(rank.device)
     _C.use_host_allocator(rank.settings.host_pool and rank.device.type == "cpu")
     if rank.world_size > 1 and not _has_hooks:
         _has_hooks = True

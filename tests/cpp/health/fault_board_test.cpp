@@ -135,6 +135,17 @@ TEST(FaultBoard, UnsubscribeWaitsForRunningWake) {
   reporter.join();
 }
 
+TEST(WaitRegistry, AsksSourcesOnlyWhileItWaits) {
+  WaitRegistry registry;
+  int64_t num_asked = 0;
+  registry.add_source([&] { return ++num_asked; });
+  registry.snapshot();
+  EXPECT_EQ(num_asked, 0);
+  const BlockedScope scope(registry, "a");
+  EXPECT_EQ(registry.snapshot().progress, 1);
+  EXPECT_EQ(registry.snapshot().progress, 2);
+}
+
 TEST(WaitRegistry, ShowsNewestWaitAndCountsItsEndAsProgress) {
   WaitRegistry registry;
   EXPECT_FALSE(registry.snapshot().is_blocked);

@@ -210,6 +210,26 @@ TEST(Liveness, WhatCountsAsProgressIsNoDeadlock) {
   ASSERT_TRUE(world.fault_at(0)) << "it has stopped";
 }
 
+thread_local bool has_begun = false;
+
+TEST(Liveness, ThreadOfAClientBeginsBeforeItTellsTheBoard) {
+  std::atomic<bool> was_told = false;
+  std::atomic<bool> had_begun = false;
+  World world(2, /*connect=*/false);
+  world.connect(0);
+  world.boards[1]->subscribe([&] {
+    had_begun = has_begun;
+    was_told = true;
+  });
+  world.clients[1] = std::make_unique<LivenessClient>(
+      "127.0.0.1", world.hub->port(), kToken, 1, world.boards[1],
+      LivenessClient::Options{.status_every = milliseconds(50),
+                              .begin_thread = [] { has_begun = true; }});
+  world.clients[0]->report_raised("a step", "no reason");
+  EXPECT_TRUE(becomes_true([&] { return was_told.load(); }));
+  EXPECT_TRUE(had_begun);
+}
+
 TEST(Liveness, RankThatIsMissedIsNamedByAllAndNotWhoMissesIt) {
   World world(3);
   world.boards[2]->set_coordinates({"pp 0", "pp 1", "pp 2"});

@@ -45,12 +45,15 @@ at::Tensor filled(int64_t rows, const std::function<double(int64_t)>& value) {
 }
 
 // What is read by mistake shows in the loss.
-std::vector<at::Tensor> make_handles(const std::vector<TensorMeta>& metas) {
+std::vector<at::Tensor> make_handles(const std::vector<TensorMeta>& metas,
+                                     c10::Device device) {
   std::vector<at::Tensor> handles;
   for (const TensorMeta& meta : metas) {
     const double hint = at::isFloatingType(meta.dtype) ? std::nan("") : 0;
     handles.push_back(
-        at::full({}, hint, meta.dtype).expand(meta.sizes).detach());
+        at::full({}, hint, at::TensorOptions(meta.dtype).device(device))
+            .expand(meta.sizes)
+            .detach());
   }
   return handles;
 }
@@ -99,9 +102,13 @@ void Ranks::tell(int rank, const health::Fault& fault) {
 }
 
 Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
-    : rank(the_rank), w(make_weight(the_rank)), ranks_(ranks) {
+    : rank(the_rank),
+      w(make_weight(the_rank).detach().to(ranks.settings.device_of(the_rank))),
+      ranks_(ranks) {
+  w.set_requires_grad(true);
   mailbox = std::make_shared<mailbox::Mailbox>(
-      world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr));
+      world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr),
+      device());
   const RankSettings& settings = ranks.settings;
   Server::Options options;
   options.global_rank = rank;
@@ -109,6 +116,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   options.num_chunks = settings.num_chunks;
   options.policy = settings.policy;
   options.active_microbatches = settings.active_microbatches;
+  options.device = device();
   options.timeout = std::chrono::seconds(20);
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
   std::vector<std::string> names;
@@ -126,7 +134,10 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
         ranks_.tell_others(rank, where, what);
       });
   if (settings.has_handles) {
-    server->tensors().set_handle_factory(make_handles);
+    server->tensors().set_handle_factory(
+        [device = device()](const std::vector<TensorMeta>& metas) {
+          return make_handles(metas, device);
+        });
   }
 }
 
@@ -194,7 +205,7 @@ void Rank::follow(int mb) {
 
 void Rank::chain(int mb) {
   if (!server->is_driver()) return follow(mb);
-  at::Tensor x = leave(compute(make_input(mb), w));
+  at::Tensor x = leave(compute(make_input(mb).to(device()), w));
   const int num_modules = ranks_.settings.num_modules();
   for (int i = 1; i < num_modules; ++i) x = call_one(i, x);
   train_on(mb, arrive(x).sum());

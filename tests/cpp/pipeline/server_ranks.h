@@ -14,6 +14,7 @@
 #include "csrc/pipeline/server.h"
 #include "csrc/shm/shared_memory.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/memory/fake_device.h"
 
 namespace smp::pipeline {
 
@@ -38,8 +39,14 @@ struct RankSettings {
   bool has_shared_memory = false;
   int active_microbatches = 0;
   int num_chunks = 1;
+  /// Device i + 1 of the fake ones is that of rank i.
+  bool has_devices = false;
 
   int num_modules() const { return size * num_chunks; }
+  c10::Device device_of(int rank) const {
+    return has_devices ? fake_device::device(rank + 1)
+                       : c10::Device(c10::DeviceType::CPU);
+  }
 };
 
 class Ranks {
@@ -68,6 +75,8 @@ class Rank {
   ~Rank();
 
   int size() const { return ranks_.settings.size; }
+  /// Where its tensors live.
+  c10::Device device() const { return ranks_.settings.device_of(rank); }
 
   /// Calls a module where it lives.
   RemoteResult call(int module, const std::vector<at::Tensor>& inputs,
