@@ -32,7 +32,7 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "health": frozenset({"common"}),
     "comm": frozenset({"common", "health"}),
     "shm": frozenset({"common", "health", "comm"}),
-    "mailbox": frozenset({"common", "health", "comm", "shm"}),
+    "mailbox": frozenset({"common", "autograd", "health", "comm", "memory", "shm"}),
 }
 
 # Rooms of `python/smp`, lower layers first. `_C` and what the build writes lie below all of them.

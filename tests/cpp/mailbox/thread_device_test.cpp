@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <latch>
 #include <map>
 #include <mutex>
 #include <string>
@@ -28,6 +29,7 @@ TEST_P(MailboxDevice, is_that_of_all_threads_which_deliver) {
   constexpr int kSize = 2;
   std::vector<shm::SharedMemoryPtr> memories(kSize);
   if (GetParam()) memories = shm::make_local_shared_memory(kSize, 50'000);
+  std::latch all_listen(kSize);
   comm::run_ranks(kSize, [&](int rank, const comm::CommunicatorPtr& world) {
     std::mutex mutex;
     std::map<int, int> device_by_source;
@@ -38,6 +40,8 @@ TEST_P(MailboxDevice, is_that_of_all_threads_which_deliver) {
       const std::lock_guard lock(mutex);
       device_by_source[message.source_rank] = device_of_this_thread();
     });
+    // What comes before a handler is delivered by the thread that sets it.
+    all_listen.arrive_and_wait();
     for (int to = 0; to < kSize; ++to) {
       Message message;
       message.channel = Channel::kPipeline;
