@@ -96,7 +96,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device to) const noexcept override {
     device_of_thread = index_of(to);
   }
-  c10::Stream getStream(c10::Device of) const override {
+  c10::Stream getStream(c10::Device of) const noexcept override {
     return stream_of_thread(index_of(of));
   }
   c10::Stream getDefaultStream(c10::Device of) const override {
@@ -105,7 +105,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
     return new_stream(index_of(of));
   }
-  c10::Stream exchangeStream(c10::Stream to) const override {
+  c10::Stream exchangeStream(c10::Stream to) const noexcept override {
     auto& current = streams_of_thread.at(to.device_index());
     return c10::Stream(c10::Stream::UNSAFE, to.device(),
                        std::exchange(current, to.id()));
@@ -139,8 +139,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  // Not of all releases of torch.
+  virtual bool isBuilt() const { return true; }
+  virtual bool isAvailable() const { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   at::Allocator* getPinnedMemoryAllocator() const override {
     return c10::GetAllocator(c10::DeviceType::CPU);

@@ -31,8 +31,8 @@ constexpr int kNumTasks = 12;
 constexpr milliseconds kPerTask{150};  // of a device
 constexpr milliseconds kLongestTask{600};
 
-// One rank in a step whose bodies ask the device for a task each, and then wait
-// until that is done, as somebody does who needs its result.
+// One rank in a step whose body asks the device for many tasks, and then waits
+// until the last one is done, as somebody does who needs its result.
 class BacklogRank {
  public:
   BacklogRank(int rank, const comm::CommunicatorPtr& world,
@@ -58,16 +58,18 @@ class BacklogRank {
     const auto policy = schedule::make_policy("interleaved");
     StepOptions step;
     step.policy = policy.get();
-    step.num_microbatches = step.active_microbatches = kNumTasks;
+    step.num_microbatches = step.active_microbatches = 1;
     step.is_driver = true;
     scheduler_.begin_step(step);
-    std::vector<Slot> slots(kNumTasks);
-    for (int mb = 0; mb < kNumTasks; ++mb) {
-      scheduler_.add_body(mb, "body", 0, [this, slot = &slots[mb]] {
-        fake_device::launch([this, slot] { scheduler_.fill(*slot, {}); });
-        scheduler_.wait(*slot, "the device", -1);
-      });
-    }
+    Slot slot;
+    scheduler_.add_body(0, "body", 0, [&] {
+      for (int i = 1; i < kNumTasks; ++i) {
+        fake_device::launch([] {});
+        meter_->mark();
+      }
+      fake_device::launch([&] { scheduler_.fill(slot, {}); });
+      scheduler_.wait(slot, "the device", -1);
+    });
     try {
       await_end();
     } catch (const std::exception& error) {
