@@ -378,7 +378,7 @@ bool Group::all_say(bool says, const char* what) {
   const comm::WorkPtr work = issue(
       control(), header, 2 * 8 * (size_ - 1) / size_,
       [&](auto& on) { return on.all_reduce(tensor, comm::ReduceOp::kMin); });
-  finish(*work, header);
+  finish(*work, control(), header);
   return *tensor.const_data_ptr<int64_t>() != 0;
 }
 
