@@ -1,83 +1,19 @@
-#include "csrc/kernels/cpu/fused_table.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <random>
+#include <string>
 #include <vector>
 
-#include "csrc/kernels/cpu/element.h"
+#include "tests/cpp/kernels/elements.h"
+#include "tests/cpp/kernels/implementations.h"
 
-// Every table that this processor can run against loops in long double. Each
-// row ends in a part of a vector; guards around the results must stay.
+// Every implementation against loops in long double. Each row ends in a part of
+// a vector; guards around the results must stay.
 
 namespace smp::kernels {
 namespace {
 
-template <typename T>
-struct DtypeOf;
-template <>
-struct DtypeOf<float> {
-  static constexpr Dtype value = Dtype::kFloat;
-  static constexpr double epsilon = 0x1p-23;
-};
-template <>
-struct DtypeOf<double> {
-  static constexpr Dtype value = Dtype::kDouble;
-  static constexpr double epsilon = 0x1p-52;
-};
-template <>
-struct DtypeOf<cpu::Half> {
-  static constexpr Dtype value = Dtype::kHalf;
-  static constexpr double epsilon = 0x1p-10;
-};
-template <>
-struct DtypeOf<cpu::BFloat16> {
-  static constexpr Dtype value = Dtype::kBFloat16;
-  static constexpr double epsilon = 0x1p-7;
-};
-
-constexpr int64_t kGuards = 32;
-constexpr double kGuardValue = -77;
 constexpr int64_t kColumns[] = {1, 3, 7, 8, 15, 16, 17, 31, 64, 67, 130, 259};
-
-// Elements with guards on both sides.
-template <typename T>
-class Elements {
- public:
-  using Element = cpu::Element<T>;
-  using Compute = typename Element::Compute;
-
-  explicit Elements(int64_t size, int seed = 0, double spread = 0)
-      : elements_(size + 2 * kGuards, stored(kGuardValue)) {
-    std::mt19937 random(seed);
-    std::normal_distribution<double> normal(0, spread > 0 ? spread : 1);
-    for (int64_t i = 0; i < size; ++i) {
-      elements_[kGuards + i] = stored(spread > 0 ? normal(random) : 0);
-    }
-  }
-
-  T* data() { return elements_.data() + kGuards; }
-  long double operator[](int64_t i) const {
-    return Element::load(elements_[kGuards + i]);
-  }
-  void set(int64_t i, double value) { elements_[kGuards + i] = stored(value); }
-
-  void expect_guards() const {
-    const auto size = static_cast<int64_t>(elements_.size());
-    for (int64_t i = 0; i < kGuards; ++i) {
-      ASSERT_EQ(Element::load(elements_[i]), kGuardValue);
-      ASSERT_EQ(Element::load(elements_[size - 1 - i]), kGuardValue);
-    }
-  }
-
- private:
-  static T stored(double value) {
-    return Element::store(static_cast<Compute>(value));
-  }
-
-  std::vector<T> elements_;
-};
 
 template <typename T>
 class Fused : public ::testing::Test {
@@ -91,7 +27,7 @@ class Fused : public ::testing::Test {
   template <typename Test>
   void for_all_tables(Test&& test) {
     int count = 0;
-    for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+    for (auto* table = implementations(); *table != nullptr; ++table) {
       SCOPED_TRACE("table " + std::to_string(count++));
       for (int64_t columns : kColumns) {
         SCOPED_TRACE("columns " + std::to_string(columns));

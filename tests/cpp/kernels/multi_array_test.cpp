@@ -6,36 +6,16 @@
 #include <cmath>
 #include <limits>
 #include <random>
-#include <type_traits>
 #include <vector>
 
-#include "csrc/kernels/cpu/element.h"
-#include "csrc/kernels/cpu/fused_table.h"
+#include "tests/cpp/kernels/elements.h"
+#include "tests/cpp/kernels/implementations.h"
 
 namespace smp::kernels {
 namespace {
 
 // Odd sizes: empty, one, around the number of lanes, and a long one.
 const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 15, 16, 17, 1023, 100003};
-
-template <typename T>
-struct DtypeOf;
-template <>
-struct DtypeOf<float> {
-  static constexpr Dtype value = Dtype::kFloat;
-};
-template <>
-struct DtypeOf<double> {
-  static constexpr Dtype value = Dtype::kDouble;
-};
-template <>
-struct DtypeOf<cpu::Half> {
-  static constexpr Dtype value = Dtype::kHalf;
-};
-template <>
-struct DtypeOf<cpu::BFloat16> {
-  static constexpr Dtype value = Dtype::kBFloat16;
-};
 
 template <typename T>
 class MultiArray : public ::testing::Test {
@@ -66,20 +46,16 @@ class MultiArray : public ::testing::Test {
   }
 
   // One unit in the last place, relative.
-  double epsilon() {
-    if (std::is_same_v<T, double>) return 0x1p-52;
-    if (std::is_same_v<T, float>) return 0x1p-23;
-    return std::is_same_v<T, cpu::Half> ? 0x1p-10 : 0x1p-7;
-  }
+  double epsilon() { return DtypeOf<T>::epsilon; }
 };
 
-using Elements = ::testing::Types<float, double, cpu::Half, cpu::BFloat16>;
-TYPED_TEST_SUITE(MultiArray, Elements);
+using ElementTypes = ::testing::Types<float, double, cpu::Half, cpu::BFloat16>;
+TYPED_TEST_SUITE(MultiArray, ElementTypes);
 
 TYPED_TEST(MultiArray, SumOfSquaresMatchesNaiveSumWithEveryTable) {
   using Element = cpu::Element<TypeParam>;
   auto arrays = this->random_arrays(1);
-  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+  for (auto* table = implementations(); *table != nullptr; ++table) {
     for (const Array& array : this->views(arrays)) {
       const auto* elements = static_cast<const TypeParam*>(array.data);
       for (int64_t begin : {int64_t{0}, array.num_elements / 3}) {
@@ -102,7 +78,7 @@ TYPED_TEST(MultiArray, MaxAbsIsExactAndKeepsNan) {
   using Compute = typename Element::Compute;
   const double infinity = std::numeric_limits<double>::infinity();
   auto arrays = this->random_arrays(5);
-  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+  for (auto* table = implementations(); *table != nullptr; ++table) {
     for (std::vector<TypeParam>& elements : arrays) {
       const auto size = static_cast<int64_t>(elements.size());
       const Array array{elements.data(), size, DtypeOf<TypeParam>::value};
@@ -126,7 +102,7 @@ TYPED_TEST(MultiArray, MaxAbsIsExactAndKeepsNan) {
 
 TYPED_TEST(MultiArray, ScaleMatchesNaiveProduct) {
   using Element = cpu::Element<TypeParam>;
-  for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+  for (auto* table = implementations(); *table != nullptr; ++table) {
     auto arrays = this->random_arrays(2);
     const auto before = arrays;
     for (const Array& array : this->views(arrays)) {
@@ -154,7 +130,7 @@ TYPED_TEST(MultiArray, AddScaledMatchesNaiveSum) {
                      static_cast<int64_t>(y[k].size()),
                      DtypeOf<TypeParam>::value});
   }
-  cpu::add_scaled(pairs.data(), pairs.size(), -1.7);
+  add_scaled(pairs.data(), static_cast<int64_t>(pairs.size()), -1.7);
   for (size_t k = 0; k < y.size(); ++k) {
     for (size_t i = 0; i < y[k].size(); ++i) {
       const double a = Element::load(before[k][i]);
@@ -168,7 +144,9 @@ TYPED_TEST(MultiArray, AddScaledMatchesNaiveSum) {
 TEST(SumOfSquares, FloatsDoNotOverflow) {
   float f[2] = {3e30f, 4e30f};
   const Array array{f, 2, Dtype::kFloat};
-  EXPECT_NEAR(cpu::sum_of_squares(array, 0, 2), 25e60, 1e55);
+  for (auto* table = implementations(); *table != nullptr; ++table) {
+    EXPECT_NEAR((*table)->sum_of_squares(array, 0, 2), 25e60, 1e55);
+  }
 }
 
 }  // namespace

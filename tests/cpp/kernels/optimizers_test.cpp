@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "csrc/kernels/cpu/element.h"
-#include "csrc/kernels/cpu/fused_table.h"
+#include "tests/cpp/kernels/implementations.h"
 
 // Every table that this processor can run against loops in long double, for all
 // types of gradients and copies. What is outside of the range must stay.
@@ -88,7 +88,7 @@ class Update : public ::testing::Test {
   // test(table, begin, end, has_copy, bypasses)
   template <typename Test>
   void for_all(Test&& test) {
-    for (auto* table = cpu::usable_tables(); *table != nullptr; ++table) {
+    for (auto* table = implementations(); *table != nullptr; ++table) {
       for (auto [begin, end] : kRanges) {
         for (int copy = 0; copy < (sizeof(C) == 4 ? 3 : 1); ++copy) {
           SCOPED_TRACE(::testing::Message()

@@ -1,0 +1,86 @@
+#include "csrc/kernels/norm.h"
+
+#include "tests/cpp/kernels/emulated/operators.h"
+
+namespace smp::kernels::emulated {
+namespace {
+
+template <typename T>
+class EmulatedNorm : public Operators<T> {};
+TYPED_TEST_SUITE(EmulatedNorm, AllTypes);
+
+TYPED_TEST(EmulatedNorm, ForwardMatchesTheCpu) {
+  using C = typename TestFixture::C;
+  this->for_sizes(6, [&](int form, int64_t rows, int64_t n, int64_t offset) {
+    const bool is_rms = form % 2 == 1, has_weight = form < 4;
+    const int64_t weight_offset = form < 2 ? 0 : 1;
+    Elements<TypeParam> x(rows * n, 1, 2, offset), y(rows * n, 0, 0, offset),
+        want_y(rows * n);
+    Elements<C> weight(n, 2, 1, weight_offset), bias(n, 3, 1), mean(rows),
+        rstd(rows), want_mean(rows), want_rstd(rows);
+    Norm op = {x.data(),
+               has_weight ? weight.data() : nullptr,
+               has_weight && !is_rms ? bias.data() : nullptr,
+               y.data(),
+               is_rms ? nullptr : mean.data(),
+               rstd.data(),
+               rows,
+               n,
+               1e-3,
+               is_rms,
+               this->kDtype};
+    this->in_both_orders(
+        [&] { expect_launched(cuda::norm_forward(op, nullptr)); }, y, mean,
+        rstd);
+    op.y = want_y.data();
+    op.mean = is_rms ? nullptr : want_mean.data();
+    op.rstd = want_rstd.data();
+    cpu::norm_forward(op, 0, rows);
+    this->expect_near(y, want_y, 4);
+    this->expect_near(mean, want_mean, 1);
+    this->expect_near(rstd, want_rstd, n == 1 ? 1000 : 0);
+  });
+}
+
+// Every result may be left out: frozen weights, the first layer's input.
+TYPED_TEST(EmulatedNorm, BackwardMatchesTheCpu) {
+  using C = typename TestFixture::C;
+  this->for_sizes(6, [&](int form, int64_t rows, int64_t n, int64_t offset) {
+    const bool is_rms = form % 2 == 1, has_weight = form < 5;
+    const bool wants_dx = form != 2, wants_sums = form != 3;
+    Elements<TypeParam> x(rows * n, 1, 2, offset), dy(rows * n, 2, 1, offset),
+        dx(rows * n, 0, 0, offset), want_dx(rows * n);
+    Elements<C> weight(n, 3, 1, form == 4 ? 1 : 0), mean(rows), rstd(rows),
+        dweight(n), dbias(n), want_dweight(n), want_dbias(n);
+    cpu::norm_forward({x.data(), nullptr, nullptr, want_dx.data(),
+                       is_rms ? nullptr : mean.data(), rstd.data(), rows, n,
+                       1e-3, is_rms, this->kDtype},
+                      0, rows);
+    want_dx.clear();
+    NormBackward op = {dy.data(),
+                       x.data(),
+                       is_rms ? nullptr : mean.data(),
+                       rstd.data(),
+                       has_weight ? weight.data() : nullptr,
+                       wants_dx ? dx.data() : nullptr,
+                       rows,
+                       n,
+                       is_rms,
+                       this->kDtype};
+    this->in_both_orders(
+        [&] {
+          norm_backward(op, wants_sums ? dweight.data() : nullptr,
+                        wants_sums ? dbias.data() : nullptr);
+        },
+        dx, dweight, dbias);
+    op.dx = wants_dx ? want_dx.data() : nullptr;
+    cpu::norm_backward(op, 0, rows, wants_sums ? want_dweight.data() : nullptr,
+                       wants_sums ? want_dbias.data() : nullptr);
+    this->expect_near(dx, want_dx, n == 1 ? 1000 : 8);
+    this->expect_near(dweight, want_dweight, 16);
+    this->expect_near(dbias, want_dbias, 16);
+  });
+}
+
+}  // namespace
+}  // namespace smp::kernels::emulated

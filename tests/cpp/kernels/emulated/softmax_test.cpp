@@ -1,0 +1,130 @@
+#include "csrc/kernels/softmax.h"
+
+#include <vector>
+
+#include "tests/cpp/kernels/emulated/operators.h"
+
+namespace smp::kernels::emulated {
+namespace {
+
+template <typename T>
+class EmulatedSoftmax : public Operators<T> {};
+TYPED_TEST_SUITE(EmulatedSoftmax, AllTypes);
+
+struct Form {
+  bool has_mask, has_slopes, is_causal, has_dropout;
+  int64_t window;
+};
+constexpr Form kForms[] = {{true, false, true, true, 0},
+                           {false, false, false, false, 0},
+                           {true, true, true, false, 40},
+                           {false, true, false, true, 0}};
+
+TYPED_TEST(EmulatedSoftmax, ProbabilitiesMatchTheCpu) {
+  using C = typename TestFixture::C;
+  this->for_sizes(4, [&](int number, int64_t num_rows, int64_t n,
+                         int64_t offset) {
+    // Two heads; more queries than keys leave some without any.
+    const int64_t queries = num_rows / 2 + 1, rows = 2 * queries;
+    const Form& form = kForms[number];
+    Elements<TypeParam> scores(rows * n, 1, 3, offset),
+        dy(rows * n, 2, 1, offset), probs(rows * n, 0, 0, offset),
+        y(rows * n, 0, 0, offset), dscores(rows * n, 0, 0, offset),
+        want_probs(rows * n), want_y(rows * n), want_dscores(rows * n);
+    Elements<C> mask(queries * n, 3, 1), slopes(2, 4, 0.01);
+    ScaledMaskedSoftmax op;
+    op.scores = scores.data();
+    op.mask = form.has_mask ? mask.data() : nullptr;
+    op.slopes = form.has_slopes ? slopes.data() : nullptr;
+    op.probs = probs.data();
+    op.y = form.has_dropout ? y.data() : nullptr;
+    op.batch_size = 1;
+    op.num_heads = 2;
+    op.num_queries = queries;
+    op.num_keys = n;
+    op.mask_query_stride = n;
+    op.scale = 0.5;
+    op.is_causal = form.is_causal;
+    op.window = form.window;
+    op.dropout = make_dropout(form.has_dropout ? 0.25 : 0, 9);
+    op.dtype = this->kDtype;
+    ScaledMaskedSoftmaxBackward back = {
+        dy.data(), probs.data(),   dscores.data(), rows,       queries,     n,
+        0.5,       form.is_causal, form.window,    op.dropout, this->kDtype};
+    this->in_both_orders(
+        [&] {
+          expect_launched(cuda::softmax_forward(op, nullptr));
+          expect_launched(cuda::softmax_backward(back, nullptr));
+        },
+        probs, y, dscores);
+    op.probs = want_probs.data();
+    op.y = form.has_dropout ? want_y.data() : nullptr;
+    cpu::softmax_forward(op, 0, rows);
+    back.dscores = want_dscores.data();  // of the probabilities of above
+    cpu::softmax_backward(back, 0, rows);
+    this->expect_near(probs, want_probs, 1e-3);
+    this->expect_near(y, want_y, 1e-3);
+    this->expect_near(dscores, want_dscores, 0.1);
+  });
+}
+
+TYPED_TEST(EmulatedSoftmax, CrossEntropyMatchesTheCpu) {
+  using C = typename TestFixture::C;
+  this->for_sizes(2, [&](int form, int64_t rows, int64_t n, int64_t offset) {
+    const int64_t gap = form * 8;  // between rows of a view
+    Elements<TypeParam> logits(rows * (n + gap), 1, 4, offset),
+        dlogits(rows * n, 0, 0, offset), want_dlogits(rows * n);
+    Elements<C> dloss(rows, 2, 1), max(rows), exp_sum(rows), target(rows),
+        sum(rows), want_max(rows), want_exp_sum(rows), want_target(rows),
+        want_sum(rows);
+    std::vector<int64_t> targets(rows);
+    // Here, before, to be ignored, after.
+    for (int64_t i = 0; i < rows; ++i) {
+      targets[i] = (const int64_t[]){10 + n - 1, 3, -100, 10 + n + 5}[i % 4];
+    }
+    CrossEntropy op = {logits.data(), targets.data(),
+                       max.data(),    exp_sum.data(),
+                       target.data(), gap == 0 ? sum.data() : nullptr,
+                       rows,          n,
+                       n + gap,       10,
+                       n + 20,        -100,
+                       this->kDtype};
+    CrossEntropyBackward back = {dloss.data(),
+                                 logits.data(),
+                                 targets.data(),
+                                 max.data(),
+                                 exp_sum.data(),
+                                 dlogits.data(),
+                                 rows,
+                                 n,
+                                 n + gap,
+                                 10,
+                                 -100,
+                                 n + 20,
+                                 0.1,
+                                 this->kDtype};
+    this->in_both_orders(
+        [&] {
+          expect_launched(cuda::cross_entropy_forward(op, nullptr));
+          expect_launched(cuda::cross_entropy_backward(back, nullptr));
+        },
+        max, exp_sum, target, sum, dlogits);
+    op.max = want_max.data();
+    op.exp_sum = want_exp_sum.data();
+    op.target_logit = want_target.data();
+    op.sum = gap == 0 ? want_sum.data() : nullptr;
+    cpu::cross_entropy_forward(op, 0, rows);
+    back.max = want_max.data();
+    back.exp_sum = want_exp_sum.data();
+    back.dlogits = want_dlogits.data();
+    cpu::cross_entropy_backward(back, 0, rows);
+    this->expect_near(max, want_max, 0);
+    this->expect_near(exp_sum, want_exp_sum, 1);
+    this->expect_near(target, want_target, 0);
+    this->expect_near(sum, want_sum, 16);
+    this->expect_near(dlogits, want_dlogits, 1e-3);
+  });
+}
+
+}  // namespace
+}  // namespace smp::kernels::emulated
