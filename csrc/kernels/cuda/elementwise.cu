@@ -1,5 +1,7 @@
 #include "csrc/kernels/elementwise.h"
 
+#include <algorithm>
+
 #include "csrc/kernels/cuda/fused.cuh"
 
 namespace smp::kernels::cuda {
@@ -40,18 +42,20 @@ struct GeluBody {
   using C = Compute<T>;
   BiasGelu op;
 
-  __device__ void operator()(int64_t row, int64_t column, C (&sums)[kNum]) {
+  __device__ const void* bias() const { return op.bias; }
+
+  __device__ void operator()(int64_t row, int64_t column,
+                             const Values<C, kNum>& bias, C (&sums)[kNum]) {
     const int64_t place = row * op.num_columns + column;
     auto values = load_values<kNum>(static_cast<const T*>(op.x) + place);
     Values<C, kNum> dy;
     if constexpr (kIsBackward) {
       dy = load_values<kNum>(static_cast<const T*>(op.dy) + place);
     }
-    const C* bias = static_cast<const C*>(op.bias);
 #pragma unroll
     for (int i = 0; i < kNum; ++i) {
       C v = values.v[i];
-      if (bias != nullptr) v += bias[column + i];
+      if (op.bias != nullptr) v += bias.v[i];
       if constexpr (kIsBackward) {
         v = dy.v[i] * gelu_slope(v, op.is_tanh);
         sums[i] += v;
@@ -79,10 +83,12 @@ struct DropoutBody {
   using C = Compute<T>;
   BiasDropoutResidual op;
 
-  __device__ void operator()(int64_t row, int64_t column, C (&)[kNum]) {
+  __device__ const void* bias() const { return op.bias; }
+
+  __device__ void operator()(int64_t row, int64_t column,
+                             const Values<C, kNum>& bias, C (&)[kNum]) {
     const int64_t place = row * op.num_columns + column;
     auto values = load_values<kNum>(static_cast<const T*>(op.x) + place);
-    const C* bias = static_cast<const C*>(op.bias);
     const RowKey key = row_key(op.dropout.seed, static_cast<uint64_t>(row));
     Values<C, kNum> residual = {};
     if (op.residual != nullptr) {
@@ -91,7 +97,7 @@ struct DropoutBody {
 #pragma unroll
     for (int i = 0; i < kNum; ++i) {
       C v = values.v[i];
-      if (bias != nullptr) v += bias[column + i];
+      if (op.bias != nullptr) v += bias.v[i];
       values.v[i] = drop(v, op.dropout, key, column + i) + residual.v[i];
     }
     store_values<kNum>(static_cast<Y*>(op.y) + place, values);
@@ -103,7 +109,10 @@ struct DropoutBackwardBody {
   using C = Compute<T>;
   BiasDropoutResidualBackward op;
 
-  __device__ void operator()(int64_t row, int64_t column, C (&sums)[kNum]) {
+  __device__ const void* bias() const { return nullptr; }
+
+  __device__ void operator()(int64_t row, int64_t column,
+                             const Values<C, kNum>&, C (&sums)[kNum]) {
     const int64_t place = row * op.num_columns + column;
     auto d = load_values<kNum>(static_cast<const Y*>(op.dy) + place);
     const RowKey key = row_key(op.dropout.seed, static_cast<uint64_t>(row));
@@ -125,9 +134,13 @@ __global__ void columns_kernel(int64_t rows, int64_t columns, Body body,
       (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x) * kNum;
   C sums[kNum] = {};
   if (column < columns) {
+    Values<C, kNum> bias = {};
+    if (body.bias() != nullptr) {
+      bias = load_shared<kNum>(static_cast<const C*>(body.bias()) + column);
+    }
     for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < rows;
          row += gridDim.y * kColumnRows) {
-      body(row, column, sums);
+      body(row, column, bias, sums);
     }
   }
   if (partial_sums != nullptr) {
@@ -173,57 +186,57 @@ const char* with_types(Dtype dtype, Dtype y_dtype, Function&& function) {
   });
 }
 
-// ---- Rotary embedding: one thread per group of pairs, or feature to copy.
+// ---- Rotary embedding: one thread per group of pairs of a head, or group of
+// features to copy; blocks go on from position to position.
 
+struct RotaryParts {
+  uint32_t num_groups;  // of pairs, in a head
+  uint32_t per_head;    // these, and what is to copy
+};
+
+// Interleaved, kNum features hold kNum / 2 pairs; one pair if kNum is 1.
+template <int kNum>
+__host__ __device__ int64_t pairs_each(const Rotary& op) {
+  return op.is_interleaved && kNum > 1 ? kNum / 2 : kNum;
+}
+
+// Pairs (p, p + num_pairs) from `pair` on.
 template <typename T, int kNum>
-__global__ void rotary_kernel(Rotary op, int64_t num_threads) {
+__device__ void rotate_halves(const Rotary& op, int64_t pair, const T* x, T* y,
+                              const Compute<T>* cos, const Compute<T>* sin) {
   using C = Compute<T>;
-  const int64_t thread =
-      static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread >= num_threads) return;
-  // Interleaved, kNum features hold kNum / 2 pairs; one pair if kNum is 1.
-  const int pairs_each = op.is_interleaved ? (kNum > 1 ? kNum / 2 : 1) : kNum;
-  const int64_t groups = op.num_pairs / pairs_each;
-  const int64_t rotated = 2 * op.num_pairs;
-  const int64_t per_head = groups + op.head_size - rotated;
-  const int64_t head_idx = thread / per_head;
-  const int64_t part = thread % per_head;
-  const int64_t row = head_idx / op.num_heads;
-  const int64_t head = head_idx % op.num_heads;
-  const int64_t sample = row / op.length;
-  const int64_t position = row % op.length;
-  const T* x = static_cast<const T*>(op.x) + sample * op.batch_stride +
-               position * op.length_stride + head * op.head_stride;
-  T* y = static_cast<T*>(op.y) + head_idx * op.head_size;
-  if (part >= groups) {
-    y[rotated + part - groups] = x[rotated + part - groups];
-    return;
-  }
-  const int64_t pair = part * pairs_each;
-  const int64_t angle =
-      (op.is_table_per_sample ? row : position) * op.num_pairs + pair;
-  const C* cos = static_cast<const C*>(op.cos) + angle;
-  const C* sin = static_cast<const C*>(op.sin) + angle;
   const C sign = op.is_inverse ? C(-1) : C(1);
-  if (!op.is_interleaved) {
-    auto a = load_values<kNum>(x + pair);
-    auto b = load_values<kNum>(x + op.num_pairs + pair);
+  const auto c = load_shared<kNum>(cos);
+  const auto s = load_shared<kNum>(sin);
+  auto a = load_values<kNum>(x + pair);
+  auto b = load_values<kNum>(x + op.num_pairs + pair);
 #pragma unroll
-    for (int i = 0; i < kNum; ++i) {
-      const C s = sin[i] * sign;
-      const C first = a.v[i] * cos[i] - b.v[i] * s;
-      b.v[i] = b.v[i] * cos[i] + a.v[i] * s;
-      a.v[i] = first;
-    }
-    store_values<kNum>(y + pair, a);
-    store_values<kNum>(y + op.num_pairs + pair, b);
-  } else if constexpr (kNum > 1) {
+  for (int i = 0; i < kNum; ++i) {
+    const C turned = s.v[i] * sign;
+    const C first = a.v[i] * c.v[i] - b.v[i] * turned;
+    b.v[i] = b.v[i] * c.v[i] + a.v[i] * turned;
+    a.v[i] = first;
+  }
+  store_values<kNum>(y + pair, a);
+  store_values<kNum>(y + op.num_pairs + pair, b);
+}
+
+// Pairs (2 p, 2 p + 1) from `pair` on.
+template <typename T, int kNum>
+__device__ void rotate_neighbours(const Rotary& op, int64_t pair, const T* x,
+                                  T* y, const Compute<T>* cos,
+                                  const Compute<T>* sin) {
+  using C = Compute<T>;
+  const C sign = op.is_inverse ? C(-1) : C(1);
+  if constexpr (kNum > 1) {
+    const auto c = load_shared<kNum / 2>(cos);
+    const auto s = load_shared<kNum / 2>(sin);
     auto values = load_values<kNum>(x + 2 * pair);
 #pragma unroll
     for (int i = 0; i < kNum / 2; ++i) {
       const C a = values.v[2 * i], b = values.v[2 * i + 1];
-      values.v[2 * i] = a * cos[i] - b * sin[i] * sign;
-      values.v[2 * i + 1] = b * cos[i] + a * sin[i] * sign;
+      values.v[2 * i] = a * c.v[i] - b * s.v[i] * sign;
+      values.v[2 * i + 1] = b * c.v[i] + a * s.v[i] * sign;
     }
     store_values<kNum>(y + 2 * pair, values);
   } else {
@@ -231,6 +244,41 @@ __global__ void rotary_kernel(Rotary op, int64_t num_threads) {
     const C b = Element<T>::load(x[2 * pair + 1]);
     y[2 * pair] = Element<T>::store(a * cos[0] - b * sin[0] * sign);
     y[2 * pair + 1] = Element<T>::store(b * cos[0] + a * sin[0] * sign);
+  }
+}
+
+template <typename T, int kNum>
+__global__ void rotary_kernel(Rotary op, RotaryParts parts) {
+  using C = Compute<T>;
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const uint32_t head = thread / parts.per_head;
+  const uint32_t part = thread % parts.per_head;
+  if (head >= op.num_heads) return;
+  const int64_t pair = part * pairs_each<kNum>(op);
+  const int64_t copied =
+      2 * op.num_pairs + (int64_t{part} - parts.num_groups) * kNum;
+  for (int64_t sample = blockIdx.z; sample < op.batch_size;
+       sample += gridDim.z) {
+    for (int64_t position = blockIdx.y; position < op.length;
+         position += gridDim.y) {
+      const int64_t row = sample * op.length + position;
+      const T* x = static_cast<const T*>(op.x) + sample * op.batch_stride +
+                   position * op.length_stride + head * op.head_stride;
+      T* y = static_cast<T*>(op.y) + (row * op.num_heads + head) * op.head_size;
+      if (part >= parts.num_groups) {
+        store_pack<kNum>(y + copied, load_pack<kNum>(x + copied));
+        continue;
+      }
+      const int64_t angle =
+          (op.is_table_per_sample ? row : position) * op.num_pairs + pair;
+      const C* cos = static_cast<const C*>(op.cos) + angle;
+      const C* sin = static_cast<const C*>(op.sin) + angle;
+      if (op.is_interleaved) {
+        rotate_neighbours<T, kNum>(op, pair, x, y, cos, sin);
+      } else {
+        rotate_halves<T, kNum>(op, pair, x, y, cos, sin);
+      }
+    }
   }
 }
 
@@ -288,21 +336,28 @@ const char* bias_dropout_residual_backward(
 }
 
 const char* rotary(const Rotary& op, void* stream) {
-  constexpr int kThreads = 256;
+  constexpr int64_t kThreads = 256, kMaxBlocks = 65535;  // of y and of z
   return with_type(op.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return with_packs<T>(are_rotary_packs<T>(op), [&](auto num) {
-      const int pairs_each =
-          op.is_interleaved ? (num > 1 ? num / 2 : 1) : int(num);
+    return with_packs<T>(are_rotary_packs<T>(op), [&](auto num) -> const char* {
+      const int64_t num_groups = op.num_pairs / pairs_each<num>(op);
       const int64_t per_head =
-          op.num_pairs / pairs_each + op.head_size - 2 * op.num_pairs;
-      const int64_t num_threads =
-          op.batch_size * op.length * op.num_heads * per_head;
-      const auto blocks =
-          static_cast<unsigned>((num_threads + kThreads - 1) / kThreads);
-      rotary_kernel<T, num>
-          <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              op, num_threads);
+          num_groups + (op.head_size - 2 * op.num_pairs) / num;
+      const int64_t num_threads = op.num_heads * per_head;
+      if (num_threads > INT32_MAX) {
+        return "rotary: heads of one position have more than 2^31 parts";
+      }
+      const int64_t threads = num_threads < kThreads
+                                  ? (num_threads + kWarp - 1) / kWarp * kWarp
+                                  : kThreads;
+      const dim3 blocks(
+          static_cast<unsigned>((num_threads + threads - 1) / threads),
+          static_cast<unsigned>(std::min(op.length, kMaxBlocks)),
+          static_cast<unsigned>(std::min(op.batch_size, kMaxBlocks)));
+      rotary_kernel<T, num><<<blocks, static_cast<unsigned>(threads), 0,
+                              static_cast<cudaStream_t>(stream)>>>(
+          op, RotaryParts{static_cast<uint32_t>(num_groups),
+                          static_cast<uint32_t>(per_head)});
       return launch_error();
     });
   });

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "csrc/kernels/cuda/element.cuh"
@@ -33,8 +34,30 @@ struct alignas(sizeof(T) * kNum < 16 ? sizeof(T) * kNum : 16) Pack {
 };
 
 template <int kNum, typename T>
+__device__ inline Pack<T, kNum> load_pack(const T* p) {
+  return *reinterpret_cast<const Pack<T, kNum>*>(p);
+}
+
+// Where elements are computed one by one the compiler takes the assignment of a
+// pack apart, into stores of 4 bytes. These stores it leaves whole.
+template <int kNum, typename T>
+__device__ inline void store_pack(T* p, const Pack<T, kNum>& pack) {
+  using Word = std::conditional_t<sizeof(pack) % 16 == 0, uint4, uint2>;
+  if constexpr (sizeof(pack) % sizeof(Word) == 0) {
+    Word words[sizeof(pack) / sizeof(Word)];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i) {
+      __stwb(reinterpret_cast<Word*>(p) + i, words[i]);
+    }
+  } else {
+    *reinterpret_cast<Pack<T, kNum>*>(p) = pack;
+  }
+}
+
+template <int kNum, typename T>
 __device__ inline Values<Compute<T>, kNum> load_values(const T* p) {
-  const auto pack = *reinterpret_cast<const Pack<T, kNum>*>(p);
+  const auto pack = load_pack<kNum>(p);
   Values<Compute<T>, kNum> values;
 #pragma unroll
   for (int i = 0; i < kNum; ++i) values.v[i] = Element<T>::load(pack.v[i]);
@@ -47,7 +70,30 @@ __device__ inline void store_values(T* p,
   Pack<T, kNum> pack;
 #pragma unroll
   for (int i = 0; i < kNum; ++i) pack.v[i] = Element<T>::store(values.v[i]);
-  *reinterpret_cast<Pack<T, kNum>*>(p) = pack;
+  store_pack<kNum>(p, pack);
+}
+
+// The same at an address that the choice of kNum has not asked for: that of
+// what all rows share. All threads take the same way.
+template <int kNum, typename C>
+__device__ inline bool is_pack(const C* p) {
+  return reinterpret_cast<uintptr_t>(p) % alignof(Pack<C, kNum>) == 0;
+}
+
+template <int kNum, typename C>
+__device__ inline Values<C, kNum> load_shared(const C* p) {
+  if (is_pack<kNum>(p)) return load_values<kNum>(p);
+  Values<C, kNum> values;
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) values.v[i] = p[i];
+  return values;
+}
+
+template <int kNum, typename C>
+__device__ inline void store_shared(C* p, const Values<C, kNum>& values) {
+  if (is_pack<kNum>(p)) return store_values<kNum>(p, values);
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) p[i] = values.v[i];
 }
 
 template <typename T>
@@ -200,14 +246,14 @@ __device__ inline void write_partial_sums(const C (&sums)[kNum], int64_t column,
   }
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
+    Values<C, kNum> totals = {};
 #pragma unroll
     for (int i = 0; i < kNum; ++i) {
-      C total = 0;
       for (int y = 0; y < kColumnRows; ++y) {
-        total += shared[y][threadIdx.x * kNum + i];
+        totals.v[i] += shared[y][threadIdx.x * kNum + i];
       }
-      partial_sums[blockIdx.y * columns + column + i] = total;
     }
+    store_shared<kNum>(partial_sums + blockIdx.y * columns + column, totals);
   }
   __syncthreads();
 }

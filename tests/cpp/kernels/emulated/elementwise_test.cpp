@@ -80,20 +80,13 @@ void test_dropout(int form, int64_t rows, int64_t n, int64_t offset) {
   Fixture::expect_near(dbias, want_dbias, 8);
 }
 
-template <typename T>
-struct Access : Operators<T> {
-  using typename Operators<T>::C;
-  using Operators<T>::expect_near;
-  using Operators<T>::in_both_orders;
-  void TestBody() override {}
-};
-
 TYPED_TEST(EmulatedElementwise, DropoutMatchesTheCpu) {
   this->for_sizes(4, [&](int form, int64_t rows, int64_t n, int64_t offset) {
-    test_dropout<TypeParam, TypeParam, Access<TypeParam>>(form, rows, n,
-                                                          offset);
+    test_dropout<TypeParam, TypeParam, Operators<TypeParam>>(form, rows, n,
+                                                             offset);
     if constexpr (sizeof(TypeParam) == 2) {
-      test_dropout<TypeParam, float, Access<TypeParam>>(form, rows, n, offset);
+      test_dropout<TypeParam, float, Operators<TypeParam>>(form, rows, n,
+                                                           offset);
     }
   });
 }
@@ -167,6 +160,28 @@ TYPED_TEST(EmulatedElementwise, RotationMatchesTheCpu) {
       this->expect_near(y, want_y, 2);
     }
   }
+}
+
+// More positions than a grid has blocks in this direction.
+TEST(EmulatedRotation, BlocksGoOnToFurtherPositions) {
+  constexpr int64_t kLength = 65535 + 100;
+  Elements<float> x(kLength * 2, 1, 1), y(kLength * 2), want_y(kLength * 2),
+      cos(kLength, 2, 1), sin(kLength, 3, 1);
+  Rotary op;
+  op.x = x.data();
+  op.cos = cos.data();
+  op.sin = sin.data();
+  op.y = y.data();
+  op.batch_size = 1;
+  op.length = kLength;
+  op.num_heads = 1;
+  op.head_size = 2;
+  op.num_pairs = 1;
+  op.length_stride = 2;
+  expect_launched(cuda::rotary(op, nullptr));
+  op.y = want_y.data();
+  cpu::rotary(op, 0, kLength);
+  Operators<float>::expect_near(y, want_y, 2);
 }
 
 }  // namespace
