@@ -82,5 +82,30 @@ TYPED_TEST(EmulatedNorm, BackwardMatchesTheCpu) {
   });
 }
 
+// More rows than blocks: each goes on to others, three times here.
+TEST(EmulatedNormRows, BlocksGoOnToFurtherRows) {
+  constexpr int64_t kRows = 266, kColumns = 8192;
+  Elements<cpu::Half> x(kRows * kColumns, 1, 2), dy(kRows * kColumns, 2, 1),
+      dx(kRows * kColumns), want_dx(kRows * kColumns);
+  Elements<float> weight(kColumns, 3, 1), mean(kRows), rstd(kRows, 4, 1),
+      dweight(kColumns), dbias(kColumns), want_dweight(kColumns),
+      want_dbias(kColumns);
+  NormBackward op = {dy.data(),     x.data(),    mean.data(), rstd.data(),
+                     weight.data(), dx.data(),   kRows,       kColumns,
+                     false,         Dtype::kHalf};
+  ASSERT_LT(cuda::norm_partial_rows(op), kRows / 2);
+  // Sums that are far apart from row to row.
+  for (int64_t i = 0; i < kRows * kColumns; ++i) {
+    const auto level = static_cast<double>(4 * (i / kColumns % 7));
+    dy.set(i, static_cast<double>(dy[i]) + level);
+  }
+  norm_backward(op, dweight.data(), dbias.data());
+  op.dx = want_dx.data();
+  cpu::norm_backward(op, 0, kRows, want_dweight.data(), want_dbias.data());
+  Operators<cpu::Half>::expect_near(dx, want_dx, 16);
+  Operators<cpu::Half>::expect_near(dweight, want_dweight, 512);
+  Operators<cpu::Half>::expect_near(dbias, want_dbias, 512);
+}
+
 }  // namespace
 }  // namespace smp::kernels::emulated
