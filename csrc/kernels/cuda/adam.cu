@@ -17,7 +17,7 @@ __global__ void count_steps_kernel(StepList list, int num_steps,
 }
 
 template <typename C, typename G>
-__global__ void adam_kernel(UpdateList list, AdamOptions options,
+__global__ void adam_kernel(SMP_LIST(UpdateList) list, AdamOptions options,
                             UpdateScalars scalars) {
   if (is_skipped(scalars)) return;
   const UpdateItem& item = list.items[list.array_idxs[blockIdx.x]];

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/kernels/multi_array.h"
 
@@ -14,14 +15,40 @@ namespace smp::kernels::cuda {
 
 constexpr int kChunkElements = 65536;  // one block's share of an array
 constexpr int kNumThreads = 512;
-constexpr int kMaxBlocks = 320;
-// Kernel parameters have 4 KiB; this leaves room for others.
-constexpr int kMaxListBytes = 3840;
+
+// Parameters of a kernel have 4 KiB; 32,764 bytes with CUDA 12.1 and a driver
+// of it, on devices of compute capability 7.0. A long list fills the device
+// with few launches, each of which ends in blocks that wait for the last of
+// them.
+#if CUDART_VERSION >= 12010
+constexpr bool has_long_lists() {
+  constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
+  for (int architecture : kArchitectures) {
+    if (architecture < 700) return false;
+  }
+  return true;
+}
+constexpr int kDriverOfLists = has_long_lists() ? 12010 : 0;
+#else
+constexpr bool has_long_lists() { return false; }
+constexpr int kDriverOfLists = 0;
+#endif
+// These leave room for other parameters.
+constexpr int kMaxListBytes = has_long_lists() ? 32000 : 3840;
+constexpr int kMaxBlocks = has_long_lists() ? 4000 : 320;
+
+// A list as a parameter of a kernel: no thread makes a copy of it.
+#if CUDART_VERSION >= 12010 && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700)
+#define SMP_LIST(List) const List __grid_constant__
+#else
+#define SMP_LIST(List) const List
+#endif
 
 /// Block b does chunk `chunk_idxs[b]` of array `array_idxs[b]`. What is known
 /// of an array of type Item is in `items`.
 template <typename Item, int kMaxItems>
 struct ChunkListOf {
+  static_assert(kMaxItems <= 256, "array_idxs have 8 bits");
   static constexpr int kMaxArrays = kMaxItems;
   Item items[kMaxItems];
   int32_t chunk_idxs[kMaxBlocks];
@@ -35,7 +62,7 @@ struct ChunkedPair {
   int64_t first_slot;  // of the array's results, one per chunk
 };
 
-using ChunkList = ChunkListOf<ChunkedPair, 64>;
+using ChunkList = ChunkListOf<ChunkedPair, has_long_lists() ? 256 : 64>;
 static_assert(sizeof(ChunkList) <= kMaxListBytes, "must leave room");
 
 inline int64_t num_chunks(int64_t num_elements) {
@@ -61,6 +88,23 @@ __device__ inline Range block_range(const List& list) {
   return {begin, end < size ? end : size};
 }
 
+/// body(integral_constant, i) for the elements of this block: kNum neighbours
+/// at a time where the arrays are aligned, then one.
+template <int kNum, typename Body>
+__device__ inline void for_elements(Range range, bool is_aligned, Body&& body) {
+  int64_t rest = range.begin;
+  if (is_aligned) {
+    rest += (range.end - range.begin) / kNum * kNum;
+    for (int64_t i = range.begin + threadIdx.x * kNum; i < rest;
+         i += kNumThreads * kNum) {
+      body(std::integral_constant<int, kNum>(), i);
+    }
+  }
+  for (int64_t i = rest + threadIdx.x; i < range.end; i += kNumThreads) {
+    body(std::integral_constant<int, 1>(), i);
+  }
+}
+
 /// Sum over the threads of a block, in a fixed order; valid in thread 0.
 __device__ inline double block_sum(double value) {
   __shared__ double values[kNumThreads];
@@ -74,6 +118,19 @@ __device__ inline double block_sum(double value) {
   return values[0];
 }
 
+/// Null, or why lists of this length cannot be passed.
+inline const char* list_error() {
+  int version = 0;
+  if (const char* error = error_text(cudaDriverGetVersion(&version))) {
+    return error;
+  }
+  return version >= kDriverOfLists
+             ? nullptr
+             : "this build of smp passes up to 32,764 bytes to a kernel, which "
+               "needs an NVIDIA driver of CUDA 12.1 (R530) or later; update "
+               "the driver, or build smp with an older CUDA toolkit";
+}
+
 /// Cuts items, each with `num_elements`, into chunks and calls
 /// `launch(const List&, int num_blocks)` for each full list and the rest.
 /// Stops at the first error text and returns it.
@@ -81,6 +138,7 @@ __device__ inline double block_sum(double value) {
 template <typename List, typename Next, typename Launch>
 const char* for_each_chunk_list(int64_t num_items, Next&& next,
                                 Launch&& launch) {
+  if (const char* error = list_error()) return error;
   List list = {};
   int num_arrays = 0;
   int num_blocks = 0;

@@ -8,9 +8,9 @@ namespace {
 // `slots`: sums of squares of the parameter per chunk; `num_slots` later those
 // of its update.
 template <typename C, typename G>
-__global__ void lamb_moments_kernel(UpdateList list, AdamOptions options,
-                                    UpdateScalars scalars, double* slots,
-                                    int64_t num_slots) {
+__global__ void lamb_moments_kernel(SMP_LIST(UpdateList) list,
+                                    AdamOptions options, UpdateScalars scalars,
+                                    double* slots, int64_t num_slots) {
   const UpdateItem& item = list.items[list.array_idxs[blockIdx.x]];
   double param_squares = 0;
   double update_squares = 0;
@@ -49,9 +49,9 @@ __global__ void lamb_moments_kernel(UpdateList list, AdamOptions options,
 }
 
 template <typename C, typename G>
-__global__ void lamb_apply_kernel(UpdateList list, LambOptions options,
-                                  UpdateScalars scalars, const double* sums,
-                                  int64_t num_arrays) {
+__global__ void lamb_apply_kernel(SMP_LIST(UpdateList) list,
+                                  LambOptions options, UpdateScalars scalars,
+                                  const double* sums, int64_t num_arrays) {
   if (is_skipped(scalars)) return;
   const UpdateItem& item = list.items[list.array_idxs[blockIdx.x]];
   const double ratio =

@@ -4,23 +4,37 @@
 
 #include "csrc/kernels/cuda/chunks.cuh"
 #include "csrc/kernels/cuda/element.cuh"
+#include "csrc/kernels/cuda/fused.cuh"
 #include "csrc/kernels/cuda/slots.cuh"
 
 namespace smp::kernels::cuda {
 
 namespace {
 
+// body(integral_constant, i) for the elements of this block.
+template <typename T, typename Body>
+__device__ void for_array(const ChunkList& list, Body&& body) {
+  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
+  const auto address =
+      reinterpret_cast<uintptr_t>(item.y) | reinterpret_cast<uintptr_t>(item.x);
+  for_elements<kPack<T>>(block_range(list), address % 16 == 0, body);
+}
+
 // In double: squares of scaled gradients can be too large for float.
 template <typename T>
-__global__ void sum_of_squares_kernel(ChunkList list, double* slots) {
+__global__ void sum_of_squares_kernel(SMP_LIST(ChunkList) list, double* slots) {
   const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
   const T* data = static_cast<const T*>(item.y);
-  const Range range = block_range(list);
   double sum = 0;
-  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
-    const auto value = static_cast<double>(Element<T>::load(data[i]));
-    sum += value * value;
-  }
+  for_array<T>(list, [&](auto num, int64_t i) {
+    constexpr int kNum = decltype(num)::value;
+    const auto values = load_values<kNum>(data + i);
+#pragma unroll
+    for (int k = 0; k < kNum; ++k) {
+      const auto value = static_cast<double>(values.v[k]);
+      sum += value * value;
+    }
+  });
   const double total = block_sum(sum);
   if (threadIdx.x == 0) {
     slots[item.first_slot + list.chunk_idxs[blockIdx.x]] = total;
@@ -28,17 +42,21 @@ __global__ void sum_of_squares_kernel(ChunkList list, double* slots) {
 }
 
 template <typename T>
-__global__ void max_abs_kernel(ChunkList list, double* slots) {
+__global__ void max_abs_kernel(SMP_LIST(ChunkList) list, double* slots) {
   const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
   const T* data = static_cast<const T*>(item.y);
-  const Range range = block_range(list);
   const TakeMax larger;
   __shared__ double values[kNumThreads];
   double max = 0;
-  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
-    const auto value = static_cast<double>(Element<T>::load(data[i]));
-    max = larger(max, value < 0 ? -value : value);
-  }
+  for_array<T>(list, [&](auto num, int64_t i) {
+    constexpr int kNum = decltype(num)::value;
+    const auto elements = load_values<kNum>(data + i);
+#pragma unroll
+    for (int k = 0; k < kNum; ++k) {
+      const auto value = static_cast<double>(elements.v[k]);
+      max = larger(max, value < 0 ? -value : value);
+    }
+  });
   values[threadIdx.x] = max;
   __syncthreads();
   for (int half = kNumThreads / 2; half > 0; half /= 2) {
@@ -54,29 +72,33 @@ __global__ void max_abs_kernel(ChunkList list, double* slots) {
 }
 
 template <typename T>
-__global__ void scale_kernel(ChunkList list, const double* factor) {
-  using Compute = typename Element<T>::Compute;
+__global__ void scale_kernel(SMP_LIST(ChunkList) list, const double* factor) {
   if (*factor == 1) return;
   T* data = static_cast<T*>(list.items[list.array_idxs[blockIdx.x]].y);
-  const Range range = block_range(list);
-  const Compute f = static_cast<Compute>(*factor);
-  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
-    data[i] = Element<T>::store(Element<T>::load(data[i]) * f);
-  }
+  const auto f = static_cast<Compute<T>>(*factor);
+  for_array<T>(list, [&](auto num, int64_t i) {
+    constexpr int kNum = decltype(num)::value;
+    auto values = load_values<kNum>(data + i);
+#pragma unroll
+    for (int k = 0; k < kNum; ++k) values.v[k] *= f;
+    store_values<kNum>(data + i, values);
+  });
 }
 
 template <typename T>
-__global__ void add_scaled_kernel(ChunkList list, double a) {
-  using Compute = typename Element<T>::Compute;
+__global__ void add_scaled_kernel(SMP_LIST(ChunkList) list, double a) {
   const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
   T* y = static_cast<T*>(item.y);
   const T* x = static_cast<const T*>(item.x);
-  const Range range = block_range(list);
-  const Compute f = static_cast<Compute>(a);
-  for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kNumThreads) {
-    y[i] =
-        Element<T>::store(Element<T>::load(y[i]) + f * Element<T>::load(x[i]));
-  }
+  const auto f = static_cast<Compute<T>>(a);
+  for_array<T>(list, [&](auto num, int64_t i) {
+    constexpr int kNum = decltype(num)::value;
+    auto values = load_values<kNum>(y + i);
+    const auto added = load_values<kNum>(x + i);
+#pragma unroll
+    for (int k = 0; k < kNum; ++k) values.v[k] += f * added.v[k];
+    store_values<kNum>(y + i, values);
+  });
 }
 
 // launch(T*, list, num_blocks) for the chunks of each dtype.

@@ -34,7 +34,8 @@ __global__ void running_norms_kernel(NormList list, int num_norms,
 }
 
 template <typename C, typename G>
-__global__ void momentum_kernel(UpdateList list, NovoGradOptions options,
+__global__ void momentum_kernel(SMP_LIST(UpdateList) list,
+                                NovoGradOptions options,
                                 UpdateScalars scalars) {
   if (is_skipped(scalars)) return;
   const UpdateItem& item = list.items[list.array_idxs[blockIdx.x]];

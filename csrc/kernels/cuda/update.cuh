@@ -26,7 +26,7 @@ struct UpdateItem {
   bool is_aligned;     // for several elements at a time
 };
 
-using UpdateList = ChunkListOf<UpdateItem, 30>;
+using UpdateList = ChunkListOf<UpdateItem, has_long_lists() ? 160 : 30>;
 static_assert(sizeof(UpdateList) <= kMaxListBytes, "must leave room");
 
 /// Elements that a thread takes at a time.
@@ -46,18 +46,7 @@ __device__ inline double divisor_of(const UpdateScalars& scalars) {
 template <typename C, typename Body>
 __device__ inline void for_updates(const UpdateItem& item, Range range,
                                    Body&& body) {
-  int64_t rest = range.begin;
-  if (item.is_aligned) {
-    constexpr int kNum = kGroup<C>;
-    rest += (range.end - range.begin) / kNum * kNum;
-    for (int64_t i = range.begin + threadIdx.x * kNum; i < rest;
-         i += kNumThreads * kNum) {
-      body(std::integral_constant<int, kNum>(), i);
-    }
-  }
-  for (int64_t i = rest + threadIdx.x; i < range.end; i += kNumThreads) {
-    body(std::integral_constant<int, 1>(), i);
-  }
+  for_elements<kGroup<C>>(range, item.is_aligned, body);
 }
 
 template <int kNum, typename C>
@@ -124,8 +113,8 @@ const char* for_each_update_list(const UpdateArrays* arrays, int64_t num_arrays,
   };
   float* c = nullptr;
   if (const char* error = run(Dtype::kFloat, Dtype::kFloat, c, c)) return error;
-  if (const char* error = run(Dtype::kFloat, Dtype::kHalf, c,
-                              static_cast<__half*>(nullptr))) {
+  if (const char* error =
+          run(Dtype::kFloat, Dtype::kHalf, c, static_cast<__half*>(nullptr))) {
     return error;
   }
   if (const char* error = run(Dtype::kFloat, Dtype::kBFloat16, c,

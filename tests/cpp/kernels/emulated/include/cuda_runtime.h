@@ -15,6 +15,7 @@
 #define __host__
 #define __shared__ static  // one block runs at a time
 #define __launch_bounds__(...)
+#define __grid_constant__ &  // fibers share a parameter, too
 
 // As of a toolkit with large kernel parameters.
 #define CUDART_VERSION 13000
