@@ -12,6 +12,7 @@
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/lanes/lane_table.h"
 #include "csrc/mailbox/link_probe.h"
 #include "csrc/mailbox/mailbox.h"
 #include "csrc/mailbox/object_exchange.h"
@@ -35,8 +36,9 @@ std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
                                       std::shared_ptr<FaultBoard> board,
                                       const shm::SharedMemoryPtr& shared_memory,
                                       const std::string& device) {
-  return end_without_gil(new Mailbox(std::move(world), std::move(board),
-                                     shared_memory, c10::Device(device)));
+  return end_without_gil(
+      new Mailbox(std::move(world), std::move(board), shared_memory,
+                  lanes::LaneOptions{.device = c10::Device(device)}));
 }
 
 void add_traffic(py::dict& result, const std::string& prefix,
@@ -55,6 +57,10 @@ py::dict mailbox_stats(const Mailbox& mailbox) {
   py::dict result;
   add_traffic(result, "", stats);
   add_traffic(result, "shared_memory_", stats.shared_memory);
+  result["lane_tensors_sent"] = stats.lanes.tensors_sent;
+  result["lane_bytes_sent"] = stats.lanes.bytes_sent;
+  result["lane_tensors_received"] = stats.lanes.tensors_received;
+  result["lane_times_full"] = stats.lanes.times_full;
   return result;
 }
 

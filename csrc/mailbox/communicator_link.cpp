@@ -197,12 +197,12 @@ Message CommunicatorLink::read_message(int peer, const at::Tensor& packet,
   int64_t num_bytes = wire::kPacketBytes;
   std::vector<at::Tensor> large;
   if (header.blob_is_inline) {
-    large = wire::decode_blob(header.inline_blob, header);
+    large = wire::decode_blob(header.inline_blob, header, owner_.lanes);
   } else {
     const at::Tensor blob = new_bytes(header.blob_bytes);
     end_receive(begin_receive(blob, peer, kPayloadTag));
     num_bytes += header.blob_bytes;
-    large = wire::decode_blob(view_of(blob), header);
+    large = wire::decode_blob(view_of(blob), header, owner_.lanes);
   }
   std::vector<comm::WorkPtr> works;
   works.reserve(large.size());

@@ -14,8 +14,10 @@ constexpr size_t kKeptBlobBytes = 1 << 20;
 
 }  // namespace
 
-IncomingMessage::IncomingMessage(int source_rank)
-    : source_rank_(source_rank), header_bytes_(wire::kHeaderBytes) {}
+IncomingMessage::IncomingMessage(int source_rank, lanes::LaneTable* lanes)
+    : source_rank_(source_rank),
+      lanes_(lanes),
+      header_bytes_(wire::kHeaderBytes) {}
 
 bool IncomingMessage::read_from(shm::RingReader& ring, int64_t& budget) {
   while (stage_ != Stage::kComplete) {
@@ -68,7 +70,7 @@ void IncomingMessage::end_header() {
 }
 
 void IncomingMessage::end_blob() {
-  large_ = wire::decode_blob(blob_, header_);
+  large_ = wire::decode_blob(blob_, header_, lanes_);
   if (blob_.capacity() > kKeptBlobBytes) blob_ = {};
   large_index_ = 0;
   next_large();

@@ -8,13 +8,18 @@
 #include "csrc/mailbox/wire.h"
 #include "csrc/shm/shared_ring.h"
 
+namespace smp::lanes {
+class LaneTable;
+}
+
 namespace smp::mailbox {
 
 /// Puts the messages of one peer together from the bytes of a ring, large
 /// tensors right where they will stay.
 class IncomingMessage {
  public:
-  explicit IncomingMessage(int source_rank);
+  /// @param lanes  of this rank; null: there are none
+  explicit IncomingMessage(int source_rank, lanes::LaneTable* lanes = nullptr);
 
   /// Reads at most `budget` bytes and takes them off it.
   /// @return true when a message is complete; `take` it before the next call
@@ -33,6 +38,7 @@ class IncomingMessage {
   void next_large();
 
   const int source_rank_;
+  lanes::LaneTable* const lanes_;
   uint64_t next_sequence_ = 0;
   Stage stage_ = Stage::kHeader;
   int64_t filled_ = 0;  // of the part that `stage_` reads

@@ -13,6 +13,10 @@
 #include "csrc/mailbox/message.h"
 #include "csrc/mailbox/test_delays.h"
 
+namespace smp::lanes {
+class LaneTable;
+}
+
 namespace smp::mailbox {
 
 /// What went over a link so far; bytes are headers, structure and tensors.
@@ -33,6 +37,8 @@ struct LinkOwner {
   TestDelays* delays = nullptr;
   /// Of this rank: that of all threads of the link.
   c10::Device device = c10::Device(c10::DeviceType::CPU);
+  /// Of tensors that come over lanes; outlives the link. Null: there are none.
+  lanes::LaneTable* lanes = nullptr;
 };
 
 /// One way to reach some of the ranks. A peer is served by one link only, so

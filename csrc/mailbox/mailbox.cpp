@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -14,6 +15,7 @@
 #include "csrc/common/check.h"
 #include "csrc/health/fork_guard.h"
 #include "csrc/mailbox/communicator_link.h"
+#include "csrc/mailbox/lane_posts.h"
 #include "csrc/mailbox/self_link.h"
 #include "csrc/mailbox/shared_memory_link.h"
 #include "csrc/mailbox/test_delays.h"
@@ -32,7 +34,7 @@ constexpr milliseconds kLookEvery{1};
 
 struct Mailbox::Impl {
   Impl(comm::CommunicatorPtr world, std::shared_ptr<health::FaultBoard> faults,
-       const shm::SharedMemoryPtr& shared_memory, c10::Device device);
+       const shm::SharedMemoryPtr& shared_memory, lanes::LaneOptions lanes);
 
   struct Inbox {
     std::mutex mutex;  // held while the handler runs
@@ -42,6 +44,8 @@ struct Mailbox::Impl {
   void post(int dst, Message message);
   void deliver(Message&& message);
   void handle(Inbox& inbox, Message&& message);
+  bool take_from_lanes(Message& message);
+  void report(int source, const char* text);
   void set_handler(Channel channel, Handler handler);
   Stats stats() const;
   int64_t num_unsent() const;
@@ -57,6 +61,8 @@ struct Mailbox::Impl {
   std::vector<std::unique_ptr<Link>> links;
   std::vector<Link*> link_of;   // by global rank
   Link* shared_link = nullptr;  // one of `links`
+  std::atomic<bool> has_links{false};
+  std::unique_ptr<LanePosts> lane_posts;  // null: there are no lanes
 
   std::shared_mutex gate;  // shared by posts, so that none follows `closed`
   bool closed = false;
@@ -67,15 +73,25 @@ struct Mailbox::Impl {
 Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                     std::shared_ptr<health::FaultBoard> the_faults,
                     const shm::SharedMemoryPtr& shared_memory,
-                    c10::Device device)
+                    lanes::LaneOptions lanes)
     : world(std::move(the_world)),
       faults(std::move(the_faults)),
       self(world->group_rank()),
       delays(self),
       link_of(world->size(), nullptr) {
-  const LinkOwner owner{
-      self, faults, [this](Message&& message) { deliver(std::move(message)); },
-      &delays, device};
+  LinkOwner owner{self, faults,
+                  [this](Message&& message) { deliver(std::move(message)); },
+                  &delays, lanes.device};
+  if (!lanes.fake) lanes.fake = lanes::FakeOptions::from_environment();
+  if (lanes.has_lanes()) {
+    lane_posts = std::make_unique<LanePosts>(
+        lanes, owner, world->size(), [this](int dst, Message message) {
+          // A message may come before all links are there.
+          has_links.wait(false);
+          link_of[dst]->post(dst, std::move(message));
+        });
+    owner.lanes = &lane_posts->table();
+  }
   auto add = [&](std::unique_ptr<Link> link, const std::vector<int>& ranks) {
     for (const int rank : ranks) link_of.at(rank) = link.get();
     links.push_back(std::move(link));
@@ -94,6 +110,8 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
   if (!others.empty()) {
     add(std::make_unique<CommunicatorLink>(world, others, owner), others);
   }
+  has_links = true;
+  has_links.notify_all();
 }
 
 void Mailbox::Impl::post(int dst, Message message) {
@@ -105,11 +123,28 @@ void Mailbox::Impl::post(int dst, Message message) {
   SMP_CHECK(!closed, "cannot send to global_rank ", dst,
             ": the mailbox is closed");
   message.source_rank = self;
-  link_of[dst]->post(dst, std::move(message));
+  if (lane_posts && dst != self) {
+    lane_posts->post(dst, std::move(message));
+  } else {
+    link_of[dst]->post(dst, std::move(message));
+  }
+}
+
+// Whether the message is for a handler.
+bool Mailbox::Impl::take_from_lanes(Message& message) {
+  try {
+    return lane_posts->receive(message);
+  } catch (const std::exception& error) {
+    report(message.source_rank, error.what());
+    return false;
+  }
 }
 
 void Mailbox::Impl::deliver(Message&& message) {
   delays.pause(TestDelays::Place::kDeliver);
+  if (lane_posts && message.source_rank != self && !take_from_lanes(message)) {
+    return;
+  }
   Inbox& inbox = inboxes[static_cast<size_t>(message.channel)];
   std::lock_guard lock(inbox.mutex);
   if (!inbox.handler) {
@@ -126,12 +161,16 @@ void Mailbox::Impl::handle(Inbox& inbox, Message&& message) {
   try {
     inbox.handler(std::move(message));
   } catch (const std::exception& error) {
-    faults->report({.kind = health::Fault::Kind::kRaised,
-                    .global_rank = self,
-                    .where = "the handler of a message from global_rank " +
-                             std::to_string(source),
-                    .text = error.what()});
+    report(source, error.what());
   }
+}
+
+void Mailbox::Impl::report(int source, const char* text) {
+  faults->report({.kind = health::Fault::Kind::kRaised,
+                  .global_rank = self,
+                  .where = "the handler of a message from global_rank " +
+                           std::to_string(source),
+                  .text = text});
 }
 
 void Mailbox::Impl::set_handler(Channel channel, Handler handler) {
@@ -155,11 +194,12 @@ Mailbox::Stats Mailbox::Impl::stats() const {
     total.bytes_received += traffic.bytes_received;
   }
   if (shared_link != nullptr) total.shared_memory = shared_link->traffic();
+  if (lane_posts) total.lanes = lane_posts->table().counters();
   return total;
 }
 
 int64_t Mailbox::Impl::num_unsent() const {
-  int64_t total = 0;
+  int64_t total = lane_posts ? lane_posts->num_unsent() : 0;
   for (const auto& link : links) total += link->num_unsent();
   return total;
 }
@@ -171,6 +211,7 @@ void Mailbox::Impl::close(milliseconds timeout) {
     std::unique_lock lock(gate);
     closed = true;
   }
+  if (lane_posts) lane_posts->begin_close();
   for (const auto& link : links) link->begin_close();
   const Clock::time_point begin = Clock::now();
   while (num_unsent() > 0) {
@@ -180,14 +221,16 @@ void Mailbox::Impl::close(milliseconds timeout) {
     if (Clock::now() - begin >= limit) break;
     std::this_thread::sleep_for(kLookEvery);
   }
+  if (lane_posts) lane_posts->stop();
   for (const auto& link : links) link->stop();
 }
 
 Mailbox::Mailbox(comm::CommunicatorPtr world,
                  std::shared_ptr<health::FaultBoard> faults,
-                 const shm::SharedMemoryPtr& shared_memory, c10::Device device)
+                 const shm::SharedMemoryPtr& shared_memory,
+                 lanes::LaneOptions lanes)
     : impl_(std::make_unique<Impl>(std::move(world), std::move(faults),
-                                   shared_memory, device)) {}
+                                   shared_memory, std::move(lanes))) {}
 
 Mailbox::~Mailbox() {
   if (impl_->fork_guard.in_child()) {

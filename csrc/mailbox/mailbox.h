@@ -7,6 +7,7 @@
 
 #include "csrc/comm/communicator.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/lanes/lane_table.h"
 #include "csrc/mailbox/link.h"
 #include "csrc/mailbox/message.h"
 #include "csrc/shm/shared_memory.h"
@@ -28,26 +29,29 @@ class Mailbox {
   /// Bytes are headers, structure and tensors; a message to oneself has none.
   struct Stats : Traffic {
     Traffic shared_memory;  ///< the part of it that went through shared memory
+    lanes::LaneCounters lanes;  ///< tensors of `bytes_*` or beside them
   };
 
   /// @param world  CPU communicator over all ranks; group rank = global rank.
   ///               Nothing else may use its messages with tags 1 and 2.
   /// @param shared_memory  made with `world`; may serve one mailbox
-  /// @param device  of this rank: the current one of all threads of the mailbox
+  /// @param lanes  of the same kind on all ranks; their device is that of this
+  ///               rank: the current one of all threads of the mailbox
   Mailbox(comm::CommunicatorPtr world,
           std::shared_ptr<health::FaultBoard> faults,
           const shm::SharedMemoryPtr& shared_memory = nullptr,
-          c10::Device device = c10::Device(c10::DeviceType::CPU));
+          lanes::LaneOptions lanes = {});
   ~Mailbox();  // calls close()
 
   int global_rank() const;
   int world_size() const;
 
   /// Queues a message; never waits for the receiver. Tensors are CPU or device
-  /// tensors of any strides; they are copied before `post` returns, so that the
-  /// caller may write to them, except where MessageTensor says `is_stable`.
-  /// Tensors arrive detached, on the CPU (those to oneself stay where they
-  /// are).
+  /// tensors of any strides; they are copied before `post` returns, or in the
+  /// order of the current stream, so that the caller may write to them, except
+  /// where MessageTensor says `is_stable`.
+  /// Tensors arrive detached, on the CPU; those to oneself stay where they are,
+  /// and what went over a lane is on this rank's device, with a mark.
   /// @throws ValueError for tensors that are not dense; Error after `close`
   void post(int dst_global_rank, Message message);
 

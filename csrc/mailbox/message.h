@@ -4,8 +4,12 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "csrc/lanes/descriptor.h"
+#include "csrc/memory/mark.h"
 
 namespace smp::mailbox {
 
@@ -15,7 +19,8 @@ enum class Channel : int64_t {
   kOrder = 1,     ///< agreed order of tasks (deterministic server)
   kObject = 2,    ///< smp.send / broadcast / recv_from and object collectives
   kProbe = 3,     ///< measures the way to another rank (LinkProbe)
-  kCount = 4,
+  kLane = 4,      ///< slots of lanes that are free again (LanePosts)
+  kCount = 5,
 };
 
 /// A ref names a tensor wherever it lives: who made it, and its number there.
@@ -32,6 +37,12 @@ struct MessageTensor {
   /// The sender promises that nobody writes to `data` until it is sent, so
   /// that it need not be copied to wait. Does not travel.
   bool is_stable = false;
+  /// From here on `data` may be read. Does not travel: on arrival it is that of
+  /// the data here.
+  memory::Mark mark = {};
+  /// Between `post` and the handler, when a lane has the data: `data` are then
+  /// what the message carries for the lane.
+  std::shared_ptr<const lanes::Descriptor> lane = {};
 };
 
 /// What travels between ranks: ten integers that belong to the channel

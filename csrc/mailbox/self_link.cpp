@@ -10,8 +10,12 @@ void SelfLink::post(int /*dst*/, Message message) {
   at::NoGradGuard no_grad;
   for (MessageTensor& tensor : message.tensors) {
     if (!tensor.data.defined()) continue;
-    tensor.data =
-        tensor.is_stable ? tensor.data.detach() : tensor.data.detach().clone();
+    tensor.data = memory::MarkedTensor{std::move(tensor.data),
+                                       std::exchange(tensor.mark, {})}
+                      .use()
+                      .detach();
+    if (!tensor.is_stable) tensor.data = tensor.data.clone();
+    tensor.mark = memory::MarkedTensor::of_current_stream(tensor.data).mark;
   }
   {
     std::lock_guard lock(mutex_);

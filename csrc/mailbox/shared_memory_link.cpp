@@ -59,18 +59,19 @@ std::shared_ptr<const at::ThreadLocalState> make_plain_state() {
 
 }  // namespace
 
-SharedMemoryLink::Peer::Peer(shm::SharedMemory::Peer ends)
+SharedMemoryLink::Peer::Peer(shm::SharedMemory::Peer ends,
+                             lanes::LaneTable* lanes)
     : global_rank(ends.global_rank),
       to(ends.to),
       from(ends.from),
-      incoming(ends.global_rank) {}
+      incoming(ends.global_rank, lanes) {}
 
 SharedMemoryLink::SharedMemoryLink(shm::SharedMemoryPtr memory, LinkOwner owner)
     : Link(std::move(owner)),
       memory_(std::move(memory)),
       plain_state_(make_plain_state()) {
   for (const shm::SharedMemory::Peer& ends : memory_->take_peers()) {
-    peers_.push_back(std::make_unique<Peer>(ends));
+    peers_.push_back(std::make_unique<Peer>(ends, owner_.lanes));
     peer_of_[ends.global_rank] = peers_.back().get();
   }
   fault_subscription_ =

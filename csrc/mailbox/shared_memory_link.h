@@ -64,7 +64,7 @@ class SharedMemoryLink final : public Link {
   // Who reads the rings.
   enum class Role { kNobody, kReceiver, kHelper };
   struct Peer {
-    explicit Peer(shm::SharedMemory::Peer ends);
+    Peer(shm::SharedMemory::Peer ends, lanes::LaneTable* lanes);
 
     const int global_rank;
     // Written to with `mutex` held while `backlog` is empty, else by the

@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "csrc/lanes/lane_table.h"
+
 namespace smp::mailbox::wire {
 namespace {
 
@@ -36,6 +38,14 @@ struct Descriptor {
   uint8_t reserved;
 };
 
+// Follows the sizes of a tensor that comes over a lane.
+struct LaneRecord {
+  int64_t sequence;
+  int32_t slot;
+  uint8_t lane;
+  uint8_t reserved[3];
+};
+
 static_assert(sizeof(Prefix) == kHeaderBytes);
 
 constexpr uint32_t kMagic = 0x31504d53;  // "SMP1"
@@ -43,7 +53,8 @@ constexpr int64_t kInlineBytes = kPacketBytes - kHeaderBytes;
 constexpr int kMaxDims = 64;
 constexpr uint8_t kDefined = 1;
 constexpr uint8_t kRequiresGrad = 2;
-constexpr uint8_t kAllFlags = kDefined | kRequiresGrad;
+constexpr uint8_t kOnLane = 4;
+constexpr uint8_t kAllFlags = kDefined | kRequiresGrad | kOnLane;
 
 at::TensorOptions byte_options() { return at::TensorOptions(at::kByte); }
 
@@ -130,12 +141,21 @@ Descriptor describe(const MessageTensor& tensor) {
   result.ref_id = tensor.ref.id;
   result.ref_owner = tensor.ref.owner_rank;
   if (tensor.requires_grad) result.flags |= kRequiresGrad;
+  if (tensor.lane) result.flags |= kOnLane;
   if (tensor.data.defined()) {
     result.flags |= kDefined;
     result.dtype = static_cast<int8_t>(tensor.data.scalar_type());
     result.num_dims = static_cast<uint8_t>(tensor.data.dim());
   }
   return result;
+}
+
+LaneRecord record_of(const lanes::Descriptor& descriptor) {
+  LaneRecord record{};
+  record.sequence = descriptor.sequence;
+  record.slot = descriptor.slot;
+  record.lane = static_cast<uint8_t>(descriptor.lane);
+  return record;
 }
 
 // Sizes whose product does not fit into 63 bits are nonsense.
@@ -155,8 +175,10 @@ struct Announced {
   Descriptor descriptor;
   std::vector<int64_t> sizes;
   int64_t num_bytes = 0;
+  LaneRecord lane;
 
   bool is_defined() const { return (descriptor.flags & kDefined) != 0; }
+  bool is_on_lane() const { return (descriptor.flags & kOnLane) != 0; }
   bool is_large() const { return num_bytes > kSmallTensorBytes; }
   at::ScalarType dtype() const {
     return static_cast<at::ScalarType>(descriptor.dtype);
@@ -187,18 +209,41 @@ Announced read_announced(Reader& reader) {
   } catch (const c10::Error& error) {
     reader.require(false, error.what_without_backtrace());
   }
+  if (!tensor.is_on_lane()) return tensor;
+  reader.get(&tensor.lane, sizeof(tensor.lane), "a descriptor of a lane");
+  reader.require(
+      tensor.lane.lane >= 1 && tensor.lane.lane <= lanes::kMaxLaneKind,
+      "a tensor comes over lane number ", static_cast<int>(tensor.lane.lane));
   return tensor;
 }
 
-MessageTensor make_tensor(const Announced& announced, Reader& reader) {
+std::shared_ptr<const lanes::Descriptor> lane_of(const Announced& announced) {
+  return std::make_shared<const lanes::Descriptor>(lanes::Descriptor{
+      .lane = static_cast<lanes::LaneKind>(announced.lane.lane),
+      .slot = announced.lane.slot,
+      .sequence = announced.lane.sequence,
+      .num_bytes = announced.num_bytes,
+      .dtype = announced.dtype(),
+      .sizes = announced.sizes});
+}
+
+MessageTensor make_tensor(const Announced& announced, Reader& reader,
+                          lanes::LaneTable* lanes) {
   const Descriptor& descriptor = announced.descriptor;
   MessageTensor tensor;
   tensor.requires_grad = (descriptor.flags & kRequiresGrad) != 0;
   tensor.ref = {descriptor.ref_owner, descriptor.ref_id};
   if (!announced.is_defined()) return tensor;
   try {
-    tensor.data =
-        at::empty(announced.sizes, at::TensorOptions(announced.dtype()));
+    if (announced.is_on_lane()) {
+      reader.require(lanes != nullptr,
+                     "a tensor comes over a lane, and this rank has none");
+      tensor.lane = lane_of(announced);
+      tensor.data = lanes->new_payload(*tensor.lane);
+    } else {
+      tensor.data =
+          at::empty(announced.sizes, at::TensorOptions(announced.dtype()));
+    }
   } catch (const c10::Error& error) {
     reader.require(false, "cannot make a tensor of ", announced.num_bytes,
                    " bytes: ", error.what_without_backtrace());
@@ -238,6 +283,7 @@ Parts take_apart(const Message& message) {
     if (!tensor.data.defined()) continue;
     const at::Tensor& data = parts.data.back();
     prefix.blob_bytes += data.dim() * static_cast<int64_t>(sizeof(int64_t));
+    if (tensor.lane) prefix.blob_bytes += sizeof(LaneRecord);
     const int64_t tensor_bytes = num_bytes_of(data);
     if (tensor_bytes <= kSmallTensorBytes) {
       prefix.blob_bytes += tensor_bytes;
@@ -267,6 +313,9 @@ void write_blob(const Message& message, const Parts& parts, uint8_t* out) {
     if (!tensor.data.defined()) continue;
     const auto sizes = tensor.data.sizes();
     writer.put(sizes.data(), sizes.size() * sizeof(int64_t));
+    if (!tensor.lane) continue;
+    const LaneRecord record = record_of(*tensor.lane);
+    writer.put(&record, sizeof(record));
   }
   for (const at::Tensor& tensor : parts.data) {
     if (!tensor.defined() || num_bytes_of(tensor) > kSmallTensorBytes) continue;
@@ -357,7 +406,7 @@ void check_sequence(const Header& header, uint64_t expected,
 }
 
 std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,
-                                    Header& header) {
+                                    Header& header, lanes::LaneTable* lanes) {
   Message& message = header.message;
   Reader reader(blob, message.source_rank);
   reader.require(static_cast<int64_t>(blob.size()) == header.blob_bytes,
@@ -379,7 +428,7 @@ std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,
                  large_bytes, " bytes, its header says ", header.large_bytes);
   std::vector<at::Tensor> large;
   for (const Announced& tensor : announced) {
-    message.tensors.push_back(make_tensor(tensor, reader));
+    message.tensors.push_back(make_tensor(tensor, reader, lanes));
     if (tensor.is_large()) {
       large.push_back(as_bytes(message.tensors.back().data));
     }

@@ -11,6 +11,10 @@
 #include "csrc/common/check.h"
 #include "csrc/mailbox/message.h"
 
+namespace smp::lanes {
+class LaneTable;
+}
+
 namespace smp::mailbox::wire {
 
 // A Message travels as
@@ -51,7 +55,7 @@ struct Parts {
 };
 
 /// Tensors may have any dtype, strides and device; those on a device are
-/// copied to the host in the order of the current stream.
+/// copied to the host in the order of the current stream. Marks are over.
 /// @throws ValueError for tensors that are not dense
 Parts take_apart(const Message& message);
 
@@ -101,9 +105,11 @@ void check_sequence(const Header& header, uint64_t expected,
                     const std::string& transport);
 
 /// Fills `header.message.bytes` and `.tensors`.
+/// @param lanes  of this rank, for tensors that come over them; may be null
 /// @return for each tensor that is still to come its memory as uint8
 /// @throws CorruptMessage
 std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,
-                                    Header& header);
+                                    Header& header,
+                                    lanes::LaneTable* lanes = nullptr);
 
 }  // namespace smp::mailbox::wire

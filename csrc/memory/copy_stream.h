@@ -1,36 +1,15 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
 
+#include "csrc/memory/mark.h"
+
 namespace smp::memory {
-
-/// A point in the work of a stream; on the CPU, where work is done when it was
-/// asked for, always over.
-class Mark {
- public:
-  static Mark none() { return Mark(); }
-  static Mark record(const c10::Stream& stream) {
-    Mark mark;
-    mark.event_.emplace(stream.device_type());
-    mark.event_->record(stream);
-    return mark;
-  }
-
-  /// What is asked of `stream` from now on begins after the mark.
-  void block(const c10::Stream& stream) const {
-    if (event_) event_->block(stream);
-  }
-  bool is_over() const { return !event_ || event_->query(); }
-
- private:
-  Mark() = default;
-  std::optional<c10::Event> event_;
-};
 
 /// Copies of one direction between a device and the host, beside its compute.
 /// Only generic classes of c10: there may be no CUDA toolkit where this is
@@ -58,6 +37,22 @@ class CopyStream {
     return Mark::record(*stream_);
   }
 
+  /// The same without what was asked of the caller's stream. @return its end
+  template <typename Copy>
+  Mark run_alone(const Copy& copy) {
+    const c10::OptionalStreamGuard guard(stream_);
+    copy();
+    return end();
+  }
+
+  /// The memory of `tensor` goes to nobody else before this stream is done
+  /// with it.
+  void keep(const at::Tensor& tensor) const {
+    if (!stream_) return;
+    c10::impl::VirtualGuardImpl(device_.type())
+        .recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+  }
+
   /// The end of what was asked of this stream.
   Mark end() const { return stream_ ? Mark::record(*stream_) : Mark::none(); }
 
@@ -71,9 +66,7 @@ class CopyStream {
   }
 
  private:
-  c10::Stream callers() const {
-    return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  }
+  c10::Stream callers() const { return current_stream(device_); }
 
   const c10::Device device_;
   std::optional<c10::Stream> stream_;

@@ -62,7 +62,8 @@ ModelOutput Announcements::await_output() {
     ModelOutput::Tensor& received = output.tensors.emplace_back();
     received.requires_grad = tensor.requires_grad;
     if (tensor.data.defined()) {
-      received.data = tensors_.to_device(std::move(tensor.data));
+      received.data =
+          tensors_.use({std::move(tensor.data), std::move(tensor.mark)});
       continue;
     }
     int32_t home = -1;

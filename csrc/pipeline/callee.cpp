@@ -90,15 +90,18 @@ void Callee::take(const Header& header, mailbox::Message&& message) {
     mailbox::MessageTensor& tensor = call.tensors[i];
     if (tensor.ref.id < 0) continue;
     if (tensor.data.defined()) {  // comes under a name, for later requests too
-      tensors_.put(tensor.ref, header.mb, tensor.data);
+      tensors_.put(tensor.ref, header.mb, {tensor.data, tensor.mark});
       continue;
     }
     queues_.expect(*service);
-    tensors_.when_available(tensor.ref, header.mb,
-                            [this, service, request, i](at::Tensor data) {
-                              request->call.tensors[i].data = std::move(data);
-                              queues_.arrived(service);
-                            });
+    tensors_.when_available(
+        tensor.ref, header.mb,
+        [this, service, request, i](memory::MarkedTensor made) {
+          mailbox::MessageTensor& argument = request->call.tensors[i];
+          argument.data = std::move(made.data);
+          argument.mark = std::move(made.mark);
+          queues_.arrived(service);
+        });
   }
   queues_.arrived(service);
 }
@@ -131,7 +134,9 @@ void Callee::finish(const Header& header, const Service& service) {
 // them.
 void Callee::open_inputs(Call& call, bool grad, CallRecord& record) const {
   for (mailbox::MessageTensor& tensor : call.tensors) {
-    tensor.data = tensors_.to_device(std::move(tensor.data)).detach();
+    tensor.data =
+        tensors_.use({std::move(tensor.data), std::exchange(tensor.mark, {})})
+            .detach();
     auto& input = record.inputs.emplace_back();
     if (!grad || !tensor.requires_grad) continue;
     input = autograd::begin_graph(tensor.data);
@@ -222,7 +227,8 @@ void Callee::run_backward(Request& request) {
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].data.defined() || !record.outputs[i].node) continue;
     roots.push_back(std::move(record.outputs[i]));
-    root_grads.push_back(tensors_.to_device(std::move(grads[i].data)));
+    root_grads.push_back(
+        tensors_.use({std::move(grads[i].data), std::move(grads[i].mark)}));
   }
   record.outputs.clear();
   std::vector<at::Tensor> input_grads =
@@ -272,7 +278,7 @@ void Callee::run_operation(Request& request) {
   at::AutoGradMode no_grad(false);
   std::vector<at::Tensor> tensors;
   for (const mailbox::MessageTensor& tensor : request.call.tensors) {
-    tensors.push_back(tensors_.to_device(tensor.data));
+    tensors.push_back(tensors_.use({tensor.data, tensor.mark}));
   }
   const Operation operation = Operation::decode(request.call.structure);
   tensors_.offer(request.header, request.caller, {operation.run(tensors)},

@@ -1,5 +1,7 @@
 #include "csrc/pipeline/tensor_directory.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -111,7 +113,8 @@ RemoteRefPtr TensorDirectory::keep(Context& context, const at::Tensor& tensor) {
   ref->home_rank = messenger_.global_rank();
   ref->mb = context.key.mb;
   ref->releases = releases_;
-  store_.put(ref->ref, ref->mb, tensor.detach().clone());
+  store_.put(ref->ref, ref->mb,
+             memory::MarkedTensor::of_current_stream(tensor.detach().clone()));
   return ref;
 }
 
@@ -158,9 +161,10 @@ void TensorDirectory::order_push(RemoteRef& ref, int dst) {
   ++num_pushes_;
 }
 
-at::Tensor TensorDirectory::to_device(at::Tensor tensor) const {
-  if (!tensor.defined() || tensor.device() == device_) return tensor;
-  return tensor.to(device_);
+at::Tensor TensorDirectory::use(memory::MarkedTensor tensor) const {
+  at::Tensor data = std::move(tensor).use();
+  if (!data.defined() || data.device() == device_) return data;
+  return data.to(device_);
 }
 
 at::Tensor TensorDirectory::fetch(const RemoteRefPtr& ref) {
@@ -176,15 +180,18 @@ at::Tensor TensorDirectory::fetch(const RemoteRefPtr& ref) {
   }
   std::erase(ref->foreseen, here);
   const auto slot = std::make_shared<Slot>();
-  store_.when_available(ref->ref, ref->mb, [this, slot](at::Tensor t) {
-    mailbox::Message message;
-    message.tensors.resize(1);
-    message.tensors[0].data = std::move(t);
-    scheduler_.fill(*slot, std::move(message));
-  });
+  store_.when_available(ref->ref, ref->mb,
+                        [this, slot](memory::MarkedTensor made) {
+                          mailbox::Message message;
+                          message.tensors.resize(1);
+                          message.tensors[0].data = std::move(made.data);
+                          message.tensors[0].mark = std::move(made.mark);
+                          scheduler_.fill(*slot, std::move(message));
+                        });
   mailbox::Message message =
       scheduler_.wait(*slot, "the data of a result", ref->home_rank);
-  return to_device(std::move(message.tensors[0].data));
+  mailbox::MessageTensor& came = message.tensors[0];
+  return use({std::move(came.data), std::move(came.mark)});
 }
 
 at::Tensor TensorDirectory::fetch_to_own(const RemoteRefPtr& ref) {
@@ -238,8 +245,8 @@ void TensorDirectory::settle(Context& context) {
 // ---------------------------------------------- for requests of other ranks
 
 void TensorDirectory::put(const mailbox::Ref& ref, int64_t mb,
-                          at::Tensor data) {
-  store_.put(ref, mb, std::move(data));
+                          memory::MarkedTensor tensor) {
+  store_.put(ref, mb, std::move(tensor));
 }
 
 void TensorDirectory::when_available(const mailbox::Ref& ref, int64_t mb,
@@ -262,18 +269,23 @@ void TensorDirectory::offer(const Header& request, int caller,
     for (const auto& [idx, rank] : hops) {
       if (idx == static_cast<int>(i)) push(ref, request.mb, rank);
     }
-    store_.put(ref, request.mb, results[i]);
+    store_.put(ref, request.mb,
+               memory::MarkedTensor::of_current_stream(results[i]));
   }
 }
 
 void TensorDirectory::push(const mailbox::Ref& ref, int64_t mb, int dst) {
-  store_.when_available(ref, mb, [this, ref, mb, dst](at::Tensor data) {
-    std::vector<mailbox::MessageTensor> tensors(1);
-    tensors[0].ref = ref;
-    tensors[0].data = std::move(data);
-    messenger_.post(dst, messenger_.header_of(Kind::kData, mb), {},
-                    std::move(tensors));
-  });
+  store_.when_available(
+      ref, mb, [this, ref, mb, dst](memory::MarkedTensor made) {
+        // On the stream that made them: what writes to them later comes after.
+        const c10::OptionalStreamGuard guard(made.stream);
+        std::vector<mailbox::MessageTensor> tensors(1);
+        tensors[0].ref = ref;
+        tensors[0].data = std::move(made.data);
+        tensors[0].mark = std::move(made.mark);
+        messenger_.post(dst, messenger_.header_of(Kind::kData, mb), {},
+                        std::move(tensors));
+      });
 }
 
 void TensorDirectory::take(const Header& header, mailbox::Message&& message) {
@@ -288,7 +300,8 @@ void TensorDirectory::take(const Header& header, mailbox::Message&& message) {
   } else if (!has_ended(header.mb)) {
     // Else sent on the way that it took last time, for nobody this time.
     for (mailbox::MessageTensor& tensor : message.tensors) {
-      store_.put(tensor.ref, header.mb, std::move(tensor.data));
+      store_.put(tensor.ref, header.mb,
+                 {std::move(tensor.data), std::move(tensor.mark)});
     }
   }
 }

@@ -76,11 +76,12 @@ class TensorDirectory {
   }
   /// What outlives a context must not depend on other ranks: fetches it.
   void settle(Context& context);
-  at::Tensor to_device(at::Tensor tensor) const;
+  /// The data for the current stream, which waits for them, on the device.
+  at::Tensor use(memory::MarkedTensor tensor) const;
 
   // What requests of other ranks name.
 
-  void put(const mailbox::Ref& ref, int64_t mb, at::Tensor data);
+  void put(const mailbox::Ref& ref, int64_t mb, memory::MarkedTensor tensor);
   void when_available(const mailbox::Ref& ref, int64_t mb,
                       TensorStore::Callback callback);
   void release(const mailbox::Ref& ref, int64_t mb);

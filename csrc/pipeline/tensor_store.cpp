@@ -4,20 +4,21 @@
 
 namespace smp::pipeline {
 
-void TensorStore::put(const mailbox::Ref& ref, int64_t mb, at::Tensor tensor) {
+void TensorStore::put(const mailbox::Ref& ref, int64_t mb,
+                      memory::MarkedTensor tensor) {
   std::vector<Callback> callbacks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Entry& entry = entries_[ref];
-    if (entry.data.defined()) return;
+    if (entry.tensor.data.defined()) return;
     entry.mb = mb;
     callbacks = std::exchange(entry.waiting, {});
     if (entry.is_released) {
       entries_.erase(ref);
     } else if (callbacks.empty()) {
-      entry.data = std::move(tensor);
+      entry.tensor = std::move(tensor);
     } else {
-      entry.data = tensor;
+      entry.tensor = tensor;
     }
   }
   for (size_t i = 0; i < callbacks.size(); ++i) {
@@ -27,29 +28,30 @@ void TensorStore::put(const mailbox::Ref& ref, int64_t mb, at::Tensor tensor) {
 
 void TensorStore::when_available(const mailbox::Ref& ref, int64_t mb,
                                  Callback callback) {
-  at::Tensor data;
+  memory::MarkedTensor tensor;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Entry& entry = entries_[ref];
     entry.mb = mb;
-    data = entry.data;
-    if (!data.defined()) entry.waiting.push_back(std::move(callback));
+    tensor = entry.tensor;
+    if (!tensor.data.defined()) entry.waiting.push_back(std::move(callback));
   }
-  if (data.defined()) callback(std::move(data));
+  if (tensor.data.defined()) callback(std::move(tensor));
 }
 
-at::Tensor TensorStore::find(const mailbox::Ref& ref) const {
+memory::MarkedTensor TensorStore::find(const mailbox::Ref& ref) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = entries_.find(ref);
-  return found == entries_.end() ? at::Tensor() : found->second.data;
+  return found == entries_.end() ? memory::MarkedTensor()
+                                 : found->second.tensor;
 }
 
 void TensorStore::release(const mailbox::Ref& ref, int64_t mb) {
-  at::Tensor dropped;  // freed without the lock
+  memory::MarkedTensor dropped;  // freed without the lock
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [found, is_new] = entries_.try_emplace(ref);
-  if (found->second.data.defined()) {
-    dropped = std::move(found->second.data);
+  if (found->second.tensor.data.defined()) {
+    dropped = std::move(found->second.tensor);
     entries_.erase(found);
     return;
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/mailbox/message.h"
+#include "csrc/memory/mark.h"
 
 namespace smp::pipeline {
 
@@ -16,17 +17,18 @@ namespace smp::pipeline {
 /// still to be made or to arrive. Thread-safe; callbacks run without its lock,
 /// in the order in which they were given, in the thread that brings the data.
 /// That thread keeps no reference behind: the callback that gets the data last
-/// may free them.
+/// may free them. Data are here as soon as it is known when a stream has made
+/// them: only code that reads them waits for their marks.
 class TensorStore {
  public:
-  using Callback = std::function<void(at::Tensor)>;
+  using Callback = std::function<void(memory::MarkedTensor)>;
 
   /// Brings the data of a ref. A second time is ignored.
-  void put(const mailbox::Ref& ref, int64_t mb, at::Tensor tensor);
+  void put(const mailbox::Ref& ref, int64_t mb, memory::MarkedTensor tensor);
   /// Calls back when the data are here, at once if they are.
   void when_available(const mailbox::Ref& ref, int64_t mb, Callback callback);
   /// The data if they are here, else an undefined tensor.
-  at::Tensor find(const mailbox::Ref& ref) const;
+  memory::MarkedTensor find(const mailbox::Ref& ref) const;
   /// No code will ask for the ref again; callbacks that wait are served first.
   /// @param mb  until this one ends an unknown ref is remembered as released
   void release(const mailbox::Ref& ref, int64_t mb);
@@ -48,7 +50,7 @@ class TensorStore {
   };
   struct Entry {
     int64_t mb = 0;
-    at::Tensor data;
+    memory::MarkedTensor tensor;
     bool is_released = false;
     std::vector<Callback> waiting;
   };

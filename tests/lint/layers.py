@@ -17,7 +17,7 @@ CPP_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"common", "kernels"}),
     frozenset({"topology", "partition", "schedule", "autograd", "health"}),
     frozenset({"comm", "memory"}),
-    frozenset({"shm", "nn"}),
+    frozenset({"shm", "lanes", "nn"}),
     frozenset({"mailbox"}),
     frozenset({"tensor_parallel", "gradients", "parameters", "optim", "checkpoint", "pipeline"}),
     frozenset({"bindings"}),
@@ -32,7 +32,8 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "health": frozenset({"common"}),
     "comm": frozenset({"common", "health"}),
     "shm": frozenset({"common", "health", "comm"}),
-    "mailbox": frozenset({"common", "autograd", "health", "comm", "memory", "shm"}),
+    "lanes": frozenset({"common", "autograd", "health", "memory"}),
+    "mailbox": frozenset({"common", "autograd", "health", "comm", "memory", "shm", "lanes"}),
 }
 
 # Rooms of `python/smp`, lower layers first. `_C` and what the build writes lie below all of them.

@@ -22,6 +22,12 @@ from smp.world import runtime
 Counters = Mapping[str, float]
 """Counters by name, as `server_stats` gives them."""
 
+_LANE_COUNTERS = (
+    "lane_tensors_sent",
+    "lane_bytes_sent",
+    "lane_tensors_received",
+    "lane_times_full",
+)
 _SERVER_COUNTERS = (
     *("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records", "stored"),
     *("headers", "pushes", "fetches", "data_bytes"),
@@ -48,6 +54,9 @@ def server_stats() -> dict[str, float]:
         - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
           this rank and all others, without the data-parallel reduction; with
           ``shared_memory_`` in front: the part of it that went through shared memory.
+        - ``lane_tensors_sent``, ``lane_bytes_sent``, ``lane_tensors_received``: tensors that went
+          over lanes between devices; ``lane_times_full``: those of the first that had to go
+          through the host because their lane was full. All are 0 on the CPU.
 
         All are 0 with one pipeline rank or before the partition; traffic with one process.
 
@@ -62,6 +71,8 @@ def server_stats() -> dict[str, float]:
     for name in ("messages_sent", "bytes_sent", "messages_received", "bytes_received"):
         for part in (name, f"shared_memory_{name}"):
             stats[part] = 0 if traffic is None else traffic[part]
+    for name in _LANE_COUNTERS:
+        stats[name] = 0 if traffic is None else traffic[name]
     return stats
 
 

@@ -160,7 +160,7 @@ TEST(Callee, requests_of_a_context_keep_their_order_when_a_tensor_is_late) {
         EXPECT_EQ(rank.callee.num_queued(), 2);
         EXPECT_NE(rank.callee.describe_queued().find("'first'"),
                   std::string::npos);
-        rank.tensors.put({kCaller, 77}, 0, at::ones({4}));
+        rank.tensors.put({kCaller, 77}, 0, {at::ones({4})});
         self.end_step();
         EXPECT_EQ(rank.structures, (std::vector<std::string>{"late", "ready"}));
         EXPECT_EQ(rank.callee.num_queued(), 0);

@@ -108,7 +108,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   w.set_requires_grad(true);
   mailbox = std::make_shared<mailbox::Mailbox>(
       world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr),
-      device());
+      lanes::LaneOptions{.device = device(), .fake = ranks.settings.lanes});
   const RankSettings& settings = ranks.settings;
   Server::Options options;
   options.global_rank = rank;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,7 @@ struct RankSettings {
   int num_chunks = 1;
   /// Device i + 1 of the fake ones is that of rank i.
   bool has_devices = false;
+  std::optional<lanes::FakeOptions> lanes = {};
 
   int num_modules() const { return size * num_chunks; }
   c10::Device device_of(int rank) const {

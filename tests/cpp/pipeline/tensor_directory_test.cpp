@@ -195,7 +195,7 @@ TEST(TensorDirectory, only_what_outlives_its_context_is_settled) {
         self.run([&] {
           const RemoteRefPtr kept = name(self, tensors, 0);
           name(self, tensors, 1);  // is gone
-          tensors.put(kept->ref, 0, large_tensor());
+          tensors.put(kept->ref, 0, {large_tensor()});
           kept->copies.push_back(0);
           tensors.settle(*current_context());
           EXPECT_TRUE(at::equal(kept->kept, large_tensor()));

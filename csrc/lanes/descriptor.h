@@ -1,0 +1,43 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace smp::lanes {
+
+/// How the data of a tensor get from one device to another one.
+enum class LaneKind : uint8_t {
+  kHost = 1,  ///< through memory of both hosts
+  kFake = 2,  ///< of tests: data that come late, on the CPU
+};
+inline constexpr int kMaxLaneKind = 2;
+
+/// What a message says in place of a tensor that travels over a lane.
+struct Descriptor {
+  LaneKind lane = LaneKind::kHost;
+  int32_t slot = -1;     ///< of the sender's ring; -1: the lane has none
+  int64_t sequence = 0;  ///< of the lane, among tensors of one pair of ranks
+  int64_t num_bytes = 0;
+  at::ScalarType dtype = at::ScalarType::Float;
+  std::vector<int64_t> sizes = {};
+};
+
+/// The receiver needs a slot no longer.
+struct Receipt {
+  LaneKind lane = LaneKind::kHost;
+  int32_t slot = -1;
+  int64_t sequence = 0;
+};
+
+/// What went over the lanes of a rank so far.
+struct LaneCounters {
+  int64_t tensors_sent = 0;
+  int64_t bytes_sent = 0;
+  int64_t tensors_received = 0;
+  /// Of those sent: found no free slot, so that the host lane took them.
+  int64_t times_full = 0;
+};
+
+}  // namespace smp::lanes

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/lanes/device_lane.h"
+#include "csrc/lanes/slot_ring.h"
+
+namespace smp::lanes {
+
+/// Of a FakeLane. The environment gives one to a process:
+/// SMP_TEST_LANES="<seed>:<max_us>:<slots>".
+struct FakeOptions {
+  uint64_t seed = 0;
+  int64_t max_us = 0;  ///< a copy ends at most that late
+  int num_slots = 4;   ///< for the tensors that one rank has in flight
+  /// After so many copies of a rank none ends any more; -1: all end.
+  int64_t num_ending = -1;
+
+  /// @throws ValueError when the variable is set to something else
+  static std::optional<FakeOptions> from_environment();
+};
+
+/// A lane of CPU tensors for tests, as hasty as one of devices: on both sides a
+/// thread copies after a random time, so that copies end in any order, and the
+/// destination is full of NaN until its mark is over. The thread that uses the
+/// data stands for the stream that waits. Bytes travel in the message.
+class FakeLane final : public DeviceLane {
+ public:
+  FakeLane(FakeOptions options, int global_rank,
+           std::shared_ptr<health::FaultBoard> faults, SendReceipt receipts);
+  ~FakeLane() override;
+
+  std::optional<Posted> post(int dst, const at::Tensor& data,
+                             bool is_stable) override;
+  at::Tensor new_payload(const Descriptor& descriptor) const override;
+  memory::MarkedTensor take(int src, const Descriptor& descriptor,
+                            at::Tensor payload) override;
+  void acknowledge(int src, const Receipt& receipt) override;
+  void stop() override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  class CopyEvent;
+  struct Copy {
+    std::shared_ptr<CopyEvent> end;
+    std::function<void()> run;
+  };
+
+  memory::MarkedTensor copy_later(at::Tensor source,
+                                  std::function<void()> then);
+  void run_copies();
+
+  const FakeOptions options_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  const SendReceipt receipts_;
+  SlotRing slots_;
+  ArrivalOrder arrivals_;
+  uint64_t random_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  int64_t num_copies_ = 0;
+  std::multimap<Clock::time_point, Copy> copies_;
+  std::thread thread_;
+};
+
+}  // namespace smp::lanes

@@ -1,0 +1,78 @@
+#include "csrc/lanes/host_lane.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "csrc/common/check.h"
+
+namespace smp::lanes {
+namespace {
+
+using memory::Mark;
+using memory::MarkedTensor;
+
+at::Tensor page_locked(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty(sizes, at::TensorOptions(dtype).pinned_memory(true));
+}
+
+// The numbers as they lie in memory, in the usual order, on the same device.
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+}  // namespace
+
+HostLane::HostLane(c10::Device device)
+    : device_(device), to_host_(device), to_device_(device) {}
+
+std::optional<Posted> HostLane::post(int /*dst*/, const at::Tensor& source,
+                                     bool is_stable) {
+  const at::AutoGradMode no_grad(false);
+  at::Tensor data = plain(source);
+  // A copy on the device takes a tenth of the way to the host: the stream of
+  // the caller, who may write to the tensor, need not wait for that.
+  if (!is_stable && data.is_alias_of(source)) data = data.clone();
+  Posted posted;
+  posted.descriptor.lane = LaneKind::kHost;
+  posted.descriptor.num_bytes = static_cast<int64_t>(data.nbytes());
+  posted.descriptor.dtype = data.scalar_type();
+  posted.descriptor.sizes = data.sizes().vec();
+  if (device_.is_cpu()) {
+    posted.payload.data = std::move(data);
+    return posted;
+  }
+  at::Tensor host = page_locked(data.sizes(), data.scalar_type());
+  posted.payload.mark = to_host_.run(
+      Mark::none(), [&] { host.copy_(data, /*non_blocking=*/true); });
+  to_host_.keep(data);
+  posted.payload.data = std::move(host);
+  return posted;
+}
+
+at::Tensor HostLane::new_payload(const Descriptor& descriptor) const {
+  return device_.is_cpu() ? at::empty(descriptor.sizes, descriptor.dtype)
+                          : page_locked(descriptor.sizes, descriptor.dtype);
+}
+
+MarkedTensor HostLane::take(int /*src*/, const Descriptor& descriptor,
+                            at::Tensor payload) {
+  const at::AutoGradMode no_grad(false);
+  if (device_.is_cpu()) return {std::move(payload)};
+  MarkedTensor result;
+  // Made and filled on one stream; who uses it tells the allocator.
+  result.mark = to_device_.run_alone([&] {
+    result.data = at::empty(
+        descriptor.sizes, at::TensorOptions(descriptor.dtype).device(device_));
+    result.data.copy_(payload, /*non_blocking=*/true);
+  });
+  return result;
+}
+
+void HostLane::acknowledge(int src, const Receipt& receipt) {
+  SMP_CHECK(false, "global_rank ", src, " gave back slot ", receipt.slot,
+            " of the host lane, which has none");
+}
+
+}  // namespace smp::lanes

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/lanes/device_lane.h"
+#include "csrc/lanes/fake_lane.h"
+#include "csrc/lanes/host_lane.h"
+
+namespace smp::lanes {
+
+struct LaneOptions {
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
+  std::optional<FakeOptions> fake = {};                    ///< for tests
+
+  /// Tensors of GPUs use them; all others travel in messages.
+  bool has_lanes() const { return fake.has_value() || device.is_cuda(); }
+};
+
+/// The lanes of one rank: which tensors they take, and which one takes them.
+/// Thread-safe.
+class LaneTable {
+ public:
+  LaneTable(const LaneOptions& options, int global_rank,
+            std::shared_ptr<health::FaultBoard> faults,
+            DeviceLane::SendReceipt receipts);
+
+  /// Whether a tensor that is sent to another rank leaves its message.
+  bool takes(const at::Tensor& tensor) const;
+  /// See DeviceLane. The host lane takes what finds no free slot.
+  Posted post(int dst, const at::Tensor& data, bool is_stable);
+  at::Tensor new_payload(const Descriptor& descriptor);
+  memory::MarkedTensor take(int src, const Descriptor& descriptor,
+                            at::Tensor payload);
+  void acknowledge(int src, const Receipt& receipt);
+  void stop();
+
+  LaneCounters counters() const;
+
+ private:
+  DeviceLane& lane_of(LaneKind kind);
+
+  const c10::Device device_;
+  HostLane host_;
+  std::unique_ptr<FakeLane> fake_;  // null: there is none
+  std::atomic<int64_t> tensors_sent_{0};
+  std::atomic<int64_t> bytes_sent_{0};
+  std::atomic<int64_t> tensors_received_{0};
+  std::atomic<int64_t> times_full_{0};
+};
+
+}  // namespace smp::lanes

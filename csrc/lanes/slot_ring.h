@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "csrc/lanes/descriptor.h"
+
+namespace smp::lanes {
+
+/// Which slots of a lane are in use: the sender's side. Each pair of ranks has
+/// a sequence of its own, so that neither side takes one tensor for another.
+/// Thread-safe.
+class SlotRing {
+ public:
+  struct Slot {
+    int32_t index = -1;
+    int64_t sequence = 0;
+  };
+
+  explicit SlotRing(int num_slots);
+
+  /// A slot for a tensor to `dst`; none while all are in use.
+  std::optional<Slot> take(int dst);
+  /// `src` is done with a slot.
+  /// @throws Error when it did not have it
+  void give_back(int src, const Receipt& receipt);
+
+  int num_free() const;
+
+ private:
+  struct Use {
+    int dst = -1;
+    int64_t sequence = 0;
+  };
+
+  mutable std::mutex mutex_;
+  std::vector<int32_t> free_;
+  std::map<int32_t, Use> in_use_;
+  std::map<int, int64_t> next_sequence_;  // by destination
+};
+
+/// The receiver's side: tensors come in the order in which they were posted.
+/// Thread-safe.
+class ArrivalOrder {
+ public:
+  /// @throws Error when it is not the next one of `src`
+  void check(int src, const Descriptor& descriptor);
+
+ private:
+  std::mutex mutex_;
+  std::map<int, int64_t> next_sequence_;  // by source
+};
+
+}  // namespace smp::lanes

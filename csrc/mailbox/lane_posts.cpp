@@ -1,0 +1,182 @@
+#include "csrc/mailbox/lane_posts.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/health/thread_name.h"
+#include "csrc/memory/device_scope.h"
+
+namespace smp::mailbox {
+namespace {
+
+// How often the sending thread asks for the end of a copy.
+constexpr std::chrono::microseconds kAskEvery{50};
+
+// For a message that waits, whose sender may write to its tensors meanwhile.
+void copy_tensors(Message& message) {
+  const at::AutoGradMode no_grad(false);
+  for (MessageTensor& tensor : message.tensors) {
+    if (!tensor.data.defined() || tensor.lane) continue;
+    tensor.data = tensor.data.detach();
+    if (!tensor.data.is_cpu()) {
+      tensor.data = tensor.data.cpu();
+    } else if (!tensor.is_stable) {
+      tensor.data = tensor.data.clone();
+    }
+    tensor.is_stable = true;
+  }
+}
+
+}  // namespace
+
+LanePosts::LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
+                     int world_size, Send send)
+    : owner_(owner),
+      send_(std::move(send)),
+      peers_(world_size),
+      table_(options, owner.global_rank, owner.faults,
+             [this](int dst, const lanes::Receipt& receipt) {
+               send_receipt(dst, receipt);
+             }),
+      sender_([this] { send_waiting(); }) {}
+
+LanePosts::~LanePosts() = default;
+
+// ----------------------------------------------------------------- sending
+
+void LanePosts::post(int dst, Message message) {
+  for (MessageTensor& tensor : message.tensors) {
+    tensor.data = memory::MarkedTensor{std::move(tensor.data),
+                                       std::exchange(tensor.mark, {})}
+                      .use();
+  }
+  Peer& peer = peers_.at(dst);
+  std::lock_guard order(peer.order);
+  Waiting waiting{std::move(message), {}};
+  for (MessageTensor& tensor : waiting.message.tensors) {
+    if (waiting.message.channel != Channel::kPipeline) break;
+    if (!tensor.data.defined() || !table_.takes(tensor.data)) continue;
+    lanes::Posted posted = table_.post(dst, tensor.data, tensor.is_stable);
+    tensor.lane =
+        std::make_shared<const lanes::Descriptor>(std::move(posted.descriptor));
+    // Nobody else has it, or the lane says from when on nobody writes to it.
+    tensor.data = std::move(posted.payload.data);
+    tensor.is_stable = true;
+    if (posted.payload.mark) waiting.copies.push_back(posted.payload.mark);
+  }
+  bool is_first = false;
+  {
+    std::lock_guard lock(mutex_);
+    is_first = peer.waiting.empty();
+  }
+  if (is_first && waiting.is_ready()) {
+    send_(dst, std::move(waiting.message));
+  } else {
+    copy_tensors(waiting.message);
+    keep(dst, std::move(waiting));
+  }
+}
+
+bool LanePosts::Waiting::is_ready() const {
+  return std::all_of(copies.begin(), copies.end(),
+                     [](const memory::Mark& copy) { return copy.is_over(); });
+}
+
+void LanePosts::keep(int dst, Waiting waiting) {
+  {
+    std::lock_guard lock(mutex_);
+    peers_[dst].waiting.push_back(std::move(waiting));
+    ++num_unsent_;
+    owner_.faults->waits().add_unsent(1);
+  }
+  changed_.notify_one();
+}
+
+void LanePosts::send_waiting() {
+  health::name_this_thread("smp-lanes");
+  memory::enter_device(owner_.device);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || num_unsent_ > 0; });
+    if (stopping_) return;
+    bool has_sent = false;
+    for (size_t dst = 0; dst < peers_.size() && !stopping_; ++dst) {
+      has_sent |= send_first(lock, static_cast<int>(dst));
+    }
+    if (!has_sent && !stopping_) changed_.wait_for(lock, kAskEvery);
+  }
+}
+
+// The oldest message that waits for `dst`, if it is ready. It stays in the
+// queue until its link has it, so that none overtakes it.
+bool LanePosts::send_first(std::unique_lock<std::mutex>& lock, int dst) {
+  std::deque<Waiting>& waiting = peers_[dst].waiting;
+  if (waiting.empty() || !waiting.front().is_ready()) return false;
+  Message message = std::move(waiting.front().message);
+  lock.unlock();
+  try {
+    send_(dst, std::move(message));
+  } catch (const std::exception& error) {
+    owner_.faults->report({.kind = health::Fault::Kind::kRaised,
+                           .global_rank = owner_.global_rank,
+                           .where = "the sending thread of the lanes",
+                           .text = error.what()});
+  }
+  lock.lock();
+  waiting.pop_front();
+  --num_unsent_;
+  owner_.faults->waits().add_unsent(-1);
+  return true;
+}
+
+void LanePosts::send_receipt(int dst, const lanes::Receipt& receipt) {
+  if (closing_) return;
+  Message message;
+  message.channel = Channel::kLane;
+  message.source_rank = owner_.global_rank;
+  message.fields = {static_cast<int64_t>(receipt.lane), receipt.slot,
+                    receipt.sequence};
+  send_(dst, std::move(message));
+}
+
+// --------------------------------------------------------------- receiving
+
+bool LanePosts::receive(Message& message) {
+  if (message.channel == Channel::kLane) {
+    const auto& f = message.fields;
+    table_.acknowledge(message.source_rank, {static_cast<lanes::LaneKind>(f[0]),
+                                             static_cast<int32_t>(f[1]), f[2]});
+    return false;
+  }
+  for (MessageTensor& tensor : message.tensors) {
+    if (!tensor.lane) continue;
+    memory::MarkedTensor arrived =
+        table_.take(message.source_rank, *tensor.lane, std::move(tensor.data));
+    tensor.data = std::move(arrived.data);
+    tensor.mark = std::move(arrived.mark);
+    tensor.lane.reset();
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------ the end
+
+void LanePosts::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  sender_.join();
+  table_.stop();
+  for (Peer& peer : peers_) peer.waiting.clear();
+  owner_.faults->waits().add_unsent(-num_unsent_.exchange(0));
+}
+
+}  // namespace smp::mailbox

@@ -1,0 +1,56 @@
+#include "csrc/memory/mark.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace smp::memory {
+namespace {
+
+// Only generic classes of c10: there may be no CUDA toolkit where this is
+// compiled.
+class StreamEvent final : public Mark::Event {
+ public:
+  explicit StreamEvent(const c10::Stream& stream)
+      : event_(stream.device_type()) {
+    event_.record(stream);
+  }
+  void block(const c10::Stream& stream) const override { event_.block(stream); }
+  bool is_over() const override { return event_.query(); }
+
+ private:
+  c10::Event event_;
+};
+
+}  // namespace
+
+Mark Mark::record(const c10::Stream& stream) {
+  return Mark(std::make_shared<StreamEvent>(stream));
+}
+
+c10::Stream current_stream(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+MarkedTensor MarkedTensor::of_current_stream(at::Tensor data) {
+  MarkedTensor result{std::move(data)};
+  if (!result.data.defined() || result.data.is_cpu()) return result;
+  result.stream = current_stream(result.data.device());
+  result.mark = Mark::record(*result.stream);
+  return result;
+}
+
+at::Tensor MarkedTensor::use() && {
+  if (!mark || !data.defined()) return std::move(data);
+  const c10::Stream stream = current_stream(data.device());
+  mark.block(stream);
+  // Its memory may be that of another stream, and must not go to somebody else
+  // before this one is done with it.
+  if (!data.is_cpu()) {
+    c10::impl::VirtualGuardImpl(data.device().type())
+        .recordDataPtrOnStream(data.storage().data_ptr(), stream);
+  }
+  return std::move(data);
+}
+
+}  // namespace smp::memory

@@ -1,0 +1,252 @@
+#include "tests/cpp/lanes/order_model.h"
+
+#include <algorithm>
+
+namespace smp::lanes {
+namespace {
+
+// Which streams a rank has; pairs of ranks have those with two of them.
+constexpr int kCompute = -1;
+constexpr int kCopies = -2;
+constexpr int kCopiesOut = -3;
+constexpr int kCopiesIn = -4;
+
+template <typename T>
+void add_once(std::vector<T>& to, T value) {
+  if (std::find(to.begin(), to.end(), value) == to.end()) to.push_back(value);
+}
+
+}  // namespace
+
+OrderModel::OrderModel(uint64_t seed, OrderRule rule)
+    : rule_(rule), random_(seed) {
+  make_graph();
+}
+
+// Later tasks depend on earlier ones; nothing else is said about their order.
+void OrderModel::make_graph() {
+  num_ranks_ = 2 + pick(3);
+  const int num_tasks = 4 + pick(13);
+  for (int i = 0; i < num_tasks; ++i) {
+    Task task;
+    task.rank = pick(num_ranks_);
+    for (int n = i == 0 ? 0 : pick(4); n > 0; --n) {
+      add_once(task.inputs, pick(i));
+    }
+    task.num_missing = static_cast<int>(task.inputs.size());
+    for (const int input : task.inputs) {
+      Task& producer = tasks_[input];
+      producer.successors.push_back(i);
+      if (producer.rank != task.rank) add_once(producer.consumers, task.rank);
+    }
+    tasks_.push_back(task);
+  }
+}
+
+// ------------------------------------------------------------------ devices
+
+int OrderModel::new_work() {
+  works_.emplace_back();
+  return static_cast<int>(works_.size()) - 1;
+}
+
+void OrderModel::ask(int work, Pair stream, std::vector<int> waits_for) {
+  const auto [last, is_first] = last_of_stream_.try_emplace(stream, work);
+  if (!is_first) waits_for.push_back(std::exchange(last->second, work));
+  works_[work].waits_for = std::move(waits_for);
+  works_[work].is_asked = true;
+}
+
+OrderModel::Pair OrderModel::send_stream(Pair pair) const {
+  if (rule_.one_stream_for_both_ways) return {pair.first, kCopies};
+  if (rule_.has_rendezvous) return {pair.first, pair.second};
+  return {pair.first, kCopiesOut};
+}
+
+OrderModel::Pair OrderModel::receive_stream(Pair pair) const {
+  if (rule_.one_stream_for_both_ways) return {pair.second, kCopies};
+  // A stream of its own: also ranks that send to themselves would have two.
+  if (rule_.has_rendezvous) return {pair.second, num_ranks_ + pair.first};
+  return {pair.second, kCopiesIn};
+}
+
+bool OrderModel::can_end(const Work& work) const {
+  const auto is_done = [this](int other) { return works_[other].is_done; };
+  if (work.is_done || !work.is_asked) return false;
+  if (!std::all_of(work.waits_for.begin(), work.waits_for.end(), is_done)) {
+    return false;
+  }
+  if (!work.needs_partner) return true;
+  if (work.partner < 0) return false;
+  const std::vector<int>& others = works_[work.partner].waits_for;
+  return works_[work.partner].is_asked &&
+         std::all_of(others.begin(), others.end(), is_done);
+}
+
+bool OrderModel::end_work() {
+  if (works_.empty()) return false;
+  const int begin = pick(static_cast<int>(works_.size()));
+  for (size_t i = 0; i < works_.size(); ++i) {
+    Work& work = works_[(begin + i) % works_.size()];
+    if (!can_end(work)) continue;
+    work.is_done = true;
+    if (work.needs_partner) works_[work.partner].is_done = true;
+    return true;
+  }
+  return false;
+}
+
+// -------------------------------------------------------------------- hosts
+
+bool OrderModel::choose_task() {
+  const int begin = pick(static_cast<int>(tasks_.size()));
+  for (size_t i = 0; i < tasks_.size(); ++i) {
+    const int idx = static_cast<int>((begin + i) % tasks_.size());
+    Task& task = tasks_[idx];
+    if (task.is_chosen || task.num_missing > 0) continue;
+    task.is_chosen = true;
+    const int work = new_work();
+    if (rule_.header_before_producer) {
+      post_results(idx, work);
+      late_.emplace_back(idx, work);
+    } else {
+      ask_for(idx, work);
+      post_results(idx, work);
+    }
+    return true;
+  }
+  return false;
+}
+
+bool OrderModel::ask_for_late_task() {
+  if (late_.empty()) return false;
+  const auto at = late_.begin() + pick(static_cast<int>(late_.size()));
+  const auto [task, work] = *at;
+  late_.erase(at);
+  ask_for(task, work);
+  return true;
+}
+
+void OrderModel::ask_for(int idx, int work) {
+  const Task& task = tasks_[idx];
+  std::vector<int> waits_for;
+  for (const int input : task.inputs) {
+    waits_for.push_back(tasks_[input].arrived.at(task.rank));
+  }
+  ask(work, {task.rank, kCompute}, std::move(waits_for));
+}
+
+void OrderModel::post_results(int idx, int work) {
+  const int rank = tasks_[idx].rank;
+  arrive(idx, rank, work);
+  for (const int consumer : tasks_[idx].consumers) {
+    const Pair pair{rank, consumer};
+    const int copy = new_work();
+    std::vector<int> waits_for{work};
+    Message message{idx, copy, !is_full_[pair]};
+    if (message.is_on_lane) {
+      ++num_over_lanes_;
+      is_full_[pair] = true;
+      const auto reader = read_by_.find(pair);
+      if (reader != read_by_.end()) waits_for.push_back(reader->second);
+      works_[copy].needs_partner = rule_.has_rendezvous;
+      ask(copy, send_stream(pair), std::move(waits_for));
+    } else {
+      ++num_through_hosts_;
+      ask(copy, {rank, kCopiesOut - 100}, std::move(waits_for));
+    }
+    leaving_[pair].push_back(message);
+  }
+}
+
+// In order; what the message carries itself has to be there.
+bool OrderModel::let_message_leave() {
+  for (auto& [pair, queue] : leaving_) {
+    if (queue.empty()) continue;
+    const Message& first = queue.front();
+    if (first.task >= 0 && !first.is_on_lane && !works_[first.copy].is_done) {
+      continue;
+    }
+    coming_[pair].push_back(first);
+    queue.pop_front();
+    return true;
+  }
+  return false;
+}
+
+bool OrderModel::take_message() {
+  std::vector<Pair> pairs;
+  for (const auto& [pair, queue] : coming_) {
+    if (!queue.empty()) pairs.push_back(pair);
+  }
+  if (pairs.empty()) return false;
+  const Pair pair = pairs[pick(static_cast<int>(pairs.size()))];
+  const Message message = coming_[pair].front();
+  coming_[pair].pop_front();
+  take(pair, message);
+  return true;
+}
+
+void OrderModel::take(Pair pair, const Message& message) {
+  const auto [src, dst] = pair;
+  if (message.task < 0) {
+    is_full_[{dst, src}] = false;
+    return;
+  }
+  const int copy = new_work();
+  if (!message.is_on_lane) {
+    ask(copy, {dst, kCopiesIn - 100}, {});
+  } else if (rule_.has_rendezvous) {
+    works_[copy].needs_partner = true;
+    works_[copy].partner = message.copy;
+    works_[message.copy].partner = copy;
+    ask(copy, receive_stream(pair), {});
+  } else {
+    ask(copy, receive_stream(pair), {message.copy});
+  }
+  if (message.is_on_lane) {
+    read_by_[pair] = copy;
+    coming_[{dst, src}].push_back({});
+  }
+  arrive(message.task, dst, copy);
+}
+
+void OrderModel::arrive(int idx, int rank, int work) {
+  tasks_[idx].arrived[rank] = work;
+  for (const int successor : tasks_[idx].successors) {
+    if (tasks_[successor].rank == rank) --tasks_[successor].num_missing;
+  }
+}
+
+bool OrderModel::run() {
+  constexpr int kNumKinds = 5;
+  while (true) {
+    const int first = pick(kNumKinds);
+    bool has_moved = false;
+    for (int i = 0; i < kNumKinds && !has_moved; ++i) {
+      switch ((first + i) % kNumKinds) {
+        case 0:
+          has_moved = choose_task();
+          break;
+        case 1:
+          has_moved = ask_for_late_task();
+          break;
+        case 2:
+          has_moved = let_message_leave();
+          break;
+        case 3:
+          has_moved = take_message();
+          break;
+        default:
+          has_moved = end_work();
+      }
+    }
+    if (!has_moved) break;
+  }
+  return std::all_of(tasks_.begin(), tasks_.end(),
+                     [](const Task& task) { return task.is_chosen; }) &&
+         std::all_of(works_.begin(), works_.end(),
+                     [](const Work& work) { return work.is_done; });
+}
+
+}  // namespace smp::lanes

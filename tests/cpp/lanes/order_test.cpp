@@ -1,0 +1,64 @@
+// Devices never wait for each other in a circle, and the model would show it if
+// they did.
+
+#include <gtest/gtest.h>
+
+#include "tests/cpp/lanes/order_model.h"
+
+namespace smp::lanes {
+namespace {
+
+constexpr int kNumGraphs = 10'000;
+
+struct Tally {
+  int num_stuck = 0;
+  int64_t num_over_lanes = 0;
+  int64_t num_through_hosts = 0;
+};
+
+Tally run_graphs(const OrderRule& rule) {
+  Tally tally;
+  for (int seed = 0; seed < kNumGraphs; ++seed) {
+    OrderModel model(static_cast<uint64_t>(seed), rule);
+    if (!model.run()) ++tally.num_stuck;
+    tally.num_over_lanes += model.num_over_lanes();
+    tally.num_through_hosts += model.num_through_hosts();
+  }
+  return tally;
+}
+
+class Order : public ::testing::TestWithParam<bool> {};
+
+TEST_P(Order, no_graph_gets_stuck) {
+  const Tally tally = run_graphs({.has_rendezvous = GetParam()});
+  EXPECT_EQ(tally.num_stuck, 0);
+  // Both ways are taken, else nothing is said about them.
+  EXPECT_GT(tally.num_over_lanes, kNumGraphs);
+  EXPECT_GT(tally.num_through_hosts, kNumGraphs / 2);
+}
+
+TEST_P(Order, a_header_that_leaves_before_its_producer_is_asked_for_can) {
+  const Tally tally = run_graphs(
+      {.has_rendezvous = GetParam(), .header_before_producer = true});
+  EXPECT_GT(tally.num_stuck, kNumGraphs / 100);
+}
+
+TEST(OrderOfStreams, both_ways_on_one_stream_can_where_copies_meet) {
+  const Tally tally =
+      run_graphs({.has_rendezvous = true, .one_stream_for_both_ways = true});
+  EXPECT_GT(tally.num_stuck, kNumGraphs / 100);
+}
+
+// Each copy waits for what was asked for before it, whatever the stream.
+TEST(OrderOfStreams,
+     both_ways_on_one_stream_cannot_where_one_copy_follows_the_other) {
+  EXPECT_EQ(run_graphs({.one_stream_for_both_ways = true}).num_stuck, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Copies, Order, ::testing::Bool(),
+                         [](const auto& info) {
+                           return info.param ? "meet" : "follow";
+                         });
+
+}  // namespace
+}  // namespace smp::lanes

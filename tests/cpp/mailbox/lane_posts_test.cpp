@@ -1,0 +1,225 @@
+// Messages whose tensors travel over lanes, through a mailbox.
+
+#include "csrc/mailbox/lane_posts.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/common/check.h"
+#include "csrc/mailbox/mailbox.h"
+#include "tests/cpp/comm/run_ranks.h"
+
+namespace smp::mailbox {
+namespace {
+
+using lanes::FakeOptions;
+using memory::MarkedTensor;
+
+constexpr int kNumNumbered = 200;
+constexpr int kNumLanes = 173;  // of their tensors
+
+at::Tensor filled(double value, int64_t size = 40) {
+  return at::full({size}, value, at::kDouble);
+}
+
+// A rank with lanes, which keeps what comes.
+class LaneRank {
+ public:
+  LaneRank(int self, const comm::CommunicatorPtr& world,
+           std::optional<FakeOptions> fake,
+           const shm::SharedMemoryPtr& memory = nullptr)
+      : board(std::make_shared<health::FaultBoard>(self)),
+        mailbox(world, board, memory, {.fake = fake}) {
+    mailbox.set_handler(Channel::kPipeline, [this](Message&& message) {
+      std::lock_guard lock(mutex_);
+      messages_.push_back(std::move(message));
+      changed_.notify_all();
+    });
+  }
+  ~LaneRank() { mailbox.set_handler(Channel::kPipeline, {}); }
+
+  std::vector<Message> wait_for(size_t count) {
+    std::unique_lock lock(mutex_);
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20),
+                                  [&] { return messages_.size() >= count; }))
+        << messages_.size() << " of " << count;
+    return messages_;
+  }
+  size_t num_messages() {
+    std::lock_guard lock(mutex_);
+    return messages_.size();
+  }
+
+  const std::shared_ptr<health::FaultBoard> board;
+  Mailbox mailbox;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Message> messages_;
+};
+
+Message with_tensors(int64_t number, std::vector<MessageTensor> tensors = {}) {
+  Message message;
+  message.channel = Channel::kPipeline;
+  message.fields[0] = number;
+  message.tensors = std::move(tensors);
+  return message;
+}
+
+class LanePostsOver : public ::testing::TestWithParam<bool> {
+ protected:
+  static void run(std::optional<FakeOptions> fake,
+                  const std::function<void(int, LaneRank&)>& body) {
+    std::vector<shm::SharedMemoryPtr> memories(2);
+    if (GetParam()) memories = shm::make_local_shared_memory(2, 50'000);
+    comm::run_ranks(2, [&](int self, const comm::CommunicatorPtr& world) {
+      LaneRank rank(self, world, fake, std::exchange(memories[self], nullptr));
+      body(self, rank);
+    });
+  }
+};
+
+// With and without tensors, small ones and some larger than the ring, some of
+// which find no slot.
+TEST_P(LanePostsOver, messages_keep_their_order_and_their_numbers) {
+  run(FakeOptions{.seed = 5, .max_us = 300, .num_slots = 3},
+      [](int self, LaneRank& rank) {
+        for (int i = 0; i < kNumNumbered; ++i) {
+          std::vector<MessageTensor> tensors;
+          if (i % 3 != 0) tensors.push_back({.data = filled(i)});
+          if (i % 5 == 0) tensors.push_back({.data = filled(-i, 9000)});
+          std::vector<at::Tensor> kept;
+          for (const MessageTensor& tensor : tensors) {
+            kept.push_back(tensor.data);
+          }
+          rank.mailbox.post(1 - self, with_tensors(i, std::move(tensors)));
+          for (at::Tensor& tensor : kept) tensor.fill_(12345);
+        }
+        const auto messages = rank.wait_for(kNumNumbered);
+        for (int i = 0; i < kNumNumbered; ++i) {
+          EXPECT_EQ(messages[i].fields[0], i);
+          size_t next = 0;
+          const auto expect = [&](const at::Tensor& expected) {
+            MessageTensor tensor = messages[i].tensors.at(next++);
+            EXPECT_EQ(tensor.lane, nullptr);
+            EXPECT_TRUE(at::equal(MarkedTensor{tensor.data, tensor.mark}.use(),
+                                  expected))
+                << i;
+          };
+          if (i % 3 != 0) expect(filled(i));
+          if (i % 5 == 0) expect(filled(-i, 9000));
+        }
+        const auto counters = rank.mailbox.stats().lanes;
+        EXPECT_EQ(counters.tensors_sent, kNumLanes);
+        EXPECT_EQ(counters.tensors_received, counters.tensors_sent);
+        EXPECT_GT(counters.times_full, 0);
+        EXPECT_LT(counters.times_full, counters.tensors_sent);
+        EXPECT_FALSE(rank.board->fault()) << rank.board->fault()->describe();
+      });
+}
+
+TEST_P(LanePostsOver, no_post_waits_for_a_copy_and_nothing_overtakes_it) {
+  run(FakeOptions{.num_slots = 2, .num_ending = 0},
+      [](int self, LaneRank& rank) {
+        if (self == 1) {
+          // Nothing of this comes, since the first copy never ends.
+          rank.wait_for(1);
+          EXPECT_EQ(rank.wait_for(1)[0].fields[0], 7);
+          EXPECT_EQ(rank.num_messages(), 1u);
+          return;
+        }
+        rank.mailbox.post(1, with_tensors(7));
+        rank.mailbox.post(1, with_tensors(8, {{.data = filled(1)}}));
+        rank.mailbox.post(1, with_tensors(9));
+        EXPECT_GE(rank.mailbox.num_unsent(), 2);
+        rank.mailbox.close(std::chrono::milliseconds(50));
+        EXPECT_EQ(rank.mailbox.num_unsent(), 0) << "given up";
+      });
+}
+
+TEST_P(LanePostsOver, a_tensor_is_read_after_its_mark) {
+  run(FakeOptions{.seed = 2, .max_us = 20'000, .num_slots = 8},
+      [](int self, LaneRank& rank) {
+        if (self == 0) {
+          for (int i = 0; i < 8; ++i) {
+            rank.mailbox.post(1, with_tensors(i, {{.data = filled(i)}}));
+          }
+        }
+        // Sent on as they came, while they may still be nonsense.
+        const auto messages = rank.wait_for(8);
+        for (int i = 0; i < 8; ++i) {
+          const MessageTensor& tensor = messages[i].tensors.at(0);
+          if (self == 1) {
+            rank.mailbox.post(
+                0,
+                with_tensors(i, {{.data = tensor.data, .mark = tensor.mark}}));
+          } else {
+            EXPECT_TRUE(at::equal(MarkedTensor{tensor.data, tensor.mark}.use(),
+                                  filled(i)));
+          }
+        }
+      });
+}
+
+TEST_P(LanePostsOver, other_channels_and_messages_to_oneself_have_no_lanes) {
+  run(FakeOptions{.num_slots = 2, .num_ending = 0},
+      [](int self, LaneRank& rank) {
+        rank.mailbox.post(self, with_tensors(1, {{.data = filled(1)}}));
+        rank.wait_for(1);
+        Message message = with_tensors(2, {{.data = filled(2)}});
+        message.channel = Channel::kObject;
+        std::promise<void> has_come;
+        rank.mailbox.set_handler(Channel::kObject, [&](Message&& object) {
+          EXPECT_FALSE(object.tensors.at(0).mark);
+          EXPECT_TRUE(at::equal(object.tensors.at(0).data, filled(2)));
+          has_come.set_value();
+        });
+        rank.mailbox.post(1 - self, std::move(message));
+        EXPECT_EQ(has_come.get_future().wait_for(std::chrono::seconds(20)),
+                  std::future_status::ready);
+        rank.mailbox.set_handler(Channel::kObject, {});
+        EXPECT_EQ(rank.mailbox.stats().lanes.tensors_sent, 0);
+      });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, LanePostsOver, ::testing::Bool(),
+                         [](const auto& info) {
+                           return info.param ? "Memory" : "Communicator";
+                         });
+
+TEST(LanePosts, a_rank_without_lanes_says_so) {
+  comm::run_ranks(2, [&](int self, const comm::CommunicatorPtr& world) {
+    std::optional<FakeOptions> fake;
+    if (self == 0) fake = FakeOptions{.num_slots = 2};
+    LaneRank rank(self, world, fake);
+    if (self == 0) {
+      rank.mailbox.post(1, with_tensors(1, {{.data = filled(1)}}));
+      while (rank.mailbox.num_unsent() > 0) std::this_thread::yield();
+      return;
+    }
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!rank.board->fault() && std::chrono::steady_clock::now() < end) {
+      std::this_thread::yield();
+    }
+    ASSERT_TRUE(rank.board->fault());
+    const std::string text = rank.board->fault()->describe();
+    EXPECT_NE(text.find("this rank has none"), std::string::npos) << text;
+  });
+}
+
+}  // namespace
+}  // namespace smp::mailbox

@@ -1,0 +1,142 @@
+"""Pipelines whose tensors come late: lanes of tests leave NaN until a copy is over.
+
+``SMP_TEST_LANES`` puts every tensor that one rank sends to another one on such a lane; a ring of
+two slots is full now and then. All numbers are the bits of a run without lanes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import smp
+from tests.dist import test_soak, training, two_models
+from tests.dist.pool import Pool
+from tests.dist.programs.language import Program
+from tests.dist.programs.running import assert_identical, run_distributed
+from tests.dist.test_random_programs import Seen, over_bundles
+
+LANES = {"SMP_TEST_LANES": "7:400:2"}
+COUNTERS = ("lane_tensors_sent", "lane_tensors_received", "lane_times_full")
+NUM_PROGRAMS = 30
+SOAK_STEPS = 240
+
+
+def counted(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a function returns, and what its lanes carried; it may end smp several times."""
+    counts: Counter[str] = Counter()
+    end = smp.shutdown
+
+    def count_and_end() -> None:
+        if smp.is_initialized():
+            stats = smp.metrics.server_stats()
+            counts.update({name: int(stats[name]) for name in COUNTERS})
+        end()
+
+    smp.shutdown = count_and_end  # type: ignore[assignment]
+    try:
+        result = function(rank, *args)
+        smp.shutdown()
+    finally:
+        smp.shutdown = end
+    return result, counts
+
+
+def run_both(pool: Pool, size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Results without lanes, with them, and the sums of counters of all ranks with them."""
+    plain = pool.run(size, counted, function, args, timeout=120)
+    assert all(not any(counts.values()) for _, counts in plain), "the CPU has no lanes"
+    late = pool.run(size, counted, function, args, timeout=240, env=LANES)
+    counts: Counter[str] = sum((counts for _, counts in late), Counter())
+    assert all(counts["lane_tensors_sent"] > 0 for _, counts in late), "a rank sent nothing"
+    assert counts["lane_tensors_sent"] == counts["lane_tensors_received"]
+    assert counts["lane_times_full"] < counts["lane_tensors_sent"]
+    return [result for result, _ in plain], [result for result, _ in late], counts
+
+
+def assert_same_bits(plain: Any, late: Any) -> None:
+    """Of records of one run on one rank."""
+    assert plain.losses == late.losses
+    for ours, theirs in zip([*plain.grads, plain.params], [*late.grads, late.params], strict=True):
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            if value is None:
+                assert theirs[name] is None, name
+            else:
+                assert torch.equal(value, theirs[name]), name
+
+
+def check_same(pool: Pool, size: int, train_all: Callable[..., Any], runs: list[Any]) -> None:
+    plain, late, counts = run_both(pool, size, train_all, runs)
+    for ours, theirs in zip(plain, late, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_bits(one, other)
+    assert counts["lane_times_full"] > 0, "no lane was ever full"
+
+
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("case", ["chain", "gpt2"])
+def test_schedules_give_the_bits_of_a_run_without_lanes(pool: Pool, case: str, pp: int) -> None:
+    runs = [
+        training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
+        for schedule in ("interleaved", "simple", "zero_bubble")
+    ]
+    check_same(pool, pp, training.train_all, runs)
+
+
+def test_virtual_stages_give_the_bits_of_a_run_without_lanes(pool: Pool) -> None:
+    config = (("virtual_stages", 2),)
+    runs = [training.Run("gpt2", 2, 1, "virtual_interleaved", config=config)]
+    check_same(pool, 2, training.train_all, runs)
+
+
+def test_two_models_give_the_bits_of_a_run_without_lanes(pool: Pool) -> None:
+    runs = [two_models.Run(case, 2, 1) for case in two_models.PROGRAMS]
+    check_same(pool, 2, two_models.train_all, runs)
+
+
+def test_random_programs_give_the_bits_of_a_run_without_lanes(pool: Pool) -> None:
+    seen = Seen(NUM_PROGRAMS)
+    total: Counter[str] = Counter()
+
+    def check(programs: list[Program]) -> None:
+        texts = list(seen.news(programs))
+        if not texts:
+            return
+        try:
+            plain = pool.run(programs[0].pp, run_distributed, texts, timeout=60)
+        except AssertionError:  # a program that is refused
+            seen.refused.update(texts)
+            return
+        late = pool.run(programs[0].pp, counted, run_distributed, (texts,), timeout=120, env=LANES)
+        for idx, text in enumerate(texts):
+            assert_identical([ranks[idx] for ranks in plain], [ranks[idx] for ranks, _ in late])
+            seen.equal.add(text)
+        for _, counts in late:
+            total.update(counts)
+
+    over_bundles(seen, check)
+    assert seen.enough
+    assert len(seen.refused) <= NUM_PROGRAMS // 2, "smp refuses too much"
+    assert total["lane_tensors_sent"] > NUM_PROGRAMS
+
+
+def run_shorter(rank: int) -> Any:
+    test_soak.STEPS, test_soak.WARM_UP = SOAK_STEPS, SOAK_STEPS // 2
+    before, after, losses = test_soak.run_long(rank)
+    return before.stats, after.stats, losses
+
+
+def test_many_steps_leave_nothing_on_lanes(pool: Pool) -> None:
+    plain, late, counts = run_both(pool, 2, run_shorter)
+    for (_, _, losses), (before, after, others) in zip(plain, late, strict=True):
+        assert losses == others and len(losses) == SOAK_STEPS * 3 // 4
+        for name in ("records", "stored"):
+            assert before[name] == after[name] == 0
+        assert after["lane_tensors_sent"] > before["lane_tensors_sent"] > 0
+    assert counts["lane_tensors_sent"] > SOAK_STEPS
