@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "csrc/memory/device_scope.h"
 #include "csrc/memory/mark.h"
 
 namespace smp::memory {
@@ -66,7 +67,7 @@ class CopyStream {
   }
 
  private:
-  c10::Stream callers() const { return current_stream(device_); }
+  c10::Stream callers() const { return *current_stream(device_); }
 
   const c10::Device device_;
   std::optional<c10::Stream> stream_;

@@ -3,6 +3,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "csrc/memory/device_scope.h"
+
 namespace smp::memory {
 namespace {
 
@@ -27,11 +29,6 @@ Mark Mark::record(const c10::Stream& stream) {
   return Mark(std::make_shared<StreamEvent>(stream));
 }
 
-c10::Stream current_stream(c10::Device device) {
-  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 MarkedTensor MarkedTensor::of_current_stream(at::Tensor data) {
   MarkedTensor result{std::move(data)};
   if (!result.data.defined() || result.data.is_cpu()) return result;
@@ -42,7 +39,9 @@ MarkedTensor MarkedTensor::of_current_stream(at::Tensor data) {
 
 at::Tensor MarkedTensor::use() && {
   if (!mark || !data.defined()) return std::move(data);
-  const c10::Stream stream = current_stream(data.device());
+  const c10::Stream stream =
+      current_stream(data.device())
+          .value_or(c10::Stream(c10::Stream::DEFAULT, data.device()));
   mark.block(stream);
   // Its memory may be that of another stream, and must not go to somebody else
   // before this one is done with it.

@@ -44,9 +44,6 @@ class Mark {
   std::shared_ptr<const Event> event_;
 };
 
-/// The stream on which this thread asks `device` for work.
-c10::Stream current_stream(c10::Device device);
-
 /// Data that a stream is still making. No thread of the host waits for them;
 /// who reads them lets its own stream wait.
 struct MarkedTensor {

@@ -35,7 +35,7 @@ TEST_P(MailboxDevice, is_that_of_all_threads_which_deliver) {
     std::map<int, int> device_by_source;
     Mailbox mailbox(world, std::make_shared<health::FaultBoard>(rank),
                     std::exchange(memories[rank], nullptr),
-                    fake_device::device(rank + 1));
+                    {.device = fake_device::device(rank + 1)});
     mailbox.set_handler(Channel::kPipeline, [&](Message&& message) {
       const std::lock_guard lock(mutex);
       device_by_source[message.source_rank] = device_of_this_thread();
