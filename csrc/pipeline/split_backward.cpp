@@ -41,6 +41,16 @@ bool may_run_in_two_parts(Node& node) {
          (!name.starts_with("Smp") && name != "CheckpointFunctionBackward");
 }
 
+// Nodes of Python functions, and so those of torch.compile, raise instead of an
+// answer: their class does not say.
+bool computes_what_is_asked(Node& node) {
+  try {
+    return node.is_traceable();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 /// The local graph below some edges, and what is where in it.
 class Graph {
  public:
@@ -134,15 +144,20 @@ class Meeting {
     std::unordered_set<const Node*> begun;  // by what came out
     for (Node* node : graph.nodes()) {
       if (!graph.reach(node).input) continue;
-      bool is_shared = false;
+      std::vector<std::shared_ptr<Node>> behind;  // for weights only
       for (const Edge& edge : node->next_edges()) {
-        if (!graph.is_for_weights(edge)) continue;
-        is_shared = true;
-        if (!node->is_traceable() && begun.insert(edge.function.get()).second) {
-          add_edges(edge.function);
-        }
+        if (graph.is_for_weights(edge)) behind.push_back(edge.function);
       }
-      if (!is_shared || !node->is_traceable()) continue;
+      if (behind.empty()) continue;
+      if (!computes_what_is_asked(*node)) {
+        for (const std::shared_ptr<Node>& first : behind) {
+          // Hooks of a parameter would see what comes out, and again what goes
+          // into the second part.
+          is_clear_ &= first->tensor_pre_hooks().empty();
+          if (begun.insert(first.get()).second) add_edges(first);
+        }
+        continue;
+      }
       const std::shared_ptr<Node> shared = node->getptr();
       shared_.emplace(node, shared);
       add_edges(shared);

@@ -14,7 +14,7 @@ import smp
 from smp import _C
 from smp.schedule import POLICIES
 from tests.dist.pool import Pool
-from tests.dist.training import SCHEDULES, Run, check_runs
+from tests.dist.training import SCHEDULES, Run, check_runs, strip
 from tests.reference.families import FAMILIES
 
 NEW = [name for name in POLICIES if name not in SCHEDULES]
@@ -261,3 +261,58 @@ def test_limits_of_interleaved_stop_no_family_whatever_its_graph(pool: Pool, fam
 def test_replicas_agree_on_weight_gradients_in_one_order(pool: Pool) -> None:
     config = (("deterministic_server", True),)
     check_runs(pool, [Run("chain", 2, 2, schedule, config=config) for schedule in NEW])
+
+
+class _Scale(torch.autograd.Function):
+    """A function in Python; its class does not say whether it computes what is asked only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class _Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(_Scale.apply(x, self.weight))
+
+
+def _train_scaling(rank: int | None, pipeline: str = "") -> dict[str, Tensor]:
+    net: Any = nn.Sequential(*(_Scaling() for _ in range(4)))
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+    if rank is None:
+        net(x).square().mean().backward()
+        return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": pipeline})
+    model: Any = smp.DistributedModel(net)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    train_step(x)
+    model.zero_grad()
+    train_step(x)  # without the hooks of the check of the first step
+    return {name: p.grad.clone() for name, p in model.local_named_parameters()}
+
+
+def test_zero_bubble_runs_the_backward_of_a_function_in_python(pool: Pool) -> None:
+    """And a hook of a parameter, such as those of the check of the first step, once."""
+    expected = _train_scaling(None)
+    found: dict[str, Tensor] = {}
+    for grads in pool.run(2, _train_scaling, "zero_bubble", timeout=60.0):
+        assert grads
+        found |= {strip(name): grad for name, grad in grads.items()}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad.abs().max() > 1e-6
+        torch.testing.assert_close(found[name], grad)
