@@ -45,6 +45,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
     frozenset({"observe", "replacement", "storage"}),
+    frozenset({"compilation"}),
     frozenset({"model"}),
     frozenset({"optim", "step"}),
     frozenset({"checkpoint"}),

@@ -1,4 +1,4 @@
-"""Modules that others have wrapped or compiled are refused by name."""
+"""Modules that others have wrapped are refused by name."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ def fsdp2(module: nn.Module) -> nn.Module:
     return module
 
 
-def compiled_in_place(module: nn.Module) -> nn.Module:
-    module.compile()
-    return module
-
-
 @pytest.mark.parametrize(
     ("wrap", "words"),
     (
@@ -47,8 +42,6 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
         (nn.DataParallel, "is a DataParallel; smp reduces gradients itself: unwrap it"),
         (fsdp, "is a FullyShardedDataParallel; smp shards by itself"),
         (fsdp2, "is a FSDPModule; smp shards by itself"),
-        (torch.compile, "was compiled by torch.compile, which smp can neither partition"),
-        (compiled_in_place, "was compiled by torch.compile"),
     ),
 )
 @pytest.mark.parametrize("is_inner", (False, True))

@@ -11,6 +11,7 @@ import smp._C as _C
 from smp import activations
 from smp.activations.placement import is_together
 from smp.activations.strategies import parse_strategy
+from smp.modules.compiled import plain
 from smp.modules.tracing import is_tracing
 from smp.world import runtime
 
@@ -115,6 +116,7 @@ def set_activation_checkpointing(
             are known). The library cuts a module only where the load of a rank would grow by more
             than a quarter otherwise; then its parts are checkpointed one by one, and rank 0 warns.
     """
+    module = plain(module)
     _check_type(module)
     parsed = parse_strategy(strategy)
     is_container = activations.is_container(module)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 import smp._C as _C
 from smp import data_parallel
+from smp.compilation import CompiledParts, check_mode
 from smp.initial.initialise import initialise_again
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
@@ -22,6 +23,13 @@ from smp.model.model_calls import ModelCalls
 from smp.model.parts import ModelParts
 from smp.model.views import ModelViews
 from smp.model.wrapper import ModuleWrapper, alias_forwards
+from smp.modules.compiled import (
+    CompileRequest,
+    compiled_around,
+    request_behind,
+    request_of,
+    take_compiled,
+)
 from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
@@ -66,6 +74,10 @@ class DistributedModel(ModelViews):
             training step.
         gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
         find_unused_parameters: accepted; unused parameters are recognised in any case.
+        compile: "stage" compiles with `torch.compile` what is whole on a rank: the largest modules
+            that have no equal blocks inside, and each of such blocks, for the shapes that they get.
+            What cannot be compiled runs in eager mode, and rank 0 tells which and why. None: what
+            the script has compiled itself, which happens in any case.
 
     Raises:
         ValueError: for arguments that are not usable, and for a module that shares parameters with
@@ -85,9 +97,14 @@ class DistributedModel(ModelViews):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
+        compile: str | None = None,
     ) -> None:
         super().__init__()
         current = runtime.current()
+        check_mode(compile)
+        requests: dict[nn.Module, CompileRequest] = {}
+        if isinstance(module, nn.Module):
+            module = take_compiled(module, requests)
         _check_module(module, current)
         times = trace_execution_times or current.rank.config.use_times
         check_tracing(trace_device, times)
@@ -126,6 +143,7 @@ class DistributedModel(ModelViews):
             broadcast_buffers=broadcast_buffers,
             seed=seed,
             registrations=registrations,
+            compiled=CompiledParts(current.rank, module, compile, requests),
         )
         self._runtime = current
         self._calls = ModelCalls(current, self._engine, module)
@@ -141,11 +159,15 @@ class DistributedModel(ModelViews):
 
     # ---- running
 
+    @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; inside a step function the same on all ranks of the replica.
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
+        compiled = compiled_around(self)
+        if compiled is not None:
+            self._engine.compile_root(request_behind(compiled))
         return self._calls.forward(args, kwargs)
 
     def backward(
@@ -387,6 +409,15 @@ class DistributedModel(ModelViews):
     def cuda(self, device: Any = None) -> DistributedModel:
         """No effect: the library chooses the device of each part."""
         return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model with `torch.compile`, which takes the arguments. On all ranks alike.
+
+        As a whole where it is whole on one rank, else its parts, as with ``compile="stage"``. So
+        does ``torch.compile(model)`` with its first call. Takes effect with the next forward or
+        step; parameters keep their names.
+        """
+        self._engine.compile_root(request_of(*args, **kwargs))
 
     # ---- hooks
 

@@ -12,12 +12,14 @@ from torch import nn
 import smp._C as _C
 from smp import activations, data_parallel
 from smp.activations import HonouredModules
+from smp.compilation import CompiledParts
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
 from smp.model.partitioning import Partitioning
 from smp.model.parts import ModelParts
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.whole_state import WholeState
+from smp.modules.compiled import CompileRequest
 from smp.observe.first_step import FirstStepCheck
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
@@ -41,6 +43,7 @@ class Engine:
         broadcast_buffers: whether each training step begins with the first replica's buffers.
         seed: of delayed initialisation.
         registrations: of the modules in it that were replaced by distributed ones.
+        compiled: what of it is compiled.
 
     Attributes:
         partitioning: decides which rank has which module.
@@ -69,7 +72,8 @@ class Engine:
         bucket_cap_bytes: int,
         broadcast_buffers: bool,
         seed: int,
-        registrations: Sequence[Registration] = (),
+        registrations: Sequence[Registration],
+        compiled: CompiledParts,
     ) -> None:
         self._current = current
         self.idx = idx
@@ -78,6 +82,7 @@ class Engine:
         self._broadcast_buffers = broadcast_buffers
         self._seed = seed
         self.registrations = registrations
+        self.compiled = compiled
         self._honoured = HonouredModules(root)
         self.partitioning = Partitioning(current, root, trace, self._honoured)
         self.gradients = GradientReduction(
@@ -127,6 +132,7 @@ class Engine:
             trace: of the model, on the first rank, if there is one.
         """
         current = self._current
+        self.compiled.take()
         decision, schedule = self.partitioning.decide(trace)
         storage = self.storage = make_storage(
             current.rank,
@@ -148,6 +154,7 @@ class Engine:
         if current.rank.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
         self.first_step.placed(decision.modules, decision.names)
+        self.compiled.place(decision, pp_rank)
         current.wrapped.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
 
@@ -203,8 +210,14 @@ class Engine:
         """Of a model that is partitioned: nothing of it is elsewhere, or there twice."""
         return self._current.rank.sizes["pp"] == 1 and not self.holdings
 
+    def compile_root(self, request: CompileRequest | None) -> None:
+        """The user compiles the whole model, or None: takes that back."""
+        if self.compiled.request(self._root, request) and self.partitioned:
+            self.compiled.settle()
+
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""
+        self.compiled.close()
         if self.pipeline is not None:
             self.pipeline.leave()
         if self.storage is not None:
@@ -215,6 +228,7 @@ class Engine:
         """Makes every parameter real on the CPU of every rank and gives modules their forward.
         Collective."""
         state = self.state.gathered(self.parts, to_rank0=False)
+        self.compiled.close()
         if self.pipeline is not None:
             self.pipeline.disconnect()
         if self.parts is not None:
@@ -240,6 +254,7 @@ class Engine:
         """
         self.joins_step = True
         self.honour_checkpointing()
+        self.compiled.settle()
         if self.storage is not None:
             self.storage.begin_step(num_microbatches, trains)
         if not trains:
@@ -298,6 +313,7 @@ class Engine:
             if self.parts is not None and self.pipeline is not None:
                 self.parts.refuse_lost_gradients()
             self.gradients.end_step()
+        self.compiled.end_step()
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""

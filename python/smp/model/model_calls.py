@@ -38,6 +38,7 @@ class ModelCalls:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`DistributedModel.forward`."""
         if self._engine.capture is not None:
+            self._engine.compiled.take()
             on_call = functools.partial(self._engine.capture.on_call, self._root)
             return self._root_call(args, kwargs).run(lambda *a, **k: on_call(a, k))
         place = self._engine.pipeline
@@ -49,6 +50,8 @@ class ModelCalls:
 
     def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._engine.honour_checkpointing()
+        if not self._engine.joins_step:
+            self._engine.compiled.settle()
         output = self._root_call(args, kwargs).run(self._root)
         self._engine.loss.watch_backward(output)
         if self._engine.uneven is not None:

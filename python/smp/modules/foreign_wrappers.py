@@ -9,7 +9,6 @@ from torch import nn
 
 _REDUCES = "smp reduces gradients itself: unwrap it"
 _SHARDS = "smp shards by itself (configuration key sharded_data_parallel_degree): unwrap it"
-_COMPILES = "which smp can neither partition nor follow: wrap the module as it was before"
 
 #: Module, class and why not. A script that has made one has imported its module.
 _WRAPPERS = (
@@ -28,9 +27,4 @@ def reason_to_refuse(module: nn.Module) -> str | None:
             return f"is a {name}; {reason}"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a ScriptModule, which smp cannot partition"
-    # Of torch.compile(module), and of module.compile().
-    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
-    is_wrapped = compiled is not None and isinstance(module, compiled)
-    if is_wrapped or getattr(module, "_compiled_call_impl", None) is not None:
-        return f"was compiled by torch.compile, {_COMPILES}"
     return None

@@ -9,7 +9,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,25 @@ Forward = Callable[..., Any]
 _CHAIN = "_smp_forwards"
 
 
+class _Changes:
+    """How often something was put around a forward, or taken away."""
+
+    number = 0
+
+
+def num_changes() -> int:
+    """Another number means that something else stands around forwards than before.
+
+    What is compiled does not count.
+    """
+    return _Changes.number
+
+
 class Around(enum.IntEnum):
     """What may stand around a forward, from the inside to the outside."""
 
+    COMPILED = -3
+    """Runs what `torch.compile` has made of the forward."""
     RECORD = -2
     """Notes what the module returns in the first training step."""
     CHECKS = -1
@@ -113,11 +129,13 @@ def wrap_forward(
         module.__dict__[_CHAIN] = module.__dict__["forward"] = chain
     chain.wrappers[around] = wrapper
     chain.compose()
+    _Changes.number += around != Around.COMPILED
 
     def undo() -> None:
         if chain.wrappers.get(around) is not wrapper:
             return
         del chain.wrappers[around]
+        _Changes.number += around != Around.COMPILED
         chain.compose()
         if not chain.wrappers:
             chain.uncover()
@@ -129,6 +147,45 @@ def is_wrapped(module: nn.Module, around: Around) -> bool:
     """Does this stand around the forward of the module?"""
     chain = _chain_of(module)
     return chain is not None and around in chain.wrappers
+
+
+def waits_only(
+    wrapper: Callable[[Forward], Forward],
+) -> Callable[[Forward], Forward]:
+    """Says of what is put around a forward that it waits for the watched parameters of the module
+    (`smp.storage.watched`), and does nothing else: who reads these has waited as well."""
+    wrapper.__dict__["waits_only"] = True
+    return wrapper
+
+
+class Lifted:
+    """Modules whose forwards are for a while what they were before anybody put something around
+    them that waits only.
+
+    Args:
+        modules: that nothing else stands around.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        chains = (_chain_of(module) for module in modules)
+        self._chains = [chain for chain in chains if chain is not None]
+
+    def lift(self) -> None:
+        for chain in self._chains:
+            if chain.is_own:
+                chain.module.__dict__["forward"] = chain.original
+            else:
+                del chain.module.__dict__["forward"]
+
+    def put_back(self) -> None:
+        for chain in self._chains:
+            chain.module.__dict__["forward"] = chain
+
+
+def standing_around(module: nn.Module) -> dict[Around, Callable[[Forward], Forward]]:
+    """What stands around the forward of a module, by its place."""
+    chain = _chain_of(module)
+    return {} if chain is None else dict(chain.wrappers)
 
 
 def uncover(module: nn.Module) -> None:

@@ -116,6 +116,13 @@ class RemoteTensor(Tensor):
             return functions.apply(self._recipe, self._whole._data())
         return self._modules.server.fetch(self)
 
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
+    ) -> Tensor:
+        """The data of a gradient, for the backward of what `torch.compile` has made: it asks so of
+        tensors of other classes than it was compiled for."""
+        return self._data()
+
     def _alias(self) -> RemoteTensor:
         with torch._C.DisableTorchFunctionSubclass():
             alias = RemoteTensor.make(self._modules, self.shape, self.dtype)

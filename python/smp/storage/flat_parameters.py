@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
-from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.forwards import Around, Forward, waits_only, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.storage.watched import watch_parameters
@@ -180,7 +180,7 @@ class FlatParameters(WholeParameters):
 
             return run
 
-        return wrapper
+        return waits_only(wrapper)
 
     def close(self) -> None:
         # As long as parts are on their way, all users of the modules wait for them.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class _Watched(dict[str, Any]):
+class Watched(dict[str, Any]):
     """The parameters of a module. Access to one, by its name or by listing them, is reported
     before: that is how a parent reads its child's, and a head the table of an embedding.
 
@@ -48,10 +48,28 @@ class _Watched(dict[str, Any]):
         for key in self._keys.values() if self._on_listing else ():
             self._read(key)
 
+    def read_all(self) -> dict[str, Any]:
+        """All of them, each reported before; in a dictionary that reports nothing."""
+        for key in self._keys.values():
+            self._read(key)
+        return dict(dict.items(self))
+
+    def take_over(self, plain: Mapping[str, Any]) -> None:
+        """Writes what was written to a dictionary of `read_all` since."""
+        for name, value in plain.items():
+            if not dict.__contains__(self, name) or dict.__getitem__(self, name) is not value:
+                self[name] = value
+
     def __reduce__(self) -> Any:
         """Copies and pickles are of a plain module."""
         self._read_all()
         return dict, (dict(dict.items(self)),)
+
+
+def watched_parameters(module: nn.Module) -> Watched | None:
+    """The parameters of a module, if somebody wants to know who reads them."""
+    parameters = module.__dict__["_parameters"]
+    return parameters if isinstance(parameters, Watched) else None
 
 
 def watch_parameters(
@@ -74,7 +92,7 @@ def watch_parameters(
     Returns:
         undoes it; may be called twice.
     """
-    watched = _Watched(module._parameters, keys, read, on_listing)
+    watched = Watched(module._parameters, keys, read, on_listing)
     module.__dict__["_parameters"] = watched
 
     def undo() -> None:

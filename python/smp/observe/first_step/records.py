@@ -28,11 +28,8 @@ def may_record(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Does torch.compile stand behind a call of this module?"""
-    called = (module.forward, getattr(module, "_compiled_call_impl", None))
-    return type(module).__name__ == "OptimizedModule" or any(
-        hasattr(function, "_torchdynamo_orig_callable") for function in called
-    )
+    """Is its forward a function that torch.compile has made?"""
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 class Records:

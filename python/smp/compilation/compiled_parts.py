@@ -1,0 +1,227 @@
+"""What of one model is compiled on this rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+import smp._C as _C
+from smp.compilation.backend import prepare_threads
+from smp.compilation.compiled_forward import CompiledForward
+from smp.compilation.told import Told
+from smp.compilation.units import Chooser, Left, Unit, has_hooks, is_recorded
+from smp.modules.compiled import CompileRequest, take_calls, take_compiled
+from smp.modules.forwards import Around, Forward, num_changes, wrap_forward
+from smp.partition.decision import Decision
+from smp.world import comm
+from smp.world.rank import Rank
+
+_log = logging.getLogger("smp")
+
+#: What stays local of a stage is compiled.
+STAGE = "stage"
+
+
+def check_mode(mode: object) -> None:
+    """Refuses another value of `compile` than "stage" and None."""
+    if mode is not None and mode != STAGE:
+        raise ValueError(
+            f'{_C.rank_prefix()}DistributedModel: compile must be "stage" or None, got {mode!r}; '
+            "options of torch.compile are arguments of DistributedModel.compile()"
+        )
+
+
+class CompiledParts:
+    """Takes over what the user has compiled of a model, and compiles what is local.
+
+    Modules are chosen when the model is partitioned, and again when something else stands around
+    their forwards or hooks are registered on them: then the compiler would not see it.
+
+    Args:
+        rank: of this process.
+        root: the user's model, without what `torch.compile` has put around its modules.
+        mode: "stage", or None for what the user has compiled.
+        requests: what was put around them.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        root: nn.Module,
+        mode: str | None,
+        requests: Mapping[nn.Module, CompileRequest],
+    ) -> None:
+        prepare_threads()
+        self._rank = rank
+        self._root = root
+        self._by_stage = mode == STAGE
+        self._requests = dict(requests)
+        self._modules: list[nn.Module] = []
+        self._here: set[nn.Module] = set()
+        self._writes: set[nn.Module] = set()
+        self._is_placed = False
+        self._failed: dict[type[nn.Module], str] = {}
+        self._chosen_for: object = None
+        self._changes_then = -1
+        self._units: dict[nn.Module, Unit] = {}
+        self._undo: dict[nn.Module, Callable[[], None]] = {}
+        self._told = Told()
+        self._num_steps = 0
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the modules that are compiled on this rank, each as a whole."""
+        return [unit.name for module, unit in self._units.items() if module in self._undo]
+
+    @property
+    def is_on(self) -> bool:
+        """Is anything to be compiled, as far as is known?"""
+        return self._by_stage or bool(self._requests)
+
+    def request(self, module: nn.Module, request: CompileRequest | None) -> bool:
+        """The user compiles a module of the model, in place of what was asked for it before.
+
+        Returns:
+            Was something else asked for before?
+        """
+        if self._requests.get(module) == request:
+            return False
+        if request is None:
+            self._requests.pop(module, None)
+        else:
+            self._requests[module] = request
+        self._chosen_for = None
+        return True
+
+    def place(self, decision: Decision, pp_rank: int) -> None:
+        """The model is partitioned.
+
+        Args:
+            decision: which rank has which module.
+            pp_rank: of this process.
+        """
+        self._modules = list(decision.modules)
+        owners = zip(decision.modules, decision.owner_partitions, strict=True)
+        self._here = {module for module, owner in owners if owner in (None, pp_rank)}
+        self._writes = {decision.modules[idx] for idx, _ in decision.index.writes.own}
+        self._is_placed = True
+        for module in [m for m in self._requests if m not in decision.partition_of]:
+            del self._requests[module]
+            reason = "a module of smp.nn has taken its place"
+            self._told.note(Left("replaced", type(module).__name__, reason))
+
+    def take(self) -> None:
+        """Takes over what was compiled since; modules too, before the partition."""
+        found: dict[nn.Module, CompileRequest] = {}
+        if not self._is_placed:
+            take_compiled(self._root, found)
+        else:
+            take_calls(self._modules, found)
+        for module, request in found.items():
+            self.request(module, request)
+
+    def settle(self) -> None:
+        """Compiles what is to be compiled now. Between steps, or where no step runs."""
+        self.take()
+        if not self._is_placed or not self.is_on:
+            return
+        hooked = tuple(id(module) for module in self._modules if has_hooks(module))
+        now = (num_changes(), hooked, len(self._failed), dict(self._requests))
+        if now == self._chosen_for:
+            return
+        self._chosen_for, self._changes_then = now, num_changes()
+        if any(map(is_recorded, self._modules)):
+            self._install({})  # for one step; what is compiled now would be compiled again
+            return
+        chooser = Chooser(self._here, self._by_stage, self._requests, self._writes, self._failed)
+        choice = chooser.choose(self._root)
+        self._install(choice.units)
+        for left in choice.left:
+            self._told.note(left)
+        self._say_units()
+        self._tell_alone()
+
+    # ---- of compiled forwards
+
+    def is_settled(self) -> bool:
+        """Stands around forwards what stood there when modules were chosen?"""
+        return self._changes_then == num_changes()
+
+    def choose_anew(self) -> None:
+        """Something has been put around a module, or hooks were registered on it."""
+        self._chosen_for = None
+        self.settle()
+
+    def leave(self, unit: Unit, reason: str) -> None:
+        """A module runs in eager mode for now."""
+        self._told.note(Left(unit.name or "(root)", type(unit.module).__name__, reason))
+        self._tell_alone()
+
+    def cannot_compile(self, unit: Unit, reason: str, parts_too: bool) -> None:
+        """Modules like this one run in eager mode from now on.
+
+        Args:
+            unit: of which one call was tried.
+            reason: what the compiler says.
+            parts_too: its parts may do better.
+        """
+        if parts_too:
+            self._failed[type(unit.module)] = reason
+            self._chosen_for = None
+            self.settle()
+        else:
+            self._undo.pop(unit.module)()
+        self.leave(unit, reason)
+
+    def _install(self, units: dict[nn.Module, Unit]) -> None:
+        for module in list(self._undo):
+            if self._units.get(module) != units.get(module):
+                self._undo.pop(module)()
+        for module, unit in units.items():
+            if module not in self._undo and self._units.get(module) != unit:
+                around = functools.partial(self._around, unit)
+                self._undo[module] = wrap_forward(module, Around.COMPILED, around)
+        self._units = units
+
+    def _around(self, unit: Unit, forward: Forward) -> Forward:
+        return CompiledForward(unit, forward, self)
+
+    # ---- telling
+
+    def _say_units(self) -> None:
+        if self._rank.global_rank != 0:
+            return
+        kinds = Counter(type(module).__name__ for module in self._units)
+        listed = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no module"
+        if self._told.is_new(listed):
+            _log.info("smp: torch.compile compiles %s on this rank", listed)
+
+    def _tell_alone(self) -> None:
+        """All ranks but those of other stages compile what the first one compiles."""
+        if self._rank.sizes["pp"] == 1 and self._rank.global_rank == 0:
+            self._told.tell(_log)
+
+    def end_step(self) -> None:
+        """Rank 0 tells what could not be compiled anywhere in its pipeline.
+
+        Collective over the pipeline after steps 1, 2, 4, 8 and so on.
+        """
+        self._num_steps += 1
+        is_asked = self._num_steps & (self._num_steps - 1) == 0
+        if self._rank.sizes["pp"] == 1 or not is_asked:
+            return
+        for notes in comm.allgather(self._told.taken(), comm.PP_GROUP):
+            self._told.add(notes)
+        if self._rank.global_rank == 0:
+            self._told.tell(_log)
+
+    def close(self) -> None:
+        """Gives modules their own forward. May be called twice."""
+        for undo in self._undo.values():
+            undo()
+        self._undo.clear()
+        self._units, self._is_placed = {}, False
