@@ -24,6 +24,7 @@ from workers import MARK
 FOLDER = Path(__file__).resolve().parent
 MODEL = {"num_layers": 8, "hidden": 256, "num_heads": 4, "vocab_size": 4096, "seq_len": 128}
 TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
+BLOCKS = {"num_layers": 6, "hidden": 256, "vocab_size": 2048, "batch_size": 4, "seq_len": 128}
 SPLIT = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 64, "seq_len": 128}
 TIMEOUT_S = 900
 HIDDEN = ("shape", "payload_bytes", "messages")  # in headlines
@@ -70,6 +71,7 @@ JOBS = (
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
+    *(Job("compiled", 1, {"model": name, **BLOCKS}, 10) for name in ("gpt2", "gptj", "llama")),
     memory_job("replicas", 2),
     memory_job("sharded_optimizer", 2),
     memory_job("sharded_data", 2),
