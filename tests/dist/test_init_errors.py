@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import smp
-from smp.world import runtime
+from smp.world import runtime, thread_device
 from tests.dist.pool import Pool
 
 pytestmark = pytest.mark.alone
@@ -148,9 +148,20 @@ def test_row_14_more_processes_than_gpus_is_refused_on_all_ranks(pool: Pool) -> 
     assert "has 1 visible GPUs" in texts[0]
 
 
+def device_with_faked_gpus(rank: int) -> str:
+    """The device that init has chosen when it connects, for which there would have to be a GPU."""
+
+    def refuse(self: runtime.Runtime, *args: object) -> None:
+        raise ValueError(f"chosen: {self.rank.device}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thread_device, "enter", lambda device: None)
+        patch.setattr(runtime.Runtime, "connect", refuse)
+        return init_with_faked_gpus(rank, "1", {"partitions": 2})
+
+
 def test_row_14_does_not_apply_to_shared_gpus(pool: Pool) -> None:
-    devices = pool.run(2, init_with_faked_gpus, "1", {"partitions": 2})
-    assert devices == ["cuda:0", "cuda:0"]
+    assert pool.run(2, device_with_faked_gpus) == ["chosen: cuda:0"] * 2
 
 
 def test_data_parallel_ranks_on_one_gpu_are_refused_on_all_ranks(pool: Pool) -> None:
