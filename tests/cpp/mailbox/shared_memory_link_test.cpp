@@ -114,15 +114,30 @@ constexpr bool kMayFork = false;  // it cannot follow threads of a fork
 constexpr bool kMayFork = true;
 #endif
 
-// Sends back what comes until it is killed or told to end.
+// What `echo` is told instead of a number of a message.
+constexpr int64_t kEnd = -1;
+constexpr int64_t kStop = -2;
+
+Message empty_message() {
+  Message message;
+  message.channel = Channel::kPipeline;
+  return message;
+}
+
+// Sends back what comes until it is killed or told to end. Told to stop, it
+// sends a message without tensors and then what has come, of which a ring takes
+// the begin, and no thread of it runs any more.
 [[noreturn]] void echo(const shm::SharedMemoryPtr& memory) {
   {
     auto board = std::make_shared<health::FaultBoard>(1);
     Mailbox mailbox(comm::make_local_world(2)[1], board, memory);
     std::promise<void> end;
     mailbox.set_handler(Channel::kPipeline, [&](Message&& message) {
-      if (message.fields[0] < 0) return end.set_value();
+      const int64_t number = message.fields[0];
+      if (number == kEnd) return end.set_value();
+      if (number == kStop) mailbox.post(0, empty_message());
       mailbox.post(0, std::move(message));
+      if (number == kStop) ::raise(SIGSTOP);
     });
     end.get_future().wait();
     mailbox.set_handler(Channel::kPipeline, {});
@@ -154,11 +169,18 @@ class TwoProcesses : public testing::Test {
   }
 
   void post(int64_t number, const at::Tensor& tensor) {
-    Message message;
-    message.channel = Channel::kPipeline;
+    Message message = empty_message();
     message.fields[0] = number;
     message.tensors.push_back({tensor, false, {}});
     mailbox_->post(1, std::move(message));
+  }
+
+  bool child_stops() {
+    return becomes_true([&] {
+      int status = 0;
+      return ::waitpid(child_, &status, WUNTRACED | WNOHANG) == child_ &&
+             WIFSTOPPED(status);
+    });
   }
 
   pid_t child_ = -1;
@@ -179,23 +201,37 @@ TEST_F(TwoProcesses, MessagesComeBackUnchanged) {
     EXPECT_EQ(last_.fields[0], size);
     EXPECT_TRUE(at::equal(last_.tensors[0].data, sent));
   }
-  post(-1, at::Tensor());
+  post(kEnd, at::Tensor());
   int status = -1;
   EXPECT_EQ(::waitpid(std::exchange(child_, -1), &status, 0) > 0, true);
   EXPECT_EQ(status, 0);
 }
 
+// Of two long messages, one in each direction, both rings have the begin when
+// the peer dies.
 TEST_F(TwoProcesses, KilledPeerInTheMiddleOfAMessageHoldsUpNothing) {
-  for (int i = 0; i < 4; ++i) post(i, at::zeros({kManyRings}));
-  std::this_thread::sleep_for(milliseconds(2));
+  std::promise<void> death;
+  mailbox_->set_handler(
+      Channel::kPipeline,
+      [this, is_dead = death.get_future().share()](Message&&) {
+        num_received_.fetch_add(1);
+        is_dead.wait();  // meanwhile nobody reads the message that follows
+      });
+  post(kStop, at::zeros({kManyRings}));
+  for (int i = 0; i < 3; ++i) post(i, at::zeros({kManyRings}));
+  ASSERT_TRUE(child_stops());
+  ASSERT_TRUE(becomes_true(
+      [&] { return num_received_ == 1 && mailbox_->num_unsent() == 3; }));
   ::kill(child_, SIGKILL);
   ::waitpid(std::exchange(child_, -1), nullptr, 0);
-  EXPECT_GT(mailbox_->num_unsent(), 0);
+  death.set_value();
+  EXPECT_EQ(mailbox_->num_unsent(), 3) << "nobody has said that it is dead";
   board_->report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
   EXPECT_TRUE(becomes_true([&] { return mailbox_->num_unsent() == 0; }));
   const auto begin = Clock::now();
   mailbox_->close();
   EXPECT_LT(Clock::now() - begin, seconds(2));
+  EXPECT_EQ(num_received_, 1) << "a part of a message was taken for one";
 }
 
 }  // namespace
