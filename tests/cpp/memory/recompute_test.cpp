@@ -13,7 +13,9 @@
 #include <ATen/ops/tanh.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -262,6 +264,40 @@ TEST(Recompute, is_differentiated_once) {
               torch::autograd::backward({input.grad().sum()});
             }).find("can be differentiated once only"),
             std::string::npos);
+  input.mutable_grad().reset();  // see the next test
+}
+
+// The graph of a leaf's gradient leads back to the leaf: a circle of PyTorch
+// with create_graph=True, which lasts until `.grad` is reset (see its
+// torch.autograd.backward). A checkpoint is kept as long as an operator of
+// PyTorch is, and no longer; its parameters are in no circle.
+TEST(Recompute, a_gradient_with_a_graph_keeps_what_one_of_pytorch_keeps) {
+  using Node = torch::autograd::Node;
+  const at::Tensor input = at::randn({2}).requires_grad_();
+  const at::Tensor weight = at::randn({2}).requires_grad_();
+  const auto multiply = [&](Tensors inputs) -> Tensors {
+    return {inputs[0] * weight};
+  };
+  const auto differentiate = [&](bool is_recomputed, bool has_graph) {
+    input.mutable_grad().reset();
+    weight.mutable_grad().reset();
+    const at::Tensor result =
+        (is_recomputed ? recompute(multiply, {input}, {}) : multiply({input}))
+            .at(0);
+    torch::autograd::backward({(result * result).sum()}, {}, has_graph,
+                              has_graph);
+    return std::weak_ptr<Node>(result.grad_fn());
+  };
+  EXPECT_TRUE(differentiate(true, false).expired());
+  for (const bool is_recomputed : {false, true}) {
+    const std::weak_ptr<Node> node = differentiate(is_recomputed, true);
+    EXPECT_FALSE(node.expired());
+    EXPECT_TRUE(input.grad().requires_grad());
+    EXPECT_EQ(weight.grad().requires_grad(), !is_recomputed);
+    input.mutable_grad().reset();
+    if (!is_recomputed) weight.mutable_grad().reset();
+    EXPECT_TRUE(node.expired()) << is_recomputed;
+  }
 }
 
 }  // namespace
