@@ -1,14 +1,50 @@
-// The end of a step: agreement, last sums, and what becomes `.grad`.
+// The end of a microbatch and of a step: agreement, last sums, and what becomes
+// `.grad`.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <utility>
 
+#include "csrc/comm/agreement.h"
 #include "csrc/common/check.h"
 #include "csrc/gradients/reducer.h"
 
 namespace smp::gradients {
+
+void Reducer::finish_microbatch(int mb) {
+  const at::NoGradGuard no_grad;
+  Lock lock(mutex_);
+  SMP_CHECK(phase_ == Phase::kOpen, "microbatch ", mb,
+            " was finished, but no step is open");
+  if (mb == 0) expect_as_first();
+  order_.finish(mb);
+  if (!options_.every_microbatch()) return;
+  phase_ = Phase::kEnding;  // nothing comes while this thread waits
+  try {
+    if (launch_rest(lock)) round_.settle_all(lock);
+    counts_.begin_round();
+    round_.begin_next();
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    abandon();
+    throw;
+  }
+  phase_ = Phase::kOpen;
+}
+
+void Reducer::on_microbatch_end(int mb) {
+  if (in_step()) finish_microbatch(mb);
+}
+
+// Nothing more will come in this round. If some rank has gradients, all buckets
+// are on their way afterwards, or in a pass that is not reduced stay here.
+bool Reducer::launch_rest(Lock& lock) {
+  const bool any = round_.is_active_anywhere(lock);
+  any_active_ = any_active_ || any;
+  if (!any || !reduces()) return any;
+  round_.launch_rest();
+  ++stats_.num_rounds;
+  return true;
+}
 
 void Reducer::end_step() {
   const at::NoGradGuard no_grad;
@@ -34,46 +70,44 @@ void Reducer::cancel_step() {
 // Gradients of the step are lost; those from before it come back.
 void Reducer::abandon() {
   // Operations in flight still write to the buckets.
-  broken_ = broken_ || header_work_ != nullptr;
-  header_work_ = nullptr;
+  broken_ = broken_ || round_.is_under_way();
+  round_.end();
   late_.clear();
   phase_ = Phase::kIdle;
   order_.begin(0, {});
   if (!active_ && !any_active_) return;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (targets_[i].defined() && (used_[i] || old_grads_[i].defined())) {
-      targets_[i].mutable_grad() = old_grads_[i];
-    }
-  }
+  targets_.restore();
   for (const auto& bucket : buckets_) bucket->abandon();
-  pool_.trim();
+  buckets_.pool().trim();
   pass_idx_ = 0;
 }
 
 void Reducer::close(Lock& lock) {
   expect_as_first();
   order_.finish_all();
-  launch_round(lock);
+  launch_rest(lock);
   if (any_active_) {
     finish_pass(lock);
-    learn_counts();
+    if (active_) counts_.learn(order_.counts());
   } else if (pass_idx_ == 0) {
-    forget_old_grads();
+    targets_.forget_old();
   }
-  header_work_ = nullptr;
-  pool_.trim();
+  round_.end();
+  buckets_.pool().trim();
   phase_ = Phase::kIdle;
   order_.begin(0, {});
 }
 
 void Reducer::finish_pass(Lock& lock) {
   if (reduces()) {
-    const std::vector<bool> used = finish_sums(lock);
-    publish(used);
-    used_ = used;
+    // A shard goes on with the next pass, and must not have old gradients
+    // twice.
+    const bool goes_on = options_.is_sharded() && !is_last_pass();
+    targets_.publish_sums(finish_sums(lock), goes_on);
   } else {
-    for (const auto& bucket : buckets_) bucket->keep_pass(pass_divisor());
-    publish(used_);
+    for (const auto& bucket : buckets_)
+      bucket->keep_pass(round_.pass_divisor());
+    targets_.publish_own();
   }
   if (!is_last_pass()) {
     ++pass_idx_;
@@ -82,128 +116,30 @@ void Reducer::finish_pass(Lock& lock) {
   ++stats_.num_reductions;
   pass_idx_ = 0;
   for (const auto& bucket : buckets_) bucket->drop_passes();
-  forget_old_grads();
+  targets_.forget_old();
 }
 
 // Returns which parameters some rank has used.
 std::vector<bool> Reducer::finish_sums(Lock& lock) {
-  if (!has_peers()) {
-    settle_all(lock);
-    return used_;
+  if (!groups_.has_peers()) {
+    round_.settle_all(lock);
+    return targets_.used();
   }
-  const size_t num_params = params_.size();
-  std::vector<int64_t> flags(used_.begin(), used_.end());
-  flags.resize(2 * num_params, 0);
-  for (const auto& [param_idx, grads] : late_) {
-    flags[num_params + param_idx] = 1;
-  }
+  const std::vector<bool>& used = targets_.used();
+  const auto num_params = static_cast<int>(used.size());
+  std::vector<int64_t> flags(used.begin(), used.end());
+  for (int i = 0; i < num_params; ++i) flags.push_back(late_.has(i) ? 1 : 0);
   lock.unlock();
-  flags = comm::agree_on_maxima(control(), flags, options_.patience,
+  flags = comm::agree_on_maxima(groups_.control(), flags, options_.patience,
                                 "exchange of used parameters");
   lock.lock();
-  settle_all(lock);
-  const std::vector<bool> late(flags.begin() + num_params, flags.end());
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    reduce_late(static_cast<int>(b), late, lock);
-  }
-  if (is_last_pass()) reduce_further(lock);
-  stats_.num_late_parameters += static_cast<int64_t>(late_.size());
+  round_.settle_all(lock);
+  late_.reduce({flags.begin() + num_params, flags.end()}, round_.pass_divisor(),
+               lock);
+  if (is_last_pass()) round_.reduce_further(lock);
+  stats_.num_late_parameters += late_.num_parameters();
   late_.clear();
   return {flags.begin(), flags.begin() + num_params};
-}
-
-// The second round of one bucket: what came after it had been launched, here or
-// on another rank.
-void Reducer::reduce_late(int bucket_idx, const std::vector<bool>& late,
-                          Lock& lock) {
-  const Bucket& plan = plan_.buckets[bucket_idx];
-  std::vector<BucketSlot> slots;  // packed without gaps
-  int64_t numel = 0;
-  for (const BucketSlot& slot : plan.slots) {
-    if (!late[slot.record_idx]) continue;
-    slots.push_back({slot.record_idx, numel, slot.numel});
-    numel += slot.numel;
-  }
-  if (slots.empty()) return;
-  at::Tensor sum = at::zeros(
-      {numel},
-      at::TensorOptions().dtype(plan.accumulation_dtype).device(device_));
-  auto part = [&](const BucketSlot& slot) {
-    return sum.narrow(0, slot.offset, slot.numel)
-        .view(params_[slot.record_idx].sizes());
-  };
-  for (const BucketSlot& slot : slots) {
-    const auto grads = late_.find(slot.record_idx);
-    if (grads == late_.end()) continue;
-    for (const at::Tensor& grad : grads->second) part(slot).add_(grad);
-  }
-  const double divisor = pass_divisor() * plan.divisor;
-  if (divisor != 1) sum.div_(divisor);
-  const comm::WorkPtr work =
-      first_group().all_reduce(sum, comm::ReduceOp::kSum);
-  lock.unlock();
-  comm::follow(
-      *work, options_.patience, first_group(),
-      detail::concat("reduction of late gradients of bucket ", bucket_idx));
-  lock.lock();
-  for (const BucketSlot& slot : slots) {
-    buckets_[bucket_idx]->add_late(slot_of(slot.record_idx), part(slot));
-  }
-}
-
-// What follows the first sum where shards are kept.
-void Reducer::reduce_further(Lock& lock) {
-  for (int hop_idx = 0;; ++hop_idx) {
-    bool has_hop = false;
-    for (const auto& bucket : buckets_) {
-      has_hop = bucket->launch_hop(hop_idx) || has_hop;
-    }
-    if (!has_hop) return;
-    for (size_t b = 0; b < buckets_.size(); ++b) {
-      await(static_cast<int>(b), lock);
-      buckets_[b]->settle();
-    }
-  }
-}
-
-void Reducer::publish(const std::vector<bool>& used) {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const at::Tensor& target = targets_[i];
-    if (!target.defined()) continue;
-    const int param_idx = static_cast<int>(i);
-    at::Tensor& grad = target.mutable_grad();
-    if (used[i]) {
-      at::Tensor view =
-          bucket_of(param_idx).gradient(slot_of(param_idx), target);
-      if (old_grads_[i].defined()) {
-        // A shard goes on with the next pass, and must not have them twice.
-        const bool goes_on = is_sharded() && !is_last_pass();
-        view = goes_on ? view.add(old_grads_[i]) : view.add_(old_grads_[i]);
-      }
-      grad = std::move(view);
-    } else if (old_grads_[i].defined()) {
-      grad = old_grads_[i];  // the bucket it may have been a view of is reused
-    }
-  }
-}
-
-void Reducer::forget_old_grads() {
-  std::fill(old_grads_.begin(), old_grads_.end(), at::Tensor());
-}
-
-// The most gradients that a parameter has got in such a round: one with fewer
-// is reduced at its end, one with more in a second round. And how many from
-// each microbatch, where that was the same at all times.
-void Reducer::learn_counts() {
-  if (!active_) return;
-  const auto [found, is_new] = learned_.try_emplace(num_microbatches_);
-  Learned& learned = found->second;
-  const std::vector<int> counts = order_.counts();
-  if (is_new) learned = {most_added_, counts};
-  for (size_t i = 0; i < params_.size(); ++i) {
-    learned.most[i] = std::max(learned.most[i], most_added_[i]);
-    if (learned.per_microbatch[i] != counts[i]) learned.per_microbatch[i] = 0;
-  }
 }
 
 }  // namespace smp::gradients

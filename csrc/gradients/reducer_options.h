@@ -30,6 +30,15 @@ struct ReducerOptions {
   /// which then is not of a device.
   comm::CommunicatorPtr control;
   comm::Patience patience;
+
+  bool is_sharded() const { return sharding.has_value(); }
+  bool every_microbatch() const {
+    return is_sharded() && sharding->every_microbatch;
+  }
+  /// Of the sum of a step over its microbatches.
+  double pass_divisor(int num_microbatches) const {
+    return average_over_microbatches ? num_microbatches : 1;
+  }
 };
 
 /// What a `Reducer` has done.

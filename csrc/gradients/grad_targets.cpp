@@ -1,0 +1,68 @@
+#include "csrc/gradients/grad_targets.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace smp::gradients {
+
+void GradTargets::begin_pass(bool is_first) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const int param_idx = static_cast<int>(i);
+    const at::Tensor& target = targets_[i];
+    const at::Tensor grad = target.defined() ? target.grad() : at::Tensor();
+    BucketReduction& bucket = buckets_.of(param_idx);
+    if (!is_first && (!target.defined() ||
+                      (grad.defined() && (used_[i] || old_[i].defined())))) {
+      continue;  // what the earlier passes left there
+    }
+    // New, or set to None by the user: begin from what is there now.
+    used_[i] = false;
+    bucket.drop_passes(buckets_.slot_of(param_idx));
+    old_[i] = at::Tensor();
+    if (!grad.defined()) continue;
+    const at::Tensor& result = bucket.result();
+    const bool is_ours = result.defined() && grad.is_alias_of(result);
+    old_[i] = is_ours ? grad.detach().clone() : grad.detach();
+  }
+}
+
+void GradTargets::publish_sums(std::vector<bool> used, bool goes_on) {
+  used_ = std::move(used);
+  publish(goes_on);
+}
+
+void GradTargets::publish(bool goes_on) {
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const at::Tensor& target = targets_[i];
+    if (!target.defined()) continue;
+    const int param_idx = static_cast<int>(i);
+    at::Tensor& grad = target.mutable_grad();
+    if (used_[i]) {
+      at::Tensor view =
+          buckets_.of(param_idx).gradient(buckets_.slot_of(param_idx), target);
+      if (old_[i].defined()) {
+        view = goes_on ? view.add(old_[i]) : view.add_(old_[i]);
+      }
+      grad = std::move(view);
+    } else if (old_[i].defined()) {
+      grad = old_[i];  // the bucket it may have been a view of is reused
+    }
+  }
+}
+
+void GradTargets::forget_old() {
+  std::fill(old_.begin(), old_.end(), at::Tensor());
+}
+
+void GradTargets::restore() {
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    if (targets_[i].defined() && (used_[i] || old_[i].defined())) {
+      targets_[i].mutable_grad() = old_[i];
+    }
+  }
+}
+
+}  // namespace smp::gradients

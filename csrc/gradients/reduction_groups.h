@@ -1,0 +1,38 @@
+#pragma once
+
+#include <utility>
+
+#include "csrc/gradients/reducer_options.h"
+
+namespace smp::gradients {
+
+/// Over which ranks a reducer sums, and where these tell each other what hosts
+/// have to know.
+class ReductionGroups {
+ public:
+  /// @param dp       may be null, like a group of one
+  /// @param options  outlives this
+  ReductionGroups(comm::CommunicatorPtr dp, const ReducerOptions& options)
+      : dp_(std::move(dp)), options_(options) {}
+
+  bool has_peers() const { return dp_ && dp_->size() > 1; }
+  /// Sums end in the order of a stream; the host waits for none.
+  bool is_stream_ordered() const {
+    return has_peers() && dp_->is_stream_ordered();
+  }
+  const comm::CommunicatorPtr& all() const { return dp_; }
+  comm::Communicator& control() const {
+    return options_.control ? *options_.control : *dp_;
+  }
+  /// Of the first sum.
+  comm::Communicator& first() const {
+    return options_.is_sharded() ? *options_.sharding->shard : *dp_;
+  }
+  const comm::Patience& patience() const { return options_.patience; }
+
+ private:
+  const comm::CommunicatorPtr dp_;
+  const ReducerOptions& options_;
+};
+
+}  // namespace smp::gradients

@@ -1,0 +1,176 @@
+#include "csrc/gradients/reduction_round.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "csrc/common/check.h"
+
+namespace smp::gradients {
+namespace {
+
+constexpr std::chrono::milliseconds kShortestRoomPatience{1};
+constexpr int kMostOnTheirWay = 1;
+
+// An operation that failed is finished, too; code that needs its result is
+// told.
+bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
+  try {
+    work.wait(limit);
+  } catch (const Error&) {
+    return work.done();
+  }
+  return true;
+}
+
+}  // namespace
+
+void ReductionRound::begin_first(int num_microbatches) {
+  num_microbatches_ = num_microbatches;
+  round_idx_ = 0;
+  begin();
+}
+
+void ReductionRound::begin_next() {
+  ++round_idx_;
+  begin();
+}
+
+void ReductionRound::begin() {
+  is_active_ = false;
+  header_work_ = nullptr;
+  announced_.clear();
+  num_launched_ = num_settled_ = 0;
+  for (const auto& bucket : buckets_) bucket->begin_round();
+}
+
+// Always the first operation of a round, so that a rank without any gradient
+// can find out whether others reduce something, before it takes part. Where
+// each microbatch is a round, it also tells ranks that have more of them. The
+// host reads it, hence it never lies on a device.
+void ReductionRound::launch_header() {
+  if (header_work_) return;
+  std::vector<int64_t> words = {is_active_ ? 1 : 0};
+  if (options_.every_microbatch()) {
+    for (const int64_t word : {num_microbatches_, round_idx_}) {
+      words.insert(words.end(), {word, -word});
+    }
+  }
+  header_ = at::empty({static_cast<int64_t>(words.size())}, at::kLong);
+  std::copy(words.begin(), words.end(), header_.mutable_data_ptr<int64_t>());
+  header_work_ = groups_.control().all_reduce(header_, comm::ReduceOp::kMax);
+}
+
+void ReductionRound::launch_next() {
+  if (groups_.has_peers()) launch_header();
+  buckets_[num_launched_].launch(pass_divisor());
+  ++num_launched_;
+  if (options_.is_sharded() && groups_.is_stream_ordered()) {
+    announced_.push_back(groups_.control().barrier());
+  }
+}
+
+void ReductionRound::launch_rest() {
+  while (has_next()) launch_next();
+}
+
+bool ReductionRound::is_active_anywhere(Lock& lock) {
+  if (!groups_.has_peers()) return is_active_;
+  launch_header();
+  lock.unlock();
+  comm::wait_for(*header_work_, groups_.patience(), groups_.control(),
+                 "begin of the reduction");
+  lock.lock();
+  const auto* words = header_.const_data_ptr<int64_t>();
+  for (int64_t i = 1; i < header_.numel(); i += 2) {
+    SMP_CHECK(words[i] == -words[i + 1], "the ranks of ", groups_.all()->name(),
+              " are at different microbatches: between ", -words[i + 1],
+              " and ", words[i], i == 1 ? " of them in a step" : " are over",
+              "; where gradients are reduced after every microbatch, all ranks "
+              "need equally many");
+  }
+  return words[0] != 0;
+}
+
+bool ReductionRound::is_full() const {
+  return num_launched_ - num_settled_ > kMostOnTheirWay;
+}
+
+// Of a device the host does not wait for the sum but for the hosts of the other
+// ranks: once all have launched it, it ends by itself, and the memory may be
+// taken again by what is computed behind it. Earlier the device could wait for
+// a rank that waits for what this device does next.
+ReductionRound::Waited ReductionRound::await_oldest(Lock& lock) {
+  const int oldest = num_settled_;
+  const comm::WorkPtr work = groups_.is_stream_ordered()
+                                 ? announced_[oldest]
+                                 : buckets_[oldest].work();
+  lock.unlock();
+  const bool is_over = finishes_within(*work, room_patience_);
+  lock.lock();
+  // Shorter each time that it was in vain.
+  room_patience_ = is_over
+                       ? std::min(2 * room_patience_, kLongestRoomPatience)
+                       : std::max(room_patience_ / 2, kShortestRoomPatience);
+  return {oldest, is_over};
+}
+
+void ReductionRound::settle(Waited waited) {
+  if (!groups_.is_stream_ordered()) return settle_finished();
+  if (waited.is_over && num_settled_ == waited.bucket_idx) settle_next();
+}
+
+// With the lock: the host does not wait, or the operation is over.
+void ReductionRound::settle_next() {
+  BucketReduction& bucket = buckets_[num_settled_];
+  comm::follow(*bucket.work(), groups_.patience(), bucket.group(),
+               "reduction of a bucket");
+  bucket.settle();
+  ++num_settled_;
+}
+
+// Moves sums on that need their ranks for it, and takes back the memory of
+// buckets that have been summed meanwhile; they end in the order of their
+// launch.
+void ReductionRound::settle_finished() {
+  while (num_settled_ < num_launched_ &&
+         buckets_[num_settled_].work()->done()) {
+    settle_next();
+  }
+}
+
+void ReductionRound::settle_all(Lock& lock) {
+  for (; num_settled_ < num_launched_; ++num_settled_) {
+    await(num_settled_, lock);
+    buckets_[num_settled_].settle();
+  }
+}
+
+void ReductionRound::reduce_further(Lock& lock) {
+  for (int hop_idx = 0;; ++hop_idx) {
+    bool has_hop = false;
+    for (const auto& bucket : buckets_) {
+      has_hop = bucket->launch_hop(hop_idx) || has_hop;
+    }
+    if (!has_hop) return;
+    for (int b = 0; b < buckets_.size(); ++b) {
+      await(b, lock);
+      buckets_[b].settle();
+    }
+  }
+}
+
+// The lock is not held meanwhile; nothing changes, because no gradient is
+// accepted any more.
+void ReductionRound::await(int bucket_idx, Lock& lock) const {
+  const BucketReduction& bucket = buckets_[bucket_idx];
+  const comm::WorkPtr work = bucket.work();
+  if (!work) return;
+  lock.unlock();
+  comm::follow(*work, groups_.patience(), bucket.group(),
+               detail::concat("reduction of bucket ", bucket_idx, " of ",
+                              buckets_.size()));
+  lock.lock();
+}
+
+}  // namespace smp::gradients
