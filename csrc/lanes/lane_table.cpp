@@ -5,12 +5,6 @@
 #include "csrc/common/check.h"
 
 namespace smp::lanes {
-namespace {
-
-// Smaller tensors are in the message sooner than a lane is told of them.
-constexpr int64_t kMinLaneBytes = 64 << 10;
-
-}  // namespace
 
 LaneTable::LaneTable(const LaneOptions& options, int global_rank,
                      std::shared_ptr<health::FaultBoard> faults,
@@ -28,8 +22,8 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
 bool LaneTable::takes(const at::Tensor& tensor) const {
   if (tensor.device().type() != device_.type()) return false;
   if (tensor.layout() != at::kStrided || tensor.is_quantized()) return false;
-  // The fake one takes all, so that small models show what goes wrong.
-  return static_cast<int64_t>(tensor.nbytes()) > (fake_ ? 0 : kMinLaneBytes);
+  // However few: a copy into the message would wait for the device.
+  return tensor.nbytes() > 0;
 }
 
 Posted LaneTable::post(int dst, const at::Tensor& data, bool is_stable) {
