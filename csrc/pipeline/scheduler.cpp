@@ -1,6 +1,5 @@
 #include "csrc/pipeline/scheduler.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "csrc/common/check.h"
@@ -9,8 +8,6 @@
 
 namespace smp::pipeline {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
@@ -21,11 +18,9 @@ Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
                      Timeline* timeline, mailbox::Mailbox* mailbox,
                      std::shared_ptr<memory::DeviceMeter> meter)
     : threads_(threads),
-      device_(device),
-      timeline_(timeline),
       mailbox_(mailbox),
-      meter_(std::move(meter)),
-      generators_(device) {
+      device_(device, std::move(meter)),
+      baton_(timeline) {
   threads_->set_idle_probe([this] { return baton_is_free(); });
 }
 
@@ -34,21 +29,17 @@ void Scheduler::begin_step(const StepOptions& options) {
   SMP_ASSERT(!in_step_ && contexts_.empty(), "begin_step inside a step");
   choice_.begin_step(options);
   in_step_ = true;
-  stream_ = memory::current_stream(device_);
+  device_.begin_step();
   cancel_reason_ = nullptr;
-  idle_since_ = Clock::now();
-  if (is_recorded()) {
-    timeline_->begin_step(options.step, options.num_microbatches);
-  }
+  baton_.begin_step(options.step, options.num_microbatches);
 }
 
 void Scheduler::end_step() {
   Lock lock(mutex_);
-  SMP_ASSERT(contexts_.empty() && !running_,
+  SMP_ASSERT(contexts_.empty() && !baton_.holder(),
              "a step ended with work left: ", contexts_.size(), " contexts");
-  if (in_step_) stats_.idle_ns += (Clock::now() - idle_since_).count();
+  if (in_step_) baton_.end_step();
   in_step_ = false;
-  if (is_recorded()) timeline_->end_step();
 }
 
 void Scheduler::add_body(int mb, std::string where, uint64_t seed,
@@ -100,45 +91,26 @@ void Scheduler::skip_action(const Action& action) {
   dispatch_locked();
 }
 
-void Scheduler::start_locked(Context* context) {
-  running_ = context;
-  if (is_recorded()) {
-    const auto [awaited, rank] = reason_of(*context);
-    timeline_->begin_run(context->key, awaited, rank);
-  }
-  turn_began_ = Clock::now();
-  stats_.idle_ns += (turn_began_ - idle_since_).count();
-  ++stats_.num_switches;
-  choice_.note_turn(*context);
-  if (context->state == Context::State::kNotStarted) ++stats_.num_contexts;
-}
-
 void Scheduler::dispatch_locked() {
-  if (running_ || !in_step_ || cancel_reason_) return;
+  if (baton_.holder() || !in_step_ || cancel_reason_) return;
   if (Context* chosen = choice_.take_next()) switch_to_locked(chosen);
 }
 
 void Scheduler::switch_to_locked(Context* chosen) {
-  const bool is_new = chosen->state == Context::State::kNotStarted;
-  start_locked(chosen);
-  chosen->state = Context::State::kRunning;
-  if (is_new) {
+  if (begin_turn_locked(chosen)) {
     threads_->run([this, chosen] { run_context(chosen); });
   } else {
     resume_locked(*chosen);
   }
 }
 
-void Scheduler::end_turn_locked() {
-  running_ = nullptr;
-  if (is_recorded()) timeline_->end_run();
-  idle_since_ = Clock::now();
-  longest_turn_ = std::max<std::chrono::nanoseconds>(longest_turn_,
-                                                     idle_since_ - turn_began_);
+bool Scheduler::begin_turn_locked(Context* chosen) {
+  choice_.note_turn(*chosen);
+  return baton_.give_to(chosen);
 }
 
 void Scheduler::release_baton_locked() {
-  end_turn_locked();
+  baton_.take_back();
   dispatch_locked();
 }
 
@@ -186,7 +158,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
                                  int waits_for_rank) {
   Context* context = current_context();
   SMP_ASSERT(context, "wait outside a context");
-  mark_device();
+  device_.end_turn();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   // Under an agreed order every wait is a turn, whether or not the answer was
@@ -198,34 +170,28 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
   if (slot.message) {
     make_ready_locked(context);
   } else {
-    context->state = Context::State::kSuspended;
-    context->waits_for = waits_for;
-    context->waits_for_rank = waits_for_rank;
-    context->waits_since_ns = is_recorded() ? Timeline::now_ns() : 0;
+    baton_.note_wait(*context, waits_for, waits_for_rank);
     slot.waiter = context;
   }
   release_baton_locked();
   wait_for_baton(lock, context);
   slot.waiter = nullptr;
   throw_if_cancelled_locked();
-  generators_.give_to(*context);
+  device_.generators().give_to(*context);
   return std::move(*slot.message);
 }
 
 void Scheduler::enter_phase(Phase phase) {
   Context* context = current_context();
   SMP_ASSERT(context, "enter_phase outside a context");
-  mark_device();
+  device_.end_turn();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
   context->key.phase = phase;
   if (phase == Phase::kBackward && choice_.may_begin_backward(kItsTurn)) {
     ++context->key.resume;
-    if (is_recorded()) {
-      timeline_->end_run();
-      timeline_->begin_run(context->key, kItsTurn, -1);
-    }
+    baton_.begin_next_task(kItsTurn);
     return;
   }
   ++context->key.resume;
@@ -235,18 +201,14 @@ void Scheduler::enter_phase(Phase phase) {
   release_baton_locked();
   wait_for_baton(lock, context);
   throw_if_cancelled_locked();
-  generators_.give_to(*context);
+  device_.generators().give_to(*context);
 }
 
 void Scheduler::fill(Slot& slot, mailbox::Message message) {
   Lock lock(mutex_);
   slot.message = std::move(message);
   if (slot.waiter && slot.waiter->state == Context::State::kSuspended) {
-    const Context& waiter = *slot.waiter;
-    if (is_recorded()) {
-      timeline_->record_wait(waiter.key, waiter.waits_since_ns,
-                             waiter.waits_for, waiter.waits_for_rank);
-    }
+    baton_.note_answer(*slot.waiter);
     make_ready_locked(slot.waiter);
     dispatch_locked();
   }
@@ -288,10 +250,10 @@ void Scheduler::run_context(Context* context) {
           {choice_.options().step, static_cast<int>(context->key.mb)});
       {
         Lock lock(mutex_);
-        generators_.give_to(*context);
+        device_.generators().give_to(*context);
       }
       context->work();
-      mark_device();
+      device_.end_turn();
     } catch (...) {
       std::exception_ptr error = std::current_exception();
       if (error_sink_) error_sink_(*context, error);
@@ -308,23 +270,18 @@ void Scheduler::run_context(Context* context) {
 Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
-  generators_.forget(*context);
+  device_.generators().forget(*context);
   choice_.note_end(*context);
-  const bool held_baton = running_ == context;
+  const bool held_baton = baton_.holder() == context;
   contexts_.erase(context);
   Context* next = nullptr;
   if (held_baton) {
-    end_turn_locked();
+    baton_.take_back();
     if (in_step_ && !cancel_reason_) next = choice_.take_next();
   }
-  if (next) {
-    const bool is_new = next->state == Context::State::kNotStarted;
-    start_locked(next);
-    next->state = Context::State::kRunning;
-    if (!is_new) {
-      resume_locked(*next);
-      next = nullptr;
-    }
+  if (next && !begin_turn_locked(next)) {
+    resume_locked(*next);
+    next = nullptr;
   }
   if (contexts_.empty()) {
     idle_.notify_all();
@@ -336,7 +293,7 @@ Context* Scheduler::finish(Context* context) {
 
 std::string Scheduler::run_held_back() {
   Lock lock(mutex_);
-  if (running_ || !in_step_ || cancel_reason_) return {};
+  if (baton_.holder() || !in_step_ || cancel_reason_) return {};
   Context* chosen = choice_.take_held_back();
   if (!chosen) return {};
   std::string what = chosen->where;
@@ -361,12 +318,12 @@ std::exception_ptr Scheduler::cancel_reason() const {
 
 bool Scheduler::baton_is_free() const {
   Lock lock(mutex_);
-  return running_ == nullptr;
+  return baton_.holder() == nullptr;
 }
 
 std::optional<c10::Stream> Scheduler::stream() const {
   Lock lock(mutex_);
-  return stream_;
+  return device_.stream();
 }
 
 std::vector<int> Scheduler::awaited_ranks() const {
@@ -393,12 +350,12 @@ std::string Scheduler::describe() const {
 
 Scheduler::Stats Scheduler::stats() const {
   Lock lock(mutex_);
-  return stats_;
+  return baton_.stats();
 }
 
 std::chrono::nanoseconds Scheduler::longest_turn() const {
   Lock lock(mutex_);
-  return longest_turn_;
+  return baton_.longest_turn();
 }
 
 std::string Scheduler::executed_actions() const {

@@ -17,10 +17,10 @@
 
 #include "csrc/mailbox/mailbox.h"
 #include "csrc/memory/device_meter.h"
-#include "csrc/pipeline/context_generators.h"
+#include "csrc/pipeline/baton.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/step_device.h"
 #include "csrc/pipeline/task_choice.h"
-#include "csrc/pipeline/timeline.h"
 
 namespace smp::pipeline {
 
@@ -29,12 +29,7 @@ namespace smp::pipeline {
 /// a context ready while it is free, asks the policy and wakes the chosen one.
 class Scheduler {
  public:
-  struct Stats {
-    int64_t idle_ns = 0;       ///< within steps, while no context could run
-    int64_t num_contexts = 0;  ///< started
-    int64_t num_switches = 0;  ///< baton passed to another context
-  };
-
+  using Stats = Baton::Stats;
   using ErrorSink =
       std::function<void(const Context&, const std::exception_ptr&)>;
 
@@ -127,24 +122,16 @@ class Scheduler {
   void make_ready_locked(Context* context);
   void switch_to_locked(Context* chosen);
   void dispatch_locked();
-  void start_locked(Context* context);
-  bool is_recorded() const { return timeline_ && timeline_->is_on(); }
-  void end_turn_locked();
+  bool begin_turn_locked(Context* chosen);
   void release_baton_locked();
   void wait_for_baton(Lock& lock, Context* context);
   void resume_locked(Context& context);
   void run_context(Context* context);
   Context* finish(Context* context);
   void throw_if_cancelled_locked() const;
-  void mark_device() const {
-    if (meter_) meter_->mark();
-  }
 
   ContextThreads* const threads_;
-  const c10::Device device_;
-  Timeline* const timeline_;
   mailbox::Mailbox* const mailbox_;
-  const std::shared_ptr<memory::DeviceMeter> meter_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;
 
@@ -152,15 +139,10 @@ class Scheduler {
   std::condition_variable idle_;
   TaskChoice choice_;
   bool in_step_ = false;
-  std::optional<c10::Stream> stream_;  // of the step that began last
   std::unordered_map<Context*, std::unique_ptr<Context>> contexts_;
-  Context* running_ = nullptr;
-  ContextGenerators generators_;
+  StepDevice device_;
+  Baton baton_;
   std::exception_ptr cancel_reason_;
-  std::chrono::nanoseconds longest_turn_{0};
-  std::chrono::steady_clock::time_point turn_began_;
-  Stats stats_;
-  std::chrono::steady_clock::time_point idle_since_;
 };
 
 }  // namespace smp::pipeline
