@@ -1,5 +1,5 @@
 # SMP_CUDA=auto|on|off decides which files of csrc/kernels are compiled:
-# cuda/*.cu, or no_cuda.cpp. Sets SMP_HAS_CUDA.
+# cuda/*.cu, or no_cuda.cpp, and of csrc/lanes. Sets SMP_HAS_CUDA.
 
 set(SMP_CUDA auto CACHE STRING "compile CUDA kernels: auto, on or off")
 set(SMP_CUDA_ARCHITECTURES 90 CACHE STRING "list such as 80;90")
@@ -19,6 +19,7 @@ if(NOT SMP_CUDA STREQUAL "off" AND NOT SMP_SANITIZE)
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
     set(SMP_HAS_CUDA ON)
   elseif(SMP_CUDA STREQUAL "on")
     message(FATAL_ERROR "SMP_CUDA=on but nvcc was not found; put it on PATH "

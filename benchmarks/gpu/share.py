@@ -1,4 +1,4 @@
-"""Part `share`: two pipeline ranks on one GPU, and what a hop of 134 MB between them takes."""
+"""Part `share`: two pipeline ranks on one GPU, and what a hop of 134 MB over each lane takes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Sizes:
 
 
 TINY = Sizes(2, 8, 16, 4, 2)
+#: The safe one first: what it has measured stays if the other one fails.
+LANES = ("host", "ipc")
 
 
 class Scale(nn.Module):
@@ -108,18 +110,18 @@ def train(rank: int, sizes: Sizes, num_stages: int) -> dict[str, Any]:
     return result
 
 
-def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any]) -> None:
-    """Two ranks, over what smp takes for tensors of a device."""
-    variables = variables_of(figures.device.kind)
+def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any], lane: str) -> None:
+    """Two ranks, whose tensors take ``lane``."""
+    variables = variables_of(figures.device.kind) | lane_variables(lane, figures.device.is_dry)
     limit_s = min(120.0, figures.left_s() - 5.0)
     two = results_of(run_ranks(train, 2, [sizes, 2], limit_s, lambda rank: variables))
     for way, num_hops in (("forward", 1), ("backward", 2)):
         same = two[0][f"{way} losses"] == alone[f"{way} losses"]
-        name = f"{way}: losses other than in one process"
+        name = f"{way}, {lane}: losses other than in one process"
         figures.add(name, int(not same), "", bound=Limit(most=0))
         hop = (two[0][way] - alone[way]) / sizes.microbatches / num_hops
         figures.add(
-            f"{way}: a hop of {sizes.hop_bytes / 1e6:.0f} MB",
+            f"{way}: a hop of {sizes.hop_bytes / 1e6:.0f} MB over {lane}",
             hop * 1e3,
             "ms",
             note=rate(sizes.hop_bytes, hop),
@@ -129,7 +131,14 @@ def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any]) -> None:
         )
     grads = sorted(two[0]["grads"] + two[1]["grads"])
     same = grads == alone["grads"] and len(grads) == 2
-    figures.add("gradients other than in one process", int(not same), "", bound=Limit(most=0))
+    name = f"{lane}: gradients other than in one process"
+    figures.add(name, int(not same), "", bound=Limit(most=0))
+    sent, missed = (
+        sum(rank["stats"][name] for rank in two for name in names)
+        for names in (("lane_tensors_sent",), ("lane_times_full", "lane_times_too_large"))
+    )
+    figures.add(f"{lane}: tensors sent", sent, "", bound=Limit(least=1))
+    figures.add(f"{lane}: of them with no free slot", missed, "")
 
 
 def rate(hop_bytes: int, seconds: float) -> str:
@@ -144,8 +153,16 @@ def variables_of(kind: str) -> dict[str, str]:
     return {"SMP_DEVICE": kind, "SMP_SHARE_GPU": "1", "SMP_CHECK_FIRST_STEP": "0"}
 
 
+def lane_variables(lane: str, is_dry: bool) -> dict[str, str]:
+    """Of a rank whose tensors take ``lane``. A dry run has what stands for it on the CPU."""
+    if not is_dry:
+        return {"SMP_LANE": lane}
+    return {"SMP_TEST_LANES": "1:100:4:ring", "SMP_LANE": lane}
+
+
 def body(figures: Figures) -> None:
     sizes = TINY if figures.device.is_dry else Sizes()
     variables = variables_of(figures.device.kind)
     [alone] = results_of(run_ranks(train, 1, [sizes, 1], 120.0, lambda rank: variables))
-    measure(figures, sizes, alone)
+    for lane in LANES:
+        measure(figures, sizes, alone, lane)

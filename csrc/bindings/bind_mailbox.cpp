@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -35,10 +36,35 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
                                       std::shared_ptr<FaultBoard> board,
                                       const shm::SharedMemoryPtr& shared_memory,
-                                      const std::string& device) {
-  return end_without_gil(
-      new Mailbox(std::move(world), std::move(board), shared_memory,
-                  lanes::LaneOptions{.device = c10::Device(device)}));
+                                      const std::string& device,
+                                      const std::string& machine,
+                                      const std::string& lane,
+                                      int64_t slot_bytes, double timeout_s) {
+  lanes::LaneOptions options;
+  options.device = c10::Device(device);
+  options.mode = lane;
+  options.machine = machine;
+  options.ring.slot_bytes = slot_bytes;
+  options.timeout = to_ms(timeout_s);
+  py::gil_scoped_release release;
+  return end_without_gil(new Mailbox(std::move(world), std::move(board),
+                                     shared_memory, std::move(options)));
+}
+
+// The lane of each pair, by source and destination.
+std::vector<std::tuple<int, int, std::string, std::string>> mailbox_lanes(
+    const Mailbox& mailbox) {
+  const lanes::LaneChoices choices = mailbox.lanes();
+  std::vector<std::tuple<int, int, std::string, std::string>> result;
+  for (size_t src = 0; src < choices.size(); ++src) {
+    for (size_t dst = 0; dst < choices.size(); ++dst) {
+      if (src == dst) continue;
+      const lanes::LaneChoice& one = choices[src][dst];
+      result.emplace_back(static_cast<int>(src), static_cast<int>(dst),
+                          lanes::name_of(one.kind), one.reason);
+    }
+  }
+  return result;
 }
 
 void add_traffic(py::dict& result, const std::string& prefix,
@@ -61,6 +87,7 @@ py::dict mailbox_stats(const Mailbox& mailbox) {
   result["lane_bytes_sent"] = stats.lanes.bytes_sent;
   result["lane_tensors_received"] = stats.lanes.tensors_received;
   result["lane_times_full"] = stats.lanes.times_full;
+  result["lane_times_too_large"] = stats.lanes.times_too_large;
   return result;
 }
 
@@ -72,10 +99,11 @@ std::shared_ptr<LinkProbe> make_probe(std::shared_ptr<Mailbox> mailbox,
 std::vector<std::pair<double, double>> probe_link(LinkProbe& probe, int peer,
                                                   int64_t num_bytes,
                                                   int64_t repeats,
-                                                  double timeout_s) {
+                                                  double timeout_s,
+                                                  const std::string& device) {
   std::vector<std::pair<double, double>> result;
-  for (const LinkProbe::Sample& sample :
-       probe.measure(peer, num_bytes, repeats, to_ms(timeout_s))) {
+  for (const LinkProbe::Sample& sample : probe.measure(
+           peer, num_bytes, repeats, to_ms(timeout_s), c10::Device(device))) {
     result.emplace_back(static_cast<double>(sample.one_way_ns) * 1e-9,
                         static_cast<double>(sample.round_trip_ns) * 1e-9);
   }
@@ -114,8 +142,14 @@ void bind_messages(py::module_& m) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(
       m, "Mailbox", "Messages of all channels between all ranks.")
       .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"),
-           py::arg("shared_memory") = nullptr, py::arg("device") = "cpu")
+           py::arg("shared_memory") = nullptr, py::arg("device") = "cpu",
+           py::kw_only(), py::arg("machine") = "", py::arg("lane") = "auto",
+           py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
+           py::arg("timeout_s") = 1800.0)
       .def("stats", &mailbox_stats)
+      .def("lanes", &mailbox_lanes,
+           "(source, destination, lane, why) of each pair of ranks; empty "
+           "where tensors travel in messages.")
       .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)
       .def(
@@ -131,7 +165,7 @@ void bind_messages(py::module_& m) {
       .def(py::init(&make_probe), py::arg("mailbox"), py::arg("board"))
       .def("measure", &probe_link, release_gil(), py::arg("peer"),
            py::arg("num_bytes"), py::arg("repeats"),
-           py::arg("timeout_s") = 60.0,
+           py::arg("timeout_s") = 60.0, py::arg("device") = "cpu",
            "(one way, round trip) in seconds of each message; the peer has a "
            "probe too.");
 }

@@ -42,26 +42,6 @@ int64_t hash_of(std::string_view text) {
   return static_cast<int64_t>(hash);
 }
 
-// The text of every rank, by group rank.
-std::vector<std::string> gather_texts(Communicator& group,
-                                      const std::string& text,
-                                      const Patience& patience,
-                                      const std::string& what) {
-  const auto max_bytes = agree_on_maxima(
-      group, {static_cast<int64_t>(text.size())}, patience, what)[0];
-  const at::Tensor mine = at::zeros({max_bytes}, at::kByte);
-  std::memcpy(mine.mutable_data_ptr(), text.data(), text.size());
-  const at::Tensor all = at::empty({group.size() * max_bytes}, at::kByte);
-  wait_for(*group.all_gather(all, mine), patience, group, what);
-  const auto* data = static_cast<const char*>(all.const_data_ptr());
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const char* begin = data + rank * max_bytes;
-    texts.emplace_back(begin, std::find(begin, begin + max_bytes, '\0'));
-  }
-  return texts;
-}
-
 // "line 4: X, but Y on group rank 2"; texts differ somewhere.
 std::string first_difference(const std::vector<std::string>& texts) {
   auto differs = std::find_if(texts.begin(), texts.end(),
@@ -91,6 +71,30 @@ std::vector<int64_t> agree_on_maxima(Communicator& group,
   return to_vector(tensor);
 }
 
+std::vector<std::string> gather_bytes(Communicator& group,
+                                      const std::string& bytes,
+                                      const Patience& patience,
+                                      const std::string& what) {
+  const auto size = static_cast<int64_t>(bytes.size());
+  const int64_t part_bytes = static_cast<int64_t>(sizeof(size)) +
+                             agree_on_maxima(group, {size}, patience, what)[0];
+  const at::Tensor mine = at::zeros({part_bytes}, at::kByte);
+  auto* const begin = static_cast<char*>(mine.mutable_data_ptr());
+  std::memcpy(begin, &size, sizeof(size));
+  std::memcpy(begin + sizeof(size), bytes.data(), bytes.size());
+  const at::Tensor all = at::empty({group.size() * part_bytes}, at::kByte);
+  wait_for(*group.all_gather(all, mine), patience, group, what);
+  const auto* part = static_cast<const char*>(all.const_data_ptr());
+  std::vector<std::string> result;
+  for (int rank = 0; rank < group.size(); ++rank, part += part_bytes) {
+    int64_t others_size = 0;
+    std::memcpy(&others_size, part, sizeof(others_size));
+    result.emplace_back(part + sizeof(others_size),
+                        static_cast<size_t>(others_size));
+  }
+  return result;
+}
+
 at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
                           const Patience& patience, const std::string& what) {
   SMP_CHECK_VALUE(numbers.dim() == 1, what, ": expected numbers in one dim, ",
@@ -112,7 +116,7 @@ void require_equal_lines(Communicator& group,
   const std::string words = "comparison of the " + what;
   const auto maxima = agree_on_maxima(group, {hash, ~hash}, patience, words);
   if (maxima[0] == ~maxima[1]) return;
-  const auto texts = gather_texts(group, text, patience, words);
+  const auto texts = gather_bytes(group, text, patience, words);
   SMP_CHECK_VALUE(false, "the ranks of ", group.name(), " disagree on the ",
                   what, ": ", first_difference(texts),
                   "; build the same model with the same arguments on every "

@@ -19,6 +19,13 @@ std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const Patience& patience,
                                      const std::string& what);
 
+/// A byte string of every rank, by group rank; any sizes. Collective.
+/// @param group  of the host
+std::vector<std::string> gather_bytes(Communicator& group,
+                                      const std::string& bytes,
+                                      const Patience& patience,
+                                      const std::string& what);
+
 /// Numbers of all ranks, by group rank: [size, n] of [n], on the same device.
 /// The host does not wait for a device. Collective.
 at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,

@@ -11,8 +11,12 @@ namespace smp::lanes {
 enum class LaneKind : uint8_t {
   kHost = 1,  ///< through memory of both hosts
   kFake = 2,  ///< of tests: data that come late, on the CPU
+  kIpc = 3,   ///< device memory that two processes of one host map
 };
-inline constexpr int kMaxLaneKind = 2;
+inline constexpr int kMaxLaneKind = 3;
+
+/// Whether messages carry the data of its tensors.
+inline bool is_in_messages(LaneKind kind) { return kind != LaneKind::kIpc; }
 
 /// What a message says in place of a tensor that travels over a lane.
 struct Descriptor {
@@ -38,6 +42,8 @@ struct LaneCounters {
   int64_t tensors_received = 0;
   /// Of those sent: found no free slot, so that the host lane took them.
   int64_t times_full = 0;
+  /// Likewise: larger than a slot.
+  int64_t times_too_large = 0;
 };
 
 }  // namespace smp::lanes

@@ -8,27 +8,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
+#include "csrc/lanes/fake_times.h"
 #include "csrc/lanes/slot_ring.h"
 
 namespace smp::lanes {
-
-/// Of a FakeLane. The environment gives one to a process:
-/// SMP_TEST_LANES="<seed>:<max_us>:<slots>".
-struct FakeOptions {
-  uint64_t seed = 0;
-  int64_t max_us = 0;  ///< a copy ends at most that late
-  int num_slots = 4;   ///< for the tensors that one rank has in flight
-  /// After so many copies of a rank none ends any more; -1: all end.
-  int64_t num_ending = -1;
-
-  /// @throws ValueError when the variable is set to something else
-  static std::optional<FakeOptions> from_environment();
-};
 
 /// A lane of CPU tensors for tests, as hasty as one of devices: on both sides a
 /// thread copies after a random time, so that copies end in any order, and the
@@ -50,9 +37,8 @@ class FakeLane final : public DeviceLane {
 
  private:
   using Clock = std::chrono::steady_clock;
-  class CopyEvent;
   struct Copy {
-    std::shared_ptr<CopyEvent> end;
+    std::shared_ptr<LateEvent> end;
     std::function<void()> run;
   };
 
@@ -65,12 +51,11 @@ class FakeLane final : public DeviceLane {
   const SendReceipt receipts_;
   SlotRing slots_;
   ArrivalOrder arrivals_;
-  uint64_t random_;
 
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;
-  int64_t num_copies_ = 0;
+  CopyTimes times_;  // with `mutex_`
   std::multimap<Clock::time_point, Copy> copies_;
   std::thread thread_;
 };

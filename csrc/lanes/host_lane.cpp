@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/lanes/plain_tensor.h"
 
 namespace smp::lanes {
 namespace {
@@ -17,11 +18,6 @@ at::Tensor page_locked(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype).pinned_memory(true));
 }
 
-// The numbers as they lie in memory, in the usual order, on the same device.
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
-
 }  // namespace
 
 HostLane::HostLane(c10::Device device)
@@ -30,10 +26,7 @@ HostLane::HostLane(c10::Device device)
 std::optional<Posted> HostLane::post(int /*dst*/, const at::Tensor& source,
                                      bool is_stable) {
   const at::AutoGradMode no_grad(false);
-  at::Tensor data = plain(source);
-  // A copy on the device takes a tenth of the way to the host: the stream of
-  // the caller, who may write to the tensor, need not wait for that.
-  if (!is_stable && data.is_alias_of(source)) data = data.clone();
+  at::Tensor data = own_plain_tensor(source, is_stable);
   Posted posted;
   posted.descriptor.lane = LaneKind::kHost;
   posted.descriptor.num_bytes = static_cast<int64_t>(data.nbytes());

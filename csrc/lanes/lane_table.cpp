@@ -3,20 +3,59 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
+#include "csrc/lanes/fake_copies.h"
 
 namespace smp::lanes {
+namespace {
+
+// A slot that holds fewer bytes is missing for a large tensor.
+constexpr int64_t kMinSlotBytes = 64 << 10;
+
+}  // namespace
 
 LaneTable::LaneTable(const LaneOptions& options, int global_rank,
                      std::shared_ptr<health::FaultBoard> faults,
                      DeviceLane::SendReceipt receipts)
-    : device_(options.device), host_(options.device) {
-  SMP_CHECK_VALUE(!options.fake || device_.is_cpu(),
+    : options_(options),
+      device_(options.device),
+      global_rank_(global_rank),
+      host_(options.device) {
+  const auto& fake = options.fake;
+  SMP_CHECK_VALUE(!fake || device_.is_cpu(),
                   "a fake lane carries tensors of the CPU, this rank works on ",
                   device_, "; unset SMP_TEST_LANES");
-  if (options.fake) {
-    fake_ = std::make_unique<FakeLane>(*options.fake, global_rank,
-                                       std::move(faults), std::move(receipts));
+  std::unique_ptr<DeviceCopies> copies;
+  RingOptions ring = options.ring;
+  if (fake && fake->has_ring) {
+    ring = {.num_slots = fake->num_slots, .slot_bytes = fake->slot_bytes};
+    copies = make_fake_copies(*fake, global_rank, faults);
+  } else if (fake) {
+    fake_ = std::make_unique<FakeLane>(*fake, global_rank, std::move(faults),
+                                       std::move(receipts));
+  } else if (options.mode != "host") {
+    copies = make_cuda_copies(device_, why_no_ipc_);
   }
+  if (copies) {
+    ipc_ = std::make_unique<IpcLane>(std::move(copies), ring, global_rank,
+                                     std::move(faults), std::move(receipts));
+  }
+}
+
+void LaneTable::agree(const LaneExchange& exchange) {
+  LaneFacts own{.mode = options_.mode,
+                .machine = options_.machine,
+                .why_not = why_no_ipc_,
+                .slot_bytes = options_.ring.slot_bytes};
+  try {
+    if (ipc_) {
+      own.device = ipc_->copies().device_name();
+      own.reachable = ipc_->copies().reachable();
+    }
+  } catch (const Error& error) {
+    own.why_not = error.what();
+  }
+  choices_ = agree_on_lanes(own, global_rank_, ipc_.get(), exchange);
 }
 
 bool LaneTable::takes(const at::Tensor& tensor) const {
@@ -27,23 +66,60 @@ bool LaneTable::takes(const at::Tensor& tensor) const {
 }
 
 Posted LaneTable::post(int dst, const at::Tensor& data, bool is_stable) {
-  std::optional<Posted> posted;
-  if (fake_) {
-    posted = fake_->post(dst, data, is_stable);
-    if (!posted) ++times_full_;
-  }
+  std::optional<Posted> posted = post_to_device(dst, data, is_stable);
   if (!posted) posted = host_.post(dst, data, is_stable);
   ++tensors_sent_;
   bytes_sent_ += posted->descriptor.num_bytes;
   return *std::move(posted);
 }
 
+// Over a lane with slots, if there is one to `dst`, room, and enough to carry.
+std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
+                                                bool is_stable) {
+  DeviceLane* lane = fake_.get();
+  if (ipc_ && ipc_->reaches(dst)) {
+    lane = ipc_.get();
+    const auto num_bytes = static_cast<int64_t>(data.nbytes());
+    // Those of tests take all, so that small models show what goes wrong.
+    if (num_bytes < kMinSlotBytes && !options_.fake) return std::nullopt;
+    if (!ipc_->fits(num_bytes)) {
+      if (times_too_large_++ == 0) tell_too_large(num_bytes);
+      return std::nullopt;
+    }
+  }
+  if (lane == nullptr) return std::nullopt;
+  std::optional<Posted> posted = lane->post(dst, data, is_stable);
+  if (!posted) ++times_full_;
+  return posted;
+}
+
+void LaneTable::tell_too_large(int64_t num_bytes) {
+  if (options_.fake) return;
+  SMP_LOG(kWarning, "a tensor of ", num_bytes,
+          " bytes for another rank is larger than a slot between devices (",
+          options_.ring.slot_bytes,
+          " bytes) and goes through the host, which is slower, as do all such "
+          "tensors; set SMP_LANE_SLOT_MB to ",
+          (num_bytes + (1 << 20) - 1) >> 20, " or more");
+}
+
 DeviceLane& LaneTable::lane_of(LaneKind kind) {
-  if (kind == LaneKind::kHost) return host_;
-  SMP_CHECK(fake_,
-            "a tensor comes over a fake lane, which this rank does not "
-            "have; set SMP_TEST_LANES on all ranks or on none");
-  return *fake_;
+  switch (kind) {
+    case LaneKind::kHost:
+      return host_;
+    case LaneKind::kFake:
+      SMP_CHECK(fake_,
+                "a tensor comes over a fake lane, which this rank does not "
+                "have; set SMP_TEST_LANES on all ranks or on none");
+      return *fake_;
+    case LaneKind::kIpc:
+      SMP_CHECK(ipc_,
+                "a tensor comes through memory of another rank's device, which "
+                "this rank has not mapped; ranks that run different versions "
+                "of smp cannot work together");
+      return *ipc_;
+  }
+  SMP_ASSERT(false, "lane kind ", static_cast<int>(kind));
 }
 
 at::Tensor LaneTable::new_payload(const Descriptor& descriptor) {
@@ -63,10 +139,12 @@ void LaneTable::acknowledge(int src, const Receipt& receipt) {
 void LaneTable::stop() {
   host_.stop();
   if (fake_) fake_->stop();
+  if (ipc_) ipc_->stop();
 }
 
 LaneCounters LaneTable::counters() const {
-  return {tensors_sent_, bytes_sent_, tensors_received_, times_full_};
+  return {tensors_sent_, bytes_sent_, tensors_received_, times_full_,
+          times_too_large_};
 }
 
 }  // namespace smp::lanes

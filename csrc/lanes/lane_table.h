@@ -4,23 +4,35 @@
 #include <c10/core/Device.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
 #include "csrc/lanes/fake_lane.h"
 #include "csrc/lanes/host_lane.h"
+#include "csrc/lanes/ipc_lane.h"
+#include "csrc/lanes/lane_choice.h"
 
 namespace smp::lanes {
 
 struct LaneOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
   std::optional<FakeOptions> fake = {};                    ///< for tests
+  std::string mode = "auto";                               ///< SMP_LANE
+  std::string machine = {};  ///< equal on ranks of one host
+  RingOptions ring = {};
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
 
   /// Tensors of GPUs use them; all others travel in messages.
   bool has_lanes() const { return fake.has_value() || device.is_cuda(); }
+  /// Whether ranks have to agree on them (`LaneTable::agree`).
+  bool needs_agreement() const {
+    return fake ? fake->has_ring : device.is_cuda();
+  }
 };
 
 /// The lanes of one rank: which tensors they take, and which one takes them.
@@ -30,6 +42,13 @@ class LaneTable {
   LaneTable(const LaneOptions& options, int global_rank,
             std::shared_ptr<health::FaultBoard> faults,
             DeviceLane::SendReceipt receipts);
+
+  /// Opens what this rank and others can use together; collective, before the
+  /// first message. Without it everything goes through the host.
+  /// @throws ValueError when SMP_LANE demands what cannot be, on all ranks
+  void agree(const LaneExchange& exchange);
+  /// What was agreed on; empty before.
+  const LaneChoices& choices() const { return choices_; }
 
   /// Whether a tensor that is sent to another rank leaves its message.
   bool takes(const at::Tensor& tensor) const;
@@ -45,14 +64,23 @@ class LaneTable {
 
  private:
   DeviceLane& lane_of(LaneKind kind);
+  std::optional<Posted> post_to_device(int dst, const at::Tensor& data,
+                                       bool is_stable);
+  void tell_too_large(int64_t num_bytes);
 
+  const LaneOptions options_;
   const c10::Device device_;
+  const int global_rank_;
   HostLane host_;
   std::unique_ptr<FakeLane> fake_;  // null: there is none
+  std::unique_ptr<IpcLane> ipc_;    // likewise
+  std::string why_no_ipc_;
+  LaneChoices choices_;
   std::atomic<int64_t> tensors_sent_{0};
   std::atomic<int64_t> bytes_sent_{0};
   std::atomic<int64_t> tensors_received_{0};
   std::atomic<int64_t> times_full_{0};
+  std::atomic<int64_t> times_too_large_{0};
 };
 
 }  // namespace smp::lanes

@@ -18,6 +18,11 @@ namespace {
 // How often the sending thread asks for the end of a copy.
 constexpr std::chrono::microseconds kAskEvery{50};
 
+// Whose tensors leave their messages; probes measure what the others take.
+bool has_lanes(Channel channel) {
+  return channel == Channel::kPipeline || channel == Channel::kProbe;
+}
+
 // For a message that waits, whose sender may write to its tensors meanwhile.
 void copy_tensors(Message& message) {
   const at::AutoGradMode no_grad(false);
@@ -46,7 +51,9 @@ LanePosts::LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
              }),
       sender_([this] { send_waiting(); }) {}
 
-LanePosts::~LanePosts() = default;
+LanePosts::~LanePosts() {
+  if (sender_.joinable()) stop();  // no mailbox came to be
+}
 
 // ----------------------------------------------------------------- sending
 
@@ -60,7 +67,7 @@ void LanePosts::post(int dst, Message message) {
   std::lock_guard order(peer.order);
   Waiting waiting{std::move(message), {}};
   for (MessageTensor& tensor : waiting.message.tensors) {
-    if (waiting.message.channel != Channel::kPipeline) break;
+    if (!has_lanes(waiting.message.channel)) break;
     if (!tensor.data.defined() || !table_.takes(tensor.data)) continue;
     lanes::Posted posted = table_.post(dst, tensor.data, tensor.is_stable);
     tensor.lane =

@@ -28,7 +28,7 @@ class LanePosts {
 
   LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
             int world_size, Send send);
-  ~LanePosts();  // after `stop`
+  ~LanePosts();
 
   /// Mailbox's contract; in the order of posts to each rank.
   void post(int dst, Message message);

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "csrc/common/check.h"
@@ -51,21 +52,39 @@ void LinkProbe::handle(Message&& message) {
     mailbox_->post(message.source_rank, std::move(message));
     return;
   }
+  memory::Mark mark;
+  if (!message.tensors.empty()) mark = message.tensors[0].mark;
   std::lock_guard lock(mutex_);
-  samples_.push_back({fields[kOneWay], now - fields[kPosted]});
+  answers_.push_back({{fields[kOneWay], now - fields[kPosted]},
+                      std::move(mark),
+                      fields[kPosted]});
   changed_.notify_all();
+}
+
+// The host looks at the device: nothing is computed meanwhile.
+LinkProbe::Sample LinkProbe::end_of(const Answer& answer) const {
+  Sample sample = answer.sample;
+  if (!answer.mark) return sample;
+  while (!answer.mark.is_over()) {
+    faults_->raise_if_faulted();
+    std::this_thread::yield();
+  }
+  sample.round_trip_ns = now_ns() - answer.posted_ns;
+  return sample;
 }
 
 std::vector<LinkProbe::Sample> LinkProbe::measure(
     int peer, int64_t num_bytes, int64_t repeats,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout, c10::Device device) {
   SMP_CHECK_VALUE(num_bytes >= 0 && repeats >= 0,
                   "expected a number of bytes and of repeats >= 0, got ",
                   num_bytes, " and ", repeats);
-  const at::Tensor data = at::zeros({num_bytes}, at::TensorOptions(at::kByte));
+  const at::Tensor data =
+      at::zeros({num_bytes}, at::TensorOptions(at::kByte).device(device));
+  std::vector<Sample> samples;
   {
     std::lock_guard lock(mutex_);
-    samples_.clear();
+    answers_.clear();
   }
   for (int64_t i = 0; i < repeats; ++i) {
     health::WaitSpec spec{
@@ -79,10 +98,12 @@ std::vector<LinkProbe::Sample> LinkProbe::measure(
     mailbox_->post(peer, std::move(message));
     std::unique_lock lock(mutex_);
     wait.until(lock, changed_,
-               [&] { return static_cast<int64_t>(samples_.size()) > i; });
+               [&] { return static_cast<int64_t>(answers_.size()) > i; });
+    const Answer answer = answers_.back();
+    lock.unlock();
+    samples.push_back(end_of(answer));
   }
-  std::lock_guard lock(mutex_);
-  return std::exchange(samples_, {});
+  return samples;
 }
 
 }  // namespace smp::mailbox

@@ -20,7 +20,8 @@ class LinkProbe {
     /// From `post` here to the handler there. Means something between ranks of
     /// one machine, which share a clock.
     int64_t one_way_ns = 0;
-    /// From `post` here to the handler of the answer here.
+    /// From `post` here to the handler of the answer here, or, for a tensor of
+    /// a device, until its data are here.
     int64_t round_trip_ns = 0;
   };
 
@@ -28,21 +29,29 @@ class LinkProbe {
             std::shared_ptr<health::FaultBoard> faults);
   ~LinkProbe();
 
-  /// Sends a tensor of `num_bytes` there and back, one after the other. One
-  /// thread at a time.
+  /// Sends a tensor of `num_bytes` there and back, one after the other; over
+  /// the lane of the pair, where `device` has one. One thread at a time.
   /// @throws PeerFailure on a fault; Error at the time-out
   std::vector<Sample> measure(int peer, int64_t num_bytes, int64_t repeats,
-                              std::chrono::milliseconds timeout);
+                              std::chrono::milliseconds timeout,
+                              c10::Device device = c10::DeviceType::CPU);
 
  private:
+  struct Answer {
+    Sample sample;
+    memory::Mark mark;  ///< from its end on the data are here
+    int64_t posted_ns = 0;
+  };
+
   void handle(Message&& message);
+  Sample end_of(const Answer& answer) const;
 
   const std::shared_ptr<Mailbox> mailbox_;
   const std::shared_ptr<health::FaultBoard> faults_;
   int fault_subscription_ = -1;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Sample> samples_;
+  std::vector<Answer> answers_;
 };
 
 }  // namespace smp::mailbox

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/comm/agreement.h"
 #include "csrc/common/check.h"
 #include "csrc/health/fork_guard.h"
 #include "csrc/mailbox/communicator_link.h"
@@ -83,6 +84,9 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                   [this](Message&& message) { deliver(std::move(message)); },
                   &delays, lanes.device};
   if (!lanes.fake) lanes.fake = lanes::FakeOptions::from_environment();
+  SMP_CHECK_VALUE(lanes.mode != "ipc" || lanes.needs_agreement(),
+                  "SMP_LANE=ipc needs CUDA devices, and this rank works on ",
+                  lanes.device, "; unset SMP_LANE");
   if (lanes.has_lanes()) {
     lane_posts = std::make_unique<LanePosts>(
         lanes, owner, world->size(), [this](int dst, Message message) {
@@ -91,6 +95,16 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
           link_of[dst]->post(dst, std::move(message));
         });
     owner.lanes = &lane_posts->table();
+    if (lanes.needs_agreement()) {
+      comm::Patience patience;
+      patience.timeout = lanes.timeout;
+      patience.faults = faults;
+      patience.hint = "did every rank call smp.init?";
+      lane_posts->table().agree([&](const std::string& own) {
+        return comm::gather_bytes(*world, own, patience,
+                                  "agreement on lanes between devices");
+      });
+    }
   }
   auto add = [&](std::unique_ptr<Link> link, const std::vector<int>& ranks) {
     for (const int rank : ranks) link_of.at(rank) = link.get();
@@ -260,6 +274,11 @@ bool Mailbox::help_until(const std::function<bool()>& done,
 
 void Mailbox::wake_helper() {
   if (impl_->shared_link != nullptr) impl_->shared_link->wake_helper();
+}
+
+lanes::LaneChoices Mailbox::lanes() const {
+  return impl_->lane_posts ? impl_->lane_posts->table().choices()
+                           : lanes::LaneChoices{};
 }
 
 Mailbox::Stats Mailbox::stats() const { return impl_->stats(); }

@@ -36,7 +36,8 @@ class Mailbox {
   ///               Nothing else may use its messages with tags 1 and 2.
   /// @param shared_memory  made with `world`; may serve one mailbox
   /// @param lanes  of the same kind on all ranks; their device is that of this
-  ///               rank: the current one of all threads of the mailbox
+  ///               rank: the current one of all threads of the mailbox. Where
+  ///               ranks have to agree on them this is collective over `world`
   Mailbox(comm::CommunicatorPtr world,
           std::shared_ptr<health::FaultBoard> faults,
           const shm::SharedMemoryPtr& shared_memory = nullptr,
@@ -79,6 +80,9 @@ class Mailbox {
   void wake_helper();
 
   Stats stats() const;
+  /// Which way tensors of devices take, by source and destination; empty where
+  /// they travel in messages.
+  lanes::LaneChoices lanes() const;
   /// Messages that the transport has not taken over yet.
   int64_t num_unsent() const;
   /// Grows with each message sent or received: no growth means no progress.

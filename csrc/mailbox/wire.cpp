@@ -136,16 +136,27 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
       [tensor](void*) {}, byte_options());
 }
 
+// A tensor of a lane may have no data in the message.
+bool is_announced(const MessageTensor& tensor) {
+  return tensor.data.defined() || tensor.lane;
+}
+
+at::IntArrayRef sizes_of(const MessageTensor& tensor) {
+  return tensor.lane ? at::IntArrayRef(tensor.lane->sizes)
+                     : tensor.data.sizes();
+}
+
 Descriptor describe(const MessageTensor& tensor) {
   Descriptor result{};
   result.ref_id = tensor.ref.id;
   result.ref_owner = tensor.ref.owner_rank;
   if (tensor.requires_grad) result.flags |= kRequiresGrad;
   if (tensor.lane) result.flags |= kOnLane;
-  if (tensor.data.defined()) {
+  if (is_announced(tensor)) {
     result.flags |= kDefined;
-    result.dtype = static_cast<int8_t>(tensor.data.scalar_type());
-    result.num_dims = static_cast<uint8_t>(tensor.data.dim());
+    result.dtype = static_cast<int8_t>(tensor.lane ? tensor.lane->dtype
+                                                   : tensor.data.scalar_type());
+    result.num_dims = static_cast<uint8_t>(sizes_of(tensor).size());
   }
   return result;
 }
@@ -175,11 +186,12 @@ struct Announced {
   Descriptor descriptor;
   std::vector<int64_t> sizes;
   int64_t num_bytes = 0;
+  int64_t message_bytes = 0;  // of them in the message
   LaneRecord lane;
 
   bool is_defined() const { return (descriptor.flags & kDefined) != 0; }
   bool is_on_lane() const { return (descriptor.flags & kOnLane) != 0; }
-  bool is_large() const { return num_bytes > kSmallTensorBytes; }
+  bool is_large() const { return message_bytes > kSmallTensorBytes; }
   at::ScalarType dtype() const {
     return static_cast<at::ScalarType>(descriptor.dtype);
   }
@@ -209,11 +221,15 @@ Announced read_announced(Reader& reader) {
   } catch (const c10::Error& error) {
     reader.require(false, error.what_without_backtrace());
   }
+  tensor.message_bytes = tensor.num_bytes;
   if (!tensor.is_on_lane()) return tensor;
   reader.get(&tensor.lane, sizeof(tensor.lane), "a descriptor of a lane");
   reader.require(
       tensor.lane.lane >= 1 && tensor.lane.lane <= lanes::kMaxLaneKind,
       "a tensor comes over lane number ", static_cast<int>(tensor.lane.lane));
+  if (!lanes::is_in_messages(static_cast<lanes::LaneKind>(tensor.lane.lane))) {
+    tensor.message_bytes = 0;
+  }
   return tensor;
 }
 
@@ -248,7 +264,7 @@ MessageTensor make_tensor(const Announced& announced, Reader& reader,
     reader.require(false, "cannot make a tensor of ", announced.num_bytes,
                    " bytes: ", error.what_without_backtrace());
   }
-  if (!announced.is_large() && announced.num_bytes > 0) {
+  if (!announced.is_large() && announced.message_bytes > 0) {
     reader.get(tensor.data.mutable_data_ptr(), tensor.data.nbytes(),
                "tensor data");
   }
@@ -280,10 +296,11 @@ Parts take_apart(const Message& message) {
     prefix.blob_bytes += static_cast<int64_t>(sizeof(Descriptor));
     parts.data.push_back(tensor.data.defined() ? sendable(tensor.data)
                                                : at::Tensor());
+    if (!is_announced(tensor)) continue;
+    prefix.blob_bytes += sizes_of(tensor).size() * sizeof(int64_t);
+    if (tensor.lane) prefix.blob_bytes += sizeof(LaneRecord);
     if (!tensor.data.defined()) continue;
     const at::Tensor& data = parts.data.back();
-    prefix.blob_bytes += data.dim() * static_cast<int64_t>(sizeof(int64_t));
-    if (tensor.lane) prefix.blob_bytes += sizeof(LaneRecord);
     const int64_t tensor_bytes = num_bytes_of(data);
     if (tensor_bytes <= kSmallTensorBytes) {
       prefix.blob_bytes += tensor_bytes;
@@ -310,8 +327,8 @@ void write_blob(const Message& message, const Parts& parts, uint8_t* out) {
   for (const MessageTensor& tensor : message.tensors) {
     const Descriptor descriptor = describe(tensor);
     writer.put(&descriptor, sizeof(descriptor));
-    if (!tensor.data.defined()) continue;
-    const auto sizes = tensor.data.sizes();
+    if (!is_announced(tensor)) continue;
+    const auto sizes = sizes_of(tensor);
     writer.put(sizes.data(), sizes.size() * sizeof(int64_t));
     if (!tensor.lane) continue;
     const LaneRecord record = record_of(*tensor.lane);
@@ -419,9 +436,10 @@ std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,
   for (int64_t i = 0; i < header.num_tensors; ++i) {
     announced.push_back(read_announced(reader));
     if (!announced.back().is_large()) continue;
-    reader.require(!__builtin_add_overflow(
-                       large_bytes, announced.back().num_bytes, &large_bytes),
-                   "its tensors have more than 2^63 bytes");
+    reader.require(
+        !__builtin_add_overflow(large_bytes, announced.back().message_bytes,
+                                &large_bytes),
+        "its tensors have more than 2^63 bytes");
   }
   // Before any memory is taken: a wrong size must not take all there is.
   reader.require(large_bytes == header.large_bytes, "its large tensors have ",

@@ -425,8 +425,14 @@ class Mailbox:
         board: FaultBoard,
         shared_memory: SharedMemory | None = None,
         device: str = "cpu",
+        *,
+        machine: str = "",
+        lane: str = "auto",
+        slot_bytes: int = 128 << 20,
+        timeout_s: float = 1800.0,
     ) -> None: ...
     def close(self, timeout_s: float = 5.0) -> None: ...
+    def lanes(self) -> list[tuple[int, int, str, str]]: ...
     def num_unsent(self) -> int: ...
     def progress(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...
@@ -434,7 +440,12 @@ class Mailbox:
 class LinkProbe:
     def __init__(self, mailbox: Mailbox, board: FaultBoard) -> None: ...
     def measure(
-        self, peer: int, num_bytes: int, repeats: int, timeout_s: float = 60.0
+        self,
+        peer: int,
+        num_bytes: int,
+        repeats: int,
+        timeout_s: float = 60.0,
+        device: str = "cpu",
     ) -> list[tuple[float, float]]: ...
 
 class ObjectExchange:

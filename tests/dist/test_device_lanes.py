@@ -6,6 +6,7 @@ two slots is full now and then. All numbers are the bits of a run without lanes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import smp
+from smp.world import runtime
 from tests.dist import test_soak, training, two_models
 from tests.dist.pool import Pool
 from tests.dist.programs.language import Program
@@ -22,7 +24,13 @@ from tests.dist.test_random_programs import Seen, over_bundles
 from tests.samples import part_of
 
 LANES = {"SMP_TEST_LANES": "7:400:2"}
-COUNTERS = ("lane_tensors_sent", "lane_tensors_received", "lane_times_full")
+RING = {"SMP_TEST_LANES": "7:400:2:ring"}
+COUNTERS = (
+    "lane_tensors_sent",
+    "lane_tensors_received",
+    "lane_times_full",
+    "lane_times_too_large",
+)
 NUM_PROGRAMS = 30
 SOAK_STEPS = 240
 
@@ -47,11 +55,13 @@ def counted(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> A
     return result, counts
 
 
-def run_both(pool: Pool, size: int, function: Callable[..., Any], *args: Any) -> Any:
+def run_both(
+    pool: Pool, size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] = LANES
+) -> Any:
     """Results without lanes, with them, and the sums of counters of all ranks with them."""
     plain = pool.run(size, counted, function, args, timeout=120)
     assert all(not any(counts.values()) for _, counts in plain), "the CPU has no lanes"
-    late = pool.run(size, counted, function, args, timeout=240, env=LANES)
+    late = pool.run(size, counted, function, args, timeout=240, env=env)
     counts: Counter[str] = sum((counts for _, counts in late), Counter())
     assert all(counts["lane_tensors_sent"] > 0 for _, counts in late), "a rank sent nothing"
     assert counts["lane_tensors_sent"] == counts["lane_tensors_received"]
@@ -71,12 +81,22 @@ def assert_same_bits(plain: Any, late: Any) -> None:
                 assert torch.equal(value, theirs[name]), name
 
 
-def check_same(pool: Pool, size: int, train_all: Callable[..., Any], runs: list[Any]) -> None:
-    plain, late, counts = run_both(pool, size, train_all, runs)
+def check_same(
+    pool: Pool,
+    size: int,
+    train_all: Callable[..., Any],
+    runs: list[Any],
+    env: dict[str, str] = LANES,
+) -> None:
+    plain, late, counts = run_both(pool, size, train_all, runs, env=env)
     for ours, theirs in zip(plain, late, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert_same_bits(one, other)
-    assert counts["lane_times_full"] > 0, "no lane was ever full"
+    if env is LANES:  # slots of a ring are free sooner
+        assert counts["lane_times_full"] > 0, "no lane was ever full"
+    else:
+        passed_by = counts["lane_times_full"] + counts["lane_times_too_large"]
+        assert passed_by < counts["lane_tensors_sent"] / 2
 
 
 @pytest.mark.sample(keep=2)
@@ -94,6 +114,49 @@ def test_virtual_stages_give_the_bits_of_a_run_without_lanes(pool: Pool) -> None
     config = (("virtual_stages", 2),)
     runs = [training.Run("gpt2", 2, 1, "virtual_interleaved", config=config)]
     check_same(pool, 2, training.train_all, runs)
+
+
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("case", ["chain", "gpt2"])
+def test_schedules_give_the_bits_of_a_run_without_lanes_over_mapped_memory(
+    pool: Pool, case: str, pp: int
+) -> None:
+    """Slots that two processes map, between real processes."""
+    runs = [
+        training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
+        for schedule in ("interleaved", "simple", "zero_bubble")
+    ]
+    check_same(pool, pp, training.train_all, runs, RING)
+
+
+def lanes_of(rank: int) -> Any:
+    smp.init({"pipeline_parallel_degree": 2})
+    mailbox = runtime.current().rank.mailbox
+    assert mailbox is not None
+    return mailbox.lanes()
+
+
+def refused_lane(rank: int, has_hosts: bool) -> str:
+    if has_hosts:
+        os.environ["SMP_HOSTNAME"] = f"host{rank}"
+    with pytest.raises(ValueError) as refused:
+        smp.init({"pipeline_parallel_degree": 2})
+    return str(refused.value)
+
+
+def test_lane_is_chosen_by_pair_and_can_be_forced(pool: Pool) -> None:
+    assert pool.run(2, lanes_of) == [[], []]
+    for env, lane in ((RING, "ipc"), (RING | {"SMP_LANE": "host"}, "host")):
+        for table in pool.run(2, lanes_of, env=env):
+            assert [row[:3] for row in table] == [(0, 1, lane), (1, 0, lane)]
+
+
+def test_lane_that_cannot_be_is_refused_on_all_ranks(pool: Pool) -> None:
+    for text in pool.run(2, refused_lane, False, env={"SMP_LANE": "ipc"}):
+        assert "SMP_LANE=ipc needs CUDA devices" in text
+    for text in pool.run(2, refused_lane, True, env=RING | {"SMP_LANE": "ipc"}):
+        assert "they are on different hosts" in text and "SMP_LANE=auto" in text
 
 
 @pytest.mark.sample

@@ -16,6 +16,9 @@ _CUDA = re.compile(r"^(cuda|nccl|cublas|ATen/cuda|c10/cuda)")
 _WITHOUT_TORCH = {"common", "topology", "partition", "schedule", "health", "kernels"}
 # Besides these a header of ours forward-declares.
 _IN_HEADERS = re.compile(r"^(ATen/core/(Tensor|Generator)\.h|c10/)")
+# No kernels, but torch: memory and events of a device that processes share. CMake compiles it where
+# the toolkit is.
+_CUDA_OUTSIDE_KERNELS = frozenset({"csrc/lanes/cuda_copies.cpp"})
 # Bindings of the adapter, which takes a process group from Python, and of hooks of DDP's form.
 _C10D_OUTSIDE_COMM = {
     "csrc/bindings/bind_comm_hook.cpp",
@@ -49,7 +52,8 @@ def _complaint(place: str, room: str, is_header: bool, is_cuda: bool, include: s
         if is_header or (room != "comm" and place not in _C10D_OUTSIDE_COMM):
             return "c10d headers belong in comm/*.cpp"
     if _CUDA.match(include) and not (room == "kernels" and is_cuda):
-        return "CUDA headers belong in kernels/cuda/*.cu"
+        if place not in _CUDA_OUTSIDE_KERNELS:
+            return "CUDA headers belong in kernels/cuda/*.cu"
     if is_header and room != "bindings":
         if _TORCH.match(include) and not _IN_HEADERS.match(include):
             return "headers include ATen/core/Tensor.h at most; forward-declare"

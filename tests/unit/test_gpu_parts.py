@@ -32,7 +32,7 @@ FIGURES = {
     "attention": "smp.nn, a layer and its ends, padding: forward and backward",
     "gptj-layer": "Hugging Face, compiled, 1 layers, microbatch 4: tokens per second",
     "gptj-28": "smp.nn, 2 layers, microbatch 4: peak memory over the formula",
-    "share": "backward: a hop of 0 MB",
+    "share": "backward: a hop of 0 MB over ipc",
     "nccl": "after a kill: seconds until the other rank raises",
     "graph": "FusedAdam: largest difference",
 }

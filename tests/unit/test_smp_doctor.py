@@ -98,6 +98,29 @@ def test_transport_is_measured_between_two_ranks() -> None:
     assert float(section.values["bandwidth"].split()[0]) > 0
 
 
+def test_lane_of_each_pair_is_told_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "python"))
+    settings = {"SMP_TEST_LANES": "1:0:4:ring"}
+    section = transports.measure_lanes(settings, 3, 1 << 14)
+    assert not section.problems
+    assert list(section.values) == [f"ranks {pair}" for pair in ("0 and 1", "0 and 2", "1 and 2")]
+    for words in section.values.values():
+        lane, rate, unit = words.split()
+        assert lane == "ipc," and float(rate) >= 0 and unit == "GB/s"
+    assert not section.problems
+    too_large = transports.measure_lanes(settings, 2, 1 << 20)
+    assert "found no place on the lane" in too_large.problems[0]
+    host = transports.measure_lanes(settings | {"SMP_LANE": "host"}, 2, 1 << 14)
+    assert host.values["ranks 0 and 1"].startswith("host, ")
+    assert host.values["ranks 0 and 1"].endswith("(SMP_LANE=host)")
+
+
+def test_without_devices_tensors_travel_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "count_gpus", lambda env: 0)
+    section = transports.lanes()
+    assert "shared memory or sockets" in section.values["no GPUs"] and not section.problems
+
+
 def test_json_and_text_have_the_same_and_the_status_counts_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ _LANE_COUNTERS = (
     "lane_bytes_sent",
     "lane_tensors_received",
     "lane_times_full",
+    "lane_times_too_large",
 )
 _SERVER_COUNTERS = (
     *("idle_s", "contexts", "switches", "remote_calls", "served_calls", "records", "stored"),
@@ -55,8 +56,9 @@ def server_stats() -> dict[str, float]:
           this rank and all others, without the data-parallel reduction; with
           ``shared_memory_`` in front: the part of it that went through shared memory.
         - ``lane_tensors_sent``, ``lane_bytes_sent``, ``lane_tensors_received``: tensors that went
-          over lanes between devices; ``lane_times_full``: those of the first that had to go
-          through the host because their lane was full. All are 0 on the CPU.
+          over lanes between devices; ``lane_times_full``, ``lane_times_too_large``: those of
+          the first that had to go through the host because no slot was free, or none large enough
+          (``SMP_LANE_SLOT_MB``). All are 0 on the CPU.
 
         All are 0 with one pipeline rank or before the partition; traffic with one process.
 

@@ -67,6 +67,8 @@ class Connections:
         machine: str,
         shared_memory: bool,
         ring_mb: int,
+        lane: str,
+        lane_slot_mb: int,
     ) -> None:
         """Connects to all other ranks. Collective.
 
@@ -78,6 +80,8 @@ class Connections:
             machine: equal on ranks that may try to share memory.
             shared_memory: whether this rank wants to.
             ring_mb: MiB of it for the messages of each other rank to this one.
+            lane: "auto", "ipc" or "host": how tensors go from device to device.
+            lane_slot_mb: MiB of one slot between devices.
         """
         rank, size = self._global_rank, self._world_size
         if rank == 0:
@@ -115,7 +119,16 @@ class Connections:
             ring_bytes=ring_mb << 20,
             timeout_s=self._timeout_s,
         )
-        self.mailbox = _C.Mailbox(self._world, self.board, shared, self._device)
+        self.mailbox = _C.Mailbox(
+            self._world,
+            self.board,
+            shared,
+            self._device,
+            machine=machine,
+            lane=lane,
+            slot_bytes=lane_slot_mb << 20,
+            timeout_s=self._timeout_s,
+        )
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
     def wait_for_all(self, what: str) -> None:

@@ -100,6 +100,8 @@ class Rank:
             machine=machine,
             shared_memory=self.settings.shared_memory,
             ring_mb=self.settings.ring_mb,
+            lane=self.settings.lane,
+            lane_slot_mb=self.settings.lane_slot_mb,
         )
         self.comms = build_groups(
             self.grid,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import process_hooks, thread_device
+from smp.world import lanes, process_hooks, thread_device
 from smp.world.attached import Detection, Pipeline
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
@@ -93,6 +93,10 @@ class Runtime:
         )
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
+        if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
+            first_rank_log.info(
+                "smp: tensors between devices: %s", lanes.describe(self.rank.mailbox.lanes())
+            )
 
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""

@@ -13,6 +13,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_HANG_S = 600.0
 DEFAULT_RING_MB = 8
 MAX_RING_MB = 4096
+DEFAULT_SLOT_MB = 128
+MAX_SLOT_MB = 65536
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Settings:
     """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
     ring_mb: int = DEFAULT_RING_MB
     """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
+    lane: str = "auto"
+    """`SMP_LANE`: auto, ipc or host: how tensors go from device to device."""
+    lane_slot_mb: int = DEFAULT_SLOT_MB
+    """`SMP_LANE_SLOT_MB`: MiB of one slot between devices."""
     hang_s: float = DEFAULT_HANG_S
     """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
     preemption_path: str | None = None
@@ -57,7 +63,9 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
-        ring_mb=_ring_mb(env),
+        ring_mb=_mib(env, "SMP_SHM_RING_MB", DEFAULT_RING_MB, MAX_RING_MB),
+        lane=_choice(env, "SMP_LANE", "auto", "ipc", "host"),
+        lane_slot_mb=_mib(env, "SMP_LANE_SLOT_MB", DEFAULT_SLOT_MB, MAX_SLOT_MB),
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         fault=read_fault(env),
@@ -81,13 +89,10 @@ def _seconds(
     return seconds
 
 
-def _ring_mb(env: Mapping[str, str]) -> int:
-    text = env.get("SMP_SHM_RING_MB") or str(DEFAULT_RING_MB)
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_RING_MB:
-        raise ValueError(
-            f"smp: SMP_SHM_RING_MB={text!r} is not a whole number from 1 to {MAX_RING_MB}; "
-            "correct it"
-        )
+def _mib(env: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ValueError(f"smp: {name}={text!r} is not a whole number from 1 to {most}; correct it")
     return int(text)
 
 

@@ -1,8 +1,9 @@
-"""One of two ranks that measure the way between them: ``python -m smp_cli.doctor.link <kind>``."""
+"""A rank of a few that measure the ways between them: ``python -m smp_cli.doctor.link <kind>``."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -66,9 +67,48 @@ def nccl() -> dict[str, object]:
     }
 
 
+def lanes() -> dict[str, object]:
+    """Which lane each pair of ranks has, and how fast a tensor of the device gets there and back.
+
+    Its size in bytes is an argument of the command.
+    """
+    num_bytes = int(sys.argv[2])
+    smp.init({"pipeline_parallel_degree": int(os.environ["SMP_WORLD_SIZE"])})
+    rank = runtime.current().rank
+    assert rank.mailbox is not None and rank.board is not None and rank.exchange is not None
+    probe = _C.LinkProbe(rank.mailbox, rank.board)
+    measured = []
+    for source, destination, lane, why in rank.mailbox.lanes():
+        if source > destination:
+            continue
+        smp.barrier()
+        if rank.global_rank == source:
+            samples = probe.measure(
+                destination, num_bytes, _LARGE_REPEATS, _LIMIT_S, str(rank.device)
+            )
+            bytes_per_s = 2 * num_bytes / min(both for _, both in samples)
+            measured.append([source, destination, lane, why, bytes_per_s])
+    smp.barrier()
+    del probe
+    missed = smp.metrics.server_stats()
+    answer = {
+        "pairs": measured,
+        # Other tensors than those of the lane that is named.
+        "missed": missed["lane_times_full"] + missed["lane_times_too_large"],
+    }
+    everybody = list(range(smp.size()))
+    answers = [
+        json.loads(a) for a in rank.exchange.all_gather(everybody, json.dumps(answer).encode())
+    ]
+    return {
+        "pairs": [pair for one in answers for pair in one["pairs"]],
+        "missed": sum(one["missed"] for one in answers),
+    }
+
+
 def main() -> None:
     """Measures; rank 0 prints the result."""
-    result = {"messages": messages, "nccl": nccl}[sys.argv[1]]()
+    result = {"messages": messages, "nccl": nccl, "lanes": lanes}[sys.argv[1]]()
     first = smp.rank() == 0
     smp.shutdown()
     if first:

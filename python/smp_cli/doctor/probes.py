@@ -46,6 +46,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("devices", "smp_cli.doctor.devices:devices", 120, True),
     Probe("transport shared memory", "smp_cli.doctor.transports:shared_memory", 120, True),
     Probe("transport tcp", "smp_cli.doctor.transports:tcp", 120, True),
+    Probe("lanes between devices", "smp_cli.doctor.transports:lanes", 120, True),
     Probe("transport nccl", "smp_cli.doctor.transports:nccl", 120, True),
 )
 

@@ -1,4 +1,4 @@
-"""Ways between two ranks of this machine, measured: two processes that call smp.init."""
+"""Ways between ranks of this machine, measured: a few processes that call smp.init."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from smp_cli.doctor.report import Section
 from smp_cli.sagemaker import count_gpus
 
 _SLOW_ROUND_TRIP_US = 2000.0
 _SLOW_BYTES_PER_S = 2e8
+_LANE_BYTES = 64 << 20
+_MAX_LANE_RANKS = 8
 _LIMIT_S = 100.0  # less than that of the probe
 
 
@@ -42,16 +45,61 @@ def nccl() -> Section:
     return _measure("transport nccl", {"SMP_DEVICE": "cuda"}, "nccl")
 
 
+def lanes() -> Section:
+    """How tensors go from the device of one rank to that of another one."""
+    count = count_gpus(os.environ)
+    if count == 0:
+        section = Section("lanes between devices")
+        section.values["no GPUs"] = (
+            "tensors travel in messages, through shared memory or sockets: see the transports"
+        )
+        return section
+    size = max(2, min(count, _MAX_LANE_RANKS))
+    settings = {"SMP_DEVICE": "cuda", "SMP_SHARE_GPU": "1"}
+    return measure_lanes(settings, size, _LANE_BYTES)
+
+
+def measure_lanes(settings: dict[str, str], size: int, num_bytes: int) -> Section:
+    """The lane of each pair of ``size`` ranks, and bytes per second of tensors of ``num_bytes``."""
+    section, found = _run("lanes between devices", settings, ["lanes", str(num_bytes)], size)
+    if found is None:
+        return section
+    for source, destination, lane, why, bytes_per_s in found["pairs"]:
+        words = f"{lane}, {bytes_per_s / 1e9:.2f} GB/s"
+        section.values[f"ranks {source} and {destination}"] = (
+            words if lane == "ipc" else f"{words} ({why})"
+        )
+    if found["missed"]:
+        section.problems.append(
+            f"{found['missed']:.0f} tensors of {num_bytes} bytes found no place on the lane of "
+            "their pair and went through the host; its bandwidth is that of both"
+        )
+    return section
+
+
 def _measure(name: str, settings: dict[str, str], kind: str = "messages") -> Section:
     """Two ranks; the first one's result."""
+    section, found = _run(name, settings, [kind], 2)
+    if found is not None:
+        section.values = found
+        _judge(section)
+    return section
+
+
+def _run(
+    name: str, settings: dict[str, str], arguments: list[str], size: int
+) -> tuple[Section, dict[str, Any] | None]:
+    """What the first of some ranks has found; None with the problem in the section."""
     section = Section(name)
     with tempfile.TemporaryDirectory(prefix="smp-doctor-") as folder:
-        ranks = [_start(Path(folder), rank, kind, settings) for rank in range(2)]
+        ranks = [_start(Path(folder), rank, size, arguments, settings) for rank in range(size)]
         try:
             outputs = [rank.communicate(timeout=_LIMIT_S)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            section.problems.append(f"two ranks did not meet or talk within {_LIMIT_S:g} s")
-            return section
+            section.problems.append(
+                f"{_count(size)} ranks did not meet or talk within {_LIMIT_S:g} s"
+            )
+            return section, None
         finally:
             for rank in ranks:
                 rank.send_signal(signal.SIGKILL)
@@ -60,21 +108,22 @@ def _measure(name: str, settings: dict[str, str], kind: str = "messages") -> Sec
     if failed:
         lines = [line for line in outputs[failed[0]].splitlines() if line.strip()]
         section.problems.append(
-            f"two ranks could not talk to each other: {lines[-1] if lines else 'no output'}"
+            f"{_count(size)} ranks could not talk to each other: "
+            f"{lines[-1] if lines else 'no output'}"
         )
-        return section
-    section.values = json.loads(outputs[0].splitlines()[-1])
-    _judge(section)
-    return section
+        return section, None
+    return section, json.loads(outputs[0].splitlines()[-1])
 
 
-def _start(folder: Path, rank: int, kind: str, settings: dict[str, str]) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, rank: int, size: int, arguments: list[str], settings: dict[str, str]
+) -> subprocess.Popen[str]:
     ours = ("SMP_", "SM_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in others}
     env |= {
         "SMP_RANK": str(rank),
-        "SMP_WORLD_SIZE": "2",
+        "SMP_WORLD_SIZE": str(size),
         "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
         "SMP_TIMEOUT_S": "60",
         "SMP_DEVICE": "cpu",
@@ -82,13 +131,17 @@ def _start(folder: Path, rank: int, kind: str, settings: dict[str, str]) -> subp
         **settings,
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "smp_cli.doctor.link", kind],
+        [sys.executable, "-m", "smp_cli.doctor.link", *arguments],
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def _count(size: int) -> str:
+    return "two" if size == 2 else str(size)
 
 
 def _judge(section: Section) -> None:

@@ -3,6 +3,8 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <string>
+
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/run_ranks.h"
 
@@ -49,6 +51,18 @@ class TwinGroup final : public Communicator {
  private:
   std::string name_ = "stream";
 };
+
+TEST(GatherBytes, ComeByGroupRankWhateverTheirSizes) {
+  run_ranks(3, [](int group_rank, const CommunicatorPtr& group) {
+    const auto all =
+        gather_bytes(*group, std::string(group_rank, '\0') + "x", {}, "test");
+    ASSERT_EQ(all.size(), 3u);
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(all[rank], std::string(rank, '\0') + "x");
+    }
+    EXPECT_EQ(gather_bytes(*group, "", {}, "test")[2], "");
+  });
+}
 
 TEST(GatherNumbers, ComeByGroupRank) {
   run_ranks(3, [](int group_rank, const CommunicatorPtr& group) {

@@ -155,8 +155,12 @@ TEST(FakeLane, the_environment_is_read_or_refused) {
   EXPECT_EQ(options->seed, 7u);
   EXPECT_EQ(options->max_us, 300);
   EXPECT_EQ(options->num_slots, 2);
-  for (const char* wrong : {"7", "7:300", "7:300:0", "7:300:2:", "a:1:1",
-                            "7:-1:2", "7:99999999:2", "7::2", "7:300:"}) {
+  EXPECT_FALSE(options->has_ring);
+  ::setenv(variable, "7:300:2:ring", 1);
+  EXPECT_TRUE(FakeOptions::from_environment()->has_ring);
+  for (const char* wrong :
+       {"7", "7:300", "7:300:0", "7:300:2:", "a:1:1", "7:-1:2", "7:99999999:2",
+        "7::2", "7:300:", "7:300:2:rings", ":ring"}) {
     ::setenv(variable, wrong, 1);
     EXPECT_THROW(FakeOptions::from_environment(), ValueError) << wrong;
   }

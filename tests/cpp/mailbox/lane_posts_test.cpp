@@ -29,6 +29,7 @@ using memory::MarkedTensor;
 
 constexpr int kNumNumbered = 200;
 constexpr int kNumLanes = 173;  // of their tensors
+constexpr int kNumLarge = 40;   // of these
 
 at::Tensor filled(double value, int64_t size = 40) {
   return at::full({size}, value, at::kDouble);
@@ -94,41 +95,54 @@ class LanePostsOver : public ::testing::TestWithParam<bool> {
 
 // With and without tensors, small ones and some larger than the ring, some of
 // which find no slot.
+void exchange_numbered(int self, LaneRank& rank) {
+  for (int i = 0; i < kNumNumbered; ++i) {
+    std::vector<MessageTensor> tensors;
+    if (i % 3 != 0) tensors.push_back({.data = filled(i)});
+    if (i % 5 == 0) tensors.push_back({.data = filled(-i, 9000)});
+    std::vector<at::Tensor> kept;
+    for (const MessageTensor& tensor : tensors) {
+      kept.push_back(tensor.data);
+    }
+    rank.mailbox.post(1 - self, with_tensors(i, std::move(tensors)));
+    for (at::Tensor& tensor : kept) tensor.fill_(12345);
+  }
+  const auto messages = rank.wait_for(kNumNumbered);
+  for (int i = 0; i < kNumNumbered; ++i) {
+    EXPECT_EQ(messages[i].fields[0], i);
+    size_t next = 0;
+    const auto expect = [&](const at::Tensor& expected) {
+      MessageTensor tensor = messages[i].tensors.at(next++);
+      EXPECT_EQ(tensor.lane, nullptr);
+      EXPECT_TRUE(
+          at::equal(MarkedTensor{tensor.data, tensor.mark}.use(), expected))
+          << i;
+    };
+    if (i % 3 != 0) expect(filled(i));
+    if (i % 5 == 0) expect(filled(-i, 9000));
+  }
+  const auto counters = rank.mailbox.stats().lanes;
+  EXPECT_EQ(counters.tensors_sent, kNumLanes);
+  EXPECT_EQ(counters.tensors_received, counters.tensors_sent);
+  EXPECT_GT(counters.times_full, 0);
+  EXPECT_LT(counters.times_full, counters.tensors_sent);
+  EXPECT_FALSE(rank.board->fault()) << rank.board->fault()->describe();
+}
+
 TEST_P(LanePostsOver, messages_keep_their_order_and_their_numbers) {
-  run(FakeOptions{.seed = 5, .max_us = 300, .num_slots = 3},
-      [](int self, LaneRank& rank) {
-        for (int i = 0; i < kNumNumbered; ++i) {
-          std::vector<MessageTensor> tensors;
-          if (i % 3 != 0) tensors.push_back({.data = filled(i)});
-          if (i % 5 == 0) tensors.push_back({.data = filled(-i, 9000)});
-          std::vector<at::Tensor> kept;
-          for (const MessageTensor& tensor : tensors) {
-            kept.push_back(tensor.data);
-          }
-          rank.mailbox.post(1 - self, with_tensors(i, std::move(tensors)));
-          for (at::Tensor& tensor : kept) tensor.fill_(12345);
-        }
-        const auto messages = rank.wait_for(kNumNumbered);
-        for (int i = 0; i < kNumNumbered; ++i) {
-          EXPECT_EQ(messages[i].fields[0], i);
-          size_t next = 0;
-          const auto expect = [&](const at::Tensor& expected) {
-            MessageTensor tensor = messages[i].tensors.at(next++);
-            EXPECT_EQ(tensor.lane, nullptr);
-            EXPECT_TRUE(at::equal(MarkedTensor{tensor.data, tensor.mark}.use(),
-                                  expected))
-                << i;
-          };
-          if (i % 3 != 0) expect(filled(i));
-          if (i % 5 == 0) expect(filled(-i, 9000));
-        }
-        const auto counters = rank.mailbox.stats().lanes;
-        EXPECT_EQ(counters.tensors_sent, kNumLanes);
-        EXPECT_EQ(counters.tensors_received, counters.tensors_sent);
-        EXPECT_GT(counters.times_full, 0);
-        EXPECT_LT(counters.times_full, counters.tensors_sent);
-        EXPECT_FALSE(rank.board->fault()) << rank.board->fault()->describe();
-      });
+  for (const bool has_ring : {false, true}) {
+    run(FakeOptions{.seed = 5,
+                    .max_us = 300,
+                    .num_slots = 3,
+                    .has_ring = has_ring,
+                    .slot_bytes = 60'000},
+        [&](int self, LaneRank& rank) {
+          exchange_numbered(self, rank);
+          const auto counters = rank.mailbox.stats().lanes;
+          EXPECT_EQ(counters.times_too_large, has_ring ? kNumLarge : 0);
+          EXPECT_EQ(rank.mailbox.lanes().empty(), !has_ring);
+        });
+  }
 }
 
 TEST_P(LanePostsOver, no_post_waits_for_a_copy_and_nothing_overtakes_it) {

@@ -9,8 +9,11 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
+
+#include "csrc/lanes/lane_table.h"
 
 namespace smp::mailbox::wire {
 namespace {
@@ -65,6 +68,45 @@ Message rich_message() {
   message.tensors.push_back({at::empty({0, 5}), false, {0, 1}});
   message.tensors.push_back({at::arange(10).sum(), false, {}});
   return message;
+}
+
+// Neither small tensors nor large ones of such a lane are in the message.
+TEST(Wire, a_tensor_in_mapped_memory_is_announced_without_its_bytes) {
+  lanes::LaneTable table({.fake = lanes::FakeOptions{.has_ring = true}}, 0,
+                         std::make_shared<health::FaultBoard>(0),
+                         [](int, const lanes::Receipt&) {});
+  for (const int64_t size : {2, 100'000}) {
+    Message message = with_tensor(at::ones({3}));
+    const lanes::Descriptor sent{.lane = lanes::LaneKind::kIpc,
+                                 .slot = 2,
+                                 .sequence = 9,
+                                 .num_bytes = 3 * size * 8,
+                                 .dtype = at::kDouble,
+                                 .sizes = {3, size}};
+    message.tensors.push_back(
+        {.requires_grad = true,
+         .lane = std::make_shared<const lanes::Descriptor>(sent)});
+    message.tensors.push_back({.data = at::full({5}, 7.0)});
+    const Encoded encoded = encode(message);
+    EXPECT_TRUE(encoded.large.empty());
+    const auto packet = bytes_of(encoded.packet);
+    Header header = decode_packet(packet, kSource);
+    ASSERT_TRUE(header.blob_is_inline);
+    EXPECT_TRUE(decode_blob(header.inline_blob, header, &table).empty());
+    const auto& tensors = header.message.tensors;
+    ASSERT_EQ(tensors.size(), 3u);
+    EXPECT_FALSE(tensors[1].data.defined());
+    EXPECT_TRUE(tensors[1].requires_grad);
+    ASSERT_TRUE(tensors[1].lane);
+    EXPECT_EQ(tensors[1].lane->slot, sent.slot);
+    EXPECT_EQ(tensors[1].lane->sequence, sent.sequence);
+    EXPECT_EQ(tensors[1].lane->num_bytes, sent.num_bytes);
+    EXPECT_EQ(tensors[1].lane->dtype, sent.dtype);
+    EXPECT_EQ(tensors[1].lane->sizes, sent.sizes);
+    EXPECT_TRUE(at::equal(tensors[2].data, at::full({5}, 7.0)));
+    Header without = decode_packet(packet, kSource);
+    EXPECT_THROW(decode_blob(without.inline_blob, without), CorruptMessage);
+  }
 }
 
 TEST(Wire, EverythingArrives) {

@@ -65,6 +65,32 @@ void skip(Rank& self, int mb) {
   self.train_on(mb, at::mul(self.arrive(y), self.arrive(again)).sum());
 }
 
+void expect_same(const RankSettings& settings, const Numbers& plain,
+                 const Numbers& late) {
+  int64_t num_full = 0;
+  for (int rank = 0; rank < settings.size; ++rank) {
+    EXPECT_EQ(plain.losses[rank], late.losses[rank]) << rank;
+    // Microbatches add to a weight in any order here: no reducer sorts them.
+    EXPECT_TRUE(
+        settings.active_microbatches == 1
+            ? at::equal(plain.grads[rank], late.grads[rank])
+            : at::allclose(plain.grads[rank], late.grads[rank], 1e-12, 1e-13))
+        << rank;
+    EXPECT_EQ(plain.lanes[rank].tensors_sent, 0);
+    // Each rank hands on activations and gradients in each microbatch.
+    EXPECT_GE(late.lanes[rank].tensors_sent,
+              kStepsOfLanes * kMicrobatchesOfLanes);
+    EXPECT_GE(late.lanes[rank].tensors_received,
+              kStepsOfLanes * kMicrobatchesOfLanes);
+    EXPECT_LT(late.lanes[rank].times_full, late.lanes[rank].tensors_sent);
+    num_full += late.lanes[rank].times_full;
+  }
+  // The slots of a ring are free sooner: as soon as their reading is asked for.
+  if (settings.active_microbatches == 0 && !settings.lanes->has_ring) {
+    EXPECT_GT(num_full, 0) << "no lane was ever full";
+  }
+}
+
 TEST_P(Lanes, numbers_are_those_of_a_run_without) {
   for (const bool has_skip : {false, true}) {
     const auto body = [&](Rank& self, int mb) {
@@ -72,29 +98,10 @@ TEST_P(Lanes, numbers_are_those_of_a_run_without) {
     };
     RankSettings settings = GetParam().settings;
     const Numbers plain = train(settings, body);
-    settings.lanes =
-        lanes::FakeOptions{.seed = 7, .max_us = 400, .num_slots = 2};
-    const Numbers late = train(settings, body);
-    int64_t num_full = 0;
-    for (int rank = 0; rank < settings.size; ++rank) {
-      EXPECT_EQ(plain.losses[rank], late.losses[rank]) << rank;
-      // Microbatches add to a weight in any order here: no reducer sorts them.
-      EXPECT_TRUE(
-          settings.active_microbatches == 1
-              ? at::equal(plain.grads[rank], late.grads[rank])
-              : at::allclose(plain.grads[rank], late.grads[rank], 1e-12, 1e-13))
-          << rank;
-      EXPECT_EQ(plain.lanes[rank].tensors_sent, 0);
-      // Each rank hands on activations and gradients in each microbatch.
-      EXPECT_GE(late.lanes[rank].tensors_sent,
-                kStepsOfLanes * kMicrobatchesOfLanes);
-      EXPECT_GE(late.lanes[rank].tensors_received,
-                kStepsOfLanes * kMicrobatchesOfLanes);
-      EXPECT_LT(late.lanes[rank].times_full, late.lanes[rank].tensors_sent);
-      num_full += late.lanes[rank].times_full;
-    }
-    if (settings.active_microbatches == 0) {
-      EXPECT_GT(num_full, 0) << "no lane was ever full";
+    for (const bool has_ring : {false, true}) {
+      settings.lanes = lanes::FakeOptions{
+          .seed = 7, .max_us = 400, .num_slots = 2, .has_ring = has_ring};
+      expect_same(settings, plain, train(settings, body));
     }
   }
 }
@@ -124,11 +131,20 @@ std::string error_of_step(Rank& self, const std::function<void(int)>& body) {
 
 // A copy that never ends is one whose sender has died: all that waits for it,
 // on a stream, in a queue of messages, or for an answer, ends.
-TEST(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
+class LanesOfTheDead : public ::testing::TestWithParam<bool> {};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, LanesOfTheDead, ::testing::Bool(),
+                         [](const auto& info) {
+                           return info.param ? "ring" : "messages";
+                         });
+
+TEST_P(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
   for (const int64_t num_ending : {0, 1, 2, 3, 5}) {
     RankSettings settings{.size = 3, .has_shared_memory = true};
-    settings.lanes = lanes::FakeOptions{
-        .max_us = 100, .num_slots = 4, .num_ending = num_ending};
+    settings.lanes = lanes::FakeOptions{.max_us = 100,
+                                        .num_slots = 4,
+                                        .num_ending = num_ending,
+                                        .has_ring = GetParam()};
     run_servers(settings, [&](Rank& self, Ranks& ranks) {
       std::thread liveness([&] {
         // Long enough for all to have come as far as they can.

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/memory/mark.h"
+
+namespace smp::lanes {
+
+/// Of the lanes of tests. The environment gives one to a process:
+/// SMP_TEST_LANES="<seed>:<max_us>:<slots>" or with ":ring" at the end.
+struct FakeOptions {
+  uint64_t seed = 0;
+  int64_t max_us = 0;  ///< a copy ends at most that late
+  int num_slots = 4;   ///< for the tensors that one rank has in flight
+  /// After so many copies of a rank none ends any more; -1: all end.
+  int64_t num_ending = -1;
+  /// An IpcLane over memory of the host, instead of a FakeLane.
+  bool has_ring = false;
+  int64_t slot_bytes = 64 << 10;  ///< of the ring
+
+  /// @throws ValueError when the variable is set to something else
+  static std::optional<FakeOptions> from_environment();
+};
+
+/// How late copies end. Not thread-safe.
+class CopyTimes {
+ public:
+  CopyTimes(const FakeOptions& options, int global_rank);
+
+  /// Of the next copy; nothing: it never ends.
+  std::optional<std::chrono::microseconds> next();
+
+ private:
+  const int64_t max_us_;
+  const int64_t num_ending_;
+  uint64_t random_;
+  int64_t num_copies_ = 0;
+};
+
+/// The end of work that a thread does. It lives as long as somebody may wait
+/// for it. The thread that blocks stands for a stream.
+class LateEvent final : public memory::Mark::Event {
+ public:
+  explicit LateEvent(std::shared_ptr<health::FaultBoard> faults);
+
+  void block(const c10::Stream& stream) const override;
+  bool is_over() const override;
+
+  void end() { set(is_over_); }
+  /// It will not come any more.
+  void drop() { set(is_dropped_); }
+
+ private:
+  void set(bool& what);
+
+  const std::shared_ptr<health::FaultBoard> faults_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool is_over_ = false;
+  bool is_dropped_ = false;
+};
+
+/// NaN in any floating type, and a number that nobody expects in others.
+void fill_with_nonsense(const at::Tensor& tensor);
+
+}  // namespace smp::lanes
