@@ -14,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 // Of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
+// Of one that waits for nothing else.
+const char* const kBusyDevice = "the device, which had enough to do";
 
 }  // namespace
 
@@ -24,8 +26,11 @@ Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
       device_(device),
       timeline_(timeline),
       mailbox_(mailbox),
-      meter_(std::move(meter)),
-      generators_(device) {
+      generators_(device),
+      run_ahead_(device, std::move(meter), [this] {
+        const Lock lock(mutex_);
+        dispatch_locked();
+      }) {
   threads_->set_idle_probe([this] { return baton_is_free(); });
 }
 
@@ -102,20 +107,32 @@ void Scheduler::skip_action(const Action& action) {
 
 void Scheduler::start_locked(Context* context) {
   running_ = context;
+  const bool was_held = run_ahead_.begin_turn(choice_.note_turn(*context));
   if (is_recorded()) {
-    const auto [awaited, rank] = reason_of(*context);
+    const auto [awaited, rank] =
+        was_held ? std::pair(kBusyDevice, -1) : reason_of(*context);
     timeline_->begin_run(context->key, awaited, rank);
   }
   turn_began_ = Clock::now();
   stats_.idle_ns += (turn_began_ - idle_since_).count();
   ++stats_.num_switches;
-  choice_.note_turn(*context);
   if (context->state == Context::State::kNotStarted) ++stats_.num_contexts;
 }
 
 void Scheduler::dispatch_locked() {
   if (running_ || !in_step_ || cancel_reason_) return;
-  if (Context* chosen = choice_.take_next()) switch_to_locked(chosen);
+  if (Context* chosen = take_next_locked()) switch_to_locked(chosen);
+}
+
+// A choice is made when the device needs it, with all that has come by then.
+// Nobody waits here: the baton stays free, and messages come in.
+Context* Scheduler::take_next_locked() {
+  if (!choice_.is_bound_by_device() || !run_ahead_.is_full()) {
+    return choice_.take_next();
+  }
+  Context* next = choice_.take_at_once();
+  if (!next && choice_.has_choice()) run_ahead_.call_when_free();
+  return next;
 }
 
 void Scheduler::switch_to_locked(Context* chosen) {
@@ -186,7 +203,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
                                  int waits_for_rank) {
   Context* context = current_context();
   SMP_ASSERT(context, "wait outside a context");
-  mark_device();
+  run_ahead_.mark();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   // Under an agreed order every wait is a turn, whether or not the answer was
@@ -215,7 +232,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
 void Scheduler::enter_phase(Phase phase) {
   Context* context = current_context();
   SMP_ASSERT(context, "enter_phase outside a context");
-  mark_device();
+  run_ahead_.mark();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
@@ -291,7 +308,7 @@ void Scheduler::run_context(Context* context) {
         generators_.give_to(*context);
       }
       context->work();
-      mark_device();
+      run_ahead_.mark();
     } catch (...) {
       std::exception_ptr error = std::current_exception();
       if (error_sink_) error_sink_(*context, error);
@@ -315,7 +332,7 @@ Context* Scheduler::finish(Context* context) {
   Context* next = nullptr;
   if (held_baton) {
     end_turn_locked();
-    if (in_step_ && !cancel_reason_) next = choice_.take_next();
+    if (in_step_ && !cancel_reason_) next = take_next_locked();
   }
   if (next) {
     const bool is_new = next->state == Context::State::kNotStarted;
@@ -337,6 +354,8 @@ Context* Scheduler::finish(Context* context) {
 std::string Scheduler::run_held_back() {
   Lock lock(mutex_);
   if (running_ || !in_step_ || cancel_reason_) return {};
+  // Then the policy has not even been asked.
+  if (choice_.is_bound_by_device() && run_ahead_.is_full()) return {};
   Context* chosen = choice_.take_held_back();
   if (!chosen) return {};
   std::string what = chosen->where;

@@ -19,6 +19,7 @@
 #include "csrc/memory/device_meter.h"
 #include "csrc/pipeline/context_generators.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/device_run_ahead.h"
 #include "csrc/pipeline/task_choice.h"
 #include "csrc/pipeline/timeline.h"
 
@@ -40,7 +41,8 @@ class Scheduler {
 
   /// @param timeline  records turns and waits of contexts; may be null
   /// @param mailbox  waiting contexts receive its messages; may be null
-  /// @param meter  gets a mark at the end of each turn; may be null
+  /// @param meter  gets a mark at the end of each turn; may be null: then
+  ///     turns do not wait until the device has room for another task
   Scheduler(ContextThreads* threads, c10::Device device,
             Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr,
             std::shared_ptr<memory::DeviceMeter> meter = nullptr);
@@ -125,6 +127,7 @@ class Scheduler {
 
   void add_locked(std::unique_ptr<Context> context);
   void make_ready_locked(Context* context);
+  Context* take_next_locked();
   void switch_to_locked(Context* chosen);
   void dispatch_locked();
   void start_locked(Context* context);
@@ -136,15 +139,11 @@ class Scheduler {
   void run_context(Context* context);
   Context* finish(Context* context);
   void throw_if_cancelled_locked() const;
-  void mark_device() const {
-    if (meter_) meter_->mark();
-  }
 
   ContextThreads* const threads_;
   const c10::Device device_;
   Timeline* const timeline_;
   mailbox::Mailbox* const mailbox_;
-  const std::shared_ptr<memory::DeviceMeter> meter_;
   ErrorSink error_sink_;
   std::function<void()> idle_sink_;
 
@@ -161,6 +160,7 @@ class Scheduler {
   std::chrono::steady_clock::time_point turn_began_;
   Stats stats_;
   std::chrono::steady_clock::time_point idle_since_;
+  DeviceRunAhead run_ahead_;  // its thread uses all others
 };
 
 }  // namespace smp::pipeline
