@@ -14,6 +14,17 @@ enum class LaneKind : uint8_t {
 };
 inline constexpr int kMaxLaneKind = 2;
 
+/// What people read.
+inline const char* to_string(LaneKind kind) {
+  switch (kind) {
+    case LaneKind::kHost:
+      return "host lane";
+    case LaneKind::kFake:
+      return "fake lane";
+  }
+  return "unknown lane";
+}
+
 /// What a message says in place of a tensor that travels over a lane.
 struct Descriptor {
   LaneKind lane = LaneKind::kHost;

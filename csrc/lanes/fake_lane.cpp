@@ -10,6 +10,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/env.h"
+#include "csrc/common/monotonic_clock.h"
 #include "csrc/health/thread_name.h"
 
 namespace smp::lanes {
@@ -90,8 +91,15 @@ class FakeLane::CopyEvent final : public Mark::Event {
     std::lock_guard lock(mutex_);
     return is_over_;
   }
+  int64_t over_ns() const override {
+    std::lock_guard lock(mutex_);
+    return is_over_ ? over_ns_ : 0;
+  }
 
-  void end() { set(is_over_); }
+  void end() {
+    over_ns_ = monotonic_ns();
+    set(is_over_);
+  }
   void drop() { set(is_dropped_); }
 
  private:
@@ -106,6 +114,7 @@ class FakeLane::CopyEvent final : public Mark::Event {
   const std::shared_ptr<health::FaultBoard> faults_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  int64_t over_ns_ = 0;  // written before `is_over_`
   bool is_over_ = false;
   bool is_dropped_ = false;
 };
