@@ -151,8 +151,9 @@ void bind_device_meter(py::module_& m) {
              return std::make_shared<DeviceMeter>(c10::Device(device));
            }),
            py::arg("device"))
-      .def("mark", &DeviceMeter::mark, release,
-           "A task ends here, on the current stream.")
+      .def(
+          "mark", [](DeviceMeter& meter) { meter.mark(); }, release,
+          "A task ends here, on the current stream.")
       .def(
           "count_on",
           [](std::shared_ptr<DeviceMeter> meter, health::FaultBoard& board) {

@@ -18,6 +18,19 @@ inline constexpr int kMaxLaneKind = 3;
 /// Whether messages carry the data of its tensors.
 inline bool is_in_messages(LaneKind kind) { return kind != LaneKind::kIpc; }
 
+/// What people read.
+inline const char* to_string(LaneKind kind) {
+  switch (kind) {
+    case LaneKind::kHost:
+      return "host lane";
+    case LaneKind::kFake:
+      return "fake lane";
+    case LaneKind::kIpc:
+      return "mapped memory";
+  }
+  return "unknown lane";
+}
+
 /// What a message says in place of a tensor that travels over a lane.
 struct Descriptor {
   LaneKind lane = LaneKind::kHost;

@@ -8,6 +8,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/env.h"
+#include "csrc/common/monotonic_clock.h"
 
 namespace smp::lanes {
 namespace {
@@ -91,6 +92,19 @@ void LateEvent::block(const c10::Stream& /*stream*/) const {
 bool LateEvent::is_over() const {
   std::lock_guard lock(mutex_);
   return is_over_;
+}
+
+int64_t LateEvent::over_ns() const {
+  std::lock_guard lock(mutex_);
+  return is_over_ ? over_ns_ : 0;
+}
+
+void LateEvent::end() {
+  {
+    std::lock_guard lock(mutex_);
+    over_ns_ = monotonic_ns();
+  }
+  set(is_over_);
 }
 
 void LateEvent::set(bool& what) {

@@ -51,8 +51,9 @@ class LateEvent final : public memory::Mark::Event {
 
   void block(const c10::Stream& stream) const override;
   bool is_over() const override;
+  int64_t over_ns() const override;
 
-  void end() { set(is_over_); }
+  void end();
   /// It will not come any more.
   void drop() { set(is_dropped_); }
 
@@ -62,6 +63,7 @@ class LateEvent final : public memory::Mark::Event {
   const std::shared_ptr<health::FaultBoard> faults_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  int64_t over_ns_ = 0;  // when it ended
   bool is_over_ = false;
   bool is_dropped_ = false;
 };

@@ -44,6 +44,7 @@ LanePosts::LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
                      int world_size, Send send)
     : owner_(owner),
       send_(std::move(send)),
+      copies_(std::make_shared<lanes::CopyLog>(options.device)),
       peers_(world_size),
       table_(options, owner.global_rank, owner.faults,
              [this](int dst, const lanes::Receipt& receipt) {
@@ -69,7 +70,9 @@ void LanePosts::post(int dst, Message message) {
   for (MessageTensor& tensor : waiting.message.tensors) {
     if (!has_lanes(waiting.message.channel)) break;
     if (!tensor.data.defined() || !table_.takes(tensor.data)) continue;
+    const int64_t asked_ns = copies_->now_if_on();
     lanes::Posted posted = table_.post(dst, tensor.data, tensor.is_stable);
+    copies_->add_sent(dst, posted.descriptor, asked_ns, posted.payload.mark);
     tensor.lane =
         std::make_shared<const lanes::Descriptor>(std::move(posted.descriptor));
     // Nobody else has it, or the lane says from when on nobody writes to it.
@@ -163,8 +166,11 @@ bool LanePosts::receive(Message& message) {
   }
   for (MessageTensor& tensor : message.tensors) {
     if (!tensor.lane) continue;
+    const int64_t asked_ns = copies_->now_if_on();
     memory::MarkedTensor arrived =
         table_.take(message.source_rank, *tensor.lane, std::move(tensor.data));
+    copies_->add_received(message.source_rank, *tensor.lane, asked_ns,
+                          arrived.mark);
     tensor.data = std::move(arrived.data);
     tensor.mark = std::move(arrived.mark);
     tensor.lane.reset();

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/lanes/copy_log.h"
 #include "csrc/lanes/lane_table.h"
 #include "csrc/mailbox/link.h"
 #include "csrc/mailbox/message.h"
@@ -38,6 +39,8 @@ class LanePosts {
   bool receive(Message& message);
 
   lanes::LaneTable& table() { return table_; }
+  /// What lanes carry while somebody records it.
+  const std::shared_ptr<lanes::CopyLog>& copies() const { return copies_; }
   /// Messages that wait for copies.
   int64_t num_unsent() const { return num_unsent_; }
 
@@ -66,6 +69,7 @@ class LanePosts {
 
   const LinkOwner owner_;
   const Send send_;
+  const std::shared_ptr<lanes::CopyLog> copies_;
   std::vector<Peer> peers_;  // by global rank
   std::atomic<bool> closing_{false};
   std::atomic<int64_t> num_unsent_{0};

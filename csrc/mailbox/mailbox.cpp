@@ -283,6 +283,10 @@ lanes::LaneChoices Mailbox::lanes() const {
 
 Mailbox::Stats Mailbox::stats() const { return impl_->stats(); }
 
+std::shared_ptr<lanes::CopyLog> Mailbox::lane_copies() const {
+  return impl_->lane_posts ? impl_->lane_posts->copies() : nullptr;
+}
+
 int64_t Mailbox::num_unsent() const { return impl_->num_unsent(); }
 
 int64_t Mailbox::progress() const {

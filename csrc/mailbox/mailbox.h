@@ -7,6 +7,7 @@
 
 #include "csrc/comm/communicator.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/lanes/copy_log.h"
 #include "csrc/lanes/lane_table.h"
 #include "csrc/mailbox/link.h"
 #include "csrc/mailbox/message.h"
@@ -83,6 +84,8 @@ class Mailbox {
   /// Which way tensors of devices take, by source and destination; empty where
   /// they travel in messages.
   lanes::LaneChoices lanes() const;
+  /// Records what travels over lanes; null where there are none.
+  std::shared_ptr<lanes::CopyLog> lane_copies() const;
   /// Messages that the transport has not taken over yet.
   int64_t num_unsent() const;
   /// Grows with each message sent or received: no growth means no progress.

@@ -14,14 +14,16 @@ constexpr size_t kMostAhead = 256;
 
 }  // namespace
 
-void DeviceMeter::mark() {
+Mark DeviceMeter::mark() {
   const auto stream = current_stream(device_);
-  if (!stream) return;
+  if (!stream) return Mark::none();
   const std::lock_guard lock(mutex_);
   if (ahead_.size() >= kMostAhead) take_reached(Clock::now());
-  if (ahead_.size() >= kMostAhead) return;
+  Mark mark = Mark::record(*stream);
+  if (ahead_.size() >= kMostAhead) return mark;
   if (ahead_.empty()) moved_at_ = Clock::now();
-  ahead_.push_back(Mark::record(*stream));
+  ahead_.push_back(mark);
+  return mark;
 }
 
 int64_t DeviceMeter::look() {

@@ -28,8 +28,8 @@ class DeviceMeter {
       : device_(device), options_(options) {}
 
   /// At the end of a task, in its thread: marks what was asked of the current
-  /// stream until now.
-  void mark();
+  /// stream until now. @return the mark
+  Mark mark();
 
   /// A number that grows with each mark that the device has reached, and with
   /// each look while it has not reached the last one, for up to `longest_task`.

@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -23,6 +24,8 @@ class Mark {
     /// @throws PeerFailure when the event will not come any more
     virtual void block(const c10::Stream& stream) const = 0;
     virtual bool is_over() const = 0;
+    /// When the host ended it (`monotonic_ns`); 0: not yet, or it was no host.
+    virtual int64_t over_ns() const { return 0; }
   };
 
   Mark() = default;
@@ -39,6 +42,7 @@ class Mark {
     if (event_) event_->block(stream);
   }
   bool is_over() const { return !event_ || event_->is_over(); }
+  int64_t over_ns() const { return event_ ? event_->over_ns() : 0; }
 
  private:
   std::shared_ptr<const Event> event_;

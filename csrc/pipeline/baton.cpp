@@ -1,6 +1,7 @@
 #include "csrc/pipeline/baton.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace smp::pipeline {
 
@@ -14,10 +15,11 @@ void Baton::end_step() {
   if (is_recorded()) timeline_->end_step();
 }
 
-bool Baton::give_to(Context* context) {
+bool Baton::give_to(Context* context, const char* held_back_by) {
   holder_ = context;
   if (is_recorded()) {
-    const auto [awaited, rank] = reason_of(*context);
+    const auto [awaited, rank] =
+        held_back_by ? std::pair(held_back_by, -1) : reason_of(*context);
     timeline_->begin_run(context->key, awaited, rank);
   }
   turn_began_ = Clock::now();

@@ -29,8 +29,9 @@ class Baton {
   /// Null while nobody runs.
   Context* holder() const { return holder_; }
   /// A turn begins: the first one of a context, or one that it has waited for.
+  /// @param held_back_by  what it was ready for all the same; null: nothing
   /// @return whether it is the first one; the context runs from now on
-  bool give_to(Context* context);
+  bool give_to(Context* context, const char* held_back_by = nullptr);
   /// The turn is over.
   void take_back();
   /// The holder goes on with its next task without giving the baton back.

@@ -11,6 +11,8 @@ namespace {
 
 // Of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
+// Of one that waits for nothing else.
+const char* const kBusyDevice = "the device, which had enough to do";
 
 }  // namespace
 
@@ -19,8 +21,12 @@ Scheduler::Scheduler(ContextThreads* threads, c10::Device device,
                      std::shared_ptr<memory::DeviceMeter> meter)
     : threads_(threads),
       mailbox_(mailbox),
-      device_(device, std::move(meter)),
-      baton_(timeline) {
+      device_(device),
+      baton_(timeline),
+      run_ahead_(device, std::move(meter), [this] {
+        const Lock lock(mutex_);
+        dispatch_locked();
+      }) {
   threads_->set_idle_probe([this] { return baton_is_free(); });
 }
 
@@ -93,7 +99,18 @@ void Scheduler::skip_action(const Action& action) {
 
 void Scheduler::dispatch_locked() {
   if (baton_.holder() || !in_step_ || cancel_reason_) return;
-  if (Context* chosen = choice_.take_next()) switch_to_locked(chosen);
+  if (Context* chosen = take_next_locked()) switch_to_locked(chosen);
+}
+
+// A choice is made when the device needs it, with all that has come by then.
+// Nobody waits here: the baton stays free, and messages come in.
+Context* Scheduler::take_next_locked() {
+  if (!choice_.is_bound_by_device() || !run_ahead_.is_full()) {
+    return choice_.take_next();
+  }
+  Context* next = choice_.take_at_once();
+  if (!next && choice_.has_choice()) run_ahead_.call_when_free();
+  return next;
 }
 
 void Scheduler::switch_to_locked(Context* chosen) {
@@ -105,8 +122,8 @@ void Scheduler::switch_to_locked(Context* chosen) {
 }
 
 bool Scheduler::begin_turn_locked(Context* chosen) {
-  choice_.note_turn(*chosen);
-  return baton_.give_to(chosen);
+  const bool was_held = run_ahead_.begin_turn(choice_.note_turn(*chosen));
+  return baton_.give_to(chosen, was_held ? kBusyDevice : nullptr);
 }
 
 void Scheduler::release_baton_locked() {
@@ -158,7 +175,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
                                  int waits_for_rank) {
   Context* context = current_context();
   SMP_ASSERT(context, "wait outside a context");
-  device_.end_turn();
+  run_ahead_.mark();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   // Under an agreed order every wait is a turn, whether or not the answer was
@@ -184,7 +201,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
 void Scheduler::enter_phase(Phase phase) {
   Context* context = current_context();
   SMP_ASSERT(context, "enter_phase outside a context");
-  device_.end_turn();
+  run_ahead_.mark();
   Lock lock(mutex_);
   throw_if_cancelled_locked();
   if (context->key.phase == phase) return;
@@ -253,7 +270,7 @@ void Scheduler::run_context(Context* context) {
         device_.generators().give_to(*context);
       }
       context->work();
-      device_.end_turn();
+      run_ahead_.mark();
     } catch (...) {
       std::exception_ptr error = std::current_exception();
       if (error_sink_) error_sink_(*context, error);
@@ -277,7 +294,7 @@ Context* Scheduler::finish(Context* context) {
   Context* next = nullptr;
   if (held_baton) {
     baton_.take_back();
-    if (in_step_ && !cancel_reason_) next = choice_.take_next();
+    if (in_step_ && !cancel_reason_) next = take_next_locked();
   }
   if (next && !begin_turn_locked(next)) {
     resume_locked(*next);
@@ -294,6 +311,8 @@ Context* Scheduler::finish(Context* context) {
 std::string Scheduler::run_held_back() {
   Lock lock(mutex_);
   if (baton_.holder() || !in_step_ || cancel_reason_) return {};
+  // Then the policy has not even been asked.
+  if (choice_.is_bound_by_device() && run_ahead_.is_full()) return {};
   Context* chosen = choice_.take_held_back();
   if (!chosen) return {};
   std::string what = chosen->where;

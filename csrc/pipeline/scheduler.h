@@ -19,6 +19,7 @@
 #include "csrc/memory/device_meter.h"
 #include "csrc/pipeline/baton.h"
 #include "csrc/pipeline/context_threads.h"
+#include "csrc/pipeline/device_run_ahead.h"
 #include "csrc/pipeline/step_device.h"
 #include "csrc/pipeline/task_choice.h"
 
@@ -35,7 +36,7 @@ class Scheduler {
 
   /// @param timeline  records turns and waits of contexts; may be null
   /// @param mailbox  waiting contexts receive its messages; may be null
-  /// @param meter  gets a mark at the end of each turn; may be null
+  /// @param meter  shows what the device has to do (DeviceRunAhead), or null
   Scheduler(ContextThreads* threads, c10::Device device,
             Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr,
             std::shared_ptr<memory::DeviceMeter> meter = nullptr);
@@ -90,8 +91,7 @@ class Scheduler {
   /// one. @return what was started; empty if nothing is held back or an agreed
   ///     order counts
   std::string run_held_back();
-  /// The longest time for which a context held the baton.
-  std::chrono::nanoseconds longest_turn() const;
+  std::chrono::nanoseconds longest_turn() const;  ///< with the baton
 
   /// Waits until all bodies and services have ended or the step is cancelled.
   /// @return true when it has ended, cancelled or not; false after `timeout`.
@@ -120,6 +120,7 @@ class Scheduler {
 
   void add_locked(std::unique_ptr<Context> context);
   void make_ready_locked(Context* context);
+  Context* take_next_locked();
   void switch_to_locked(Context* chosen);
   void dispatch_locked();
   bool begin_turn_locked(Context* chosen);
@@ -143,6 +144,7 @@ class Scheduler {
   StepDevice device_;
   Baton baton_;
   std::exception_ptr cancel_reason_;
+  DeviceRunAhead run_ahead_;  // its thread uses all others
 };
 
 }  // namespace smp::pipeline

@@ -24,8 +24,9 @@ Server::Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
       mailbox_(std::move(mailbox)),
       faults_(std::move(faults)),
       policy_(policy_of(options_)),
-      timeline_(options_.timeline ? options_.timeline
-                                  : std::make_shared<Timeline>()),
+      timeline_(options_.timeline
+                    ? options_.timeline
+                    : std::make_shared<Timeline>(options_.device)),
       messenger_(options_.global_rank, options_.pp_ranks, mailbox_, timeline_),
       threads_(std::move(thread_enter), mailbox_.get()),
       scheduler_(&threads_, options_.device, timeline_.get(), mailbox_.get(),
@@ -42,6 +43,7 @@ Server::Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
              {modules_, *policy_, messenger_, scheduler_, tensors_, caller_,
               callee_, weights_, announcements_},
              mailbox_, faults_) {
+  timeline_->set_copies(mailbox_->lane_copies());
   const auto& ranks = options_.pp_ranks;
   SMP_ASSERT(std::count(ranks.begin(), ranks.end(), options_.global_rank) == 1,
              "rank outside of its pipeline group");

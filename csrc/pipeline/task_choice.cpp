@@ -36,14 +36,18 @@ void TaskChoice::clear() {
   agreed_.clear();
 }
 
-void TaskChoice::note_turn(const Context& context) {
-  if (const auto action = action_of(context)) {
+bool TaskChoice::note_turn(const Context& context) {
+  const auto action = action_of(context);
+  const bool begins_task =
+      action && !(options_.lets_wait && action == last_action_);
+  if (action) {
     order_.add(*action, context.key.resume > 0);
     last_action_ = action;
   }
   if (context.state == Context::State::kNotStarted) {
     executed_.push_back(context.key);
   }
+  return begins_task;
 }
 
 void TaskChoice::note_end(const Context& context) {
@@ -153,23 +157,26 @@ std::optional<size_t> TaskChoice::find_agreed(
 // several modules is not interrupted; all else is the policy's.
 std::optional<size_t> TaskChoice::pick(
     const std::vector<ReadyTask>& tasks) const {
-  if (options_.lets_wait) {
-    std::optional<size_t> at_once;
-    std::optional<size_t> further;
-    const auto earlier = [&](size_t i, const std::optional<size_t>& other) {
-      return !other || tasks[i].arrival < tasks[*other].arrival;
-    };
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      const Context& context =
-          i < ready_.size() ? *ready_[i] : *bodies_to_start_.front();
-      const auto action = action_of(context);
-      if (!action && earlier(i, at_once)) at_once = i;
-      if (action && action == last_action_ && earlier(i, further)) further = i;
-    }
-    if (at_once) return at_once;
-    if (further) return further;
-  }
+  if (const auto at_once = pick_at_once(tasks)) return at_once;
   return options_.policy->pick(tasks, progress());
+}
+
+std::optional<size_t> TaskChoice::pick_at_once(
+    const std::vector<ReadyTask>& tasks) const {
+  if (!options_.lets_wait) return std::nullopt;
+  std::optional<size_t> at_once;
+  std::optional<size_t> further;
+  const auto earlier = [&](size_t i, const std::optional<size_t>& other) {
+    return !other || tasks[i].arrival < tasks[*other].arrival;
+  };
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const Context& context =
+        i < ready_.size() ? *ready_[i] : *bodies_to_start_.front();
+    const auto action = action_of(context);
+    if (!action && earlier(i, at_once)) at_once = i;
+    if (action && action == last_action_ && earlier(i, further)) further = i;
+  }
+  return at_once ? at_once : further;
 }
 
 // Asks the policy (or the agreed order) and takes the choice off the lists.
@@ -179,6 +186,13 @@ Context* TaskChoice::take_next() {
       options_.order == OrderRole::kFollower ? find_agreed(tasks) : pick(tasks);
   return choice ? take(*choice) : nullptr;
 }
+
+Context* TaskChoice::take_at_once() {
+  const auto choice = pick_at_once(ready_tasks());
+  return choice ? take(*choice) : nullptr;
+}
+
+bool TaskChoice::has_choice() const { return pick(ready_tasks()).has_value(); }
 
 Context* TaskChoice::take(size_t choice) {
   Context* chosen = nullptr;

@@ -68,6 +68,18 @@ class TaskChoice {
 
   /// Null when it is better to wait, or nothing is ready.
   Context* take_next();
+  /// The same while the device has enough to do: only what the policy does not
+  /// choose, since it belongs to no action or to the one that was begun last.
+  Context* take_at_once();
+  /// Whether `take_next` would take something that is the policy's choice.
+  bool has_choice() const;
+  /// Whether a choice has to wait until the device has come to the last task.
+  /// Not where the order is given or agreed on: there is no choice, and a
+  /// follower that waits would make its leader's collectives wait.
+  bool is_bound_by_device() const {
+    return options_.order != OrderRole::kFollower &&
+           !options_.policy->has_fixed_order();
+  }
   /// The best of the ready tasks although the policy waits for another one.
   /// Null if nothing is held back or an agreed order counts.
   Context* take_held_back();
@@ -76,7 +88,9 @@ class TaskChoice {
   bool may_begin_backward(const char* its_turn) const;
 
   /// A turn of a context begins.
-  void note_turn(const Context& context);
+  /// @return whether a task of the schedule begins with it: not with what
+  ///     belongs to no action, nor with a further part of the last action
+  bool note_turn(const Context& context);
   void note_end(const Context& context);
   /// Nothing of a microbatch is kept on any rank any more.
   void end_microbatch(int64_t mb) { ended_microbatches_.push_back(mb); }
@@ -94,6 +108,7 @@ class TaskChoice {
   std::vector<ReadyTask> ready_tasks() const;
   std::optional<size_t> find_agreed(const std::vector<ReadyTask>& tasks);
   std::optional<size_t> pick(const std::vector<ReadyTask>& tasks) const;
+  std::optional<size_t> pick_at_once(const std::vector<ReadyTask>& tasks) const;
   Context* take(size_t choice);
 
   OrderSink order_sink_;

@@ -1,10 +1,10 @@
 #include "csrc/pipeline/timeline.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/memory/device_scope.h"
 #include "csrc/pipeline/wire.h"
 
 namespace smp::pipeline {
@@ -15,10 +15,9 @@ constexpr int64_t kShortestIdleNs = 2000;
 
 }  // namespace
 
-int64_t Timeline::now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+void Timeline::set_copies(std::shared_ptr<lanes::CopyLog> copies) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  copies_ = std::move(copies);
 }
 
 void Timeline::start(int64_t capacity) {
@@ -30,15 +29,91 @@ void Timeline::start(int64_t capacity) {
   oldest_ = 0;
   num_dropped_ = 0;
   step_since_ns_ = free_since_ns_ = run_since_ns_ = 0;
+  device_since_.reset();
+  stream_.reset();
+  clock_.reset();
+  if (!device_.is_cpu())
+    clock_ = std::make_shared<memory::DeviceClock>(device_);
+  if (copies_) copies_->start(capacity_, clock_);
   on_.store(true, std::memory_order_relaxed);
 }
 
-Timeline::Recording Timeline::take() {
+void Timeline::stop() {
+  on_.store(false, std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(mutex_);
-  std::rotate(ring_.begin(), ring_.begin() + static_cast<int64_t>(oldest_),
-              ring_.end());
+  if (copies_) copies_->stop();
+}
+
+Timeline::Recording Timeline::take() {
+  Recording recording;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::rotate(ring_.begin(), ring_.begin() + static_cast<int64_t>(oldest_),
+                ring_.end());
+    oldest_ = 0;
+    recording = {std::exchange(ring_, {}), std::exchange(num_dropped_, 0)};
+    device_since_.reset();
+  }
+  read_device(recording);
+  add_copies(recording);
+  return recording;
+}
+
+void Timeline::discard() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ring_.clear();
   oldest_ = 0;
-  return {std::exchange(ring_, {}), std::exchange(num_dropped_, 0)};
+  num_dropped_ = 0;
+  device_since_.reset();
+  clock_.reset();
+  if (copies_) copies_->discard();
+}
+
+// A stream does one thing after the other, however wrong the offset of a step
+// may be.
+void Timeline::read_device(Recording& recording) {
+  std::shared_ptr<memory::DeviceClock> clock;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    clock = clock_;
+  }
+  if (!clock) return;
+  clock->settle();
+  int64_t last_ns = 0;
+  for (TimelineEvent& event : recording.events) {
+    if (!event.begin) continue;
+    const memory::DeviceClock::Time begin = clock->time_of(*event.begin);
+    const memory::DeviceClock::Time end = clock->time_of(*event.end);
+    event.begin_ns = std::max(begin.ns, last_ns);
+    event.end_ns = last_ns = std::max(end.ns, event.begin_ns);
+    event.uncertainty_ns = std::max(begin.uncertainty_ns, end.uncertainty_ns);
+    event.begin.reset();
+    event.end.reset();
+  }
+}
+
+void Timeline::add_copies(Recording& recording) {
+  std::shared_ptr<lanes::CopyLog> log;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    log = copies_;
+  }
+  if (!log) return;
+  const lanes::CopyLog::Recording copies = log->take();
+  recording.num_dropped += copies.num_dropped;
+  for (const lanes::LaneCopy& copy : copies.copies) {
+    TimelineEvent event;
+    event.kind = copy.is_sent ? TimelineEvent::Kind::kLaneSent
+                              : TimelineEvent::Kind::kLaneReceived;
+    event.key.mb = -1;
+    event.what = lanes::to_string(copy.lane);
+    event.peer = copy.peer;
+    event.begin_ns = copy.begin_ns;
+    event.end_ns = copy.end_ns;
+    event.bytes = copy.num_bytes;
+    event.uncertainty_ns = copy.uncertainty_ns;
+    recording.events.push_back(std::move(event));
+  }
 }
 
 void Timeline::add_locked(TimelineEvent event) {
@@ -59,6 +134,10 @@ void Timeline::begin_step(int64_t step, int num_microbatches) {
   num_microbatches_ = num_microbatches;
   step_since_ns_ = free_since_ns_ = now_ns();
   run_since_ns_ = 0;
+  device_since_.reset();
+  if (!clock_) return;
+  stream_ = memory::current_stream(device_);
+  clock_->begin_period(*stream_);
 }
 
 void Timeline::end_step() {
@@ -99,6 +178,7 @@ void Timeline::begin_run(const schedule::TaskKey& key, const char* awaited,
   end_idle_locked(now, key, awaited, awaited_rank);
   running_ = key;
   run_since_ns_ = now;
+  if (clock_ && stream_) device_since_ = clock_->point(*stream_);
 }
 
 void Timeline::end_run() {
@@ -113,6 +193,19 @@ void Timeline::end_run() {
   event.key = running_;
   event.begin_ns = since;
   event.end_ns = now;
+  add_locked(std::move(event));
+  end_device_locked();
+}
+
+// What the task that runs has asked of the stream of its step lies between two
+// points of that stream.
+void Timeline::end_device_locked() {
+  if (!clock_ || !device_since_) return;
+  TimelineEvent event;
+  event.kind = TimelineEvent::Kind::kDevice;
+  event.key = running_;
+  event.begin = std::exchange(device_since_, nullptr);
+  event.end = clock_->point(*stream_);
   add_locked(std::move(event));
 }
 

@@ -1,11 +1,19 @@
 #pragma once
 
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "csrc/common/monotonic_clock.h"
+#include "csrc/lanes/copy_log.h"
 #include "csrc/mailbox/message.h"
+#include "csrc/memory/device_clock.h"
 #include "csrc/schedule/task.h"
 
 namespace smp::pipeline {
@@ -13,20 +21,24 @@ namespace smp::pipeline {
 /// Something that happened on a rank. What does not apply is left as it is.
 struct TimelineEvent {
   enum class Kind : int8_t {
-    kRun,       ///< a task held the baton
-    kWait,      ///< a suspended task had not yet what it needs
-    kIdle,      ///< nobody held the baton
-    kSent,      ///< a tensor left this rank
-    kReceived,  ///< a tensor arrived
-    kStep,      ///< one call of a step function
+    kRun,           ///< a task held the baton
+    kWait,          ///< a suspended task had not yet what it needs
+    kIdle,          ///< nobody held the baton
+    kSent,          ///< a tensor left this rank
+    kReceived,      ///< a tensor arrived
+    kStep,          ///< one call of a step function
+    kDevice,        ///< a device did what a task had asked of it
+    kLaneSent,      ///< a lane brought a tensor from this rank
+    kLaneReceived,  ///< the same, to this rank
   };
 
   Kind kind = Kind::kRun;
-  /// Run, wait: the task. Idle: the task that ended it; microbatch -1 if none
-  /// did. Tensors: the microbatch.
+  /// Run, wait, device: the task. Idle: the task that ended it; microbatch -1
+  /// if none did. Tensors: the microbatch. Lanes: microbatch -1.
   schedule::TaskKey key;
   int64_t step = -1;
-  /// What was waited for, or the message that carried a tensor: a literal.
+  /// What was waited for, the message that carried a tensor, or the lane: a
+  /// literal.
   const char* what = "";
   int peer = -1;         ///< global rank at the other end
   int64_t begin_ns = 0;  ///< of Timeline::now_ns
@@ -35,10 +47,15 @@ struct TimelineEvent {
   /// microbatches.
   mailbox::Ref ref;
   int64_t bytes = 0;
+  /// Times of a device are at most so much earlier or later.
+  int64_t uncertainty_ns = 0;
+  memory::DeviceClock::PointPtr begin = {};  ///< device: until it is read
+  memory::DeviceClock::PointPtr end = {};
 };
 
-/// Records what a rank does. Off by default: then a call costs one relaxed
-/// load. Keeps the youngest events. All methods may be called by any thread.
+/// Records what a rank does, and when its device did it. Off by default: then a
+/// call costs one relaxed load. Keeps the youngest events. All methods may be
+/// called by any thread.
 class Timeline {
  public:
   struct Recording {
@@ -46,17 +63,25 @@ class Timeline {
     int64_t num_dropped = 0;            ///< older ones
   };
 
-  /// Nanoseconds of the machine's monotonic clock, equal in all its processes.
-  static int64_t now_ns();
+  static int64_t now_ns() { return monotonic_ns(); }
+
+  explicit Timeline(c10::Device device = c10::Device(c10::DeviceType::CPU))
+      : device_(device) {}
+
+  /// Copies that are recorded too; before `start`. @param copies  may be null
+  void set_copies(std::shared_ptr<lanes::CopyLog> copies);
 
   /// Begins a recording of at most `capacity` events; between steps.
   /// @throws ValueError for a capacity below 1
   void start(int64_t capacity);
-  void stop() { on_.store(false, std::memory_order_relaxed); }
-  /// Hands over what was recorded.
+  void stop();
+  /// Hands over what was recorded; waits until the device has done it.
   Recording take();
+  /// Forgets what was recorded, and waits for nothing.
+  void discard();
   bool is_on() const { return on_.load(std::memory_order_relaxed); }
 
+  /// What tasks ask of a device comes on the stream that is the caller's now.
   void begin_step(int64_t step, int num_microbatches);
   void end_step();
   /// A task gets the baton. @param awaited  what the rank waited for until now
@@ -73,9 +98,13 @@ class Timeline {
 
  private:
   void add_locked(TimelineEvent event);
+  void end_device_locked();
+  void read_device(Recording& recording);
+  void add_copies(Recording& recording);
   void end_idle_locked(int64_t now, const schedule::TaskKey& key,
                        const char* awaited, int awaited_rank);
 
+  const c10::Device device_;
   std::atomic<bool> on_{false};
   std::mutex mutex_;
   size_t capacity_ = 0;
@@ -88,6 +117,10 @@ class Timeline {
   int64_t free_since_ns_ = 0;  // 0: somebody holds the baton
   int64_t run_since_ns_ = 0;   // 0: nobody does
   schedule::TaskKey running_;
+  std::shared_ptr<lanes::CopyLog> copies_;
+  std::shared_ptr<memory::DeviceClock> clock_;  // while a device is recorded
+  std::optional<c10::Stream> stream_;           // of the step
+  memory::DeviceClock::PointPtr device_since_;  // begin of what runs
 };
 
 }  // namespace smp::pipeline

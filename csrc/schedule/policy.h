@@ -53,6 +53,10 @@ class Policy {
   /// into its backward now.
   virtual bool may_begin_backward(const StepProgress& progress) const;
 
+  /// Whether the order is given: `pick` does not choose by what is ready, so
+  /// nothing is lost when a host asks its device for all of it at once.
+  virtual bool has_fixed_order() const { return false; }
+
   /// Whether `pick` looks at what is under way on its rank, and may let a
   /// forward wait for it, in a step that keeps activations or keeps none.
   virtual bool limits_forwards(bool keeps_activations) const;

@@ -46,6 +46,8 @@ class ListedPolicy final : public Policy {
     return num_microbatches;
   }
 
+  bool has_fixed_order() const override { return true; }
+
   bool splits_backward(int64_t mb, int64_t chunk) const override {
     return place_.contains({Phase::kWeight, mb, chunk});
   }

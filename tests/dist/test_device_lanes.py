@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 import smp
 from smp.world import runtime
-from tests.dist import test_soak, training, two_models
+from tests.dist import test_soak, test_timeline, training, two_models
 from tests.dist.pool import Pool
 from tests.dist.programs.language import Program
 from tests.dist.programs.running import assert_identical, run_distributed
@@ -191,6 +192,44 @@ def test_random_programs_give_the_bits_of_a_run_without_lanes(pool: Pool) -> Non
     assert seen.enough
     assert len(seen.refused) <= NUM_PROGRAMS // 2, "smp refuses too much"
     assert total["lane_tensors_sent"] > NUM_PROGRAMS
+
+
+def trace_lanes(rank: int, path: str) -> None:
+    step = test_timeline.make_step(training.Run("chain", 2, 1, manual=True))
+    step(0)
+    with smp.trace(path):
+        step(1)
+
+
+def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
+    """Every tensor of the pipeline, at both ends, from the post until its copy was over."""
+    for env, has_lanes in ((None, False), ({"SMP_TEST_LANES": "7:3000:64"}, True)):
+        pool.run(2, trace_lanes, str(tmp_path / "lanes"), timeout=120, env=env)
+        events, data = test_timeline.read(tmp_path / "lanes")
+        names = {
+            (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+        }
+        copies = [e for e in events if e.get("cat") == "lane"]
+        if not has_lanes:
+            assert not copies and not any("lane" in name for name in names.values())
+            continue
+        assert names[1, min(e["tid"] for e in copies if e["pid"] == 1)] == "lane to rank 0"
+        sent, received = Counter[Any](), Counter[Any]()
+        for e in copies:
+            way = (e["args"]["source"], e["args"]["target"], e["args"]["bytes"])
+            name = names[e["pid"], e["tid"]]
+            if name.startswith("lane to"):
+                assert e["pid"] == way[0] and name.startswith(f"lane to rank {way[1]}")
+                sent[way] += 1
+            else:
+                assert e["pid"] == way[1] and name.startswith(f"lane from rank {way[0]}")
+                received[way] += 1
+            assert e["args"]["lane"] == "fake lane"
+        assert sent == received
+        ranks = [row["rank"] for row in data["rows"]]
+        ways = Counter((ranks[t[0]], ranks[t[1]], t[4]) for t in data["transfers"])
+        assert sent == ways and {way[:2] for way in sent} == {(0, 1), (1, 0)}
+        assert max(e["dur"] for e in copies) > 300, "a copy of a lane takes up to 3 ms"
 
 
 def run_shorter(rank: int) -> Any:

@@ -81,6 +81,24 @@ def two_ranks() -> list[RankRecording]:
     return [recording(1, other), recording(0, driver)]
 
 
+def with_devices() -> list[RankRecording]:
+    """The same on devices: the hosts only ask, and the first lane carries two tensors at once."""
+    other, driver = two_ranks()
+    asked = [
+        e._replace(kind="device", uncertainty_ns=7_000) if e.kind == "run" else e
+        for e in driver.events
+    ]
+    hosts = [run(0.1 * i, 0.1 * i + 0.05, i % 2) for i in range(4)]
+    lane = dict(mb=-1, peer=1, what="fake lane")
+    copies = [
+        event("lane sent", 1, 3, num_bytes=1000, **lane),
+        event("lane sent", 2, 4, num_bytes=2000, **lane),
+        event("lane sent", 3, 5, num_bytes=3000, **lane),
+        event("lane received", 6, 7, num_bytes=4000, **lane),
+    ]
+    return [other, recording(0, [*asked, *hosts, *copies])]
+
+
 @pytest.fixture
 def document() -> Document:
     return build(two_ranks())
@@ -222,7 +240,68 @@ def test_chrome_trace_has_each_task_once_and_paired_flows(document: Document) ->
     assert all("ts" in e for e in events if e["ph"] != "M")
 
 
+def test_chrome_trace_has_rows_of_devices_and_lanes() -> None:
+    events = json.loads(json.dumps(to_chrome(build(with_devices()))))["traceEvents"]
+    threads = {
+        (e["pid"], e["args"]["name"]): e["tid"] for e in events if e["name"] == "thread_name"
+    }
+    assert len({(pid, tid) for (pid, _), tid in threads.items()}) == len(threads)
+    assert not any(pid == 1 and ("lane" in n or n == "device") for pid, n in threads)
+
+    def boxes(name: str) -> list[tuple[float, float, Any]]:
+        tid = threads[0, name]
+        found = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, tid)]
+        return [(e["ts"], e["dur"], e["args"].get("bytes", e["args"].get("task"))) for e in found]
+
+    assert boxes("device") == [
+        (0, 1000, "F0"),
+        (1000, 1000, "F1"),
+        (5000, 1000, "B0/1"),
+        (9000, 1000, "B1/1"),
+    ]
+    assert len(boxes("executed")) == 4, "the row of the host stays"
+    # Boxes of one row must not overlap.
+    assert boxes("lane to rank 1") == [(1000, 2000, 1000), (3000, 2000, 3000)]
+    assert boxes("lane to rank 1 (2)") == [(2000, 2000, 2000)]
+    assert boxes("lane from rank 1") == [(6000, 1000, 4000)]
+    lanes = [e for e in events if e.get("cat") == "lane"]
+    assert {e["name"] for e in lanes} >= {"1000 bytes, fake lane"}
+    assert [(e["args"]["source"], e["args"]["target"]) for e in lanes].count((0, 1)) == 3
+
+
+def test_bubbles_and_plan_are_those_of_the_device(document: Document) -> None:
+    on_device = build(with_devices())
+    (step,), (plain,) = on_device.steps, document.steps
+    assert step.busy_ns == plain.busy_ns and step.bubble(0) == plain.bubble(0) > 0
+    assert step.plan == plain.plan
+    assert any(
+        "devices agree with the clock of their host within 7 µs" in n for n in on_device.notes
+    )
+    assert not any("devices" in n for n in document.notes)
+
+
 # ---- the page --------------------------------------------------------------
+
+
+def test_page_has_rows_of_devices_and_lanes(document: Document) -> None:
+    text, _ = scripts(to_page(build(with_devices())))
+    data = json.loads(text)
+    row, words = data["rows"][0], data["words"]
+    assert [(words[r[5]], r[0], r[1]) for r in row["device"]] == [
+        ("F0", 0, 1000),
+        ("F1", 1000, 1000),
+        ("B0/1", 5000, 1000),
+        ("B1/1", 9000, 1000),
+    ]
+    assert [[(c[0], c[4], c[5]) for c in track] for track in row["copies"]] == [
+        [(1000, 1000, 1), (3000, 3000, 1)],
+        [(2000, 2000, 1)],
+        [(6000, 4000, 0)],
+    ]
+    assert words[row["copies"][0][0][2]] == "fake lane" and row["copies"][0][0][3] == 1
+    assert data["rows"][1]["device"] == data["rows"][1]["copies"] == []
+    plain, _ = scripts(to_page(document))
+    assert all(row["device"] == row["copies"] == [] for row in json.loads(plain)["rows"])
 
 
 def scripts(page: str) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Runtime:
         self.wrapped = Wrapped()
         self.steps = Steps(rank)
         self.process_groups = ProcessGroups(rank)
-        self.timeline = _C.Timeline()
+        self.timeline = _C.Timeline(str(rank.device))
         self.pipeline: Pipeline | None = None
         self.detection: Detection | None = None
         self._activation_store: _C.ActivationStore | None = None

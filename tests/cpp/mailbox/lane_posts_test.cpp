@@ -145,6 +145,51 @@ TEST_P(LanePostsOver, messages_keep_their_order_and_their_numbers) {
   }
 }
 
+TEST_P(LanePostsOver, what_lanes_carry_is_recorded_on_both_sides) {
+  run(FakeOptions{.seed = 5, .max_us = 3000, .num_slots = 16},
+      [](int self, LaneRank& rank) {
+        const auto log = rank.mailbox.lane_copies();
+        ASSERT_TRUE(log);
+        rank.mailbox.post(1 - self, with_tensors(0, {{.data = filled(1)}}));
+        rank.wait_for(1);
+        rank.mailbox.post(1 - self, with_tensors(1));  // both have come so far
+        rank.wait_for(2);
+        log->start(100, nullptr);
+        rank.mailbox.post(1 - self, with_tensors(2));  // both record
+        rank.wait_for(3);
+        for (int i = 0; i < 6; ++i) {
+          rank.mailbox.post(1 - self,
+                            with_tensors(i, {{.data = filled(i, 100 + i)}}));
+        }
+        for (const Message& message : rank.wait_for(9)) {
+          for (const MessageTensor& tensor : message.tensors) {
+            MarkedTensor{tensor.data, tensor.mark}.use();
+          }
+        }
+        log->stop();
+        const auto recording = log->take();
+        std::vector<int64_t> sent;
+        std::vector<int64_t> received;
+        bool takes_time = false;
+        for (const lanes::LaneCopy& copy : recording.copies) {
+          EXPECT_EQ(copy.peer, 1 - self);
+          EXPECT_LE(copy.begin_ns, copy.end_ns);
+          EXPECT_EQ(copy.uncertainty_ns, 0);
+          takes_time |= copy.end_ns - copy.begin_ns > 200'000;
+          (copy.is_sent ? sent : received).push_back(copy.num_bytes);
+        }
+        const std::vector<int64_t> expected{800, 808, 816, 824, 832, 840};
+        EXPECT_EQ(sent, expected);
+        EXPECT_EQ(received, expected);
+        EXPECT_TRUE(takes_time) << "a copy ends when it was asked for";
+        rank.mailbox.post(1 - self, with_tensors(8));  // neither records
+        rank.wait_for(10);
+        rank.mailbox.post(1 - self, with_tensors(9, {{.data = filled(9)}}));
+        rank.wait_for(11);
+        EXPECT_TRUE(log->take().copies.empty()) << "nobody records";
+      });
+}
+
 TEST_P(LanePostsOver, no_post_waits_for_a_copy_and_nothing_overtakes_it) {
   run(FakeOptions{.num_slots = 2, .num_ending = 0},
       [](int self, LaneRank& rank) {

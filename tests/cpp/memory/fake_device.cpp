@@ -124,6 +124,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     wait_for_event(event, stream);
   }
   bool queryEvent(void* event) const override { return is_fired(event); }
+  double elapsedTime(void* from, void* to,
+                     const c10::DeviceIndex) const override {
+    return static_cast<double>(fired_ns(to) - fired_ns(from)) / 1e6;
+  }
   void destroyEvent(void* event,
                     const c10::DeviceIndex) const noexcept override {
     drop_event(event);
@@ -195,6 +199,7 @@ std::vector<Use> uses() {
 void reset() {
   run_all();
   set_lazy(false);
+  set_clock({});
   const std::lock_guard lock(mutex);
   all_uses.clear();
   peak = in_use;

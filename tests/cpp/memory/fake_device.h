@@ -51,6 +51,10 @@ int run(const c10::Stream& stream, int most = 1 << 30);
 /// Does everything, streams with higher ids first if `copies_first`.
 void run_all(bool copies_first = false);
 
+/// What the clock of the devices shows, in nanoseconds; that of the host until
+/// somebody sets another one, and after `reset`. Events know when they fired.
+void set_clock(std::function<int64_t()> clock);
+
 /// Of all devices, as the host counts: memory that was freed may go to the next
 /// tensor of that size although streams have not come to either.
 int64_t bytes_in_use();

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/common/monotonic_clock.h"
 #include "tests/cpp/memory/fake_device.h"
 
 namespace smp::fake_device {
@@ -16,6 +17,7 @@ namespace {
 struct Event {
   int64_t recorded = 0;            // how often, as asked
   std::atomic<int64_t> fired = 0;  // how often, as done
+  std::atomic<int64_t> fired_ns = 0;
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -30,6 +32,14 @@ struct Queue {
 };
 
 std::atomic<bool> streams_are_lazy{false};
+std::mutex clock_mutex;
+std::function<int64_t()> the_clock;
+
+int64_t clock_ns() {
+  const std::lock_guard lock(clock_mutex);
+  return the_clock ? the_clock() : monotonic_ns();
+}
+
 std::mutex queues_mutex;
 std::map<uint64_t, std::pair<c10::Stream, Queue>> queues;
 
@@ -72,6 +82,11 @@ std::vector<c10::Stream> all_streams() {
 
 }  // namespace
 
+void set_clock(std::function<int64_t()> clock) {
+  const std::lock_guard lock(clock_mutex);
+  the_clock = std::move(clock);
+}
+
 void set_lazy(bool lazy) { streams_are_lazy = lazy; }
 
 void ask(const c10::Stream& stream, std::function<void()> work) {
@@ -107,7 +122,10 @@ void record_event(void** event, const c10::Stream& stream) {
   if (*event == nullptr) *event = new EventPtr(std::make_shared<Event>());
   const EventPtr recorded = event_of(*event);
   const int64_t version = ++recorded->recorded;
-  ask(stream, [recorded, version] { recorded->fired = version; });
+  ask(stream, [recorded, version] {
+    recorded->fired_ns = clock_ns();
+    recorded->fired = version;
+  });
 }
 
 void wait_for_event(void* event, const c10::Stream& stream) {
@@ -121,6 +139,8 @@ bool is_fired(void* event) {
   if (event == nullptr) return true;
   return event_of(event)->fired >= event_of(event)->recorded;
 }
+
+int64_t fired_ns(void* event) { return event_of(event)->fired_ns; }
 
 void drop_event(void* event) { delete static_cast<EventPtr*>(event); }
 

@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <functional>
 
 // What the files of the fake device need of each other.
@@ -17,6 +18,7 @@ bool is_empty(const c10::Stream& stream);
 void record_event(void** event, const c10::Stream& stream);
 void wait_for_event(void* event, const c10::Stream& stream);
 bool is_fired(void* event);
+int64_t fired_ns(void* event);
 void drop_event(void* event);
 
 /// The calling thread's.

@@ -25,7 +25,10 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
     the executed one, tensors on their way, waits with their reason, and the bubble of each rank.
 
     The first step of a model partitions it and learns the shapes; trace later ones to see how fast
-    a step is. On a GPU the boxes show when a rank issued its work, not when the device did it.
+    a step is. On a GPU a second row shows when the device did what a task had asked for, measured
+    by events that nobody waits for before the block ends; bubbles and plan are made of that row
+    then. Where tensors travel over lanes between devices, rows show each of them. Not yet run on a
+    GPU.
 
     Args:
         path: of the files without their ending; or an existing folder, for ``trace.json`` and
@@ -53,7 +56,7 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
         comm.barrier(comm.WORLD)  # behind it, all tensors of the steps have arrived
     except BaseException:
         current.timeline.stop()
-        current.timeline.take()
+        current.timeline.discard()
         raise
     current.timeline.stop()
     if current.steps.num_finished == num_steps:

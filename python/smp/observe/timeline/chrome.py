@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp.observe.timeline.document import Document
+from smp.observe.timeline.document import Document, lane_tracks
 from smp.observe.timeline.events import PHASES, Event, RankRecording
 
-_THREADS = ("executed", "planned", "idle", "tensors sent", "tensors received")
-_EXECUTED, _PLANNED, _IDLE, _SENT, _RECEIVED = range(len(_THREADS))
+# "device" is named where it has boxes only. Behind these, if there are any, those of lanes follow.
+_THREADS = ("executed", "planned", "idle", "tensors sent", "tensors received", "device")
+_EXECUTED, _PLANNED, _IDLE, _SENT, _RECEIVED, _DEVICE = range(len(_THREADS))
 _CATEGORIES = ("forward", "backward", "weight gradients")
 # An arrow has to start and end on a box; those of tensors are as narrow as possible.
 _ARROW_END_US = 1.0
@@ -24,6 +25,7 @@ def to_chrome(document: Document) -> dict[str, Any]:
         events += _metadata(rank, index)
         for number, event in enumerate(rank.events):
             events += _of_rank(rank, event, document.begin_ns, f"{rank.rank}.{number}")
+        events += _lanes(rank, document.begin_ns)
     events += _planned(document)
     events += _transfers(document)
     return {
@@ -44,16 +46,18 @@ def _us(time_ns: float, origin_ns: float) -> float:
 def _metadata(rank: RankRecording, index: int) -> list[dict[str, Any]]:
     base = {"ph": "M", "pid": rank.rank, "tid": 0}
     process = f"rank {rank.rank} ({rank.place})"
+    names = list(_THREADS if rank.of_kind("device") else _THREADS[:_DEVICE])
+    threads = [*enumerate(names), *_lane_names(rank)]
     return [
         base | {"name": "process_name", "args": {"name": process}},
         base | {"name": "process_sort_index", "args": {"sort_index": index}},
         *(
             base | {"name": "thread_name", "tid": tid, "args": {"name": name}}
-            for tid, name in enumerate(_THREADS)
+            for tid, name in threads
         ),
         *(
             base | {"name": "thread_sort_index", "tid": tid, "args": {"sort_index": tid}}
-            for tid in range(len(_THREADS))
+            for tid, _ in threads
         ),
     ]
 
@@ -71,6 +75,11 @@ def _of_rank(
         category = _CATEGORIES[event.phase]
         box = {"ph": "X", "tid": _EXECUTED, "dur": duration, "name": label, "cat": category}
         return [base | box | {"args": args}]
+    if event.kind == "device":
+        category = _CATEGORIES[event.phase]
+        box = {"ph": "X", "tid": _DEVICE, "dur": duration, "name": label, "cat": category}
+        args["uncertainty_us"] = event.uncertainty_ns / 1e3
+        return [base | box | {"args": args}]
     if event.kind == "idle":
         box = {"ph": "X", "tid": _IDLE, "dur": duration, "name": awaited, "cat": "idle"}
         return [base | box | {"args": {"step": event.step}}]
@@ -83,6 +92,33 @@ def _of_rank(
             end | shared | {"ph": "e", "tid": _EXECUTED},
         ]
     return []
+
+
+def _lane_names(rank: RankRecording) -> list[tuple[int, str]]:
+    return list(enumerate((t.name for t in lane_tracks(rank)), start=len(_THREADS)))
+
+
+def _lanes(rank: RankRecording, origin_ns: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "ph": "X",
+            "pid": rank.rank,
+            "tid": tid,
+            "ts": _us(copy.begin_ns, origin_ns),
+            "dur": copy.duration_ns / 1e3,
+            "name": f"{copy.num_bytes} bytes, {copy.what}",
+            "cat": "lane",
+            "args": {
+                "bytes": copy.num_bytes,
+                "lane": copy.what,
+                "source": rank.rank if copy.kind == "lane sent" else copy.peer,
+                "target": copy.peer if copy.kind == "lane sent" else rank.rank,
+                "uncertainty_us": copy.uncertainty_ns / 1e3,
+            },
+        }
+        for tid, track in enumerate(lane_tracks(rank), start=len(_THREADS))
+        for copy in track.copies
+    ]
 
 
 def _planned(document: Document) -> list[dict[str, Any]]:

@@ -25,6 +25,19 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class LaneTrack:
+    """Copies of the lanes between two ranks that do not overlap each other.
+
+    Attributes:
+        name: "lane to rank 1"; further ones at the same time have a number.
+        copies: of one rank, by begin.
+    """
+
+    name: str
+    copies: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
 class StepSpan:
     """One call of a step function by one replica.
 
@@ -34,7 +47,7 @@ class StepSpan:
         begin_ns, end_ns: of the calls, over all its ranks.
         first_ns, last_ns: begin of the first and end of the last task.
         num_microbatches: of the driver.
-        busy_ns: sum of task times, by global rank.
+        busy_ns: sum of task times, of the device where it was recorded, by global rank.
         plan: the same step without anything in the way.
     """
 
@@ -162,6 +175,31 @@ def pair_transfers(ranks: Sequence[RankRecording]) -> tuple[tuple[Transfer, ...]
     return tuple(transfers), num_sent + num_received - 2 * len(transfers)
 
 
+def lane_tracks(rank: RankRecording) -> list[LaneTrack]:
+    """What came and went over lanes, by peer; a viewer cannot show boxes of a row that overlap."""
+    by_way: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    for kind in ("lane sent", "lane received"):
+        for event in rank.of_kind(kind):
+            by_way[kind, event.peer].append(event)
+    tracks = []
+    for (kind, peer), events in sorted(
+        by_way.items(), key=lambda item: (item[0][0] != "lane sent", item[0][1])
+    ):
+        name = f"lane {'to' if kind == 'lane sent' else 'from'} rank {peer}"
+        found: list[list[Event]] = []
+        for event in sorted(events, key=lambda e: (e.begin_ns, e.end_ns)):
+            free = next((t for t in found if t[-1].end_ns <= event.begin_ns), None)
+            if free is None:
+                free = []
+                found.append(free)
+            free.append(event)
+        tracks += [
+            LaneTrack(f"{name} ({number})" if number > 1 else name, tuple(track))
+            for number, track in enumerate(found, start=1)
+        ]
+    return tracks
+
+
 def _of_steps(rank: RankRecording, kind: str, steps: set[int]) -> list[Event]:
     return [event for event in rank.of_kind(kind) if event.step in steps]
 
@@ -177,7 +215,7 @@ def _spans(replica: Sequence[RankRecording], transfers: Sequence[Transfer]) -> l
     for rank in replica:
         for event in rank.of_kind("step"):
             calls[event.step].append(event)
-        for event in rank.of_kind("run"):
+        for event in rank.tasks:
             runs[event.step][rank.rank].append(event)
     spans = []
     for number, ends in sorted(calls.items()):
@@ -241,5 +279,13 @@ def _notes(
     if worst.uncertainty_ns:
         notes.append(
             f"clocks of different hosts agree within {worst.uncertainty_ns / 1e3:.0f} µs or better"
+        )
+    inexact = max(
+        (e for r in ranks for e in r.events), key=lambda e: e.uncertainty_ns, default=None
+    )
+    if inexact is not None and inexact.uncertainty_ns:
+        notes.append(
+            "times of devices agree with the clock of their host within "
+            f"{inexact.uncertainty_ns / 1e3:.0f} µs or better; their lengths are the devices' own"
         )
     return notes

@@ -14,7 +14,7 @@ class Event(NamedTuple):
     """One event; times in nanoseconds. See csrc/pipeline/timeline.h for what applies to which."""
 
     kind: str
-    """"run", "wait", "idle", "sent", "received" or "step"."""
+    """Words for the kinds of csrc/pipeline/timeline.h, such as "run" or "lane sent"."""
     step: int
     phase: int
     mb: int
@@ -28,6 +28,7 @@ class Event(NamedTuple):
     ref_rank: int
     ref_id: int
     num_bytes: int
+    uncertainty_ns: int = 0
 
     @property
     def task(self) -> str:
@@ -80,6 +81,11 @@ class RankRecording:
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
+
+    @property
+    def tasks(self) -> list[Event]:
+        """When tasks were worked on: by the device, where it was recorded, else by the host."""
+        return self.of_kind("device") or self.of_kind("run")
 
     def name_of(self, event: Event) -> str:
         """Module of a task, or what ran instead of one."""

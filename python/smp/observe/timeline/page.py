@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smp.observe.timeline.document import Document, StepSpan
+from smp.observe.timeline.document import Document, StepSpan, lane_tracks
 from smp.observe.timeline.events import RankRecording
 
 _FOLDER = Path(__file__).resolve().parent / "page_parts"
@@ -122,6 +122,17 @@ def _row(
         "runs": sorted(
             [*begin(e), e.phase, e.mb, name(e), words(e.task), e.step] for e in rank.of_kind("run")
         ),
+        "device": sorted(
+            [*begin(e), e.phase, e.mb, name(e), words(e.task), e.step]
+            for e in rank.of_kind("device")
+        ),
+        "copies": [
+            [
+                [*begin(e), words(e.what), e.peer, e.num_bytes, int(e.kind == "lane sent")]
+                for e in track.copies
+            ]
+            for track in lane_tracks(rank)
+        ],
         "waits": sorted(
             [*begin(e), e.phase, e.mb, name(e), words(e.what), e.peer] for e in rank.of_kind("wait")
         ),

@@ -12,7 +12,7 @@ const controls = {
 };
 const view = {begin: 0, end: 1, scroll: 0, width: 0, height: 0, step: null, origin: 0};
 const faded = new Set();  // microbatches
-let places = layout(data, {plan: true, waits: true});
+let places = layout(data, {plan: true, waits: true, copies: true});
 let theme = {};
 let hatches = new Map();
 let hovered = null;
@@ -172,6 +172,16 @@ function drawRow(row, place) {
     drawBox(x, toY(place.run.y), width, place.run.height, run[RUN.phase], run[RUN.mb],
       data.words[run[RUN.name]], 11.5);
   });
+  eachVisible(row.device, (run, x, width) => {
+    drawBox(x, toY(place.device.y), width, place.device.height, run[RUN.phase], run[RUN.mb], "",
+      9.5);
+  });
+  for (const lane of place.copies) {
+    pen.fillStyle = theme.dim;
+    eachVisible(lane.entries, (copy, x, width) => {
+      pen.fillRect(x, toY(lane.y), width, lane.height);
+    });
+  }
   place.lanes.forEach((lane, i) => {
     for (const wait of lane) {
       const x = toX(wait[0]);
@@ -335,6 +345,15 @@ function findInRow(row, place, time, y) {
     const run = entryAt(row.runs, time);
     return run && {words: describeRun(data, row, run), box: boxOf(run, place.run)};
   }
+  if (isIn(place.device)) {
+    const run = entryAt(row.device, time);
+    return run && {words: describeDevice(data, row, run), box: boxOf(run, place.device)};
+  }
+  const track = place.copies.find(isIn);
+  if (track) {
+    const copy = entryAt(track.entries, time);
+    return copy && {words: describeCopy(data, row, copy), box: boxOf(copy, track)};
+  }
   const lane = place.lanes[Math.floor((y - toY(place.waits.y)) / LANE)];
   const wait = lane && lane.find((w) => w[0] <= time && w[0] + w[1] >= time);
   if (!wait) return null;
@@ -409,7 +428,9 @@ function showStep(text) {
 }
 
 function fit() {
-  places = layout(data, {plan: controls.plan.checked, waits: controls.waits.checked});
+  places = layout(data, {
+    plan: controls.plan.checked, waits: controls.waits.checked, copies: controls.arrows.checked,
+  });
   const ratio = window.devicePixelRatio || 1;
   view.width = canvas.parentElement.clientWidth;
   view.height = Math.min(places.height + AXIS + 4, Math.max(260, window.innerHeight * 0.8));
@@ -458,7 +479,9 @@ function makeLegend() {
     key(colour(theme, 0, 0), "light: forward"),
     key(colour(theme, 1, 0), "dark: backward"),
     key(stripes(theme.hatch), "rank idle"),
-    key(stripes(colour(theme, 1, 0)), "a task waits"));
+    key(stripes(colour(theme, 1, 0)), "a task waits"),
+    ...(data.rows.some((row) => row.device.length) ? [key(theme.text, "lower row: the device")] : []),
+    ...(data.rows.some((row) => row.copies.length) ? [key(theme.dim, "thin: over a lane")] : []));
 }
 
 function cells(tag, values) {
@@ -478,10 +501,11 @@ function makeTable() {
     const reasons = f.reasons.map(([words, time]) => `${formatTime(time)} for ${words}`).join("; ");
     return cells("td", [`${row.rank} (${row.place})`, f.tasks, formatTime(f.busy),
       formatTime(f.makespan), formatPart(f.bubble), formatPart(f.planned), formatBytes(f.sent),
-      reasons || "–"]);
+      formatBytes(f.copied), reasons || "–"]);
   });
   document.getElementById("figures").replaceChildren(
-    cells("th", ["rank", "boxes", "busy", "of", "bubble", "plan", "tensors sent", "was idle"]),
+    cells("th", ["rank", "boxes", "busy", "of", "bubble", "plan", "tensors sent", "over lanes",
+      "was idle"]),
     ...rows);
 }
 

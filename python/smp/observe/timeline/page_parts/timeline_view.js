@@ -11,6 +11,7 @@ const PHASES = "FBW";
 // Fields of the entries of `data`.
 const RUN = {phase: 2, mb: 3, name: 4, task: 5, step: 6};
 const WAIT = {phase: 2, mb: 3, name: 4, what: 5, peer: 6};
+const COPY = {what: 2, peer: 3, bytes: 4, isSent: 5};
 const IDLE = {what: 2, peer: 3, task: 4};
 const PLAN = {phase: 2, mb: 3};
 const SENT = {source: 0, target: 1, from: 2, to: 3, bytes: 4, mb: 5, what: 6};
@@ -74,7 +75,7 @@ function toLanes(entries, most) {
 }
 
 // From top to bottom: a heading per replica if there are several; per rank the
-// plan, what was executed, and the waits.
+// plan, what was executed, what the device did, copies of lanes, and the waits.
 function layout(data, shown) {
   const places = [];
   let y = 0;
@@ -92,6 +93,11 @@ function layout(data, shown) {
     y += shown.plan ? 16 : 0;
     place.run = {y, height: 32};
     y += 34;
+    place.device = {y, height: row.device.length ? 14 : 0};
+    y += row.device.length ? 16 : 0;
+    place.copies = (shown.copies ? row.copies.slice(0, MOST_LANES) : []).map(
+      (entries, i) => ({y: y + LANE * i, height: 3, entries}));
+    y += place.copies.length ? LANE * place.copies.length + 2 : 0;
     place.lanes = shown.waits ? toLanes(row.waits, MOST_LANES) : [];
     place.waits = {y, height: 3};
     y += LANE * place.lanes.length + 9;
@@ -140,6 +146,8 @@ function figures(data, index, step) {
   }
   return {
     tasks: row.runs.filter((r) => inside(r[0])).length,
+    copied: row.copies.flat().filter((c) => c[COPY.isSent] && inside(c[0]))
+      .reduce((sum, c) => sum + c[COPY.bytes], 0),
     busy: own.reduce((sum, s) => sum + s.busy, 0),
     bubble: step === null ? row.bubble : own.length ? own[0].bubble : null,
     planned: hasPlan && planned > 0 ? free / planned : hasPlan ? 0 : null,
@@ -161,6 +169,20 @@ function describeRun(data, row, run) {
     `${["forward", "backward", "weight gradients"][run[RUN.phase]]}, microbatch ${run[RUN.mb]}` +
       `\n${formatTime(run[1])} on rank ${row.rank}, step ${run[RUN.step]}` +
       `\ntask ${data.words[run[RUN.task]]}`,
+  ];
+}
+
+function describeDevice(data, row, run) {
+  const [title, words] = describeRun(data, row, run);
+  return [title + " on the device", words];
+}
+
+function describeCopy(data, row, copy) {
+  const [source, target] = copy[COPY.isSent] ? [row.rank, copy[COPY.peer]] :
+    [copy[COPY.peer], row.rank];
+  return [
+    `${data.words[copy[COPY.what]]}: rank ${source} → rank ${target}`,
+    `${formatBytes(copy[COPY.bytes])}, on rank ${row.rank} over after ${formatTime(copy[1])}`,
   ];
 }
 
