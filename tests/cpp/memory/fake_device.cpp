@@ -29,8 +29,10 @@ thread_local std::array<c10::StreamId, kNumDevices> streams_of_thread{};
 
 std::mutex mutex;  // guards what follows
 std::vector<Use> all_uses;
-std::map<void*, std::pair<int, size_t>> blocks;  // device and size
-std::map<std::pair<int, size_t>, std::vector<void*>> free_blocks;
+// Kept as long as the process: tensors of other static objects may be freed
+// after those of this source, and LeakSanitizer looks for blocks at the end.
+auto& blocks = *new std::map<void*, std::pair<int, size_t>>;  // device, size
+auto& free_blocks = *new std::map<std::pair<int, size_t>, std::vector<void*>>;
 int64_t in_use = 0;
 int64_t peak = 0;
 
