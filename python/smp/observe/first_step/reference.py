@@ -409,9 +409,9 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
     """All generators that a model may draw from."""
-    state: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    state: list[Any] = [bytes(torch.get_rng_state().tolist()), random.getstate()]
     if device.type == "cuda":
-        state.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+        state.append(bytes(torch.cuda.get_rng_state(device).tolist()))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
