@@ -37,13 +37,14 @@ std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
                                       std::shared_ptr<FaultBoard> board,
                                       const shm::SharedMemoryPtr& shared_memory,
                                       const std::string& device,
-                                      const std::string& machine,
+                                      const std::string& machine, int pipeline,
                                       const std::string& lane,
                                       int64_t slot_bytes, double timeout_s) {
   lanes::LaneOptions options;
   options.device = c10::Device(device);
   options.mode = lane;
   options.machine = machine;
+  options.pipeline = pipeline;
   options.ring.slot_bytes = slot_bytes;
   options.timeout = to_ms(timeout_s);
   py::gil_scoped_release release;
@@ -58,10 +59,10 @@ std::vector<std::tuple<int, int, std::string, std::string>> mailbox_lanes(
   std::vector<std::tuple<int, int, std::string, std::string>> result;
   for (size_t src = 0; src < choices.size(); ++src) {
     for (size_t dst = 0; dst < choices.size(); ++dst) {
-      if (src == dst) continue;
       const lanes::LaneChoice& one = choices[src][dst];
+      if (!one.kind) continue;
       result.emplace_back(static_cast<int>(src), static_cast<int>(dst),
-                          lanes::name_of(one.kind), one.reason);
+                          lanes::name_of(*one.kind), one.reason);
     }
   }
   return result;
@@ -143,13 +144,14 @@ void bind_messages(py::module_& m) {
       m, "Mailbox", "Messages of all channels between all ranks.")
       .def(py::init(&make_mailbox), py::arg("world"), py::arg("board"),
            py::arg("shared_memory") = nullptr, py::arg("device") = "cpu",
-           py::kw_only(), py::arg("machine") = "", py::arg("lane") = "auto",
+           py::kw_only(), py::arg("machine") = "", py::arg("pipeline") = 0,
+           py::arg("lane") = "auto",
            py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
            py::arg("timeout_s") = 1800.0)
       .def("stats", &mailbox_stats)
       .def("lanes", &mailbox_lanes,
-           "(source, destination, lane, why) of each pair of ranks; empty "
-           "where tensors travel in messages.")
+           "(source, destination, lane, why) of each pair of ranks that send "
+           "each other tensors; empty where these travel in messages.")
       .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)
       .def(

@@ -16,6 +16,8 @@ struct Posted {
   Descriptor descriptor;
   /// What the message has to carry for the lane, on the CPU, from its mark on.
   memory::MarkedTensor payload;
+  /// When this rank's part of the copy is over, for who records it.
+  memory::Mark end;
 };
 
 /// Moves data of tensors from this rank's device to those of others and back,

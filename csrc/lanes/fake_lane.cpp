@@ -45,6 +45,7 @@ std::optional<Posted> FakeLane::post(int dst, const at::Tensor& data,
   posted.payload = copy_later(data.detach().resolve_conj().resolve_neg().clone(
                                   at::MemoryFormat::Contiguous),
                               {});
+  posted.end = posted.payload.mark;
   return posted;
 }
 

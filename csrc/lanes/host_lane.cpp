@@ -39,6 +39,7 @@ std::optional<Posted> HostLane::post(int /*dst*/, const at::Tensor& source,
   at::Tensor host = page_locked(data.sizes(), data.scalar_type());
   posted.payload.mark = to_host_.run(
       Mark::none(), [&] { host.copy_(data, /*non_blocking=*/true); });
+  posted.end = posted.payload.mark;
   to_host_.keep(data);
   posted.payload.data = std::move(host);
   return posted;

@@ -147,6 +147,7 @@ std::optional<Posted> IpcLane::post(int dst, const at::Tensor& source,
   const auto slot = slots_.take(dst);
   if (!slot) return std::nullopt;
   const at::Tensor data = own_plain_tensor(source, is_stable);
+  Posted posted;
   {
     std::lock_guard lock(out_mutex_);
     CopyQueue& queue = copies_->outgoing();
@@ -160,8 +161,8 @@ std::optional<Posted> IpcLane::post(int dst, const at::Tensor& source,
                static_cast<const uint8_t*>(data.const_data_ptr()), num_bytes);
     queue.record(*written_[slot->index]);
     queue.keep(data);
+    posted.end = queue.end();
   }
-  Posted posted;
   posted.descriptor = {.lane = LaneKind::kIpc,
                        .slot = slot->index,
                        .sequence = slot->sequence,

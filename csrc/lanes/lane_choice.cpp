@@ -19,17 +19,23 @@ constexpr char kOffers = '+';
 constexpr char kRefuses = '-';
 
 std::string pack_facts(const LaneFacts& facts) {
-  return pack({facts.mode, facts.machine, facts.device, pack(facts.reachable),
-               facts.why_not, std::to_string(facts.slot_bytes)});
+  return pack({facts.mode, facts.machine, std::to_string(facts.pipeline),
+               facts.device, pack(facts.reachable), facts.why_not,
+               std::to_string(facts.slot_bytes)});
 }
 
 LaneFacts unpack_facts(const std::string& bytes) {
   const std::vector<std::string> parts = unpack(bytes);
-  SMP_CHECK(parts.size() == 6,
+  SMP_CHECK(parts.size() == 7,
             "another rank says other things of its lanes; ranks that run "
             "different versions of smp cannot work together");
-  return {parts[0],         parts[1], parts[2],
-          unpack(parts[3]), parts[4], std::stoll(parts[5])};
+  return {.mode = parts[0],
+          .machine = parts[1],
+          .pipeline = std::stoi(parts[2]),
+          .device = parts[3],
+          .reachable = unpack(parts[4]),
+          .why_not = parts[5],
+          .slot_bytes = std::stoll(parts[6])};
 }
 
 void check_same(const std::vector<LaneFacts>& all) {
@@ -157,7 +163,7 @@ LaneChoices choose_lanes(const std::vector<LaneFacts>& all) {
   LaneChoices choices(size, std::vector<LaneChoice>(size));
   for (int a = 0; a < size; ++a) {
     for (int b = 0; b < size; ++b) {
-      if (a == b) continue;
+      if (a == b || all[a].pipeline != all[b].pipeline) continue;
       const std::string reason =
           all[a].mode == kHostWord ? "SMP_LANE=host" : why_not_ipc(a, b, all);
       choices[a][b] =

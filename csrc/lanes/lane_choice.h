@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,8 @@ class IpcLane;
 struct LaneFacts {
   std::string mode = "auto";  ///< SMP_LANE: auto, ipc or host
   std::string machine = {};   ///< equal on ranks of one host
-  std::string device = {};    ///< of the rank; equal in all processes
+  int pipeline = 0;         ///< equal on ranks that send tensors to each other
+  std::string device = {};  ///< of the rank; equal in all processes
   std::vector<std::string> reachable = {};  ///< devices that it can read
   std::string why_not = {};  ///< it can share no memory, for this reason
   int64_t slot_bytes = 0;
@@ -24,18 +26,17 @@ struct LaneFacts {
 
 /// Of a pair of ranks.
 struct LaneChoice {
-  LaneKind kind = LaneKind::kHost;
-  std::string reason = {};  ///< for people
+  std::optional<LaneKind> kind = {};  ///< none: they send no tensors
+  std::string reason = {};            ///< for people
 };
-/// By the rank that sends, then by the one that receives. That of a rank to
-/// itself means nothing.
+/// By the rank that sends, then by the one that receives.
 using LaneChoices = std::vector<std::vector<LaneChoice>>;
 
 /// "host", "fake" or "ipc".
 const char* name_of(LaneKind kind);
 
-/// One host, and both devices can read each other: memory that both map. Else
-/// through the host. The same answer on all ranks.
+/// For ranks of one pipeline. One host, and both devices can read each other:
+/// memory that both map. Else through the host. The same answer on all ranks.
 /// @throws ValueError when ranks differ in what must be the same, or when
 ///     SMP_LANE demands what some pair cannot have
 LaneChoices choose_lanes(const std::vector<LaneFacts>& facts_by_rank);

@@ -45,6 +45,7 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
 void LaneTable::agree(const LaneExchange& exchange) {
   LaneFacts own{.mode = options_.mode,
                 .machine = options_.machine,
+                .pipeline = options_.pipeline,
                 .why_not = why_no_ipc_,
                 .slot_bytes = options_.ring.slot_bytes};
   try {

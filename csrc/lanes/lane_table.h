@@ -24,6 +24,7 @@ struct LaneOptions {
   std::optional<FakeOptions> fake = {};                    ///< for tests
   std::string mode = "auto";                               ///< SMP_LANE
   std::string machine = {};  ///< equal on ranks of one host
+  int pipeline = 0;          ///< equal on ranks that send tensors to each other
   RingOptions ring = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
 

@@ -72,7 +72,7 @@ void LanePosts::post(int dst, Message message) {
     if (!tensor.data.defined() || !table_.takes(tensor.data)) continue;
     const int64_t asked_ns = copies_->now_if_on();
     lanes::Posted posted = table_.post(dst, tensor.data, tensor.is_stable);
-    copies_->add_sent(dst, posted.descriptor, asked_ns, posted.payload.mark);
+    copies_->add_sent(dst, posted.descriptor, asked_ns, posted.end);
     tensor.lane =
         std::make_shared<const lanes::Descriptor>(std::move(posted.descriptor));
     // Nobody else has it, or the lane says from when on nobody writes to it.

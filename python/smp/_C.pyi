@@ -427,6 +427,7 @@ class Mailbox:
         device: str = "cpu",
         *,
         machine: str = "",
+        pipeline: int = 0,
         lane: str = "auto",
         slot_bytes: int = 128 << 20,
         timeout_s: float = 1800.0,

@@ -131,8 +131,8 @@ def test_schedules_give_the_bits_of_a_run_without_lanes_over_mapped_memory(
     check_same(pool, pp, training.train_all, runs, RING)
 
 
-def lanes_of(rank: int) -> Any:
-    smp.init({"pipeline_parallel_degree": 2})
+def lanes_of(rank: int, pp: int = 2) -> Any:
+    smp.init({"pipeline_parallel_degree": pp, "ddp": True})
     mailbox = runtime.current().rank.mailbox
     assert mailbox is not None
     return mailbox.lanes()
@@ -151,6 +151,13 @@ def test_lane_is_chosen_by_pair_and_can_be_forced(pool: Pool) -> None:
     for env, lane in ((RING, "ipc"), (RING | {"SMP_LANE": "host"}, "host")):
         for table in pool.run(2, lanes_of, env=env):
             assert [row[:3] for row in table] == [(0, 1, lane), (1, 0, lane)]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_only_ranks_of_one_pipeline_share_memory(pool: Pool, pp: int) -> None:
+    for table in pool.run(4, lanes_of, pp, env=RING | {"SMP_LANE": "ipc"}):
+        pairs = {(source, destination) for source, destination, *_ in table}
+        assert pairs == ({(0, 1), (1, 0), (2, 3), (3, 2)} if pp == 2 else set())
 
 
 def test_lane_that_cannot_be_is_refused_on_all_ranks(pool: Pool) -> None:
@@ -194,6 +201,10 @@ def test_random_programs_give_the_bits_of_a_run_without_lanes(pool: Pool) -> Non
     assert total["lane_tensors_sent"] > NUM_PROGRAMS
 
 
+FAKE = {"SMP_TEST_LANES": "7:3000:64"}
+FAKE_RING = {"SMP_TEST_LANES": "7:3000:64:ring"}
+
+
 def trace_lanes(rank: int, path: str) -> None:
     step = test_timeline.make_step(training.Run("chain", 2, 1, manual=True))
     step(0)
@@ -203,14 +214,14 @@ def trace_lanes(rank: int, path: str) -> None:
 
 def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
     """Every tensor of the pipeline, at both ends, from the post until its copy was over."""
-    for env, has_lanes in ((None, False), ({"SMP_TEST_LANES": "7:3000:64"}, True)):
+    for env, lane in ((None, None), (FAKE, "fake lane"), (FAKE_RING, "mapped memory")):
         pool.run(2, trace_lanes, str(tmp_path / "lanes"), timeout=120, env=env)
         events, data = test_timeline.read(tmp_path / "lanes")
         names = {
             (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
         }
         copies = [e for e in events if e.get("cat") == "lane"]
-        if not has_lanes:
+        if lane is None:
             assert not copies and not any("lane" in name for name in names.values())
             continue
         assert names[1, min(e["tid"] for e in copies if e["pid"] == 1)] == "lane to rank 0"
@@ -224,12 +235,14 @@ def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
             else:
                 assert e["pid"] == way[1] and name.startswith(f"lane from rank {way[0]}")
                 received[way] += 1
-            assert e["args"]["lane"] == "fake lane"
+            assert e["args"]["lane"] == lane
         assert sent == received
         ranks = [row["rank"] for row in data["rows"]]
         ways = Counter((ranks[t[0]], ranks[t[1]], t[4]) for t in data["transfers"])
         assert sent == ways and {way[:2] for way in sent} == {(0, 1), (1, 0)}
-        assert max(e["dur"] for e in copies) > 300, "a copy of a lane takes up to 3 ms"
+        for kind in ("to", "from"):
+            times = [e["dur"] for e in copies if f"lane {kind}" in names[e["pid"], e["tid"]]]
+            assert max(times) > 300, "either part of a copy takes up to 3 ms"
 
 
 def run_shorter(rank: int) -> Any:

@@ -67,6 +67,7 @@ class Connections:
         machine: str,
         shared_memory: bool,
         ring_mb: int,
+        pipeline: int,
         lane: str,
         lane_slot_mb: int,
     ) -> None:
@@ -80,6 +81,7 @@ class Connections:
             machine: equal on ranks that may try to share memory.
             shared_memory: whether this rank wants to.
             ring_mb: MiB of it for the messages of each other rank to this one.
+            pipeline: equal on ranks that send each other tensors of devices.
             lane: "auto", "ipc" or "host": how tensors go from device to device.
             lane_slot_mb: MiB of one slot between devices.
         """
@@ -125,6 +127,7 @@ class Connections:
             shared,
             self._device,
             machine=machine,
+            pipeline=pipeline,
             lane=lane,
             slot_bytes=lane_slot_mb << 20,
             timeout_s=self._timeout_s,

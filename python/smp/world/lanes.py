@@ -12,7 +12,7 @@ def describe(lanes: Iterable[Lane]) -> str:
     """One line about all pairs of ranks.
 
     Args:
-        lanes: of all ordered pairs; those of both directions are equal.
+        lanes: of all ordered pairs that have one; those of both directions are equal.
 
     Returns:
         For instance ``"ipc between 6 pairs of ranks; host between ranks 0 and 4 (they are on

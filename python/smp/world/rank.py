@@ -100,6 +100,7 @@ class Rank:
             machine=machine,
             shared_memory=self.settings.shared_memory,
             ring_mb=self.settings.ring_mb,
+            pipeline=self.groups["pp"][0],
             lane=self.settings.lane,
             lane_slot_mb=self.settings.lane_slot_mb,
         )

@@ -94,9 +94,8 @@ class Runtime:
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
-            first_rank_log.info(
-                "smp: tensors between devices: %s", lanes.describe(self.rank.mailbox.lanes())
-            )
+            if text := lanes.describe(self.rank.mailbox.lanes()):
+                first_rank_log.info("smp: tensors between devices: %s", text)
 
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""

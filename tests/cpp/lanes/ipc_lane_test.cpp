@@ -82,6 +82,17 @@ TEST(IpcLane, data_are_nonsense_until_their_mark_is_over) {
   EXPECT_TRUE(std::isnan(first_number(came.data)));
 }
 
+TEST(IpcLane, a_post_ends_when_the_slot_is_full) {
+  RingPair pair({.num_slots = 2});
+  const auto posted = pair.first.lane.post(1, ring_number(3), false);
+  MarkedTensor{ring_number(0), posted->end}.use();  // waits
+  EXPECT_TRUE(posted->end.is_over());
+  RingPair late({.num_slots = 2, .num_ending = 0});
+  const auto never = late.first.lane.post(1, ring_number(3), false);
+  std::this_thread::sleep_for(kAWhile);
+  EXPECT_FALSE(never->end.is_over());
+}
+
 // The receipt says that the copy was asked for, not that it is over.
 TEST(IpcLane, a_slot_is_written_again_after_the_copy_that_reads_it_is_over) {
   RingPair pair({.num_slots = 1}, {.num_slots = 1, .num_ending = 0});

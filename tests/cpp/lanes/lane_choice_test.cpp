@@ -70,6 +70,19 @@ TEST(LaneChoice, ranks_that_share_a_device_reach_each_other) {
   EXPECT_EQ(choose_lanes(all)[1][0].kind, LaneKind::kIpc);
 }
 
+TEST(LaneChoice, ranks_of_other_pipelines_have_none_and_are_not_refused) {
+  std::vector<LaneFacts> all = four_ranks();
+  for (int rank = 0; rank < 4; ++rank) all[rank].pipeline = rank / 2;
+  for (const std::string mode : {"auto", "host"}) {
+    const LaneChoices choices = choose_lanes(with_mode(all, mode));
+    EXPECT_TRUE(choices[0][1].kind && choices[2][3].kind);
+    EXPECT_FALSE(choices[0][2].kind || choices[3][1].kind);
+    EXPECT_FALSE(choices[0][0].kind);
+  }
+  all[2].pipeline = 2;  // nor does one that is alone need a lane
+  EXPECT_EQ(choose_lanes(with_mode(all, "ipc"))[1][0].kind, LaneKind::kIpc);
+}
+
 TEST(LaneChoice, a_rank_that_cannot_says_why) {
   std::vector<LaneFacts> all(2, rank_on("x", "a", {"a"}));
   all[1].why_not = "no CUDA code";
