@@ -288,12 +288,25 @@ def test_advice_is_given_for_odd_settings() -> None:
     assert config.advice(Config.from_dict({})) == []
 
 
+@pytest.mark.parametrize("value", [2**31, 2.0**31, -(10**400), 10**400], ids=range(4))
+def test_numbers_that_the_core_cannot_count_are_refused(value: float) -> None:
+    for key in ("pipeline_parallel_degree", "microbatches", "virtual_stages"):
+        text = refusal({key: value})
+        assert FORM.match(text) and "is not an integer in [1, 2147483647]" in text
+
+
+def test_sizes_may_be_larger_than_counts() -> None:
+    assert Config.from_dict({"sdp_max_live_parameters": 2**40}).sdp_max_live_parameters == 2**40
+    assert "sdp_max_live_parameters" in refusal({"sdp_max_live_parameters": 2**63})
+
+
 # ---- properties --------------------------------------------------------------------
 
 _VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 12),
+    st.sampled_from([2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**400]),
     st.floats(),
     st.sampled_from(["", "True", "simple", "speed", "spread", "nccl", "4"]),
     st.lists(st.none()),

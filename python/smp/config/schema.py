@@ -37,6 +37,11 @@ def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
 # ---- kinds of values ---------------------------------------------------------
 
 
+# What the C++ core counts in 32 bits, and sizes, which it keeps in 64.
+_MAX_COUNT = 2**31 - 1
+_MAX_SIZE = 2**63 - 1
+
+
 @dataclass(frozen=True)
 class Kind:
     """What values a key takes: `words` for people, `convert` for the check."""
@@ -50,7 +55,7 @@ class Kind:
             return None
         try:
             return self.convert(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise config_error(
                 key, value, f"is not {self.words}", f"pass {self.words} (default: {default!r})"
             ) from None
@@ -62,9 +67,11 @@ def _to_number(value: object) -> float:
     return value
 
 
-def _to_int(value: object, minimum: int) -> int:
+def _to_int(value: object, minimum: int, maximum: int) -> int:
     number = _to_number(value)  # 5e8 is fine, 2.5 is not
-    if math.isinf(number) or number != int(number) or number < minimum:
+    if math.isinf(number) or number != int(number):
+        raise ValueError
+    if not minimum <= number <= maximum:
         raise ValueError
     return int(number)
 
@@ -97,22 +104,23 @@ def _to_text(value: object) -> str:
 def _to_bytes(value: object) -> int:
     """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``."""
     if not isinstance(value, str):
-        return _to_int(value, 1)
+        return _to_int(value, 1, _MAX_SIZE)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B\s*", value)
     if match is None:
         raise ValueError
     unit = match[2] or ""
     base = 1024 if unit.endswith("i") else 1000
-    return _to_int(round(float(match[1]) * base ** " KMGT".index(unit[:1].upper() or " ")), 1)
+    num_bytes = round(float(match[1]) * base ** " KMGT".index(unit[:1].upper() or " "))
+    return _to_int(num_bytes, 1, _MAX_SIZE)
 
 
 def _key(default: object, kind: Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
-def _int(default: int | None, minimum: int) -> Any:
-    words = f"an integer >= {minimum}"
-    return _key(default, Kind(words, lambda v: _to_int(v, minimum), default is None))
+def _int(default: int | None, minimum: int, maximum: int = _MAX_COUNT) -> Any:
+    words = f"an integer in [{minimum}, {maximum}]"
+    return _key(default, Kind(words, lambda v: _to_int(v, minimum, maximum), default is None))
 
 
 def _bool(default: bool) -> Any:
@@ -191,11 +199,11 @@ class Config:
     """Create parameters only where they are needed."""
     sharded_data_parallel_degree: int = _int(1, 1)
     """Ranks over which parameters, gradients and states are sharded; 1 is off."""
-    sdp_reduce_bucket_size: int = _int(500_000_000, 1)
+    sdp_reduce_bucket_size: int = _int(500_000_000, 1, _MAX_SIZE)
     """Most elements of a gradient bucket (with sharded data parallelism)."""
-    sdp_param_persistence_threshold: int = _int(1_000_000, 0)
+    sdp_param_persistence_threshold: int = _int(1_000_000, 0, _MAX_SIZE)
     """Smaller tensors stay whole, in elements."""
-    sdp_max_live_parameters: int = _int(1_000_000_000, 1)
+    sdp_max_live_parameters: int = _int(1_000_000_000, 1, _MAX_SIZE)
     """Cap on gathered parameters, in elements."""
     sdp_hierarchical_allgather: bool = _bool(True)
     """Gather between hosts first, then inside of them."""
