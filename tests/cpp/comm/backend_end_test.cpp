@@ -66,7 +66,8 @@ class SpinningBackend final : public c10d::Backend {
       std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override {
     return c10::make_intrusive<SpinningWork>(kernels_);
   }
-  void abort() override {
+  // Overrides that of Backend, which releases of torch before 2.7 do not have.
+  void abort() {
     kernels_->end();
     // As NCCL, which frees memory and so waits for kernels of other groups.
     has_ended = kernels_->end_after(aborts_needed_, std::chrono::seconds(10));
@@ -80,9 +81,23 @@ class SpinningBackend final : public c10d::Backend {
   const int aborts_needed_;
 };
 
+// As the extension does it for NCCL: where Backend cannot, the class itself
+// ends what it has on its way.
+template <typename Backend = c10d::Backend>
+CommunicatorPtr communicator_of(
+    const c10::intrusive_ptr<SpinningBackend>& backend,
+    const std::string& name) {
+  if constexpr (requires(Backend& any) { any.abort(); }) {
+    return make_c10d_communicator(backend, name);
+  } else {
+    return make_c10d_communicator(backend, name,
+                                  [backend] { backend->abort(); });
+  }
+}
+
 TEST(EndOfABackend, AbortEndsKernelsThatWaitForARankThatIsGone) {
   const auto kernels = std::make_shared<Kernels>();
-  const auto group = make_c10d_communicator(
+  const auto group = communicator_of(
       c10::make_intrusive<SpinningBackend>("nccl", kernels), "nccl:dp");
   EXPECT_TRUE(group->is_stream_ordered());
   const WorkPtr work = group->all_reduce(at::full({2}, 1.0), ReduceOp::kSum);
@@ -108,8 +123,8 @@ TEST(EndOfABackend, GroupsEndTogether) {
       c10::make_intrusive<SpinningBackend>("nccl", kernels, /*needed=*/2);
   const auto second =
       c10::make_intrusive<SpinningBackend>("nccl", kernels, /*needed=*/2);
-  std::vector<CommunicatorPtr> groups = {make_c10d_communicator(first, "a"),
-                                         make_c10d_communicator(second, "b")};
+  std::vector<CommunicatorPtr> groups = {communicator_of(first, "a"),
+                                         communicator_of(second, "b")};
   for (const CommunicatorPtr& group : groups) group->abort();
   groups.clear();  // waits for the end
   EXPECT_TRUE(first->has_ended);
@@ -118,7 +133,7 @@ TEST(EndOfABackend, GroupsEndTogether) {
 
 TEST(EndOfABackend, GlooEndsItsWaitsOnly) {
   const auto kernels = std::make_shared<Kernels>();
-  const auto group = make_c10d_communicator(
+  const auto group = communicator_of(
       c10::make_intrusive<SpinningBackend>("gloo", kernels), "gloo:dp");
   EXPECT_FALSE(group->is_stream_ordered());
   group->abort();
