@@ -29,6 +29,7 @@ class Compiled:
     record: RankRecord
     units: list[str]
     num_graphs: int
+    said: list[str]
 
 
 @pytest.fixture(scope="session")
@@ -119,9 +120,9 @@ def noting_units(units: list[str]) -> Iterator[None]:
 def train_compiled(rank: int, folder: Path, run: Run) -> Compiled:
     """Trains with what inductor makes of the model's parts."""
     units: list[str] = []
-    with compiler_of(folder) as num_graphs, noting_units(units):
+    with compiler_of(folder) as num_graphs, noting_units(units), log_of_smp() as said:
         record = train(rank, replace(run, model_args=run.model_args + STAGE))
-        return Compiled(record, units, num_graphs())
+        return Compiled(record, units, num_graphs(), said)
 
 
 # ---- by what updates do ----------------------------------------------------

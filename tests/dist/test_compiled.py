@@ -46,6 +46,22 @@ def test_compiled_blocks_train_as_in_one_process(
     check_against_reference([result.record for result in results], run)
 
 
+def test_attention_that_inductor_cannot_run_in_float64_runs_in_eager_mode(
+    pool: Pool, code_folder: Path
+) -> None:
+    """Its backward would fail, on both ranks. The rest of the blocks is compiled."""
+    run = Run("hf/gpt2+nocache", 2, 1, dtype=torch.float64)
+    first, second = pool.run(2, train_compiled, code_folder, run, timeout=300.0)
+    check_against_reference([first.record, second.record], run)
+    for result in (first, second):
+        assert sum(unit.endswith(".mlp") for unit in result.units) == 2, result.units
+        assert not [unit for unit in result.units if unit.endswith(".attn") or num_blocks([unit])]
+    told = [line for line in first.said if "without torch.compile" in line]
+    assert [line.split()[1] for line in told] == ["GPT2Block", "GPT2Attention"], told
+    assert all("expected scalar type Double but found Float" in line for line in told)
+    assert not [line for line in second.said if "without torch.compile" in line]
+
+
 SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
 SHARDED |= {"sdp_gradient_clipping": 1e9}
 

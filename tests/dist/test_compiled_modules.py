@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,34 @@ def test_rank_0_tells_what_another_rank_cannot_compile(pool: Pool) -> None:
     assert "Deciding ('last') runs without torch.compile: torch.compile: UserError" in told
     assert "data-dependent" in told and "compiled_training.py" in told, "it names the line"
     assert not [line for line in second.said if "without torch.compile" in line]
+
+
+def run_failing_beside(rank: int) -> tuple[NetRun, list[str]]:
+    def refuse(graph: Any, example: Any) -> Any:
+        raise OSError("no space left")
+
+    def wrap(net: Net) -> Any:
+        model = _model(net)
+        for block in net.blocks:
+            block.compile(backend=refuse if rank == 1 else "aot_eager")
+        return model
+
+    logging.getLogger("smp").setLevel(logging.INFO)
+    try:
+        run = train_net(wrap, make_net(), config={"pipeline_parallel_degree": 1, "ddp": True})
+    finally:
+        logging.getLogger("smp").setLevel(logging.NOTSET)
+    return run, [line for line in run.said if "without torch.compile" in line]
+
+
+def test_a_replica_tells_what_it_alone_cannot_compile(pool: Pool) -> None:
+    losses, state = reference_net(make_net())
+    (first, nothing), (second, told) = pool.run(2, run_failing_beside, timeout=120.0)
+    check_equal([first, second], losses, state)
+    assert set(first.units) == BLOCKS and not nothing
+    assert not BLOCKS & set(second.units)
+    (line,) = [line for line in told if "OSError: no space left" in line and "Block" in line]
+    assert line.startswith("smp: [global_rank 1 |")
 
 
 def run_schedules(rank: int) -> list[NetRun]:

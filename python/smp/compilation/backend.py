@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from smp.compilation.trial import is_local, try_out
 from smp.modules.compiled import CompileRequest, request_of
+
+_here = threading.local()
+
+
+class LateFailure(Exception):
+    """What a graph raises that ran before; it is the cause of this."""
 
 
 class SteadyBackend:
@@ -17,31 +26,116 @@ class SteadyBackend:
 
     Random numbers are drawn as in eager mode, since a checkpointed module may be computed in one
     way first and in the other one again. Backward is compiled with its forward: a failure there is
-    one before anything has run, and modules are compiled in the thread whose turn it is.
+    one before anything has run, and modules are compiled in the thread whose turn it is. Graphs
+    may be kept for another backward. What was compiled is tried before it runs.
 
     Args:
         inner: gets a graph and example inputs.
+        is_strict: what fails raises; else a graph that fails is executed by PyTorch's operators,
+            and noted for `noted_failures`.
     """
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
+    def __init__(self, inner: Callable[..., Any], is_strict: bool) -> None:
         self._inner = inner
+        self._is_strict = is_strict
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
+        try:
+            return self._steady(graph, self._compiled(graph, inputs))
+        except (torch._dynamo.exc.SkipFrame, torch._dynamo.exc.RestartAnalysis):
+            raise  # no failures
+        except Exception as error:
+            if self._is_strict:
+                raise
+            _note(error)
+            return graph.forward
+
+    def _compiled(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
 
-        with contextlib.ExitStack() as stack:
-            if hasattr(functorch, "force_non_lazy_backward_lowering"):
-                stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
-            stack.enter_context(inductor.patch(fallback_random=True))
-            return self._inner(graph, inputs)
+        options: dict[str, Any] = {
+            "donated_buffer": False,
+            "force_non_lazy_backward_lowering": True,
+        }
+        known = {name: value for name, value in options.items() if hasattr(functorch, name)}
+        with functorch.patch(known), inductor.patch(fallback_random=True):
+            compiled: Callable[..., Any] = self._inner(graph, inputs)
+            return compiled
+
+    def _steady(self, graph: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What is compiled, tried before its first call."""
+        is_tried = False
+
+        def run(*inputs: Any) -> Any:
+            nonlocal is_tried, compiled
+            if not is_tried:
+                try:
+                    if is_local(graph):
+                        try_out(compiled, inputs)
+                except Exception as error:
+                    if self._is_strict:
+                        raise
+                    _note(error)
+                    compiled = graph.forward
+                is_tried = True
+            if not self._is_strict:
+                return compiled(*inputs)
+            try:
+                return compiled(*inputs)
+            except Exception as error:
+                raise LateFailure from error
+
+        return run
 
     def __eq__(self, other: object) -> bool:
         """Modules of one class share what is compiled where their backends are equal."""
-        return isinstance(other, SteadyBackend) and bool(self._inner == other._inner)
+        return (
+            isinstance(other, SteadyBackend)
+            and self._is_strict == other._is_strict
+            and bool(self._inner == other._inner)
+        )
 
     def __hash__(self) -> int:
         return hash(SteadyBackend)
+
+
+@contextlib.contextmanager
+def noted_failures() -> Iterator[list[Exception]]:
+    """Inside, on this thread, a part of a function that cannot be compiled runs in eager mode.
+
+    Yields:
+        a list that gets what the compiler has raised.
+    """
+    failures: list[Exception] = []
+    before = getattr(_here, "failures", None)
+    _here.failures = failures
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    log.addFilter(_take_failure)
+    try:
+        with torch._dynamo.config.patch(suppress_errors=True):
+            yield failures
+    finally:
+        _here.failures = before
+        if before is None:
+            log.removeFilter(_take_failure)
+
+
+def _note(error: Exception) -> None:
+    failures = getattr(_here, "failures", None)
+    if failures is not None:
+        failures.append(error)
+
+
+def _take_failure(record: logging.LogRecord) -> bool:
+    """What the compiler logs of a function that it leaves in eager mode is told by the library."""
+    error = record.exc_info[1] if record.exc_info else None
+    if getattr(_here, "failures", None) is None or not isinstance(error, Exception):
+        return True
+    if record.levelno < logging.WARNING:  # several graphs, which is no failure
+        return True
+    _note(error)
+    return False
 
 
 def stage_request() -> CompileRequest:
@@ -68,11 +162,18 @@ def compile_forward(
     functorch.donated_buffer = False
     compiled: Callable[..., Any] = torch.compile(
         forward,
-        backend=SteadyBackend(request.backend),
+        backend=SteadyBackend(request.backend, is_strict=fullgraph),
         fullgraph=fullgraph,
         dynamic=request.dynamic,
     )
     return compiled
+
+
+def max_variants() -> int:
+    """For how many kinds of arguments PyTorch compiles a code."""
+    config = torch._dynamo.config
+    # The name of older releases.
+    return int(getattr(config, "recompile_limit", 0) or config.cache_size_limit)
 
 
 def prepare_threads() -> None:

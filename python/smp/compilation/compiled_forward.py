@@ -11,7 +11,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from smp.compilation.backend import compile_forward, stage_request
+from smp.compilation.backend import (
+    LateFailure,
+    compile_forward,
+    max_variants,
+    noted_failures,
+    stage_request,
+)
 from smp.compilation.units import Unit, has_hooks, is_waiting_only
 from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, Lifted
@@ -59,35 +65,64 @@ class CompiledForward:
             return self._forward(*args, **kwargs)
         if _holds(RemoteTensor, args, kwargs):
             args, kwargs = pytree.tree_map_only(RemoteTensor, localize, (args, kwargs))
-        if torch._C._len_torch_dispatch_stack() == 0:
-            return self._run(args, kwargs)
-        # One graph reads no values, which is what is looked for.
-        with _disable_current_modes():
-            return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._several is not None:
-            with self._bare:
-                return self._several(*args, **kwargs)
-        failure: tuple[str, bool]
+            return self._run_several(args, kwargs)
+        if torch._C._len_torch_dispatch_stack() == 0:
+            ran, result = self._run(args, kwargs)
+        else:
+            # One graph reads no values, which is what is looked for.
+            with _disable_current_modes():
+                ran, result = self._run(args, kwargs)
+        return result if ran else self._run_eager(result, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """The result, or that there is none, and why."""
         try:
             with self._bare:
-                return self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            limit = torch._dynamo.config.recompile_limit
-            failure = f"it was compiled for {limit} kinds of arguments, which is the limit", False
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._unit.is_whole and self._request.fullgraph:
+                return True, self._compiled(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            is_late = isinstance(error, LateFailure)
+            if isinstance(error.__cause__, torch.OutOfMemoryError) and is_late:
+                raise error.__cause__ from None
+            if not is_late and self._unit.is_whole and self._request.fullgraph:
                 raise
-            if isinstance(error, torch._dynamo.exc.Unsupported) and not self._is_strict:
-                # As PyTorch does: several graphs, and Python in between.
-                self._several = compile_forward(self._forward, self._request, fullgraph=False)
-                return self(*args, **kwargs)
-            failure = describe(error), True
-        # Nothing has run yet. What the module raises by itself is the user's to see first.
+            if not is_late:
+                error.__traceback__ = None  # frames keep tensors
+            return False, error
+
+    def _run_eager(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """After a failure. What the module raises by itself is the user's to see first."""
+        if isinstance(error, torch._dynamo.exc.Unsupported) and not self._is_strict:
+            # As PyTorch does: several graphs, and Python in between.
+            self._several = compile_forward(self._forward, self._request, fullgraph=False)
+            return self(*args, **kwargs)
         result = self._forward(*args, **kwargs)
-        self._owner.cannot_compile(self._unit, *failure)
+        if isinstance(error, LateFailure):
+            # The compiled code may have written to buffers and drawn numbers before.
+            assert error.__cause__ is not None
+            raise error.__cause__
+        # Nothing had run.
+        is_limit = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+        self._owner.cannot_compile(
+            self._unit,
+            f"it was compiled for {max_variants()} kinds of arguments, which is the limit"
+            if is_limit
+            else describe(error),
+            parts_too=not is_limit,
+        )
         return result
+
+    def _run_several(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._several is not None
+        failures: list[Exception] = []
+        try:
+            with self._bare, noted_failures() as failures:
+                return self._several(*args, **kwargs)
+        finally:
+            for error in failures:
+                self._owner.leave(self._unit, f"in a part of it; {describe(error)}")
 
     def _is_watched(self) -> bool:
         """Does somebody look at operators, other than for values that they read?"""

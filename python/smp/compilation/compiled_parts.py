@@ -202,11 +202,11 @@ class CompiledParts:
 
     def _tell_alone(self) -> None:
         """All ranks but those of other stages compile what the first one compiles."""
-        if self._rank.sizes["pp"] == 1 and self._rank.global_rank == 0:
-            self._told.tell(_log)
+        if self._rank.sizes["pp"] == 1:
+            self._tell()
 
     def end_step(self) -> None:
-        """Rank 0 tells what could not be compiled anywhere in its pipeline.
+        """The first rank of each pipeline tells what could not be compiled anywhere in it.
 
         Collective over the pipeline after steps 1, 2, 4, 8 and so on.
         """
@@ -216,8 +216,13 @@ class CompiledParts:
             return
         for notes in comm.allgather(self._told.taken(), comm.PP_GROUP):
             self._told.add(notes)
-        if self._rank.global_rank == 0:
-            self._told.tell(_log)
+        if self._rank.ranks["pp"] == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Replicas, and ranks that share layers, say what rank 0 says, so they say it in a low
+        voice; one of them may have a fault of its own."""
+        self._told.tell(_log, is_first=self._rank.global_rank == 0)
 
     def close(self) -> None:
         """Gives modules their own forward. May be called twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 
+import smp._C as _C
 from smp.compilation.units import Left
 
 _NUM_NAMED = 3
@@ -40,8 +41,9 @@ class Told:
         self._known.update(notes)
         self._noted.update(dict.fromkeys(notes))
 
-    def tell(self, log: logging.Logger) -> None:
-        """One line for each class and reason that was noted."""
+    def tell(self, log: logging.Logger, is_first: bool) -> None:
+        """One line for each class and reason that was noted; aloud by the first rank."""
+        level, who = (logging.WARNING, "") if is_first else (logging.INFO, _C.rank_prefix())
         names: dict[tuple[str, str], list[str]] = {}
         for left in self.taken():
             names.setdefault((left.kind, left.reason), []).append(left.name)
@@ -51,4 +53,6 @@ class Told:
                 continue
             more = f" and {len(those) - _NUM_NAMED} more" if len(those) > _NUM_NAMED else ""
             listed = ", ".join(f"'{name}'" for name in those[:_NUM_NAMED]) + more
-            log.warning("smp: %s (%s) runs without torch.compile: %s", kind, listed, reason)
+            log.log(
+                level, "smp: %s%s (%s) runs without torch.compile: %s", who, kind, listed, reason
+            )
