@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import make_boxed_func
 
 import smp
@@ -19,6 +20,12 @@ from tests.dist.compiled_training import Block, code_folder, compiler_of, make_n
 from tests.unit.test_compilation import check, inputs, num_graphs, units_of, wrapped
 
 __all__ = ["code_folder", "num_graphs"]
+
+
+@pytest.fixture(autouse=True)
+def settings_of_pytorch() -> Iterator[None]:
+    with functorch.patch(donated_buffer=True):
+        yield
 
 
 class RefusedError(RuntimeError):
@@ -268,12 +275,59 @@ def test_what_talks_to_other_ranks_is_not_tried(talks: bool) -> None:
     with torch.no_grad():
         model(torch.ones(2, 6))
     assert local == [not talks] and len(called) == (1 if talks else 2)
+    # Whether its backward may run twice is not noted then.
+    assert functorch.donated_buffer == (not talks)
+
+
+# ---- donated buffers -----------------------------------------------------------
+
+
+def loss_of(module: Any, x: Tensor) -> Tensor:
+    return module(x).square().sum()
+
+
+def test_a_kept_graph_is_the_business_of_the_library_only() -> None:
+    """What the script compiles itself refuses to keep a graph as ever."""
+    model, plain = wrapped(make_net()), make_net()
+    assert functorch.donated_buffer
+    loss = loss_of(model, inputs())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loss = loss_of(plain, inputs())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for mine, other in zip(model.get_module().parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+    assert units_of(model) and functorch.donated_buffer
+    block = torch.compile(make_net().blocks[0], backend="aot_eager")
+    loss_of(block, inputs()).backward()  # compiled with the first backward, for one
+    loss = loss_of(block, inputs())
+    with pytest.raises(RuntimeError, match="donated"):
+        loss.backward(retain_graph=True)
 
 
 @pytest.fixture
 def folder(code_folder: Path) -> Iterator[Path]:
     with compiler_of(code_folder):
         yield code_folder
+
+
+def test_code_from_the_cache_keeps_its_graph(folder: Path) -> None:
+    """It has other notes on itself than code that was compiled here."""
+    from torch._dynamo.utils import counters
+
+    x = inputs()
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        net = make_net()
+        model = wrapped(net, compile=None)
+        net.last.compile()
+        loss = loss_of(model, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert units_of(model) == ["last"]
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1, counters["aot_autograd"]
 
 
 def test_attention_of_the_cpu_in_float64_runs(

@@ -71,8 +71,7 @@ class SteadyBackend:
             nonlocal is_tried, compiled
             if not is_tried:
                 try:
-                    if is_local(graph):
-                        try_out(compiled, inputs)
+                    _try_out(graph, compiled, inputs)
                 except Exception as error:
                     if self._is_strict:
                         raise
@@ -98,6 +97,14 @@ class SteadyBackend:
 
     def __hash__(self) -> int:
         return hash(SteadyBackend)
+
+
+def _try_out(graph: Any, compiled: Callable[..., Any], inputs: Any) -> None:
+    # A schedule may run a backward in two parts, which keeps the graph in the first one.
+    if not (is_local(graph) and try_out(compiled, inputs)):
+        from torch._functorch import config as functorch
+
+        functorch.donated_buffer = False  # for the process: nothing was noted of this code
 
 
 @contextlib.contextmanager
@@ -155,11 +162,6 @@ def compile_forward(
         request: backend and shapes.
         fullgraph: raise instead of making several graphs.
     """
-    from torch._functorch import config as functorch
-
-    # A schedule may run a backward in two parts, which keeps the graph in the first one. PyTorch
-    # asks for this where it compiles and where it runs, so it is set for the process.
-    functorch.donated_buffer = False
     compiled: Callable[..., Any] = torch.compile(
         forward,
         backend=SteadyBackend(request.backend, is_strict=fullgraph),

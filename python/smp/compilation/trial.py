@@ -22,7 +22,9 @@ _OTHER_RANKS = ("torch.distributed", "c10d", "_c10d", "symm_mem", "smp::")
 def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Calls a compiled graph with copies of its inputs, and the backward of it.
 
-    Nothing else changes: neither the inputs nor the states of random generators.
+    Nothing else changes: neither the inputs nor the states of random generators. The backward may
+    be called from then on while its graph is kept, if `donated_buffer` of PyTorch was off when it
+    was compiled.
 
     Args:
         compiled: what a backend has made of a graph.
@@ -39,6 +41,7 @@ def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
         outputs = compiled(*copies)
         outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
         roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        _say_that_nothing_is_donated(roots)
         if roots and leaves:
             # A backward runs outside of autocast; a schedule may run it in two parts.
             with torch._C._DisableAutocast(), torch.enable_grad():
@@ -58,6 +61,25 @@ def is_local(graph: torch.fx.GraphModule) -> bool:
         for node in part.graph.nodes
         if node.op == "call_function"
     )
+
+
+def _say_that_nothing_is_donated(roots: Sequence[Tensor]) -> None:
+    """Of code that was compiled without `donated_buffer`.
+
+    PyTorch asks where a backward runs that keeps its graph: for the setting of then, and for what
+    was noted of the code. Nothing noted passes for a refusal, an empty list does not.
+    """
+    nodes = [root.grad_fn for root in roots]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata: Any = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+        if getattr(metadata, "bw_donated_idxs", ()) is None:
+            metadata.bw_donated_idxs = []
+        nodes += [before for before, _ in node.next_functions]
 
 
 def _name_of(target: Any) -> str:
