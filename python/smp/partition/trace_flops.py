@@ -149,12 +149,13 @@ def _matrix_vector(a: Tensor, *_: Any, **__: Any) -> int:
 
 _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_attention_for_cpu,
-    aten._grouped_mm: _grouped_mm,
     aten.mkldnn_rnn_layer: _mkldnn_rnn_layer,
     aten._cudnn_rnn: _cudnn_rnn,
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,
 }
+if hasattr(aten, "_grouped_mm"):  # not before torch 2.7
+    _OWN_FORMULAS[aten._grouped_mm] = _grouped_mm
 # Their backward recomputes the scores: five products instead of two.
 _ATTENTION = {packet for packet in flop_registry if "attention" in str(packet)} | {
     aten._scaled_dot_product_flash_attention_for_cpu

@@ -49,9 +49,10 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
 
 # PyTorch's own shape functions of these refuse dtypes that the operators take, or read values.
 _SHAPES_ONLY: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
 }
+if hasattr(torch.ops.aten, "_grouped_mm"):  # not before torch 2.7
+    _SHAPES_ONLY[torch.ops.aten._grouped_mm.default] = _grouped_mm
 
 
 @dataclass
