@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import smp
+from smp.compilation.backend import max_variants
 from smp.model import engine_of
 from tests.dist.compiled_training import Block, Net, make_net, quick_compiler
 
@@ -94,13 +95,26 @@ def test_kinds_of_arguments_are_bounded(
     num_graphs: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, plain = wrapped(make_net()), make_net()
-    limit = torch._dynamo.config.recompile_limit
+    limit = max_variants()
     with caplog.at_level(logging.WARNING, "smp"):
         for batch in range(2, limit + 5):
             check(model, plain, inputs(batch))
     assert num_graphs() == limit
     said = [r.getMessage() for r in caplog.records if "without torch.compile" in r.getMessage()]
     assert len(said) == 1 and f"compiled for {limit} kinds of arguments" in said[0], said
+
+
+def test_hooks_of_all_modules_run(caplog: pytest.LogCaptureFixture) -> None:
+    net = make_net()
+    model = wrapped(net)
+    check(model, make_net(), inputs())
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    with caplog.at_level(logging.WARNING, "smp"):
+        model(inputs())
+    handle.remove()
+    assert {net.blocks[0].norm, net.last.drop} <= set(seen)
+    assert any("hooks are registered for all modules" in r.getMessage() for r in caplog.records)
 
 
 class Cached(Block):

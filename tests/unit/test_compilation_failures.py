@@ -308,7 +308,8 @@ def test_a_kept_graph_is_the_business_of_the_library_only() -> None:
 
 @pytest.fixture
 def folder(code_folder: Path) -> Iterator[Path]:
-    with compiler_of(code_folder):
+    # Off by default in older releases.
+    with compiler_of(code_folder), functorch.patch(enable_autograd_cache=True):
         yield code_folder
 
 

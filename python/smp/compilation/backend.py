@@ -178,6 +178,12 @@ def max_variants() -> int:
     return int(getattr(config, "recompile_limit", 0) or config.cache_size_limit)
 
 
+def is_limit(error: Exception) -> bool:
+    """Has PyTorch compiled a code for as many kinds of arguments as it does?"""
+    kinds = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # by release
+    return isinstance(error, tuple(getattr(torch._dynamo.exc, kind, ()) for kind in kinds))
+
+
 def prepare_threads() -> None:
     """Lets several threads compile, one after the other; called in the thread of the script.
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from smp.compilation.backend import (
     LateFailure,
     compile_forward,
+    is_limit,
     max_variants,
     noted_failures,
     stage_request,
 )
-from smp.compilation.units import Unit, has_hooks, is_waiting_only
+from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_waiting_only
 from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, Lifted
 from smp.modules.tracing import is_tracing
@@ -94,7 +95,9 @@ class CompiledForward:
 
     def _run_eager(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After a failure. What the module raises by itself is the user's to see first."""
-        if isinstance(error, torch._dynamo.exc.Unsupported) and not self._is_strict:
+        is_at_limit = is_limit(error)
+        is_unsupported = isinstance(error, torch._dynamo.exc.Unsupported) and not is_at_limit
+        if is_unsupported and not self._is_strict:
             # As PyTorch does: several graphs, and Python in between.
             self._several = compile_forward(self._forward, self._request, fullgraph=False)
             return self(*args, **kwargs)
@@ -104,13 +107,12 @@ class CompiledForward:
             assert error.__cause__ is not None
             raise error.__cause__
         # Nothing had run.
-        is_limit = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
         self._owner.cannot_compile(
             self._unit,
             f"it was compiled for {max_variants()} kinds of arguments, which is the limit"
-            if is_limit
+            if is_at_limit
             else describe(error),
-            parts_too=not is_limit,
+            parts_too=not is_at_limit,
         )
         return result
 
@@ -142,7 +144,7 @@ class CompiledForward:
         if not self._owner.is_settled() or any(map(has_hooks, self._inside)):
             self._owner.choose_anew()
             return True
-        if nn.modules.module._has_any_global_hook():
+        if has_global_hooks():
             self._owner.leave(self._unit, "hooks are registered for all modules")
             return True
         if any(map(is_cache, args)) or any(map(is_cache, kwargs.values())):

@@ -152,6 +152,11 @@ def has_hooks(module: nn.Module) -> bool:
     return any(module.__dict__.get(table) for table in _HOOK_TABLES)
 
 
+def has_global_hooks() -> bool:
+    """Is something registered that runs around the forward or backward of all modules?"""
+    return any(getattr(nn.modules.module, f"_global{table}") for table in _HOOK_TABLES)
+
+
 def is_waiting_only(module: nn.Module) -> bool:
     """Does what stands around the forward of a module only wait for its parameters?"""
     around = standing_around(module)

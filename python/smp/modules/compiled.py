@@ -151,10 +151,12 @@ def _of_context(context: Any) -> CompileRequest | None:
     if not callable(callback):  # the compiler was switched off there
         return None
     backend: Any = callback
+    fullgraph = getattr(context, "fullgraph", False)
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # by release
         while hasattr(backend, name):
+            # Where the context does not tell, one of the objects on the way to the backend does.
+            fullgraph = fullgraph or getattr(backend, "_one_graph", False)
             backend = getattr(backend, name)
-    fullgraph = getattr(context, "fullgraph", False)
     return CompileRequest(backend, bool(fullgraph), getattr(context, "_dynamic", None))
 
 
