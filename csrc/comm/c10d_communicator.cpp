@@ -28,6 +28,11 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
 // One-dimensional, same memory, no part of a graph.
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 
+Counts in_bytes(Counts counts, const at::Tensor& tensor) {
+  for (int64_t& count : counts) count *= tensor.element_size();
+  return counts;
+}
+
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(C10dBackendPtr backend, std::string name,
@@ -139,6 +144,21 @@ class C10dCommunicator final : public Communicator {
     return collective(std::move(call), [&](c10d::Backend& backend) {
       std::vector<int64_t> equal_parts;
       return backend.alltoall_base(to, from, equal_parts, equal_parts);
+    });
+  }
+
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    CallName call{info_, "all_to_all_v"};
+    check_counts(output, input, output_counts, input_counts, call);
+    check_device(input, call);
+    at::Tensor to = flat(output).view(at::kByte);
+    at::Tensor from = flat(input).view(at::kByte);
+    Counts to_bytes = in_bytes(output_counts, output);
+    Counts from_bytes = in_bytes(input_counts, input);
+    return collective(std::move(call), [&](c10d::Backend& backend) {
+      return backend.alltoall_base(to, from, to_bytes, from_bytes);
     });
   }
 

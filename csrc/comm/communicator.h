@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "csrc/common/check.h"
 #include "csrc/health/collective_log.h"
@@ -21,6 +22,9 @@ enum class ReduceOp { kSum, kMax, kMin };
 class Disagreement : public Error {
   using Error::Error;
 };
+
+/// Numbers of elements, by group rank.
+using Counts = std::vector<int64_t>;
 
 /// One operation in flight. Tensors given to the operation are kept alive by
 /// the Work until it is destroyed; read or reuse them only after `wait`.
@@ -89,6 +93,16 @@ class Communicator {
   /// `output` and `input` are [size * n]: part i of the input goes to group
   /// rank i, and part i of the output comes from there.
   virtual WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) = 0;
+  /// `all_to_all` with parts of any size, also none: the first
+  /// `input_counts[0]` elements of the input go to group rank 0, and so on; the
+  /// first `output_counts[0]` of the output come from there. What a rank sends
+  /// to another one must be what that one expects. A communicator that compares
+  /// stamps (`stamp_next`) compares these numbers as well, and all ranks get a
+  /// `Disagreement`; elsewhere the ranks have to compare them before, see
+  /// `agreement.h`: a backend that was called with others breaks or waits.
+  virtual WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                               const Counts& output_counts,
+                               const Counts& input_counts) = 0;
   virtual WorkPtr barrier() = 0;
 
   /// Gives the next collective that this thread issues a number that all ranks

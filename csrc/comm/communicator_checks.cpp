@@ -2,6 +2,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+#include <numeric>
 #include <sstream>
 
 #include "csrc/common/check.h"
@@ -16,6 +18,19 @@ void check_alike(const at::Tensor& one, const at::Tensor& other,
             call.text(), ": expected equal dtypes and devices, got ",
             describe_tensor(one), " on ", one.device().str(), " and ",
             describe_tensor(other), " on ", other.device().str());
+}
+
+void check_sum(const at::Tensor& tensor, const Counts& counts, const char* what,
+               const CallName& call) {
+  const bool are_numbers =
+      static_cast<int>(counts.size()) == call.group->size &&
+      std::none_of(counts.begin(), counts.end(),
+                   [](int64_t count) { return count < 0; });
+  SMP_CHECK(are_numbers && std::accumulate(counts.begin(), counts.end(),
+                                           int64_t{0}) == tensor.numel(),
+            call.text(), ": expected ", call.group->size, " counts of the ",
+            what, " with the sum ", tensor.numel(), ", got ",
+            at::IntArrayRef(counts));
 }
 
 }  // namespace
@@ -104,6 +119,29 @@ void check_exchange(const at::Tensor& output, const at::Tensor& input,
             size, ", got ", describe_tensor(output), " and ",
             describe_tensor(input));
   check_alike(output, input, call);
+}
+
+void check_counts(const at::Tensor& output, const at::Tensor& input,
+                  const Counts& output_counts, const Counts& input_counts,
+                  const CallName& call) {
+  check_tensor(output, call);
+  check_tensor(input, call);
+  check_sum(output, output_counts, "output", call);
+  check_sum(input, input_counts, "input", call);
+  check_alike(output, input, call);
+}
+
+std::string count_disagreement(const std::vector<Counts>& sent,
+                               const std::vector<Counts>& received) {
+  for (size_t from = 0; from < sent.size(); ++from) {
+    for (size_t to = 0; to < sent.size(); ++to) {
+      if (sent[from][to] == received[to][from]) continue;
+      return detail::concat("group rank ", from, " sends ", sent[from][to],
+                            " elements to group rank ", to, ", which expects ",
+                            received[to][from]);
+    }
+  }
+  return {};
 }
 
 }  // namespace smp::comm

@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "csrc/comm/communicator.h"
+
 namespace smp::comm {
 
 /// Words for the group of a communicator.
@@ -57,6 +59,18 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part,
 /// dtype and device; both pass `check_tensor`.
 void check_exchange(const at::Tensor& output, const at::Tensor& input,
                     const CallName& call);
+
+/// The counts are `size` numbers, none negative, whose sums are the elements of
+/// the tensors; these have the same dtype and device and pass `check_tensor`.
+void check_counts(const at::Tensor& output, const at::Tensor& input,
+                  const Counts& output_counts, const Counts& input_counts,
+                  const CallName& call);
+
+/// For instance "group rank 1 sends 6 elements to group rank 0, which expects
+/// 4"; empty if both sides of all pairs agree.
+/// @param sent, received  of each rank
+std::string count_disagreement(const std::vector<Counts>& sent,
+                               const std::vector<Counts>& received);
 
 /// For instance "Float[2, 3]".
 std::string describe_tensor(const at::Tensor& tensor);

@@ -10,6 +10,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -27,6 +28,7 @@ enum class LocalKind {
   kAllGather,
   kReduceScatter,
   kAllToAll,
+  kAllToAllV,
   kBarrier
 };
 
@@ -42,6 +44,8 @@ struct Operation {
   at::Tensor output;  // receives and collectives; may be the input
   ReduceOp op = ReduceOp::kSum;
   uint64_t stamp = 0;
+  Counts sent;  // all_to_all_v
+  Counts received;
 
   bool done = false;
   std::string error;  // empty: success
@@ -127,7 +131,8 @@ std::string disagreement(const std::vector<OperationPtr>& members) {
     const bool tensors_agree =
         first.input.defined() == member->input.defined() &&
         (!first.input.defined() ||
-         (first.input.numel() == member->input.numel() &&
+         ((first.input.numel() == member->input.numel() ||
+           first.kind == LocalKind::kAllToAllV) &&
           first.input.scalar_type() == member->input.scalar_type()));
     if (member->kind == first.kind && member->op == first.op &&
         member->call.peer == first.call.peer && tensors_agree &&
@@ -139,7 +144,15 @@ std::string disagreement(const std::vector<OperationPtr>& members) {
     };
     return "the ranks disagree; " + words(first) + "; " + words(*member);
   }
-  return {};
+  if (first.kind != LocalKind::kAllToAllV) return {};
+  std::vector<Counts> sent;
+  std::vector<Counts> received;
+  for (const OperationPtr& member : members) {
+    sent.push_back(member->sent);
+    received.push_back(member->received);
+  }
+  const std::string text = count_disagreement(sent, received);
+  return text.empty() ? text : "the ranks disagree; " + text;
 }
 
 at::Tensor reduced_input(const std::vector<OperationPtr>& members) {
@@ -197,6 +210,28 @@ void exchange(const std::vector<OperationPtr>& members) {
   }
 }
 
+int64_t begin_of(const Counts& counts, int group_rank) {
+  return std::accumulate(counts.begin(), counts.begin() + group_rank,
+                         int64_t{0});
+}
+
+void exchange_uneven(const std::vector<OperationPtr>& members) {
+  for (const OperationPtr& receiver : members) {
+    auto* to = static_cast<char*>(receiver->output.mutable_data_ptr());
+    for (const OperationPtr& sender : members) {
+      const int target = receiver->group_rank();
+      const int64_t element = sender->input.element_size();
+      const int64_t num_bytes = sender->sent[target] * element;
+      if (num_bytes == 0) continue;
+      std::memcpy(to,
+                  static_cast<const char*>(sender->input.const_data_ptr()) +
+                      begin_of(sender->sent, target) * element,
+                  num_bytes);
+      to += num_bytes;
+    }
+  }
+}
+
 void run_collective(const std::vector<OperationPtr>& members) {
   const Operation& first = *members.front();
   switch (first.kind) {
@@ -221,6 +256,9 @@ void run_collective(const std::vector<OperationPtr>& members) {
       break;
     case LocalKind::kAllToAll:
       exchange(members);
+      break;
+    case LocalKind::kAllToAllV:
+      exchange_uneven(members);
       break;
     case LocalKind::kBarrier:
       break;
@@ -344,6 +382,16 @@ class LocalCommunicator final : public Communicator {
   WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
     auto operation = make(LocalKind::kAllToAll, {info_, "all_to_all"});
     check_exchange(output, input, operation->call);
+    return collective(std::move(operation), std::move(output), input);
+  }
+
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    auto operation = make(LocalKind::kAllToAllV, {info_, "all_to_all_v"});
+    check_counts(output, input, output_counts, input_counts, operation->call);
+    operation->sent = input_counts;
+    operation->received = output_counts;
     return collective(std::move(operation), std::move(output), input);
   }
 

@@ -361,6 +361,30 @@ class MpiCommunicator final : public Communicator {
         });
   }
 
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    CallName call{info_, "all_to_all_v"};
+    check_counts(output, input, output_counts, input_counts, call);
+    check_cpu_tensor(input, call);
+    const Buffer from = buffer_to_move(input, call);
+    const Buffer to = buffer_to_move(output, call);
+    const int64_t units = input.numel() > 0    ? from.count / input.numel()
+                          : output.numel() > 0 ? to.count / output.numel()
+                                               : 1;
+    // MPI reads them until it is done.
+    const at::Tensor send = counts_for_mpi(input_counts, units);
+    const at::Tensor receive = counts_for_mpi(output_counts, units);
+    const auto* sent = send.const_data_ptr<int>();
+    const auto* received = receive.const_data_ptr<int>();
+    return start(call, Kind::kOther, {output, input, send, receive},
+                 [&, n = size()](MPI_Request* request) {
+                   return MPI_Ialltoallv(from.data, sent, sent + n, from.type,
+                                         to.data, received, received + n,
+                                         to.type, shared_->comm, request);
+                 });
+  }
+
   WorkPtr barrier() override {
     CallName call{info_, "barrier"};
     return start(call, Kind::kOther, {}, [&](MPI_Request* request) {

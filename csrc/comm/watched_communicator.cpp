@@ -3,6 +3,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -135,6 +136,18 @@ class WatchedCommunicator final : public Communicator {
     return issue("all_to_all", output, 0,
                  [&] { return inner_->all_to_all(std::move(output), input); });
   }
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    // Each rank has other sizes.
+    return issue(
+        "all_to_all_v", output, 0,
+        [&] {
+          return inner_->all_to_all_v(output, input, output_counts,
+                                      input_counts);
+        },
+        std::max(output.nbytes(), input.nbytes()), /*sizes_are_equal=*/false);
+  }
   WorkPtr barrier() override {
     return issue("barrier", at::Tensor(), 0, [&] { return inner_->barrier(); });
   }
@@ -152,12 +165,22 @@ class WatchedCommunicator final : public Communicator {
   template <typename Start>
   WorkPtr issue(std::string_view operation, const at::Tensor& tensor,
                 int64_t detail, Start&& start) {
+    const size_t num_bytes = tensor.defined() ? tensor.nbytes() : 0;
+    return issue(operation, tensor, detail, start, num_bytes,
+                 /*sizes_are_equal=*/true);
+  }
+
+  template <typename Start>
+  WorkPtr issue(std::string_view operation, const at::Tensor& tensor,
+                int64_t detail, Start&& start, size_t num_bytes,
+                bool sizes_are_equal) {
     health::CollectiveId id;
     id.group = group_;
     id.ranks = ranks_;
     id.goes_on_alone = inner_->goes_on_alone();
-    id.num_bytes = tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
-    id.signature = Hash().add(operation).add(detail).add(id.num_bytes).value();
+    id.num_bytes = static_cast<int64_t>(num_bytes);
+    const int64_t common_bytes = sizes_are_equal ? id.num_bytes : -1;
+    id.signature = Hash().add(operation).add(detail).add(common_bytes).value();
     if (flights_) faults_->raise_if_faulted();
     std::lock_guard lock(mutex_);
     faults_->waits().collectives().enter(id);

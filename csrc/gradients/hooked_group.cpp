@@ -104,4 +104,12 @@ comm::WorkPtr HookedGroup::all_to_all(at::Tensor output,
   return group_->all_to_all(std::move(output), input);
 }
 
+comm::WorkPtr HookedGroup::all_to_all_v(at::Tensor output,
+                                        const at::Tensor& input,
+                                        const comm::Counts& output_counts,
+                                        const comm::Counts& input_counts) {
+  return group_->all_to_all_v(std::move(output), input, output_counts,
+                              input_counts);
+}
+
 }  // namespace smp::gradients

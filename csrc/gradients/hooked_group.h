@@ -66,6 +66,9 @@ class HookedGroup final : public comm::Communicator {
   comm::WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
                                comm::ReduceOp op) override;
   comm::WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override;
+  comm::WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                             const comm::Counts& output_counts,
+                             const comm::Counts& input_counts) override;
   comm::WorkPtr barrier() override { return group_->barrier(); }
   bool stamp_next(uint64_t stamp) override { return group_->stamp_next(stamp); }
   bool is_stream_ordered() const override {

@@ -160,7 +160,13 @@ class Queue {
 
   bool disagrees(Entry& entry) {
     const int other = memory_->find_disagreement();
-    if (other < 0) return false;
+    if (other < 0) {
+      const std::string words = entry.operation->disagreement(*memory_);
+      if (words.empty()) return false;
+      entry.disagreement = "the ranks disagree; " + words;
+      entry.is_done = true;
+      return true;
+    }
     entry.disagreement = detail::concat(
         "the ranks disagree; group rank ", memory_->group_rank(), " calls ",
         describe_stamp(entry.operation->stamp), ", group rank ", other,
@@ -255,6 +261,16 @@ class SharedCommunicator final : public comm::Communicator {
     comm::check_cpu_tensor(input, call);
     return add(make_all_to_all(std::move(call), take_stamp(), output.detach(),
                                input.detach()));
+  }
+
+  comm::WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                             const comm::Counts& output_counts,
+                             const comm::Counts& input_counts) override {
+    comm::CallName call{info_, "all_to_all_v"};
+    comm::check_counts(output, input, output_counts, input_counts, call);
+    comm::check_cpu_tensor(input, call);
+    return add(make_all_to_all_v(std::move(call), take_stamp(), output.detach(),
+                                 input.detach(), output_counts, input_counts));
   }
 
   comm::WorkPtr barrier() override {

@@ -10,9 +10,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <sstream>
 #include <utility>
 #include <vector>
+
+#include "csrc/common/check.h"
 
 namespace smp::shm {
 namespace {
@@ -370,6 +373,128 @@ class AllToAll final : public Personal {
   }
 };
 
+// Chunks begin with the counts of the rank, which the others compare in the
+// first one, and see from them how many chunks there are.
+class AllToAllV final : public SharedOperation {
+ public:
+  AllToAllV(comm::CallName call, uint64_t stamp, at::Tensor output,
+            at::Tensor input, comm::Counts output_counts,
+            comm::Counts input_counts)
+      : SharedOperation(call, stamp_of(stamp, input), 0, 1),
+        output_(std::move(output)),
+        input_(std::move(input)),
+        received_(std::move(output_counts)),
+        sent_(std::move(input_counts)),
+        element_bytes_(static_cast<int64_t>(input_.element_size())),
+        num_ranks_(static_cast<int64_t>(sent_.size())),
+        table_bytes_((2 * num_ranks_ * kCountBytes + kAlignment - 1) /
+                     kAlignment * kAlignment),
+        chunk_bytes_((CollectiveMemory::kSlotBytes - table_bytes_) /
+                     std::max<int64_t>(1, num_ranks_ - 1) / kAlignment *
+                     kAlignment) {
+    SMP_CHECK(chunk_bytes_ > 0, this->call.text(), ": ", num_ranks_,
+              " ranks are too many for memory that they share");
+  }
+
+  void write(const CollectiveMemory& memory, int64_t chunk) override {
+    const int own = memory.group_rank();
+    uint8_t* const slot = memory.input(own);
+    if (chunk == 0) {
+      copy_bytes(slot, sent_.data(), num_ranks_ * kCountBytes);
+      copy_bytes(slot + num_ranks_ * kCountBytes, received_.data(),
+                 num_ranks_ * kCountBytes);
+    }
+    int64_t begin = 0;
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      const int64_t num_bytes = sent_[rank] * element_bytes_;
+      const Span span(chunk, chunk_bytes_, num_bytes);
+      if (rank != own) {
+        copy_bytes(slot + place(own, rank),
+                   bytes_of(input_) + begin + span.begin, span.size);
+      }
+      begin += num_bytes;
+    }
+  }
+
+  std::string disagreement(const CollectiveMemory& memory) const override {
+    std::vector<comm::Counts> sent;
+    std::vector<comm::Counts> received;
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      sent.push_back(counts(memory, rank, 0));
+      received.push_back(counts(memory, rank, 1));
+    }
+    return comm::count_disagreement(sent, received);
+  }
+
+  void read(const CollectiveMemory& memory, int64_t chunk) override {
+    if (chunk == 0) {
+      int64_t largest = 0;
+      for (int rank = 0; rank < memory.size(); ++rank) {
+        const comm::Counts of_rank = counts(memory, rank, 0);
+        for (int64_t to = 0; to < num_ranks_; ++to) {
+          if (to != rank) largest = std::max(largest, of_rank[to]);
+        }
+      }
+      set_num_bytes(largest * element_bytes_, chunk_bytes_);
+      copy_own(memory.group_rank());
+    }
+    const int own = memory.group_rank();
+    int64_t begin = 0;
+    for (int rank = 0; rank < memory.size(); ++rank) {
+      const int64_t num_bytes = received_[rank] * element_bytes_;
+      const Span span(chunk, chunk_bytes_, num_bytes);
+      if (rank != own) {
+        copy_bytes(bytes_of(output_) + begin + span.begin,
+                   memory.input(rank) + place(rank, own), span.size);
+      }
+      begin += num_bytes;
+    }
+  }
+
+ private:
+  static constexpr auto kCountBytes = static_cast<int64_t>(sizeof(int64_t));
+
+  // Sizes differ between ranks.
+  static CollectiveStamp stamp_of(uint64_t stamp, const at::Tensor& tensor) {
+    CollectiveStamp result =
+        stamp_for(OperationKind::kAllToAllV, stamp, tensor);
+    result.num_bytes = -1;
+    return result;
+  }
+
+  comm::Counts counts(const CollectiveMemory& memory, int rank,
+                      int64_t row) const {
+    comm::Counts result(num_ranks_);
+    copy_bytes(result.data(),
+               memory.input(rank) + row * num_ranks_ * kCountBytes,
+               num_ranks_ * kCountBytes);
+    return result;
+  }
+
+  int64_t place(int from, int to) const {
+    return table_bytes_ + (to < from ? to : to - 1) * chunk_bytes_;
+  }
+
+  // What this rank has for itself.
+  void copy_own(int own) {
+    const auto begin = [&](const comm::Counts& counts) {
+      return std::accumulate(counts.begin(), counts.begin() + own, int64_t{0}) *
+             element_bytes_;
+    };
+    copy_bytes(bytes_of(output_) + begin(received_),
+               bytes_of(input_) + begin(sent_), sent_[own] * element_bytes_);
+  }
+
+  const at::Tensor output_;
+  const at::Tensor input_;
+  const comm::Counts received_;
+  const comm::Counts sent_;
+  const int64_t element_bytes_;
+  const int64_t num_ranks_;
+  const int64_t table_bytes_;
+  const int64_t chunk_bytes_;
+};
+
 class Barrier final : public SharedOperation {
  public:
   Barrier(comm::CallName call, uint64_t stamp)
@@ -383,10 +508,15 @@ class Barrier final : public SharedOperation {
 SharedOperation::SharedOperation(comm::CallName call,
                                  const CollectiveStamp& stamp,
                                  int64_t num_bytes, int64_t bytes_per_chunk)
-    : call(std::move(call)),
-      stamp(stamp),
-      num_chunks_(std::max<int64_t>(
-          1, (num_bytes + bytes_per_chunk - 1) / bytes_per_chunk)) {}
+    : call(std::move(call)), stamp(stamp) {
+  set_num_bytes(num_bytes, bytes_per_chunk);
+}
+
+void SharedOperation::set_num_bytes(int64_t num_bytes,
+                                    int64_t bytes_per_chunk) {
+  num_chunks_ =
+      std::max<int64_t>(1, (num_bytes + bytes_per_chunk - 1) / bytes_per_chunk);
+}
 
 SharedOperationPtr make_all_reduce(comm::CallName call, uint64_t stamp,
                                    at::Tensor tensor, comm::ReduceOp op) {
@@ -418,22 +548,32 @@ SharedOperationPtr make_all_to_all(comm::CallName call, uint64_t stamp,
                                     std::move(input));
 }
 
+SharedOperationPtr make_all_to_all_v(comm::CallName call, uint64_t stamp,
+                                     at::Tensor output, at::Tensor input,
+                                     comm::Counts output_counts,
+                                     comm::Counts input_counts) {
+  return std::make_shared<AllToAllV>(std::move(call), stamp, std::move(output),
+                                     std::move(input), std::move(output_counts),
+                                     std::move(input_counts));
+}
+
 SharedOperationPtr make_shared_barrier(comm::CallName call, uint64_t stamp) {
   return std::make_shared<Barrier>(std::move(call), stamp);
 }
 
 std::string describe_stamp(const CollectiveStamp& stamp) {
-  constexpr std::array<const char*, 7> kNames = {
-      "nothing",        "all_reduce", "broadcast", "all_gather",
-      "reduce_scatter", "all_to_all", "barrier"};
+  constexpr std::array<const char*, 8> kNames = {
+      "nothing",        "all_reduce", "broadcast",    "all_gather",
+      "reduce_scatter", "all_to_all", "all_to_all_v", "barrier"};
   std::ostringstream out;
   out << kNames[static_cast<size_t>(stamp.operation)];
   if (stamp.operation == static_cast<int32_t>(OperationKind::kBroadcast)) {
     out << "(root=" << stamp.root_or_op << ')';
   }
   if (stamp.dtype >= 0) {
-    out << " of " << stamp.num_bytes << " bytes of "
-        << c10::toString(static_cast<c10::ScalarType>(stamp.dtype));
+    out << " of ";
+    if (stamp.num_bytes >= 0) out << stamp.num_bytes << " bytes of ";
+    out << c10::toString(static_cast<c10::ScalarType>(stamp.dtype));
   }
   return out.str();
 }

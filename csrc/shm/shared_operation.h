@@ -22,12 +22,17 @@ class SharedOperation {
     kAllGather,
     kReduceScatter,
     kAllToAll,
+    kAllToAllV,
     kBarrier
   };
 
   virtual ~SharedOperation() = default;
 
+  /// Known once the first chunk was read.
   int64_t num_chunks() const { return num_chunks_; }
+  /// In what ranks with equal stamps disagree, in words that are the same on
+  /// all; empty: in nothing. In the first chunk, before it is read.
+  virtual std::string disagreement(const CollectiveMemory&) const { return {}; }
   virtual void write(const CollectiveMemory&, int64_t /*chunk*/) {}
   virtual bool combines() const { return false; }
   virtual void combine(const CollectiveMemory&, int64_t /*chunk*/) {}
@@ -40,8 +45,11 @@ class SharedOperation {
   SharedOperation(comm::CallName call, const CollectiveStamp& stamp,
                   int64_t num_bytes, int64_t bytes_per_chunk);
 
+  /// For one whose size is that of the largest part of any rank.
+  void set_num_bytes(int64_t num_bytes, int64_t bytes_per_chunk);
+
  private:
-  const int64_t num_chunks_;
+  int64_t num_chunks_;
 };
 
 using SharedOperationPtr = std::shared_ptr<SharedOperation>;
@@ -58,6 +66,10 @@ SharedOperationPtr make_reduce_scatter(comm::CallName call, uint64_t stamp,
                                        comm::ReduceOp op);
 SharedOperationPtr make_all_to_all(comm::CallName call, uint64_t stamp,
                                    at::Tensor output, at::Tensor input);
+SharedOperationPtr make_all_to_all_v(comm::CallName call, uint64_t stamp,
+                                     at::Tensor output, at::Tensor input,
+                                     comm::Counts output_counts,
+                                     comm::Counts input_counts);
 SharedOperationPtr make_shared_barrier(comm::CallName call, uint64_t stamp);
 
 /// For instance "all_gather of 24 bytes of Float".

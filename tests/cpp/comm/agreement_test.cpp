@@ -42,6 +42,10 @@ class TwinGroup final : public Communicator {
     return {};
   }
   WorkPtr all_to_all(at::Tensor, const at::Tensor&) override { return {}; }
+  WorkPtr all_to_all_v(at::Tensor, const at::Tensor&, const Counts&,
+                       const Counts&) override {
+    return {};
+  }
   WorkPtr barrier() override { return {}; }
   bool is_stream_ordered() const override { return true; }
   void abort() override {}

@@ -1,12 +1,15 @@
 #include "tests/cpp/comm/communicator_suite.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <chrono>
 #include <functional>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -261,6 +264,79 @@ void check_all_to_all_exchanges_parts(Communicator& comm) {
   }
 }
 
+// The same on all ranks: what each sends to each.
+using Table = std::vector<std::vector<int64_t>>;
+
+Table uneven_table(int size, int kind) {
+  Table table(size, std::vector<int64_t>(size, 0));
+  uint64_t state = 0x9e3779b97f4a7c15ULL * static_cast<uint64_t>(kind + size);
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to) {
+      state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+      const auto drawn = static_cast<int64_t>(state >> 40);
+      if (kind == 0) continue;                             // nothing at all
+      if (kind == 1) table[from][to] = to == 0 ? 7 : 0;    // all to one
+      if (kind == 2) table[from][to] = from == 0 ? 5 : 0;  // all from one
+      if (kind == 3) table[from][to] = drawn % 4;          // often nothing
+      if (kind == 4) table[from][to] = drawn % 150'000;    // many chunks
+    }
+  }
+  return table;
+}
+
+at::Tensor uneven_part(int from, int to, int64_t count, at::ScalarType dtype) {
+  return at::arange(count, at::TensorOptions(at::kLong))
+      .remainder(10)
+      .add(20 * from + 3 * to)
+      .to(dtype);
+}
+
+void check_all_to_all_v_exchanges_parts_of_any_size(Communicator& comm) {
+  const int own = comm.group_rank();
+  for (const at::ScalarType dtype :
+       {at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kByte}) {
+    for (int kind = 0; kind < 5; ++kind) {
+      const Table table = uneven_table(comm.size(), kind);
+      std::vector<at::Tensor> sent{at::empty({0}, at::TensorOptions(dtype))};
+      std::vector<at::Tensor> wanted = sent;
+      Counts received;
+      for (int rank = 0; rank < comm.size(); ++rank) {
+        sent.push_back(uneven_part(own, rank, table[own][rank], dtype));
+        wanted.push_back(uneven_part(rank, own, table[rank][own], dtype));
+        received.push_back(table[rank][own]);
+      }
+      const at::Tensor input = at::cat(sent);
+      const at::Tensor before = input.clone();
+      const at::Tensor expected = at::cat(wanted);
+      const at::Tensor output = at::zeros_like(expected);
+      comm.all_to_all_v(output, input, received, table[own])->wait(kLong);
+      expect(output.equal(expected), "all_to_all_v ", kind, ": wrong elements");
+      expect(input.equal(before), "all_to_all_v changed its input");
+    }
+  }
+}
+
+// Only a communicator that compares tells all ranks, and can go on.
+void check_all_to_all_v_disagreement(Communicator& comm) {
+  if (comm.size() == 1 || !comm.stamp_next(1)) return;
+  const int last = comm.size() - 1;
+  Counts sent(comm.size(), 2);
+  const Counts received(comm.size(), 2);
+  if (comm.group_rank() == 0) sent[last] = 3;
+  const auto total = std::accumulate(sent.begin(), sent.end(), int64_t{0});
+  const WorkPtr work = comm.all_to_all_v(at::zeros({2 * comm.size()}),
+                                         at::zeros({total}), received, sent);
+  const std::string text = text_of_error("counts", [&] { work->wait(kLong); });
+  expect_text(text, "group rank 0 sends 3 elements to group rank " +
+                        std::to_string(last) + ", which expects 2");
+  const at::Tensor output = at::zeros({comm.size()});
+  comm.all_to_all_v(output, filled(comm.group_rank(), at::kFloat, comm.size()),
+                    Counts(comm.size(), 1), Counts(comm.size(), 1))
+      ->wait(kLong);
+  expect(output.equal(at::arange(comm.size(), at::TensorOptions(at::kFloat))),
+         "after a disagreement: ", output);
+}
+
 void check_barrier_waits_for_the_last(Communicator& comm) {
   const auto now_us = [] {
     return std::chrono::duration_cast<std::chrono::microseconds>(
@@ -443,6 +519,12 @@ void check_bad_arguments(Communicator& comm) {
           "parts",
           [&] { comm.all_to_all(at::zeros({2 * n}), at::zeros({2 * n + 1})); }),
       "a multiple of");
+  expect_text(text_of_error("counts",
+                            [&] {
+                              comm.all_to_all_v(good, good, Counts(n, 5),
+                                                Counts(n + 1, 5));
+                            }),
+              "counts of the ");
   expect_text(text_of_error("dtypes",
                             [&] {
                               comm.reduce_scatter(filled(0, at::kDouble),
@@ -493,6 +575,9 @@ const std::vector<Check>& all_checks() {
       {"all_gather_orders_by_rank", check_all_gather_orders_by_rank},
       {"reduce_scatter_gives_own_part", check_reduce_scatter_gives_own_part},
       {"all_to_all_exchanges_parts", check_all_to_all_exchanges_parts},
+      {"all_to_all_v_exchanges_parts_of_any_size",
+       check_all_to_all_v_exchanges_parts_of_any_size},
+      {"all_to_all_v_disagreement", check_all_to_all_v_disagreement},
       {"barrier_waits_for_the_last", check_barrier_waits_for_the_last},
       {"collectives_in_flight_together", check_collectives_in_flight_together},
       {"tensors_of_a_graph_are_accepted",

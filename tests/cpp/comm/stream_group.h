@@ -158,6 +158,14 @@ class StreamGroup final : public Communicator {
     return begin("all_to_all", input.detach(), output, parts,
                  inner_->all_to_all(parts, copy_of(input)));
   }
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    const at::Tensor parts = at::empty_like(output.detach());
+    return begin("all_to_all_v", input.detach(), output, parts,
+                 inner_->all_to_all_v(parts, copy_of(input), output_counts,
+                                      input_counts));
+  }
   WorkPtr barrier() override {
     return begin("barrier", {}, {}, {}, inner_->barrier());
   }

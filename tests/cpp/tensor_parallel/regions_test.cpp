@@ -391,6 +391,11 @@ class Careless final : public comm::Communicator {
   comm::WorkPtr all_to_all(at::Tensor to, const at::Tensor& from) override {
     return inner_->all_to_all(to, from);
   }
+  comm::WorkPtr all_to_all_v(at::Tensor to, const at::Tensor& from,
+                             const comm::Counts& to_counts,
+                             const comm::Counts& from_counts) override {
+    return inner_->all_to_all_v(to, from, to_counts, from_counts);
+  }
   comm::WorkPtr barrier() override { return inner_->barrier(); }
   void abort() override { inner_->abort(); }
 
