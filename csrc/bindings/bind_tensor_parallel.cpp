@@ -5,6 +5,7 @@
 #include "csrc/health/fault_board.h"
 #include "csrc/tensor_parallel/regions.h"
 #include "csrc/tensor_parallel/seeds.h"
+#include "csrc/tensor_parallel/token_exchange.h"
 #include "csrc/tensor_parallel/vocabulary.h"
 
 namespace py = pybind11;
@@ -62,12 +63,27 @@ py::tuple traffic(const Group& group) {
   return py::make_tuple(traffic.num_calls, traffic.bytes_sent);
 }
 
+void bind_routes(py::module_& m) {
+  using tensor_parallel::Routes;
+  // Nobody writes to it; pybind11 holds no pointers to const.
+  py::class_<Routes, std::shared_ptr<Routes>>(
+      m, "TokenRoutes",
+      "Which tokens go to which ranks; see tensor_parallel/token_exchange.h.")
+      .def_readonly("sent", &Routes::sent)
+      .def_readonly("received", &Routes::received)
+      .def_readonly("num_tokens", &Routes::num_tokens)
+      .def_readonly("num_pairs", &Routes::num_pairs)
+      .def_readonly("group_tokens", &Routes::group_tokens)
+      .def_readonly("was_alone", &Routes::was_alone);
+}
+
 }  // namespace
 
 void bind_tensor_parallel(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   namespace tp = tensor_parallel;
   const Sizes even;
+  bind_routes(m);
   py::class_<Group, GroupPtr>(
       m, "TensorParallelGroup",
       "Ranks that split layers, and the regions of autograd at the borders; "
@@ -92,6 +108,11 @@ void bind_tensor_parallel(py::module_& m) {
       .def("exchange", &tp::exchange, py::arg("x"), py::arg("split_dim"),
            py::arg("concat_dim"), py::arg("split_sizes") = even,
            py::arg("concat_sizes") = even, NoGil())
+      .def("route", &tp::route, py::arg("experts"), py::arg("sizes"), NoGil(),
+           "Collective; waits for the numbers of a device.")
+      .def("dispatch", &tp::dispatch, py::arg("tensors"), py::arg("routes"),
+           NoGil())
+      .def("combine", &tp::combine, py::arg("y"), py::arg("routes"), NoGil())
       .def("gathered_linears", &gathered_linears, py::arg("x"),
            py::arg("weights"), py::arg("biases"), py::arg("dim"),
            py::arg("sizes") = even, NoGil())

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "csrc/comm/communicator_checks.h"
 #include "csrc/common/check.h"
 
 namespace smp::tensor_parallel {
@@ -64,6 +65,13 @@ at::Tensor repeated(const at::Tensor& x, int64_t dim, int64_t total) {
   std::vector<int64_t> times(static_cast<size_t>(x.dim()), 1);
   times[dim] = (total + x.size(dim) - 1) / x.size(dim);
   return x.repeat(times).narrow(dim, 0, total);
+}
+
+at::Tensor to_tensor(const std::vector<int64_t>& numbers) {
+  at::Tensor tensor =
+      at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<int64_t>());
+  return tensor;
 }
 
 // A block of each rank, padded to one shape: [t, ...].
@@ -349,6 +357,77 @@ Pending Group::begin_exchange(const at::Tensor& x, int64_t split_dim,
             return unpacked(to.narrow(split_dim + 1, 0, own_split), concat_dim,
                             concat);
           }};
+}
+
+void Group::compare(const Header& header, const Sizes& sent,
+                    const Sizes& received) const {
+  std::vector<int64_t> own{static_cast<int64_t>(header.hash())};
+  own.insert(own.end(), sent.begin(), sent.end());
+  own.insert(own.end(), received.begin(), received.end());
+  std::vector<Sizes> all_sent;
+  std::vector<Sizes> all_received;
+  for (const at::Tensor& one :
+       gather_headers(to_tensor(own), header.what.data())) {
+    const auto* numbers = one.const_data_ptr<int64_t>();
+    if (numbers[0] != own[0]) raise_disagreement(header);
+    all_sent.emplace_back(numbers + 1, numbers + 1 + size_);
+    all_received.emplace_back(numbers + 1 + size_, numbers + 1 + 2 * size_);
+  }
+  const std::string text = comm::count_disagreement(all_sent, all_received);
+  SMP_CHECK_VALUE(text.empty(), header.what.data(), ": the ranks of ",
+                  communicator_->name(), " disagree; ", text);
+}
+
+Pending Group::begin_row_exchange(const at::Tensor& x, const Sizes& sent,
+                                  const Sizes& received, const char* what) {
+  SMP_CHECK_VALUE(x.dim() >= 1, what, ": expected rows, got a scalar");
+  const auto num_ranks = static_cast<size_t>(size_);
+  SMP_CHECK_VALUE(sent.size() == num_ranks && received.size() == num_ranks,
+                  what, ": expected the rows of ", size_, " ranks, got ",
+                  at::IntArrayRef(sent), " and ", at::IntArrayRef(received));
+  even_or(sent, x.size(0), what);
+  even_or(received, sum(received), what);
+  if (is_alone(x)) return Pending(repeated(x, 0, sum(received)));
+  const at::Tensor from = x.detach().contiguous();
+  at::Tensor to = from.new_empty(shape_with(x, 0, sum(received)));
+  int64_t row = 1;
+  for (int64_t dim = 1; dim < x.dim(); ++dim) row *= x.size(dim);
+  const auto in_elements = [&](Sizes counts) {
+    for (int64_t& count : counts) count *= row;
+    return counts;
+  };
+  const Sizes to_counts = in_elements(received);
+  const Sizes from_counts = in_elements(sent);
+  const Header header = Header::of(what, x, x.sizes().slice(1), 0);
+  comm::Communicator& on = *communicator_;
+  if (!on.stamp_next(header.hash())) compare(header, from_counts, to_counts);
+  num_calls_ += 1;
+  bytes_sent_ += (from.numel() - from_counts[group_rank_]) *
+                 static_cast<int64_t>(from.element_size());
+  return {*this, header, on.all_to_all_v(to, from, to_counts, from_counts),
+          [to, from] { return to; }};
+}
+
+Sizes Group::exchange_counts(const Sizes& sent, const Header& header) {
+  const auto each = static_cast<int64_t>(sent.size()) / size_;
+  SMP_ASSERT(each * size_ == static_cast<int64_t>(sent.size()), "counts");
+  if (size_ == 1) return sent;
+  std::vector<int64_t> own{static_cast<int64_t>(header.hash())};
+  own.insert(own.end(), sent.begin(), sent.end());
+  const at::Tensor mine = to_tensor(own);
+  const at::Tensor all = at::empty({size_, mine.numel()}, mine.options());
+  comm::Communicator& on = control();
+  num_calls_ += 1;
+  bytes_sent_ += static_cast<int64_t>(mine.nbytes()) * (size_ - 1);
+  finish(*on.all_gather(all, mine), on, header);
+  Sizes result;
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto* numbers = all.const_data_ptr<int64_t>() + rank * mine.numel();
+    if (numbers[0] != own[0]) raise_disagreement(header);
+    const auto* for_this = numbers + 1 + group_rank_ * each;
+    result.insert(result.end(), for_this, for_this + each);
+  }
+  return result;
 }
 
 at::Tensor Group::own_part(const at::Tensor& x, int64_t dim, const Sizes& given,

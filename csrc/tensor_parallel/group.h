@@ -9,6 +9,7 @@
 
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/group_wait.h"
+#include "csrc/tensor_parallel/alone.h"
 #include "csrc/tensor_parallel/header.h"
 
 namespace smp::tensor_parallel {
@@ -88,6 +89,15 @@ class Group {
                          int64_t concat_dim, const Sizes& split_sizes,
                          const Sizes& concat_sizes, const char* what);
 
+  /// Sends rows of dim 0, the first `sent[0]` to group rank 0 and so on, and
+  /// has those that come, `received[i]` from group rank i, one after the other.
+  Pending begin_row_exchange(const at::Tensor& x, const Sizes& sent,
+                             const Sizes& received, const char* what);
+  /// Numbers for each rank, as many for each, by group rank; returns those that
+  /// the others have for this one. Only hosts talk.
+  /// @param header  that all ranks must have
+  Sizes exchange_counts(const Sizes& sent, const Header& header);
+
   /// The part of this rank, a view. Communicates nothing.
   at::Tensor own_part(const at::Tensor& x, int64_t dim, const Sizes& sizes,
                       const char* what) const;
@@ -97,10 +107,12 @@ class Group {
   /// Does every rank say so? Only hosts talk.
   bool all_say(bool says, const char* what);
 
+  /// Is nothing communicated for a tensor?
+  bool is_alone(const at::Tensor& tensor) const;
+
  private:
   friend class Pending;
 
-  bool is_alone(const at::Tensor& tensor) const;
   /// Issues a collective whose arguments are compared before or with it.
   template <typename Start>
   comm::WorkPtr issue(comm::Communicator& on, const Header& header,
@@ -108,6 +120,9 @@ class Group {
   void finish(comm::Work& work, const comm::Communicator& on,
               const Header& header) const;
   void compare(const Header& header) const;
+  /// The same, and what each sends to each, in elements.
+  void compare(const Header& header, const Sizes& sent,
+               const Sizes& received) const;
   [[noreturn]] void raise_disagreement(const Header& header) const;
   std::vector<at::Tensor> gather_headers(const at::Tensor& own,
                                          const char* what) const;
@@ -120,31 +135,6 @@ class Group {
   const comm::Patience patience_;
   std::atomic<int64_t> num_calls_ = 0;
   std::atomic<int64_t> bytes_sent_ = 0;
-};
-
-/// Has a shape and no numbers: on the meta device, or fake.
-bool has_no_data(const at::Tensor& x);
-
-/// The same numbers as an ordinary tensor, where `x` is a class of Python that
-/// only stands for them (a handle of a tensor on another rank).
-at::Tensor with_data(const at::Tensor& x);
-std::vector<at::Tensor> with_data(const std::vector<at::Tensor>& tensors);
-
-/// Makes this thread communicate with nobody; see `Group`.
-/// @return the value before
-bool set_alone(bool is_alone);
-bool alone();
-
-/// For the backward of what was begun alone, or was not.
-class SameCompany {
- public:
-  explicit SameCompany(bool is_alone) : before_(set_alone(is_alone)) {}
-  ~SameCompany() { set_alone(before_); }
-  SameCompany(const SameCompany&) = delete;
-  SameCompany& operator=(const SameCompany&) = delete;
-
- private:
-  const bool before_;
 };
 
 }  // namespace smp::tensor_parallel
