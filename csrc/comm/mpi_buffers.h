@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <mpi.h>
 
 #include <climits>
@@ -42,21 +41,6 @@ inline Buffer buffer_to_move(const at::Tensor& tensor, const CallName& call) {
     default:
       return {data, checked_count(tensor.nbytes(), call), MPI_UINT8_T};
   }
-}
-
-/// [2, n]: counts and where each begins, in units of which an element has
-/// `units`; their sum fits.
-inline at::Tensor counts_for_mpi(const Counts& counts, int64_t units) {
-  const auto n = static_cast<int64_t>(counts.size());
-  at::Tensor result = at::empty({2, n}, at::kInt);
-  auto* numbers = result.mutable_data_ptr<int>();
-  int64_t begin = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    numbers[i] = static_cast<int>(counts[i] * units);
-    numbers[n + i] = static_cast<int>(begin);
-    begin += counts[i] * units;
-  }
-  return result;
 }
 
 /// For sums and comparisons.

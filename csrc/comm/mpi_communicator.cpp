@@ -1,5 +1,6 @@
 #include "csrc/comm/mpi_communicator.h"
 
+#include <ATen/ops/empty.h>
 #include <mpi.h>
 
 #include <algorithm>
@@ -235,6 +236,21 @@ class MpiWork final : public Work {
   std::string error_;
   int source_ = -1;
 };
+
+// [2, n]: counts and where each begins, in units of which an element has
+// `units`; their sum fits.
+at::Tensor counts_for_mpi(const Counts& counts, int64_t units) {
+  const auto n = static_cast<int64_t>(counts.size());
+  at::Tensor result = at::empty({2, n}, at::kInt);
+  auto* numbers = result.mutable_data_ptr<int>();
+  int64_t begin = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    numbers[i] = static_cast<int>(counts[i] * units);
+    numbers[n + i] = static_cast<int>(begin);
+    begin += counts[i] * units;
+  }
+  return result;
+}
 
 class MpiCommunicator final : public Communicator {
  public:

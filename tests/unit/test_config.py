@@ -47,6 +47,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "offload_activations": False,
         "activation_loading_horizon": 4,
         "tensor_parallel_degree": 1,
+        "expert_parallel_degree": 1,
         "fp16": False,
         "fp16_params": False,
         "bf16": False,
@@ -220,6 +221,17 @@ def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
     assert "sharded_data_parallel_degree=2" in text
     config.check_world(Config.from_dict({"partitions": 2}), 2)
     config.check_world(Config.from_dict({"partitions": 2, "ddp": True}), 4)
+
+
+def test_experts_are_spread_over_all_tensor_parallel_ranks_or_none() -> None:
+    text = refusal({"expert_parallel_degree": 2})
+    assert "expert_parallel_degree=2" in text and "set tensor_parallel_degree=2" in text
+    four = {"tensor_parallel_degree": 4, "ddp": True}
+    text = refusal({**four, "expert_parallel_degree": 2})
+    assert "expert_parallel_degree=2" in text and "use 1 or 4" in text
+    for good in (1, 4):
+        made = Config.from_dict({**four, "expert_parallel_degree": good})
+        assert made.expert_parallel_degree == good
 
 
 def test_row_6_placement_is_a_name_or_a_permutation() -> None:

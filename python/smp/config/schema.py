@@ -183,6 +183,8 @@ class Config:
     """Pipeline tasks ahead of which offloaded activations are loaded."""
     tensor_parallel_degree: int = _int(1, 1)
     """Ranks over which single modules are split."""
+    expert_parallel_degree: int = _int(1, 1)
+    """Ranks over which the experts of a module are spread; 1 or `tensor_parallel_degree`."""
     fp16: bool = _bool(False)
     """FP16 training with master weights and loss scaling."""
     fp16_params: bool = _bool(False)
@@ -448,6 +450,19 @@ def check_ddp_needed(config: Config) -> None:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
 
 
+def check_experts(config: Config) -> None:
+    """Experts are spread over all ranks of a tensor-parallel group, or over none."""
+    degree, tp = config.expert_parallel_degree, config.tensor_parallel_degree
+    if degree not in (1, tp):
+        raise config_error(
+            "expert_parallel_degree",
+            degree,
+            f"experts are spread over the {tp} ranks of a tensor-parallel group "
+            f"(tensor_parallel_degree={tp}), or not at all",
+            f"use 1 or {tp}" if tp > 1 else f"set tensor_parallel_degree={degree} as well",
+        )
+
+
 def check_one_half_precision(config: Config) -> None:
     """A model has one 16-bit type."""
     if config.fp16 and config.bf16:
@@ -470,6 +485,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     check_default_partition,
     check_schedule,
     check_ddp_needed,
+    check_experts,
     check_one_half_precision,
     check_sharding_kinds,
 )

@@ -37,12 +37,14 @@ class Layout:
         prescaled: all ranks of a group hold the same batch outside of the stack.
         optimize: "memory" or "speed".
         num_ranks: the tensor-parallel degree.
+        spreads_experts: experts are on different ranks.
     """
 
     dim: int | None
     prescaled: bool
     optimize: str
     num_ranks: int
+    spreads_experts: bool = False
 
     @property
     def has_own_batches(self) -> bool:
@@ -167,7 +169,8 @@ def current() -> Layout:
     dim = None
     if config.optimize == "memory" and num_ranks > 1:
         dim = 1 if config.prescaled_batch else 0
-    return Layout(dim, config.prescaled_batch, config.optimize, num_ranks)
+    spreads_experts = config.expert_parallel_degree > 1
+    return Layout(dim, config.prescaled_batch, config.optimize, num_ranks, spreads_experts)
 
 
 def uneven(sizes: Sequence[int]) -> list[int] | None:

@@ -20,6 +20,7 @@ from smp.partition import contexts
 from smp.partition.tree import READS_CHILDREN
 from smp.replacement.adapters import adapter_in
 from smp.replacement.carried import Carried, carried_by
+from smp.replacement.experts import spread_experts
 from smp.replacement.marks import Mark, is_candidate, mark_of
 from smp.replacement.references import References, has_tensors
 from smp.replacement.values import Values, take_over_values, values_for
@@ -63,7 +64,9 @@ def replace_marked(root: nn.Module, device: torch.device) -> tuple[nn.Module, li
     huggingface.register_available()
     replacement = _Replacement(root, device)
     new_root = replacement.visit(root, "")
-    replacement.say_if_nothing_is_split(root)
+    has_experts = bool(spread_experts(new_root).spread)
+    if not has_experts:
+        replacement.say_if_nothing_is_split(root)
     return new_root, list(replacement.used.values())
 
 

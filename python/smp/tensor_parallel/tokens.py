@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import smp._C as _C
-from smp.world import runtime
-
-
-def _group() -> _C.TensorParallelGroup:
-    return runtime.current().rank.comms.tp_group
+from smp.tensor_parallel.regions import _group
 
 
 def route(experts: Tensor, sizes: Sequence[int]) -> _C.TokenRoutes:

@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "tests/cpp/comm/uneven_parts.h"
+
 // The file does not use the library's own check macros, so that it can be
 // linked into any program.
 namespace smp::comm::suite {
@@ -264,33 +266,6 @@ void check_all_to_all_exchanges_parts(Communicator& comm) {
   }
 }
 
-// The same on all ranks: what each sends to each.
-using Table = std::vector<std::vector<int64_t>>;
-
-Table uneven_table(int size, int kind) {
-  Table table(size, std::vector<int64_t>(size, 0));
-  uint64_t state = 0x9e3779b97f4a7c15ULL * static_cast<uint64_t>(kind + size);
-  for (int from = 0; from < size; ++from) {
-    for (int to = 0; to < size; ++to) {
-      state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-      const auto drawn = static_cast<int64_t>(state >> 40);
-      if (kind == 0) continue;                             // nothing at all
-      if (kind == 1) table[from][to] = to == 0 ? 7 : 0;    // all to one
-      if (kind == 2) table[from][to] = from == 0 ? 5 : 0;  // all from one
-      if (kind == 3) table[from][to] = drawn % 4;          // often nothing
-      if (kind == 4) table[from][to] = drawn % 150'000;    // many chunks
-    }
-  }
-  return table;
-}
-
-at::Tensor uneven_part(int from, int to, int64_t count, at::ScalarType dtype) {
-  return at::arange(count, at::TensorOptions(at::kLong))
-      .remainder(10)
-      .add(20 * from + 3 * to)
-      .to(dtype);
-}
-
 void check_all_to_all_v_exchanges_parts_of_any_size(Communicator& comm) {
   const int own = comm.group_rank();
   for (const at::ScalarType dtype :
@@ -316,7 +291,6 @@ void check_all_to_all_v_exchanges_parts_of_any_size(Communicator& comm) {
   }
 }
 
-// Only a communicator that compares tells all ranks, and can go on.
 void check_all_to_all_v_disagreement(Communicator& comm) {
   if (comm.size() == 1 || !comm.stamp_next(1)) return;
   const int last = comm.size() - 1;
@@ -326,9 +300,9 @@ void check_all_to_all_v_disagreement(Communicator& comm) {
   const auto total = std::accumulate(sent.begin(), sent.end(), int64_t{0});
   const WorkPtr work = comm.all_to_all_v(at::zeros({2 * comm.size()}),
                                          at::zeros({total}), received, sent);
-  const std::string text = text_of_error("counts", [&] { work->wait(kLong); });
-  expect_text(text, "group rank 0 sends 3 elements to group rank " +
-                        std::to_string(last) + ", which expects 2");
+  expect_text(text_of_error("counts", [&] { work->wait(kLong); }),
+              "group rank 0 sends 3 elements to group rank " +
+                  std::to_string(last) + ", which expects 2");
   const at::Tensor output = at::zeros({comm.size()});
   comm.all_to_all_v(output, filled(comm.group_rank(), at::kFloat, comm.size()),
                     Counts(comm.size(), 1), Counts(comm.size(), 1))

@@ -192,9 +192,8 @@ TEST(TokenExchange, RanksThatDisagreeAreToldOfBoth) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     const GroupPtr group = make_group(comm);
     const at::Tensor two = at::zeros({3, 2}, at::TensorOptions(at::kLong));
-    std::string text = text_of_error([&] {
-      route(group, two, rank == 0 ? Sizes{2, 2} : Sizes{1, 3});
-    });
+    std::string text = text_of_error(
+        [&] { route(group, two, rank == 0 ? Sizes{2, 2} : Sizes{1, 3}); });
     EXPECT_NE(text.find("disagree"), std::string::npos) << text;
     text = text_of_error([&] {
       route(group, at::zeros({3, 2 + rank}, at::TensorOptions(at::kLong)),
@@ -202,9 +201,8 @@ TEST(TokenExchange, RanksThatDisagreeAreToldOfBoth) {
     });
     EXPECT_NE(text.find("route of Long[3]"), std::string::npos) << text;
     const RoutesPtr routes = route(group, two, {2, 2});
-    text = text_of_error([&] {
-      dispatch(group, {at::zeros({3, 4 + rank})}, routes);
-    });
+    text = text_of_error(
+        [&] { dispatch(group, {at::zeros({3, 4 + rank})}, routes); });
     EXPECT_NE(text.find("dispatch of Float[5]"), std::string::npos) << text;
     EXPECT_EQ(dispatch(group, {at::zeros({3, 4})}, routes)[0].size(0),
               rank == 0 ? 6 : 0);

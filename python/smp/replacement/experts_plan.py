@@ -1,0 +1,57 @@
+"""What the plans of models say of their experts; names alone.
+
+The words and what they mean are those of ``transformers/distributed/expert_parallel.py``
+(Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+#: Of a module that takes tokens, numbers of experts and weights.
+DISPATCH = "ep_dispatch_experts"
+#: Of a parameter with one slice of dim 0 for each expert.
+EACH = "grouped_gemm"
+#: Of a parameter of such a module that is the same for all experts.
+COMMON = "replicated_with_grad_allreduce"
+
+
+@dataclass
+class Named:
+    """A module of experts that a plan names.
+
+    Attributes:
+        each: names of its parameters with a slice for each expert; empty: the plan names none.
+        common: names of parameters, and of modules in it, that all its experts use.
+    """
+
+    each: set[str] = field(default_factory=set)
+    common: set[str] = field(default_factory=set)
+
+
+def named_experts(plan: Mapping[str, str], paths: Iterable[str]) -> dict[str, Named]:
+    """Modules of experts, by path.
+
+    Args:
+        plan: words by paths, ``*`` for one component.
+        paths: of modules and parameters, relative to the module that the plan is for.
+    """
+    words = {path: word for path in paths if (word := _word_of(plan, path)) is not None}
+    found = {path: Named() for path, word in words.items() if word == DISPATCH}
+    for path, word in words.items():
+        holder, _, name = path.rpartition(".")
+        if holder in found and word == EACH:
+            found[holder].each.add(name)
+        if holder in found and word == COMMON:
+            found[holder].common.add(name)
+    return found
+
+
+def _word_of(plan: Mapping[str, str], path: str) -> str | None:
+    own = path.split(".")
+    for key, word in plan.items():
+        parts = key.split(".")
+        if len(parts) == len(own) and all(p in ("*", o) for p, o in zip(parts, own, strict=True)):
+            return word
+    return None
