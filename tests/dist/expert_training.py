@@ -25,6 +25,7 @@ class ExpertRun:
 
     Attributes:
         favourite: the router sends all tokens to the experts with the lowest numbers.
+        checkpointing: activations of layers are computed again in backward.
         config: further keys of the configuration.
     """
 
@@ -37,6 +38,7 @@ class ExpertRun:
     microbatches: int = 2
     steps: int = 2
     favourite: bool = False
+    checkpointing: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -68,15 +70,19 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def init_experts(run: ExpertRun) -> None:
-    """``smp.init`` with the layout of a run."""
+def init_experts(run: ExpertRun, spreads: bool = True) -> None:
+    """``smp.init`` with the layout of a run.
+
+    Args:
+        spreads: experts are spread over the ranks; else each rank of a group has all of them.
+    """
     import smp
 
     smp.init(
         {
             "pipeline_parallel_degree": run.pp,
             "tensor_parallel_degree": run.tp,
-            "expert_parallel_degree": run.tp,
+            "expert_parallel_degree": run.tp if spreads else 1,
             "microbatches": run.microbatches,
             "prescaled_batch": run.prescaled,
             "ddp": True,
@@ -94,6 +100,8 @@ def make_model(run: ExpertRun) -> tuple[Any, Any]:
         plain = build_experts(run.case, run.dtype, favourite=run.favourite)
     if is_lifted:
         lift_forwards(plain)
+    if run.checkpointing:
+        plain.gradient_checkpointing_enable()
     return smp.DistributedModel(plain), plain
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.dist.expert_training import ExpertRun, check_runs
 from tests.dist.pool import Pool
-from tests.reference.expert_families import EXPERT_FAMILIES
+from tests.reference.expert_families import EXPERT_FAMILIES, build_experts, make_expert_batch
 
 FAMILIES = sorted(EXPERT_FAMILIES)
 
@@ -56,6 +58,22 @@ def test_state_of_experts_is_sharded_over_their_replicas(
 ) -> None:
     more = {**config, "sdp_gradient_clipping": 0} if len(config) > 1 else config
     check_runs(pool, [ExpertRun("mixtral", 2, rdp=2, config=tuple(more.items()))])
+
+
+def test_layers_with_experts_are_computed_again_in_backward(pool: Pool) -> None:
+    check_runs(
+        pool,
+        [ExpertRun("mixtral", 2, checkpointing=True), ExpertRun("gpt_oss", 2, checkpointing=True)],
+    )
+
+
+def test_a_favourite_is_one() -> None:
+    model: Any = build_experts("gpt_oss", torch.float64, favourite=True)
+    chosen = []
+    for layer in model.model.layers:
+        layer.mlp.router.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    model(**make_expert_batch(0, 0))
+    assert len(chosen) == 2 and all(set(ids.flatten().tolist()) == {0, 1} for ids in chosen)
 
 
 def test_all_tokens_may_go_to_the_experts_of_one_rank(pool: Pool) -> None:
