@@ -27,7 +27,7 @@ TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_le
 BLOCKS = {"num_layers": 6, "hidden": 256, "vocab_size": 2048, "batch_size": 4, "seq_len": 128}
 SPLIT = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 64, "seq_len": 128}
 TIMEOUT_S = 900
-HIDDEN = ("shape", "payload_bytes", "messages")  # in headlines
+HIDDEN = ("shape", "mixtral", "payload_bytes", "messages")  # in headlines
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,14 @@ def overhead_job(num_ranks: int) -> Job:
 
 # 30 million parameters, so that what is moved weighs as much as what is computed.
 WIDE = {"num_layers": 8, "hidden": 512, "num_heads": 8, "vocab_size": 4096, "seq_len": 128}
+
+
+# Experts are nine tenths of the parameters.
+MIXTURE = {
+    "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def memory_job(subject: str, num_ranks: int) -> Job:
@@ -71,6 +79,7 @@ JOBS = (
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
+    Job("experts", 2, {"mixtral": MIXTURE, "batch_size": 4, "sequence": 128}, 15),
     *(Job("compiled", 1, {"model": name, **BLOCKS}, 10) for name in ("gpt2", "gptj", "llama")),
     memory_job("replicas", 2),
     memory_job("sharded_optimizer", 2),
