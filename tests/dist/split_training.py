@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.reference.lifted_casts import lifted_casts
+from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.split_families import (
+    PLANNED_FAMILIES,
     SPLIT_FAMILIES,
     build_split_family,
     make_split_batch,
@@ -122,9 +123,7 @@ def _train(run: SplitRun) -> SplitRecord:
     from smp.tensor_parallel import sharding
 
     init_split(run)
-    with smp.tensor_parallelism():
-        plain = build_split_family(run.case, run.dtype)
-    model = smp.DistributedModel(plain)
+    model = smp.DistributedModel(build_marked(run))
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     @smp.step
@@ -150,6 +149,19 @@ def _train(run: SplitRun) -> SplitRecord:
     record.num_split = len(split)
     record.split_share = sum(p.numel() for p in split) / whole if whole else 1.0
     return record
+
+
+def build_marked(run: SplitRun, seed: int = 1) -> Any:
+    """The model of a run, to be split. One with a plan keeps its own code, which casts to float32:
+    in fp64 that is lifted."""
+    import smp
+
+    is_lifted = run.case in PLANNED_FAMILIES and run.dtype == torch.float64
+    with lifted_casts(is_lifted), smp.tensor_parallelism():
+        plain = build_split_family(run.case, run.dtype, seed)
+    if is_lifted:
+        lift_forwards(plain)
+    return plain
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -223,6 +235,8 @@ def whole_of(case: str, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     from smp.nn import huggingface
     from smp.tensor_parallel import partial
 
+    if case in PLANNED_FAMILIES:
+        return partial.merge(parts)
     family = getattr(huggingface, case)
     translate = getattr(family, f"translate_state_dict_to_hf_{case}")
     translated: dict[str, Tensor] = translate(partial.merge(parts))
@@ -244,7 +258,7 @@ def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True
         run, records: what ran, and what its ranks saw.
         lifted: compare with a model that has no casts to float32; else with the model as it is.
     """
-    assert run.case in SPLIT_FAMILIES
+    assert run.case in SPLIT_FAMILIES | PLANNED_FAMILIES
     tolerance = TOLERANCES[run.dtype] if lifted else UNTOUCHED_TOLERANCE
     _check_was_split(run, records)
     expected = reference_of(

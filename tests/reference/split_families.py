@@ -46,6 +46,16 @@ SPLIT_FAMILIES: dict[str, Maker] = {
     "qwen2": _make("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
 }  # fmt: skip
 
+# Families without a distributed form of their own, which are split by their plans.
+PLANNED_FAMILIES: dict[str, Maker] = {
+    "qwen3": _make("Qwen3ForCausalLM", "Qwen3Config", head_dim=4, **_GROUPED),
+    # Fewer heads of keys than four ranks, and a head that shares the table.
+    "qwen3_tied": _make(
+        "Qwen3ForCausalLM", "Qwen3Config",
+        head_dim=4, tie_word_embeddings=True, **_GROUPED | {"num_key_value_heads": 2},
+    ),
+}  # fmt: skip
+
 # Those that transformers 4.30.2 has.
 OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta", "llama")
 
@@ -53,7 +63,7 @@ OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta", 
 def make_split_family(case: str, dtype: torch.dtype, dropout: bool = False) -> nn.Module:
     """A model of a family; parameters as its class draws them."""
     options = frozenset({"nocache", "dropout"} if dropout else {"nocache"})
-    return SPLIT_FAMILIES[case](options).to(dtype)
+    return (SPLIT_FAMILIES | PLANNED_FAMILIES)[case](options).to(dtype)
 
 
 def build_split_family(case: str, dtype: torch.dtype, seed: int = 1) -> nn.Module:

@@ -17,6 +17,7 @@ from smp import nn as smp_nn
 from smp.initial.delay import delay_param_initialization
 from smp.modules.creation import CreationMarks
 from smp.nn import huggingface
+from smp.replacement.plans import check_plan
 from smp.tensor_parallel import registry
 from smp.world import runtime
 
@@ -34,10 +35,12 @@ class Mark:
     Attributes:
         enabled: whether it is to be distributed.
         options: keyword arguments for its distributed form, as far as that has such.
+        plan: of the user's, for the outermost modules with this mark; None: there is none.
     """
 
     enabled: bool
     options: Mapping[str, Any]
+    plan: Mapping[str, str] | None = None
 
 
 _marks: CreationMarks[Mark] = CreationMarks()
@@ -49,7 +52,9 @@ def mark_of(module: nn.Module) -> Mark | None:
 
 
 @contextlib.contextmanager
-def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
+def tensor_parallelism(
+    enabled: bool = True, *, plan: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[None]:
     """Marks modules that are created inside to be split over the tensor-parallel ranks.
 
     They are replaced when the model is wrapped in `DistributedModel`: of modules inside of each
@@ -58,6 +63,11 @@ def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
 
     Args:
         enabled: False keeps modules that are created inside as they are.
+        plan: how the modules that are created inside are split: words by paths, ``*`` for one
+            component, as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; relative to
+            the outermost module that is created inside. It wins over registered forms and over
+            the model's own plan, and what it does not name stays whole. See
+            docs/tensor_parallelism.md for the words.
         options: override what the distributed modules would take from the original ones, where a
             name is an argument of their ``__init__``. ``fused_softmax``, ``fused_dropout``,
             ``fused_bias_gelu`` and ``distribute_embedding`` are accepted and have no effect: fused
@@ -65,21 +75,29 @@ def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
             language models are always split.
 
     Raises:
-        ValueError: an option is an argument of no distributed module; the nearest one is named.
+        ValueError: an option is an argument of no distributed module; the nearest one is named. A
+            word of the plan is not known; those that are are listed.
     """
     huggingface.register_available()
     _check_options(options)
-    with _marks.marking(Mark(enabled, options)):
+    with _marks.marking(Mark(enabled, options, _checked(plan))):
         yield
         huggingface.register_available()  # imported inside
 
 
-def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
+def set_tensor_parallelism(
+    module: nn.Module,
+    enabled: bool = True,
+    *,
+    plan: Mapping[str, str] | None = None,
+    **options: Any,
+) -> None:
     """Marks an existing module and everything below it, any time before it is wrapped.
 
     Args:
         module: part of a model, or all of it.
         enabled: False switches the whole subtree off.
+        plan: as in :func:`tensor_parallelism`, relative to the module.
         options: as in :func:`tensor_parallelism`.
 
     Raises:
@@ -99,8 +117,9 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: A
             f"{_C.rank_prefix()}set_tensor_parallelism: the module is part of a DistributedModel "
             "already; call it before the model is wrapped"
         )
+    mark = Mark(enabled, options, _checked(plan))
     for part in module.modules():
-        _marks[part] = Mark(enabled, options)
+        _marks[part] = mark
 
 
 @contextlib.contextmanager
@@ -138,6 +157,15 @@ def model_creation(
 
 def _run() -> runtime.Runtime | None:
     return runtime.current() if runtime.is_initialized() else None
+
+
+def _checked(plan: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    if plan is None:
+        return None
+    try:
+        return check_plan(plan)
+    except ValueError as error:
+        raise ValueError(f"{_C.rank_prefix()}tensor parallelism: {error}") from None
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from smp.replacement.adapters import adapter_in
 from smp.replacement.carried import Carried, carried_by
 from smp.replacement.experts import spread_experts
 from smp.replacement.marks import Mark, is_candidate, mark_of
+from smp.replacement.plan_roots import PlanOf, is_model, plan_of, split_by_plan
 from smp.replacement.references import References, has_tensors
 from smp.replacement.values import Values, take_over_values, values_for
 from smp.tensor_parallel import sharding
@@ -82,6 +83,8 @@ class _Replacement:
         self._device = device
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
+        self._planned: PlanOf | None = None  # whose module is being walked through
+        self.num_planned = 0
         self._declined: dict[type[nn.Module], str] = {}
         self._said: set[tuple[type[nn.Module], str]] = set()
         self._references = References(root)
@@ -102,7 +105,11 @@ class _Replacement:
         if module in self._done:
             return self._done[module]
         self._done[module] = module
-        if is_candidate(module):
+        plan = plan_of(module, around)
+        is_part = plan is not None and plan.is_own and self._planned is not None
+        if plan is not None and not is_part and self._split_by_plan(module, name, around, plan):
+            return module
+        if is_candidate(module) and self._may_replace(module):
             new = self._distributed_form(module, name, around)
             if isinstance(new, nn.Module):
                 self._done[module] = new
@@ -111,11 +118,48 @@ class _Replacement:
             self._say(module, name, f"is not distributed: {new.reason}")
         elif self._is_near_miss(module):
             self._say(module, name, reason_of_class(type(module)))
+        before = self._planned
+        if before is not None and plan is None and is_model(module):
+            self._planned = None  # the plan around it is not for this model
+        self._visit_children(module, name, around)
+        self._planned = before
+        return module
+
+    def _visit_children(self, module: nn.Module, name: str, around: tuple[nn.Module, ...]) -> None:
         for key, child in list(module._modules.items()):
             if child is not None:
                 path = f"{name}.{key}" if name else key
                 module._modules[key] = self.visit(child, path, (module, *around))
-        return module
+
+    def _split_by_plan(
+        self, module: nn.Module, name: str, around: tuple[nn.Module, ...], plan: PlanOf
+    ) -> bool:
+        """Splits a module by a plan; forms that are made for more than a single layer come first.
+
+        Returns:
+            whether anything is split.
+        """
+        before, self._planned = self._planned, plan
+        if plan.is_own:
+            self._visit_children(module, name, around)
+        self._planned = before
+        taken: dict[nn.Module, str] = {
+            part: "it has a distributed form of its own"
+            for part in module.modules()
+            if isinstance(part, DistributedModule)
+        }
+        report = split_by_plan(module, name, plan, taken)
+        self.num_planned += len(report.split)
+        if not report.split:
+            # Single layers are tried then, as without a plan.
+            for part in module.modules():
+                self._done.pop(part, None)
+            self._done[module] = module
+        return bool(report.split)
+
+    def _may_replace(self, module: nn.Module) -> bool:
+        """Single layers of a model with a plan stay whole, if the plan does not name them."""
+        return self._planned is None or type(module) not in (nn.Linear, nn.Embedding)
 
     def _is_near_miss(self, module: nn.Module) -> bool:
         """Might the user have thought that a marked module would be split?"""
@@ -211,7 +255,7 @@ class _Replacement:
         """Warns on rank 0 if tensor parallelism was asked for and nothing is split."""
         marks = ((module, mark_of(module)) for module in root.modules())
         wanted = [module for module, mark in marks if mark is not None and mark.enabled]
-        if self.used or not wanted:
+        if self.used or self.num_planned or not wanted:
             return
         numbers: dict[type[nn.Module], list[int]] = {}
         for module in wanted:

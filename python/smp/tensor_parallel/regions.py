@@ -10,6 +10,7 @@ splits; without it all parts are alike.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -71,10 +72,27 @@ def alone() -> Iterator[None]:
     taken. Tensors without data (meta, fake) are treated so everywhere.
     """
     before = _C.set_tensor_parallel_alone(True)
+    _trial.depth += 1
     try:
         yield
     finally:
+        _trial.depth -= 1
         _C.set_tensor_parallel_alone(before)
+
+
+class _Trial(threading.local):
+    """In how many `alone` this thread is."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_trial = _Trial()
+
+
+def is_alone() -> bool:
+    """Does this thread communicate with nobody, see `alone`?"""
+    return _trial.depth > 0
 
 
 @_of_data

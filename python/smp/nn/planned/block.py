@@ -1,0 +1,120 @@
+"""The smallest module around columns and the rows that they feed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from smp.nn.layout import Layout
+from smp.nn.module import DistributedModule
+from smp.nn.planned import borders
+from smp.nn.planned.calls import call_of_block
+from smp.tensor_parallel import regions
+
+
+class PlannedBlock(DistributedModule):
+    """Base of the classes that blocks take in place; the forward of the former class runs inside.
+
+    Activations are common inside. With own batches the samples of all ranks come together at its
+    border, and each rank leaves with its own.
+
+    Attributes:
+        _smp_layout: of the model.
+        _smp_name: of the block in the model.
+        _smp_heads: of attention: how many heads of queries this rank has, and all have.
+        _smp_rates: where rates of dropout are inside, once somebody has looked.
+    """
+
+    is_indivisible = True  # what its parts give to each other is split
+
+    _smp_layout: Layout
+    _smp_name: str
+    _smp_heads: tuple[int, int] | None = None
+    _smp_rates: list[tuple[nn.Module, str]] | None = None
+
+
+def block_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that blocks of this class take."""
+    if issubclass(cls, PlannedBlock):
+        return cls
+    if cls not in _classes:
+        inner = cls.forward
+
+        @functools.wraps(inner)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _run(self, functools.partial(inner, self), args, kwargs)
+
+        members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _classes[cls] = type(
+            cls.__name__,
+            (PlannedBlock, cls),
+            {**members, "__doc__": cls.__doc__, "forward": forward},
+        )
+    return _classes[cls]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _run(
+    block: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    layout: Layout = block._smp_layout
+    num_samples = 0
+    if layout.has_own_batches:
+        args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs)
+    with call_of_block(), _drawing(block, (*args, *kwargs.values())):
+        output = inner(*args, **kwargs)
+    if block._smp_heads is not None:
+        output = _without_weights(output, *block._smp_heads)
+    if layout.has_own_batches:
+        output = borders.leave(layout, block._smp_name, output, num_samples)
+    return output
+
+
+def _without_weights(output: Any, num_own: int, num_all: int) -> Any:
+    """What attention gives, without weights: those of this rank's heads are not all of them."""
+    if type(output) is not tuple or num_own == num_all:
+        return output
+    return output[:1] + tuple(
+        None if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == num_own else x
+        for x in output[1:]
+    )
+
+
+def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
+    """Dropout inside of a block: the ranks hold common activations, so they drop the same.
+
+    The numbers of draws differ where heads are not split evenly, so the generators are put back.
+    """
+    if not block.training:
+        return contextlib.nullcontext()
+    rates = block._smp_rates
+    if rates is None:
+        rates = block.__dict__["_smp_rates"] = _rates_in(block)
+    if not any(_is_rate(module.__dict__.get(key)) for module, key in rates):
+        return contextlib.nullcontext()
+    tensor = next((x for x in given if isinstance(x, Tensor)), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    return borders.draws_from(regions.common_seed(), device)
+
+
+def _rates_in(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the rates of dropout are."""
+    return [
+        (module, key)
+        for module in block.modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, float | int)
+        and ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+    ]
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float | int) and value > 0

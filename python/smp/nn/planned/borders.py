@@ -1,0 +1,126 @@
+"""Borders of blocks where the ranks of a group hold different samples outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import smp._C as _C
+from smp.nn.layout import Layout
+from smp.tensor_parallel import regions
+
+#: Arguments that are the same for all samples, and on all ranks.
+_OF_ALL_SAMPLES = frozenset({"cache_position"})
+_GATHERED = "_smp_gathered"  # of a tensor: what was made of it, and of which version
+
+
+def enter(
+    layout: Layout, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """Arguments of a block with the samples of all ranks.
+
+    Args:
+        layout: says how many ranks there are.
+        where: name of the block.
+        args, kwargs: as the code around it gives them.
+
+    Returns:
+        the same with gathered tensors, and the number of samples of this rank.
+
+    Raises:
+        ValueError: an argument has no samples along dim 0.
+    """
+    named = [(str(idx), value) for idx, value in enumerate(args)]
+    named += kwargs.items()
+    first = next((v for name, v in named if name == "hidden_states" and _is_data(v)), None)
+    if first is None:
+        first = next((value for _, value in named if _is_data(value)), None)
+    if first is None:
+        raise ValueError(
+            f"{_C.rank_prefix()}{where}: is split by a plan and was called without a tensor of "
+            "activations, so its samples cannot be told; use prescaled_batch, or leave it out"
+        )
+    gather = _Gather(layout, where, first)
+    given = [gather(name, value) for name, value in named]
+    num_args = len(args)
+    return tuple(given[:num_args]), dict(zip(kwargs, given[num_args:], strict=True)), first.shape[0]
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+class _Gather:
+    """Gathers the samples of arguments."""
+
+    def __init__(self, layout: Layout, where: str, first: Tensor) -> None:
+        self._layout, self._where = layout, where
+        self._num_samples, self._first = first.shape[0], first
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(name, value)
+        if type(value) in (tuple, list):
+            return type(value)(self(name, item) for item in value)
+        if type(value) is dict:
+            return {key: self(f"{name}['{key}']", item) for key, item in value.items()}
+        return value
+
+    def _tensor(self, name: str, x: Tensor) -> Tensor:
+        if x.dim() == 0 or name in _OF_ALL_SAMPLES:
+            return x
+        if x.shape[0] != self._num_samples and not (x.shape[0] == 1 and x.dim() > 1):
+            raise ValueError(
+                f"{_C.rank_prefix()}{self._where}: the argument '{name}' has shape "
+                f"{list(x.shape)}; expected {self._num_samples} samples along dim 0, as in the "
+                f"activations {list(self._first.shape)}, or 1 for all of them: a part that a plan "
+                "splits needs the samples of all ranks. With prescaled_batch all ranks have them"
+            )
+        is_plain = type(x) is Tensor and not x.is_meta and not x.requires_grad
+        may_keep = is_plain and not regions.is_alone()
+        kept = getattr(x, _GATHERED, None) if may_keep else None
+        if kept is not None and kept[:2] == (x._version, self._num_samples):
+            gathered: Tensor = kept[2]
+            return gathered
+        gathered = self._layout.expand_to_all(x, self._num_samples)
+        if may_keep:  # layers read the same masks and angles one after the other
+            setattr(x, _GATHERED, (x._version, self._num_samples, gathered))
+        return gathered
+
+
+def leave(layout: Layout, where: str, output: Any, num_samples: int) -> Any:
+    """The samples of this rank of what a block gives.
+
+    Args:
+        layout, where: as in :func:`enter`.
+        output: of the samples of all ranks.
+        num_samples: of this rank.
+
+    Raises:
+        RuntimeError: a tensor has no samples along dim 0.
+    """
+    if isinstance(output, Tensor):
+        if output.dim() == 0 or output.shape[0] != num_samples * layout.num_ranks:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}{where}: gives a tensor of shape {list(output.shape)}; "
+                f"expected {num_samples * layout.num_ranks} samples of all ranks along dim 0. What "
+                "a plan splits has to keep samples there; use prescaled_batch, or leave it out"
+            )
+        return regions.scatter(output, 0)
+    if type(output) in (tuple, list):
+        return type(output)(leave(layout, where, item, num_samples) for item in output)
+    if type(output) is dict:
+        return {key: leave(layout, where, v, num_samples) for key, v in output.items()}
+    return output
+
+
+@contextmanager
+def draws_from(seed: int, device: torch.device) -> Iterator[None]:
+    """All ranks draw the same numbers inside; what the generators were before comes back."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
+        yield

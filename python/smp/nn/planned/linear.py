@@ -1,0 +1,149 @@
+"""Linear layers of which a rank holds a part, in the place of those of the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smp._C as _C
+from smp.nn.layout import Layout, uneven
+from smp.nn.module import DistributedModule
+from smp.nn.planned.calls import for_columns
+from smp.tensor_parallel import reading, regions
+
+
+class PlannedPart(DistributedModule):
+    """A module that took this class in place, with parts of some parameters.
+
+    Attributes:
+        _smp_layout: of the model.
+        _smp_sizes: of the parts, by rank.
+        _smp_inside: it is in a block, where activations are common.
+        _smp_splits: how parameters are split, by name; who reads them from outside gets them whole.
+    """
+
+    _smp_layout: Layout
+    _smp_sizes: Sequence[int]
+    _smp_inside: bool
+    _smp_splits: dict[str, reading.Split] = {}
+
+    @property
+    def _has_own(self) -> bool:
+        """Does it read samples that other ranks do not have?"""
+        return self._smp_layout.has_own_batches and not self._smp_inside
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if name in self._smp_splits and value is not None and reading.is_outside():
+            return reading.whole(value, self._smp_splits[name])
+        return value
+
+
+class PlannedColumn(PlannedPart, nn.Linear):
+    """``nn.Linear`` with some of the output features: ``colwise``."""
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in]``, common, to ``[*, own part of out]``. Collective in backward."""
+        return F.linear(for_columns(input), self.weight, self.bias)
+
+
+class PlannedRow(PlannedPart, nn.Linear):
+    """``nn.Linear`` with some of the input features and the whole bias: ``rowwise``."""
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, own part of in]`` to ``[*, out]``, common. Collective."""
+        if input.shape[-1] != self.weight.shape[1]:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}a layer that a plan splits by input features (rowwise) got "
+                f"{input.shape[-1]} features; expected the {self.weight.shape[1]} of this rank "
+                f"({list(self._smp_sizes)} of {self.in_features}): code in between makes something "
+                "else of what the columns give; leave these parts out of the plan"
+            )
+        y = regions.reduce(F.linear(input, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class PlannedGatheredColumn(PlannedPart, nn.Linear):
+    """``nn.Linear`` with some of the output features, giving all: ``colwise_gather_output``."""
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in]`` to ``[*, out]``. Collective."""
+        x = input if input.dim() > 1 else input[None]
+        last, sizes = x.dim() - 1, uneven(self._smp_sizes)
+        if self._has_own:
+            x = regions.gather(x, 0, grad="sum")
+            y = F.linear(x, self.weight, self.bias)
+            y = regions.exchange(y, 0, last, concat_sizes=sizes)
+        else:
+            y = F.linear(for_columns(x), self.weight, self.bias)
+            y = regions.gather(y, last, sizes, grad="own")
+        return y if input.dim() > 1 else y[0]
+
+
+class PlannedSplitRow(PlannedPart, nn.Linear):
+    """``nn.Linear`` with some of the input features, which takes all: ``rowwise_split_input``."""
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in]`` to ``[*, out]``. Collective."""
+        x = input if input.dim() > 1 else input[None]
+        last, sizes = x.dim() - 1, uneven(self._smp_sizes)
+        if self._has_own:
+            x = regions.exchange(x, last, 0, split_sizes=sizes)
+            y = regions.reduce_scatter(F.linear(x, self.weight), 0)
+        else:
+            y = regions.reduce(F.linear(regions.scatter(x, last, sizes), self.weight))
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y if input.dim() > 1 else y[0]
+
+
+class PlannedHeads(PlannedPart, nn.Linear):
+    """``nn.Linear`` held whole, of which a rank computes the heads that its queries need.
+
+    For keys and values of which there are fewer heads than ranks.
+
+    Attributes:
+        _smp_heads: which ones, ``[n]``.
+        _smp_unit: features of a head.
+    """
+
+    _smp_heads: tuple[int, ...]
+    _smp_unit: int
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in]``, common, to ``[*, features of the heads]``. Collective in backward."""
+        bias = None if self.bias is None else self._rows(self.bias)
+        return F.linear(for_columns(input), self._rows(self.weight), bias)
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        heads = torch.tensor(self._smp_heads, device=whole.device)
+        grouped = whole.view(-1, self._smp_unit, *whole.shape[1:])
+        return grouped.index_select(0, heads).flatten(0, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if name in ("weight", "bias") and value is not None and reading.is_outside():
+            # What reads it whole has a whole gradient, and those of the ranks are summed.
+            return _CountedOnce.apply(value)
+        return value
+
+
+class _CountedOnce(torch.autograd.Function):
+    """The same tensor; its gradient is divided by the ranks, over which it is summed later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / regions.size()

@@ -1,0 +1,164 @@
+"""Which modules are split by a plan, the user's or their own, and what rank 0 says of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+import smp._C as _C
+from smp.nn import layout as layouts
+from smp.nn.planned.masks import agree_on_masks
+from smp.replacement import plans
+from smp.replacement.marks import Mark, mark_of
+from smp.replacement.planned import Report, apply_plan
+from smp.tensor_parallel import regions
+from smp.tensor_parallel.registry import registration_of
+from smp.world.log import first_rank_log
+
+# What a model splits at least, to count as one with a plan: many name no more than their head.
+_OF_LAYERS = frozenset({plans.COLUMN, plans.ROW, plans.SPLIT_ROW})
+
+
+@dataclass(frozen=True)
+class PlanOf:
+    """The plan for a module.
+
+    Attributes:
+        plan: checked.
+        is_own: transformers gave it; else the user.
+    """
+
+    plan: Mapping[str, str]
+    is_own: bool
+
+
+def plan_of(module: nn.Module, around: Sequence[nn.Module]) -> PlanOf | None:
+    """The plan that a module of a model is to be split by, if there is one.
+
+    Args:
+        module: of a model.
+        around: the modules that it is in, nearest first.
+    """
+    mark = mark_of(module)
+    if mark is None or not mark.enabled or regions.size() == 1:
+        return None
+    if mark.plan is not None:
+        is_outermost = not around or mark_of(around[0]) is not mark
+        return PlanOf(mark.plan, False) if is_outermost else None
+    own = _own_plan(module)
+    if own is None or registration_of(module) is not None:
+        return None
+    try:
+        plan = plans.check_plan(own)
+    except ValueError as error:
+        first_rank_log.warning("smp: %s has a plan, which is not used: %s", _kind(module), error)
+        return None
+    return PlanOf(plan, True) if _OF_LAYERS & set(plan.values()) else None
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
+    """What transformers says of a model."""
+    return (getattr(module, "_tp_plan", None) or None) if is_model(module) else None
+
+
+def is_model(module: nn.Module) -> bool:
+    """Is it a model of transformers? That is never imported for it."""
+    models = sys.modules.get("transformers.modeling_utils")
+    model_cls = getattr(models, "PreTrainedModel", None)
+    return model_cls is not None and isinstance(module, model_cls)
+
+
+def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:
+    """Why a plan is not for a part of the module that it is for."""
+    mark = mark_of(module)
+    if mark is root_mark or (mark is not None and mark.enabled and mark.plan is None):
+        return None
+    if mark is None or not mark.enabled:
+        return "it is not marked to be split"
+    return "it has a plan of its own"
+
+
+def split_by_plan(
+    module: nn.Module, name: str, found: PlanOf, taken: Mapping[nn.Module, str]
+) -> Report:
+    """Splits a module by its plan, and says so.
+
+    Args:
+        module: that the plan is for.
+        name: where it is in the model.
+        found: its plan.
+        taken: parts that the plan is not for, and why.
+
+    Raises:
+        ValueError: a plan of the user's names what is not there, or cannot be split.
+    """
+    prefix = f"{name}." if name else ""
+    left_out = dict(taken)
+    root_mark = mark_of(module)
+    for part in module.modules():
+        why = stays_out(root_mark, part)
+        if why is not None:
+            left_out.setdefault(part, why)
+    report = apply_plan(module, found.plan, prefix, left_out)
+    if not found.is_own:
+        _refuse_rest(module, report)
+    if report.split and layouts.current().has_own_batches:
+        agree_on_masks(module)
+    _say(module, name, found, report)
+    return report
+
+
+def _refuse_rest(module: nn.Module, report: Report) -> None:
+    """A plan of the user's means what it says."""
+    if report.unused:
+        raise ValueError(
+            f"{_C.rank_prefix()}the plan of tensor parallelism names {_some(report.unused)}, which "
+            f"is in no {_kind(module)}: names are relative to it, as named_modules() has them"
+        )
+    if report.left:
+        path, why = next(iter(report.left.items()))
+        raise ValueError(
+            f"{_C.rank_prefix()}the plan of tensor parallelism splits '{path}' of a "
+            f"{_kind(module)}, which cannot be split: {why}; leave it out of the plan"
+        )
+
+
+def _say(module: nn.Module, name: str, found: PlanOf, report: Report) -> None:
+    place = f" ('{name}')" if name else ""
+    whose = "its own" if found.is_own else "the given"
+    if report.split:
+        first_rank_log.info(
+            "smp: %s%s is split by %s plan: %s", _kind(module), place, whose, _list(report.split)
+        )
+    if report.left:
+        first_rank_log.warning(
+            "smp: %s%s: parts of %s plan stay whole on each rank: %s",
+            _kind(module),
+            place,
+            whose,
+            _list(report.left),
+        )
+
+
+def _list(said: Mapping[str, str]) -> str:
+    """``path: what``, layers together."""
+    numbers: dict[tuple[str, str], int] = {}
+    for path, what in said.items():
+        key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), what)
+        numbers[key] = numbers.get(key, 0) + 1
+    return "; ".join(
+        f"{path}: {what}" + (f" ({number}x)" if number > 1 else "")
+        for (path, what), number in numbers.items()
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:5])
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__

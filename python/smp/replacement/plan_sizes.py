@@ -1,0 +1,187 @@
+"""How columns and the rows that they feed are cut: evenly, or by heads. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smp.tensor_parallel.sharding import split
+
+KEY_NAMES = frozenset(
+    {"k_proj", "v_proj", "k", "v", "key", "value", "key_proj", "value_proj", "to_k", "to_v"}
+)
+QUERY_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+GROUP_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of attention.
+
+    Attributes:
+        queries, keys: how many heads.
+    """
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the ranks have of a dim.
+
+    Attributes:
+        sizes: by rank; empty where all ranks hold it whole.
+        heads: of one held whole: by rank, which heads it computes.
+        unit: features of one head.
+    """
+
+    sizes: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...] = ()
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of a group.
+
+    Attributes:
+        columns, rows: by path.
+        queries, keys: heads by rank; empty without attention.
+        groups: heads of queries for each head of keys, by rank.
+    """
+
+    columns: Mapping[str, Share]
+    rows: Mapping[str, Share]
+    queries: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+
+
+class CannotCut(ValueError):
+    """The sizes of a group cannot be cut; the text says why, as the end of a sentence."""
+
+
+def heads_of(
+    attributes: Mapping[str, int], columns: Mapping[str, int], in_features: int
+) -> Heads | None:
+    """The heads of attention, as far as a module and its sizes tell.
+
+    Args:
+        attributes: numbers that the module has as attributes, or else its configuration.
+        columns: output features, by path.
+        in_features: of the row.
+
+    Returns:
+        None: it is no attention.
+    """
+    known = [attributes[name] for name in QUERY_NAMES if attributes.get(name, 0) > 0]
+    size = attributes.get("head_dim", 0)
+    queries = next((n for n in known if in_features % n == 0), 0)
+    if queries == 0 and size > 0 and in_features % size == 0:
+        queries = in_features // size
+    if queries == 0:
+        return None
+    return Heads(queries, _key_heads(attributes, columns, queries, in_features // queries))
+
+
+def _key_heads(
+    attributes: Mapping[str, int], columns: Mapping[str, int], queries: int, size: int
+) -> int:
+    out = next((n for path, n in columns.items() if is_key(path)), None)
+    groups = [attributes[name] for name in GROUP_NAMES if attributes.get(name, 0) > 0]
+    if groups and queries % groups[0] == 0:
+        return queries // groups[0]
+    if out is None:
+        return queries
+    told = [attributes[name] for name in KEY_VALUE_NAMES if attributes.get(name, 0) > 0]
+    fitting = [n for n in told if out % n == 0 and queries % n == 0]
+    if fitting:
+        return fitting[0]
+    return out // size if out % size == 0 and out >= size else queries
+
+
+def is_key(path: str) -> bool:
+    """Does a column make keys or values, by its name?"""
+    return any(part in KEY_NAMES for part in path.split(".")[-2:])
+
+
+def shares_of(
+    columns: Mapping[str, int], rows: Mapping[str, int], heads: Heads | None, num_ranks: int
+) -> Shares:
+    """How a group is cut.
+
+    Args:
+        columns: output features, by path.
+        rows: input features, by path.
+        heads: of attention; None: features are cut as evenly as possible.
+        num_ranks: the tensor-parallel degree.
+
+    Raises:
+        CannotCut: a rank would get nothing, or sizes do not belong together.
+    """
+    if heads is None:
+        return _even(columns, rows, num_ranks)
+    if heads.queries < num_ranks:
+        raise CannotCut(f"has {heads.queries} heads, which {num_ranks} ranks cannot share")
+    if heads.queries % heads.keys:
+        raise CannotCut(f"has {heads.queries} heads of queries for {heads.keys} of keys and values")
+    per_key = heads.queries // heads.keys
+    own_heads: list[tuple[int, ...]] = []
+    if heads.keys >= num_ranks:
+        keys = split(heads.keys, num_ranks)
+        queries, groups = [n * per_key for n in keys], [per_key] * num_ranks
+    else:
+        queries = split(heads.queries, num_ranks)
+        begins = [sum(queries[:rank]) for rank in range(num_ranks)]
+        own_heads = [
+            _heads_for(begin, n, per_key) for begin, n in zip(begins, queries, strict=True)
+        ]
+        keys = [len(own) for own in own_heads]
+        groups = [n // own for n, own in zip(queries, keys, strict=True)]
+    made = {}
+    for path, out in columns.items():
+        count = heads.keys if is_key(path) else heads.queries
+        if out % count:
+            raise CannotCut(f"has {out} features in '{path}', which are not {count} heads")
+        unit = out // count
+        if is_key(path) and own_heads:
+            made[path] = Share((), tuple(own_heads), unit)
+        else:
+            sizes = keys if is_key(path) else queries
+            made[path] = Share(tuple(n * unit for n in sizes), unit=unit)
+    taken = {}
+    for path, num in rows.items():
+        if num % heads.queries:
+            raise CannotCut(f"takes {num} features in '{path}', not those of {heads.queries} heads")
+        unit = num // heads.queries
+        taken[path] = Share(tuple(n * unit for n in queries), unit=unit)
+    return Shares(made, taken, tuple(queries), tuple(keys), tuple(groups))
+
+
+def _heads_for(begin: int, num: int, per_key: int) -> tuple[int, ...]:
+    """The heads of keys for some heads of queries: one for as many each, or one for each."""
+    every = [head // per_key for head in range(begin, begin + num)]
+    distinct = sorted(set(every))
+    each = {every.count(head) for head in distinct}
+    return tuple(distinct) if len(each) == 1 else tuple(every)
+
+
+def _even(columns: Mapping[str, int], rows: Mapping[str, int], num_ranks: int) -> Shares:
+    for path, num in rows.items():
+        if num < num_ranks:
+            raise CannotCut(f"has {num} features in '{path}', which {num_ranks} ranks cannot share")
+    taken = {path: Share(tuple(split(num, num_ranks))) for path, num in rows.items()}
+    widths = set(rows.values())
+    for path, out in columns.items():
+        if out not in widths:
+            raise CannotCut(
+                f"has {out} features in '{path}', and what they feed takes {_some(widths)}: which "
+                "ones belong together cannot be told"
+            )
+    return Shares({p: Share(tuple(split(n, num_ranks))) for p, n in columns.items()}, taken)
+
+
+def _some(numbers: Sequence[int] | set[int]) -> str:
+    return " or ".join(str(number) for number in sorted(numbers))

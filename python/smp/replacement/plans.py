@@ -1,0 +1,183 @@
+"""Plans of tensor parallelism: which part of a model is split in which way, by name.
+
+A plan is a dict of paths and words, as transformers' configurations have it. The words, and what
+they mean, are those of ``transformers/distributed/tensor_parallel.py`` (Apache-2.0); see
+docs/design/plans.md. All here works on names alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Plan = Mapping[str, str]
+
+COLUMN, ROW = "colwise", "rowwise"
+GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
+PARTIAL = "replicated_with_grad_allreduce"
+TABLE_ROWS = "embedding_rowwise"
+WHOLE = "replicate"
+#: Words that are other names of one of those below.
+_SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
+WORDS = frozenset({COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, WHOLE})
+
+
+class UnknownWord(ValueError):
+    """A plan has a word that is not known; the text lists those that are."""
+
+
+def check_plan(plan: object) -> dict[str, str]:
+    """A plan with one name for each word.
+
+    Raises:
+        UnknownWord: for a word that is not known.
+        ValueError: it is no dict of strings.
+    """
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(key, str) and isinstance(word, str) for key, word in plan.items()
+    ):
+        raise ValueError(
+            f"a plan of tensor parallelism is a dict of paths and words, as {{'layers.*.up': "
+            f"'{COLUMN}'}}; got {plan!r}"
+        )
+    known = WORDS | _SAME.keys()
+    checked: dict[str, str] = {}
+    for key, word in plan.items():
+        checked[key] = _SAME[word] if word in _SAME else word
+        if word not in known:
+            near = difflib.get_close_matches(word, sorted(known), n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise UnknownWord(
+                f"the plan says '{word}' of '{key}', which is no word of a plan that is known; "
+                f"{hint}The words are {', '.join(sorted(known))}"
+            )
+    return checked
+
+
+@dataclass(frozen=True)
+class Matches:
+    """What a plan says of the parts of a model.
+
+    Attributes:
+        words: by path of a module or parameter.
+        unused: keys of the plan that name nothing.
+    """
+
+    words: Mapping[str, str]
+    unused: Sequence[str] = ()
+
+
+def match(plan: Plan, paths: Iterable[str]) -> Matches:
+    """Finds the parts that a plan names.
+
+    ``*`` in a key stands for one component of a path, a number as a rule. Of several keys that
+    name a part the one with the most components that are no ``*`` counts, then the later one.
+
+    Args:
+        plan: checked.
+        paths: of modules and parameters, relative to the module that the plan is for.
+    """
+    by_length: dict[int, list[tuple[int, int, tuple[str, ...], str]]] = {}
+    for place, key in enumerate(plan):
+        components = tuple(key.split("."))
+        num_named = sum(component != "*" for component in components)
+        by_length.setdefault(len(components), []).append((num_named, place, components, key))
+    for keys in by_length.values():
+        keys.sort(reverse=True)
+    words: dict[str, str] = {}
+    used: set[str] = set()
+    for path in paths:
+        own = path.split(".")
+        fitting = [
+            key
+            for _, _, components, key in by_length.get(len(own), ())
+            if all(c in ("*", o) for c, o in zip(components, own, strict=True))
+        ]
+        if fitting:
+            words[path] = plan[fitting[0]]
+            used.update(fitting)
+    return Matches(words, tuple(key for key in plan if key not in used))
+
+
+@dataclass
+class Group:
+    """Columns and the rows that they feed.
+
+    Attributes:
+        path: of the smallest module with all of them.
+        columns, rows: paths.
+    """
+
+    path: str
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How columns and rows belong together.
+
+    Attributes:
+        groups: by path.
+        alone: columns without a row and rows without columns, which cannot be split.
+    """
+
+    groups: Mapping[str, Group]
+    alone: Sequence[str]
+
+
+def group(words: Mapping[str, str]) -> Groups:
+    """Finds for each row the smallest module that holds columns as well.
+
+    Args:
+        words: by path of a module; other words than columns and rows do not matter.
+    """
+    held: dict[str, list[str]] = {}  # columns, by each module around them
+    for path, word in words.items():
+        if word == COLUMN:
+            for place in _around(path):
+                held.setdefault(place, []).append(path)
+    # Small modules first: a row takes no column that belongs to a smaller group beside it.
+    depths = {
+        row: next((place.count(".") + bool(place) for place in _around(row) if place in held), -1)
+        for row, word in words.items()
+        if word == ROW
+    }
+    found: dict[str, Group] = {}
+    claimed: dict[str, str] = {}
+    alone: list[str] = []
+    for row in sorted(depths, key=lambda row: -depths[row]):
+        for place in _around(row):
+            fed = [c for c in held.get(place, ()) if claimed.get(c, place) == place]
+            if fed:
+                own = found.setdefault(place, Group(place))
+                own.rows.append(row)
+                own.columns += [column for column in fed if column not in claimed]
+                claimed |= dict.fromkeys(fed, place)
+                break
+        else:
+            alone.append(row)
+    alone += [path for path, word in words.items() if word == COLUMN and path not in claimed]
+    return Groups(found, tuple(alone))
+
+
+def _around(path: str) -> Iterator[str]:
+    """The modules that a path is in, nearest first; "" is the root."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def holder(path: str, places: Container[str]) -> str | None:
+    """The nearest of some modules that a path is or is in; None if it is in none."""
+    return next((place for place in (path, *_around(path)) if place in places), None)
+
+
+def outermost(paths: Iterable[str]) -> dict[str, str]:
+    """By path: the outermost one of these paths that it is or is in."""
+    every = set(paths)
+    return {
+        path: [place for place in (path, *_around(path)) if place in every][-1]
+        for path in sorted(every)
+    }
