@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.tensor_parallel import partial
 from tests.dist.pool import Outcome, Pool, RankFailure
 from tests.reference.tolerances import FLOOR_FRACTION, distance, relative_difference
 from tests.zoo.modes import STEPS
@@ -146,7 +147,9 @@ def judge(result: Result, records: list[Record], alone: list[Record], job: Job) 
         for step, expected in enumerate(alone[0].grads[: 1 if half else None]):
             parts = [record.grads[step] for record in records if record.replica == 0]
             comparison.tensors(f"gradient of step {step + 1}", _joined(parts), expected)
-    if records[0].params and not half:
+    if job.mode.split:
+        _compare_parts(comparison, records, alone[0])
+    elif records[0].params and not half:
         parts = [r.params for r in records if r.replica == 0 or not job.mode.gradients]
         comparison.tensors("parameter", _joined(parts), alone[0].params)
     result.bitwise = not comparison.differences
@@ -157,6 +160,17 @@ def judge(result: Result, records: list[Record], alone: list[Record], job: Job) 
         result.reason = comparison.over[0]
         result.details = "\n".join(comparison.over[:40])
     return result
+
+
+def _compare_parts(comparison: Comparison, records: list[Record], alone: Record) -> None:
+    """Gradients and parameters of a split model, if its names are those of the plain one."""
+    params = _joined([record.params for record in records])
+    if not alone.params.keys() <= params.keys():
+        return  # a distributed form has taken the place of modules; only losses tell
+    grads = partial.merge([record.parts for record in records])
+    with_grad = {name: grads.get(name) for name in alone.params}
+    comparison.tensors("gradient of step 1", with_grad, alone.grads[0])
+    comparison.tensors("parameter", params, alone.params)
 
 
 def _joined(parts: list[Tensors]) -> Tensors:

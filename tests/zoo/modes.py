@@ -37,8 +37,17 @@ class Mode:
     gradients: bool = True
 
     @property
+    def has_own_batches(self) -> bool:
+        """Do ranks of a tensor-parallel group read different batches?"""
+        return self.split and not self.config["prescaled_batch"]
+
+    @property
     def pipeline(self) -> int:
         return int(self.config.get("pipeline_parallel_degree", 1))
+
+
+def _tensor(degree: int, prescaled: bool) -> dict[str, Any]:
+    return {"tensor_parallel_degree": degree, "ddp": True, "prescaled_batch": prescaled}
 
 
 def _pipeline(degree: int) -> dict[str, Any]:
@@ -59,10 +68,10 @@ MODES = {
                     "sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9},
             replicas=2, gradients=False,
         ),
-        Mode(
-            "tp2", config={"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True},
-            split=True, gradients=False,
-        ),
+        Mode("tp2", config=_tensor(2, True), split=True, gradients=False),
+        Mode("tp2own", config=_tensor(2, False), replicas=2, split=True, gradients=False),
+        Mode("tp4", 4, _tensor(4, True), split=True, gradients=False),
+        Mode("pp2tp2", 4, {**_pipeline(2), **_tensor(2, True)}, split=True, gradients=False),
         Mode("checkpointing", config=_pipeline(2), checkpointed=True),
         Mode("bf16", config=_pipeline(2), half=True),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.dist.split_training import marked_values
 from tests.zoo.building import Plan, build, seed_everything, skeleton
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
 from tests.zoo.patterns import LOSSES
@@ -44,6 +45,7 @@ class Record:
     params: Tensors = field(default_factory=dict)  # after the last step
     buffers: Tensors = field(default_factory=dict)  # after the last step
     seconds: list[float] = field(default_factory=list)  # [step]
+    parts: dict[str, Any] = field(default_factory=dict)  # split gradients of the first step, marked
     remote_calls: int = 0
     elements: int = 0  # of the parameters that this rank holds
 
@@ -191,7 +193,8 @@ def train_together(rank: int, job: Job) -> Record:
     if job.mode.checkpointed:
         _checkpoint_layers(wrapped)
     optimizer = smp.DistributedOptimizer(make_optimizer(wrapped.parameters()))
-    replica = smp.rdp_rank() if job.mode.replicas > 1 else 0
+    own_rank = smp.dp_rank() if job.mode.has_own_batches else smp.rdp_rank()
+    replica = own_rank if job.mode.replicas > 1 else 0
     record = Record(smp.pp_rank(), replica)
 
     @smp.step
@@ -209,6 +212,8 @@ def train_together(rank: int, job: Job) -> Record:
             record.losses.append([float(loss.detach()) for loss in output.outputs])
         if job.mode.gradients:
             record.grads.append(_grads(wrapped.local_named_parameters()))
+        elif job.mode.split and step == 0:
+            record.parts = marked_values(wrapped, "grad")
         optimizer.step()
         optimizer.zero_grad()
         record.seconds.append(time.perf_counter() - start)
@@ -216,7 +221,7 @@ def train_together(rank: int, job: Job) -> Record:
         record.params = _copies(wrapped.local_named_parameters())
         if hasattr(wrapped, "local_named_buffers"):
             record.buffers = _copies(wrapped.local_named_buffers())
-    elif not job.mode.split:
+    else:
         record.params = _copies(wrapped.state_dict().items())
     record.elements = sum(p.numel() for p in wrapped.local_parameters())
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]

@@ -18,6 +18,9 @@ _TITLES = {
     "dp2": "two replicas",
     "sdp2": "sharded data parallelism over two ranks",
     "tp2": "tensor parallelism over two ranks",
+    "tp2own": "the same, each rank with samples of its own",
+    "tp4": "tensor parallelism over four ranks",
+    "pp2tp2": "two stages of two tensor-parallel ranks",
     "checkpointing": "two pipeline ranks, repeated layers checkpointed",
     "bf16": "two pipeline ranks, bfloat16",
 }
