@@ -7,6 +7,7 @@
 #include "csrc/partition/assignment.h"
 #include "csrc/partition/module_tree.h"
 #include "csrc/partition/tree_partitioner.h"
+#include "csrc/partition/wishes.h"
 
 namespace py = pybind11;
 
@@ -46,6 +47,7 @@ void bind_options(py::module_& m) {
 
   py::enum_<PlacementRule>(m, "PlacementRule", "Why a module is where it is.")
       .value("DRIVER", PlacementRule::kDriver)
+      .value("ASKED", PlacementRule::kAsked)
       .value("UNIT", PlacementRule::kUnit)
       .value("TOGETHER", PlacementRule::kTogether)
       .value("SPLIT", PlacementRule::kSplit)
@@ -125,6 +127,9 @@ void bind_partition(py::module_& m) {
                     "Cost of a byte over a boundary in the unit of compute.")
       .def("tie", &ModuleTree::tie, py::arg("idx_a"), py::arg("idx_b"),
            "The two nodes share a parameter and stay together.")
+      .def("set_wish", &ModuleTree::set_wish, py::arg("idx"),
+           py::arg("partition_idx"),
+           "Asks for a node to be on a partition; nodes below by themselves.")
       .def(
           "name",
           [](const ModuleTree& tree, int idx) {
@@ -171,6 +176,9 @@ void bind_partition(py::module_& m) {
         py::arg("num_partitions"), py::arg("partition_idxs"),
         py::arg("num_chunks") = 1, py::arg("chunk_idxs") = std::vector<int>{},
         "Assignment from one given partition, and chunk, per node.");
+  m.def("check_wishes", &partition::check_wishes, py::arg("tree"),
+        py::arg("num_partitions"),
+        "Raises a ValueError for wishes that contradict each other.");
   m.def("unit_places", &partition::unit_places, py::arg("tree"),
         "Per node the first node of its unit; -1 for what follows from units.");
   m.def("complete_partition", &partition::complete, py::arg("tree"),

@@ -9,6 +9,14 @@ namespace smp::partition {
 namespace {
 
 constexpr double kRounding = 1e-9;
+// What items are asked for, instead of a partition.
+constexpr int kAnywhere = -1;
+constexpr int kApart = -2;  // on different ones
+
+int both(int wish, int other) {
+  if (wish == kAnywhere || wish == other) return other;
+  return other == kAnywhere ? wish : kApart;
+}
 
 Cost minus(const Cost& a, const Cost& b) {
   return {
@@ -60,12 +68,18 @@ ChainCosts::ChainCosts(const Objective& objective,
   split_loads_.assign(size, 0);
   first_transfers_.assign(num_items_ + 1, 0);
   fill_costs(spans);
+  if (!item_wishes_.empty()) fill_wishes();
   fill_split_loads(spans);
   if (!values.empty()) fill_transfers(values);
 }
 
 void ChainCosts::add_units(const std::vector<int>& positions) {
   num_items_ = static_cast<int>(positions.size()) - 1;
+  const int num_stages = objective_.options().num_stages();
+  for (int stage = 0; stage < num_stages; ++stage) {
+    may_be_empty_.push_back(decisions_.may_be_empty(stage));
+  }
+  if (decisions_.has_wishes()) aside_.resize(num_stages);
   item_of_unit_.assign(decisions_.num_units(), -1);
   item_costs_.resize(num_items_);
   const std::vector<int>& free_units = decisions_.free_units();
@@ -76,8 +90,31 @@ void ChainCosts::add_units(const std::vector<int>& positions) {
   }
   for (int id = 0; id < decisions_.num_units(); ++id) {
     const int item = item_of_unit_[id];
-    (item >= 0 ? item_costs_[item] : fixed_) += objective_.cost_of_unit(id);
+    const DecisionTree::Unit& unit = decisions_.units()[id];
+    Cost& cost = unit.aside ? aside_[unit.wish]
+                 : item < 0 ? fixed_
+                            : item_costs_[item];
+    cost += objective_.cost_of_unit(id);
+    if (item < 0 || unit.wish < 0) continue;
+    item_wishes_.resize(num_items_, kAnywhere);
+    item_wishes_[item] = both(item_wishes_[item], unit.wish);
   }
+}
+
+void ChainCosts::fill_wishes() {
+  wishes_.assign(costs_.size(), kAnywhere);
+  for (int i = 0; i < num_items_; ++i) {
+    for (int j = i + 1; j <= num_items_; ++j) {
+      wishes_[at(i, j)] = both(wishes_[at(i, j - 1)], item_wishes_[j - 1]);
+    }
+  }
+}
+
+bool ChainCosts::is_asked_elsewhere(int stage, int i, int j) const {
+  if (wishes_.empty() || i >= j) return false;
+  const int wish = wishes_[at(i, j)];
+  return wish != kAnywhere &&
+         wish != stage % objective_.options().num_partitions;
 }
 
 std::vector<ChainCosts::Span> ChainCosts::find_spans() {
@@ -245,7 +282,11 @@ void ChainCosts::fill_transfers(const std::vector<ValueSpan>& spans) {
 }
 
 double ChainCosts::load(int stage, int i, int j) const {
+  if (is_asked_elsewhere(stage, i, j)) {
+    return std::numeric_limits<double>::infinity();
+  }
   Cost cost = i < j ? costs_[at(i, j)] : Cost{};
+  if (!aside_.empty()) cost += aside_[stage];
   double transfer = 0;
   if (stage == 0) {
     cost += fixed_;

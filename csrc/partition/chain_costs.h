@@ -14,11 +14,12 @@ class ChainCosts {
   ChainCosts(const Objective& objective, const std::vector<int>& positions);
 
   int num_items() const { return num_items_; }
-  /// May stage 0 do without items?
-  bool begins_pinned() const { return decisions_.begins_pinned(); }
+  /// May a stage do without items?
+  bool may_be_empty(int stage) const { return may_be_empty_[stage]; }
 
   /// Load of the segment as stage `stage`, without `split_load`; for stage 0
-  /// with what is fixed there. Infinite above the memory limit.
+  /// with what is fixed there. Infinite above the memory limit, and where an
+  /// item is asked for elsewhere.
   double load(int stage, int i, int j) const;
   /// A lower bound of `load` that does not fall when `j` grows.
   double least_load(int stage, int i, int j) const;
@@ -35,6 +36,8 @@ class ChainCosts {
     return static_cast<size_t>(i) * (num_items_ + 1) + j;
   }
   int place_of(int node_idx) const;
+  bool is_asked_elsewhere(int stage, int i, int j) const;
+  void fill_wishes();
   void add_units(const std::vector<int>& positions);
   std::vector<Span> find_spans();
   void fill_costs(const std::vector<Span>& spans);
@@ -50,8 +53,12 @@ class ChainCosts {
   std::vector<int> item_of_unit_;  // -1: on stage 0 in any case
   std::vector<int> first_item_;    // of a module above units; -1 as above
   std::vector<Cost> item_costs_;
-  std::vector<Cost> sums_;  // of item_costs_, before each item
-  Cost fixed_;              // on stage 0
+  std::vector<Cost> sums_;          // of item_costs_, before each item
+  Cost fixed_;                      // on stage 0
+  std::vector<Cost> aside_;         // per stage; empty: none
+  std::vector<bool> may_be_empty_;  // per stage
+  std::vector<int> item_wishes_;    // per item; empty: none
+  std::vector<int> wishes_;         // of [i, j)
   std::vector<Cost> costs_;
   std::vector<double> transfers_;
   std::vector<double> first_transfers_;  // of [0, j) as stage 0

@@ -70,7 +70,9 @@ class Splitter {
 
   // Items at which stages begin, with the number of items at the end.
   std::optional<std::vector<int>> best_begin() const {
-    if (n_ < num_stages_ - 1 + first_end()) return std::nullopt;
+    int least = 0;
+    for (int k = 0; k < num_stages_; ++k) least += least_items(k);
+    if (n_ < least) return std::nullopt;
     double low = smallest_maximum();
     if (low == kInfinity) return std::nullopt;
     std::optional<std::vector<int>> best = cut_within(low * (1 + kRounding));
@@ -87,8 +89,8 @@ class Splitter {
     return best;
   }
 
-  // Each stage gets at least one item, or stage 0 what is pinned there.
-  int first_end() const { return costs_.begins_pinned() ? 0 : 1; }
+  // Each stage gets at least one item, or has what is there in any case.
+  int least_items(int k) const { return costs_.may_be_empty(k) ? 0 : 1; }
 
   // c(k, i) = min over j > i of max(load of [i, j), c(k+1, j)), from the end.
   double smallest_maximum() const {
@@ -96,8 +98,8 @@ class Splitter {
     best[n_] = 0;
     for (int k = num_stages_ - 1; k >= 1; --k) {
       std::vector<double> next(n_ + 1, kInfinity);
-      for (int i = 0; i < n_; ++i) {
-        for (int j = i + 1; j <= n_; ++j) {
+      for (int i = 0; i <= n_; ++i) {
+        for (int j = i + least_items(k); j <= n_; ++j) {
           if (best[j] >= next[i]) continue;
           if (least_load(k, i, j) > std::min(next[i], most_)) break;
           next[i] = std::min(next[i], std::max(best[j], load(k, i, j)));
@@ -106,7 +108,7 @@ class Splitter {
       best = std::move(next);
     }
     double result = kInfinity;
-    for (int j = first_end(); j <= n_; ++j) {
+    for (int j = least_items(0); j <= n_; ++j) {
       result = std::min(result, std::max(best[j], load(0, 0, j)));
     }
     return result <= most_ ? result : kInfinity;
@@ -126,8 +128,8 @@ class Splitter {
                                        std::vector<int>(n_ + 1, -1));
     for (int k = num_stages_ - 1; k >= 1; --k) {
       std::vector<Preference> next(n_ + 1);
-      for (int i = 0; i < n_; ++i) {
-        for (int j = i + 1; j <= n_; ++j) {
+      for (int i = 0; i <= n_; ++i) {
+        for (int j = i + least_items(k); j <= n_; ++j) {
           if (best[j].split_load == kInfinity) continue;
           if (least_load(k, i, j) > limit) break;
           const double stage_load = load(k, i, j);
@@ -152,7 +154,7 @@ class Splitter {
       const std::vector<std::vector<int>>& ends, double limit) const {
     Preference chosen;
     int end = -1;
-    for (int j = first_end(); j <= n_; ++j) {
+    for (int j = least_items(0); j <= n_; ++j) {
       if (best[j].split_load == kInfinity) continue;
       const double stage_load = load(0, 0, j) + best[j].split_load;
       if (stage_load > limit) continue;
@@ -179,7 +181,10 @@ class Splitter {
 }  // namespace
 
 std::vector<int> ChainCut::unit_stages(const DecisionTree& decisions) const {
-  std::vector<int> stages(decisions.num_units(), 0);
+  std::vector<int> stages;
+  for (const DecisionTree::Unit& unit : decisions.units()) {
+    stages.push_back(unit.aside ? unit.wish : 0);
+  }
   const int num_stages = static_cast<int>(begin.size()) - 1;
   for (int k = 0; k < num_stages; ++k) {
     for (int i = begin[k]; i < begin[k + 1]; ++i) {

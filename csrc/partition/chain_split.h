@@ -11,7 +11,7 @@ namespace smp::partition {
 /// stages: stage `k` has the units in `[begin[k], begin[k + 1])`.
 struct ChainCut {
   /// num_stages + 1 positions, ascending from 0 to the number of free units.
-  /// Only stage 0 may be without one, see DecisionTree::begins_pinned.
+  /// Stages may be without one as DecisionTree::may_be_empty says.
   std::vector<int> begin;
 
   /// Stage per unit, pinned ones included.

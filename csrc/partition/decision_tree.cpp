@@ -68,7 +68,7 @@ std::vector<bool> find_state(const ModuleTree& tree) {
 
 }  // namespace
 
-DecisionTree::DecisionTree(const ModuleTree& tree)
+DecisionTree::DecisionTree(const ModuleTree& tree, bool aside)
     : tree_(tree),
       anchors_(find_anchors(tree)),
       has_state_below_(tree.num_nodes(), false),
@@ -78,6 +78,7 @@ DecisionTree::DecisionTree(const ModuleTree& tree)
       depth_(tree.num_nodes(), 0),
       in_layer_(tree.num_nodes(), false) {
   find_units();
+  find_wishes(aside);
   find_below();
   for (int idx = 0; idx < num_nodes(); ++idx) {
     const bool decides = idx == 0 || unit_of_[idx] >= 0 || !below_[idx].empty();
@@ -116,8 +117,7 @@ void DecisionTree::find_units() {
     const bool splits_alone = num_atoms[anchor] == 1 && has_state_below_[idx];
     if (is_unit[anchor] && !splits_alone && unit_of_anchor[anchor] < 0) {
       unit_of_anchor[anchor] = num_units();
-      if (!pinned[anchor]) free_units_.push_back(num_units());
-      units_.push_back(Unit{idx, pinned[anchor]});
+      units_.push_back(Unit{idx, pinned[anchor], -1, false});
     }
     const std::vector<int>& children = tree_.ordered_children(idx);
     stack.insert(stack.end(), children.rbegin(), children.rend());
@@ -125,6 +125,25 @@ void DecisionTree::find_units() {
   for (int idx = 0; idx < num_nodes(); ++idx) {
     unit_of_[idx] = unit_of_anchor[anchors_[idx]];
   }
+}
+
+void DecisionTree::find_wishes(bool aside) {
+  for (int idx = 1; idx < num_nodes(); ++idx) {
+    const int id = unit_of_[idx];
+    if (id >= 0 && units_[id].wish < 0) units_[id].wish = tree_.wish(idx);
+  }
+  for (int id = 0; id < num_units(); ++id) {
+    Unit& unit = units_[id];
+    unit.aside = aside && !unit.pinned && unit.wish >= 0;
+    if (!unit.pinned && !unit.aside) free_units_.push_back(id);
+  }
+}
+
+bool DecisionTree::may_be_empty(int stage) const {
+  if (stage == 0 && begins_pinned()) return true;
+  return std::ranges::any_of(units_, [stage](const Unit& unit) {
+    return unit.aside && unit.wish == stage;
+  });
 }
 
 void DecisionTree::find_below() {
@@ -180,7 +199,10 @@ std::vector<int> DecisionTree::complete(
       const bool together =
           std::all_of(below.begin(), below.end(),
                       [&](int id) { return unit_stages[id] == stage; });
-      stages[idx] = together ? stage : 0;
+      // Its own code may be asked for elsewhere than what is below it.
+      const int wish = tree_.wish(idx);
+      const bool follows = wish < 0 || wish == units_[below.front()].wish;
+      stages[idx] = together && follows ? stage : std::max(0, wish);
     }
   }
   return stages;

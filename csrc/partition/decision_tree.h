@@ -16,14 +16,21 @@ namespace smp::partition {
 /// * Modules that share a parameter with a module that can be split are pinned
 ///   to stage 0, since that is where the latter may have to be.
 /// * What has no state in its subtree goes with its parent.
+///
+/// A unit that is asked for on a partition (ModuleTree::set_wish) is free in
+/// the order of execution as others are, and whoever cuts this order looks at
+/// the wish; or it is *aside*: where it is asked to be, whatever comes between.
 class DecisionTree {
  public:
   struct Unit {
     int place_idx;  ///< the first of its nodes in the order of execution
     bool pinned;    ///< on stage 0 in any case
+    int wish;       ///< partition that it is asked to be on; -1: any
+    bool aside;     ///< it is there, and takes no part in the order
   };
 
-  explicit DecisionTree(const ModuleTree& tree);
+  /// @param aside  whether units that are asked for somewhere are aside
+  explicit DecisionTree(const ModuleTree& tree, bool aside = false);
 
   const ModuleTree& tree() const { return tree_; }
   int num_nodes() const { return tree_.num_nodes(); }
@@ -36,11 +43,15 @@ class DecisionTree {
   /// Whether execution begins with a unit that is on stage 0 in any case, so
   /// that stage 0 needs no free one.
   bool begins_pinned() const { return !units_.empty() && units_[0].pinned; }
+  /// Whether the order of free units may leave this stage without one.
+  bool may_be_empty(int stage) const;
   /// How many stages can get a unit each.
   int most_stages() const {
     return static_cast<int>(free_units_.size()) + (begins_pinned() ? 1 : 0);
   }
-  /// Ids of the units that are not pinned, in the order of execution.
+  bool has_wishes() const { return tree_.has_wishes(); }
+  /// Ids of the units that are neither pinned nor aside, in the order of
+  /// execution.
   const std::vector<int>& free_units() const { return free_units_; }
 
   /// The unit whose stage `idx` takes; -1 for nodes above units, and for those
@@ -68,6 +79,7 @@ class DecisionTree {
 
  private:
   void find_units();
+  void find_wishes(bool aside);
   void find_below();
   void find_depths();
 

@@ -155,6 +155,15 @@ const ModuleTree::Node& ModuleTree::checked_node(int idx) const {
   return nodes_[idx];
 }
 
+void ModuleTree::set_wish(int idx, int partition_idx) {
+  check_idx(idx);
+  SMP_CHECK_VALUE(partition_idx >= 0, "module tree: '", nodes_[idx].name,
+                  "' is set to partition ", partition_idx,
+                  "; expected 0 or more");
+  wishes_.resize(nodes_.size(), -1);
+  wishes_[idx] = partition_idx;
+}
+
 int64_t ModuleTree::total_param_bytes() const {
   int64_t total = 0;
   for (const Node& node : nodes_) total += node.param_bytes;

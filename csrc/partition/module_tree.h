@@ -91,6 +91,16 @@ class ModuleTree {
   const std::vector<Node>& nodes() const { return nodes_; }
   /// @throws ValueError if the node does not exist
   const Node& checked_node(int idx) const;
+
+  /// Asks for a node to be on a partition, with what must stay with it. Nodes
+  /// below are asked for by themselves.
+  /// @throws ValueError if the node does not exist, or for a negative partition
+  void set_wish(int idx, int partition_idx);
+  /// The partition that a node is asked to be on; -1 for none.
+  int wish(int idx) const {
+    return idx < static_cast<int>(wishes_.size()) ? wishes_[idx] : -1;
+  }
+  bool has_wishes() const { return !wishes_.empty(); }
   const std::vector<Value>& values() const { return values_; }
   int64_t total_param_bytes() const;
 
@@ -110,6 +120,7 @@ class ModuleTree {
   std::vector<int> tie_parent_;  // union-find; roots are the smallest index
   std::vector<Value> values_;
   std::vector<std::vector<int>> ordered_child_idxs_;  // empty: as registered
+  std::vector<int> wishes_;                           // empty: none
   double compute_per_byte_ = 0;
 };
 

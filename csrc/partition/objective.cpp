@@ -83,13 +83,15 @@ Objective::Objective(const DecisionTree& decisions,
 void Objective::sum_costs() {
   // Per unit, how many free units were placed before the end of its place.
   std::vector<int> num_placed(decisions_.num_units(), -1);
+  std::vector<bool> is_free(decisions_.num_units(), false);
+  for (int id : decisions_.free_units()) is_free[id] = true;
   int num_free_places = 0;
   for (int idx : decisions_.order()) {
     const int owner = decisions_.owner(idx);
     const int unit = decisions_.unit_of(owner);
     const bool places = unit >= 0 && num_placed[unit] < 0;
     if (places) {
-      if (!decisions_.units()[unit].pinned) ++num_free_places;
+      if (is_free[unit]) ++num_free_places;
       num_placed[unit] = num_free_places;
     }
     const ModuleTree::Node& node = decisions_.tree().node(idx);

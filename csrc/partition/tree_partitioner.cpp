@@ -8,6 +8,7 @@
 #include "csrc/common/check.h"
 #include "csrc/partition/decision_tree.h"
 #include "csrc/partition/unit_split.h"
+#include "csrc/partition/wishes.h"
 
 namespace smp::partition {
 
@@ -27,14 +28,35 @@ void check_num_stages(const DecisionTree& decisions,
       " or divide the model into more submodules");
 }
 
-std::optional<std::vector<int>> best_stages(const DecisionTree& decisions,
-                                            const PartitionOptions& options) {
+// What a step takes of the ideal time if a microbatch visits a rank twice.
+constexpr double kCostOfReturn = 1.38;
+
+struct Found {
+  std::vector<int> stages;  // per node
+  Evaluation evaluation;
+};
+
+std::optional<Found> cut(const DecisionTree& decisions,
+                         const PartitionOptions& options) {
   const Objective objective(decisions, options);
   const auto unit_stages = split_units(objective);
   if (!unit_stages) return std::nullopt;
   std::vector<int> stages = decisions.complete(*unit_stages);
-  if (objective.evaluate(stages).excess_bytes > 0) return std::nullopt;
-  return stages;
+  Evaluation evaluation = objective.evaluate(stages);
+  if (evaluation.excess_bytes > 0) return std::nullopt;
+  return Found{std::move(stages), std::move(evaluation)};
+}
+
+std::optional<Found> best(const DecisionTree& decisions,
+                          const PartitionOptions& options) {
+  std::optional<Found> found = cut(decisions, options);
+  if (!decisions.has_wishes()) return found;
+  std::optional<Found> other =
+      cut(DecisionTree(decisions.tree(), true), options);
+  if (!other) return found;
+  const bool pays = !found || other->evaluation.largest_load * kCostOfReturn <
+                                  found->evaluation.largest_load;
+  return pays ? other : found;
 }
 
 // Says by how much the limit is missed even when nothing but memory counts.
@@ -44,14 +66,13 @@ std::optional<std::vector<int>> best_stages(const DecisionTree& decisions,
   options.memory_weight = 1;
   options.memory_limit_bytes = 0;
   const Objective objective(decisions, options);
-  std::vector<int> unit_stages(decisions.num_units(), 0);
+  std::vector<int> stages(decisions.num_nodes(), 0);
   if (options.num_partitions > 1) {
-    const auto balanced = split_units(objective);
-    SMP_ASSERT(balanced, "no partition although none is forbidden");
-    unit_stages = *balanced;
+    const auto balanced = best(decisions, options);
+    if (!balanced) raise_wishes(decisions, options);
+    stages = balanced->stages;
   }
-  const Evaluation evaluation =
-      objective.evaluate(decisions.complete(unit_stages));
+  const Evaluation evaluation = objective.evaluate(stages);
   const std::vector<double>& memory = evaluation.memory_bytes;
   const auto largest = std::max_element(memory.begin(), memory.end());
   const auto bytes = static_cast<int64_t>(*largest);
@@ -98,25 +119,27 @@ std::vector<int> stages_of(const ModuleTree& tree,
 Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
   SMP_CHECK_VALUE(tree.num_nodes() > 0, "partition: the module tree is empty");
   check_options(options);
+  check_wishes(tree, options.num_partitions);
   const DecisionTree decisions(tree);
-  std::optional<std::vector<int>> stages;
+  std::optional<Found> found;
   if (options.num_partitions == 1) {
     // Several stages of one partition would wait for themselves.
-    stages = std::vector<int>(tree.num_nodes(), 0);
-    const Evaluation evaluation =
-        Objective(decisions, options).evaluate(*stages);
-    if (evaluation.excess_bytes > 0) stages.reset();
+    std::vector<int> stages(tree.num_nodes(), 0);
+    Evaluation evaluation = Objective(decisions, options).evaluate(stages);
+    if (evaluation.excess_bytes == 0) {
+      found = Found{std::move(stages), std::move(evaluation)};
+    }
   } else {
     check_num_stages(decisions, options);
-    stages = best_stages(decisions, options);
-    if (!stages && options.memory_limit_bytes > 0) {
+    found = best(decisions, options);
+    if (!found && options.memory_limit_bytes > 0) {
       PartitionOptions memory_only = options;
       memory_only.memory_weight = 1;
-      stages = best_stages(decisions, memory_only);
+      found = best(decisions, memory_only);
     }
   }
-  if (!stages) raise_memory_limit(decisions, options);
-  return from_stages(tree, options, *stages);
+  if (!found) raise_memory_limit(decisions, options);
+  return from_stages(tree, options, found->stages);
 }
 
 std::vector<int> unit_places(const ModuleTree& tree) {
@@ -210,14 +233,23 @@ Placement explain_placement(const ModuleTree& tree,
   const int id = decisions.unit_of(node_idx);
   if (id >= 0) {
     const DecisionTree::Unit& unit = decisions.units()[id];
+    const int partition_idx = assignment.partition_idxs[node_idx];
+    if (!unit.pinned && unit.wish == partition_idx) {
+      const bool itself = tree.wish(node_idx) == partition_idx;
+      return {PlacementRule::kAsked,
+              itself ? node_idx : asked_node(decisions, id)};
+    }
     if (unit.place_idx != node_idx) {
       return {PlacementRule::kTied, unit.place_idx};
     }
-    return {unit.pinned ? PlacementRule::kDriver : PlacementRule::kUnit,
-            node_idx};
+    if (unit.pinned) return {PlacementRule::kDriver, node_idx};
+    return {PlacementRule::kUnit, node_idx};
   }
   if (decisions.owner(node_idx) != node_idx) {
     return {PlacementRule::kFollows, decisions.owner(node_idx)};
+  }
+  if (tree.wish(node_idx) == assignment.partition_idxs[node_idx]) {
+    return {PlacementRule::kAsked, node_idx};
   }
   return {decisions.is_split(node_idx, stages) ? PlacementRule::kSplit
                                                : PlacementRule::kTogether,

@@ -15,8 +15,15 @@ namespace smp::partition {
 /// Units (see DecisionTree) are in the order of execution: their stages do not
 /// fall, and every stage gets a unit. Modules above units follow: a module that
 /// is cut is on partition 0, as the root is.
+///
+/// Units that are asked for on a partition are there. As long as such wishes
+/// keep the order of execution the others are cut around them; where that is
+/// not possible, or another visit of a rank costs less, these units are left
+/// out of the order.
 /// @throws ValueError if there are more stages than units, if no assignment
-///     was found that keeps the memory limit, or an option is out of range
+///     was found that keeps the memory limit, for wishes that contradict each
+///     other (check_wishes) or leave a stage without units, or if an option is
+///     out of range
 /// Source: the tree of modules with costs, and the weight between memory and
 /// time, follow arXiv:2111.05972; the cut is ours (unit_split.h).
 Assignment solve(const ModuleTree& tree, const PartitionOptions& options);
@@ -54,6 +61,7 @@ Assignment move(const ModuleTree& tree, const Assignment& assignment,
 /// Why a node is where it is in an assignment by `solve`.
 enum class PlacementRule {
   kDriver,    ///< the root, or pinned to where a split module may have to be
+  kAsked,     ///< `other_idx`, itself or in its unit, is asked for there
   kUnit,      ///< was free to choose
   kTogether,  ///< with everything below it
   kSplit,     ///< its own code is on partition 0, parts are elsewhere

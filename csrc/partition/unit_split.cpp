@@ -35,9 +35,13 @@ class UnitSplitter {
         num_free_(static_cast<int>(decisions_.free_units().size())),
         has_values_(!decisions_.tree().values().empty()) {
     find_depths();
+    for (int stage = 0; stage < num_stages_; ++stage) {
+      may_be_empty_.push_back(decisions_.may_be_empty(stage));
+    }
   }
 
   std::optional<std::vector<int>> run() {
+    if (num_free_ == 0) return all_aside();
     std::set<int> depths{depths_.begin() + 1, depths_.end() - 1};
     if (depths.empty()) depths.insert(0);  // one unit, and pinned ones
     std::vector<int> tried;
@@ -53,6 +57,15 @@ class UnitSplitter {
   }
 
  private:
+  // Nothing is left to choose.
+  std::optional<std::vector<int>> all_aside() const {
+    const bool is_covered =
+        std::ranges::all_of(may_be_empty_, [](bool empty) { return empty; });
+    if (!is_covered) return std::nullopt;
+    const ChainCut cut{std::vector<int>(num_stages_ + 1, 0)};
+    return cut.unit_stages(decisions_);
+  }
+
   // depths_[i]: what a cut before the free unit at i opens. opens_[i]: whether
   // a layer of a list, or a module in one, is cut there whose own code reads
   // data of others; they would pass through the driver, which has to wait for
@@ -214,14 +227,24 @@ class UnitSplitter {
   void attempt(const ChainCut& trial, int first, int last,
                Search* search) const {
     for (int k = first - 1; k <= last; ++k) {
-      const bool may_be_empty = k == 0 && decisions_.begins_pinned();
-      if (trial.begin[k] + (may_be_empty ? 0 : 1) > trial.begin[k + 1]) return;
+      const int least = may_be_empty_[k] ? 0 : 1;
+      if (trial.begin[k] + least > trial.begin[k + 1]) return;
+      if (decisions_.has_wishes() && !keeps_wishes(trial, k)) return;
     }
     Evaluation evaluation = evaluate(trial);
     if (!is_better(evaluation, search->best)) return;
     search->cut = trial;
     search->best = std::move(evaluation);
     search->moved = true;
+  }
+
+  bool keeps_wishes(const ChainCut& cut, int stage) const {
+    for (int i = cut.begin[stage]; i < cut.begin[stage + 1]; ++i) {
+      const int wish = decisions_.units()[decisions_.free_units()[i]].wish;
+      const int partition_idx = stage % objective_.options().num_partitions;
+      if (wish >= 0 && wish != partition_idx) return false;
+    }
+    return true;
   }
 
   const Candidate& choose() const {
@@ -290,6 +313,7 @@ class UnitSplitter {
   const bool has_values_;
   std::vector<int> depths_;
   std::vector<bool> opens_;
+  std::vector<bool> may_be_empty_;  // per stage
   std::vector<Candidate> candidates_;
 };
 

@@ -59,6 +59,63 @@ def test_all_ranks_get_the_explanation_of_the_one_that_traced(
         assert "explain_partition: the model has no module 'layers.9'" in text
 
 
+PLACED = [
+    # In order, out of order, a whole list, a module and one below it.
+    Run("chain", 2, 1, placed=(("layers.1", 1),)),
+    Run("chain", 2, 1, placed=(("layers.0", 1), ("head", 0))),
+    Run("chain", 2, 1, placed=(("layers", 0),)),
+    Run("chain", 2, 1, placed=(("layers", 1), ("layers.3", 0))),
+    Run("reuse", 2, 1, placed=(("other", 1), ("shared", 0))),
+    Run("nested", 2, 1, placed=(("doll.inner", 1), ("doll.inner.inner", 0))),
+]
+
+
+def test_modules_that_are_set_are_there_and_train_as_in_one_process(pool: Pool) -> None:
+    check_runs(pool, PLACED)
+
+
+def why(rank: int, run: Run) -> list[tuple[int, str]]:
+    import smp
+
+    _model = partitioned(run)
+    names = ("layers.1", "layers.1.linear", "head")
+    modules = [smp.explain_partition(name).module for name in names]
+    return [(module.pp_rank, module.reason) for module in modules if module is not None]
+
+
+def test_the_report_says_which_modules_were_set(pool: Pool) -> None:
+    for run in (
+        PLACED[0],
+        Run("chain", 2, 1, config=(("skip_tracing", True),), placed=PLACED[0].placed),
+    ):
+        first, second = pool.run(2, why, run)
+        assert first == second
+        assert first[0] == first[1] == (1, "set_partition puts it here")
+        assert "order of execution" in first[2][1]
+
+
+def set_apart(rank: int) -> str:
+    import smp
+
+    run = Run("reuse", 2, 1, placed=(("other", 0), ("tied", 1)))
+    init(run)
+    model = make_model(run)
+
+    @smp.step
+    def train(batch: dict[str, Tensor]) -> None:
+        model.backward(compute_loss(run.case, model, batch))
+
+    with pytest.raises(ValueError) as refusal:
+        train(make_batch(run.case, torch.float64, 0, 0))
+    return str(refusal.value)
+
+
+def test_shared_parameters_that_are_set_apart_are_refused_by_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(2, set_apart)
+    assert "'other' (set to 0) and 'tied' (set to 1) share the parameter" in first
+    assert first.partition("] ")[2] == second.partition("] ")[2]
+
+
 def before_the_partition(rank: int) -> list[str]:
     import smp
 

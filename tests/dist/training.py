@@ -36,6 +36,7 @@ class Run:
     dummies: bool = False  # ranks other than the driver get [batch, 0] inputs
     config: tuple[tuple[str, Any], ...] = ()  # further keys for smp.init
     model_args: tuple[tuple[str, Any], ...] = ()  # for DistributedModel
+    placed: tuple[tuple[str, int], ...] = ()  # name and partition for smp.set_partition
     lifted: bool = False  # the model, here and in one process, without its casts to float32
 
     @property
@@ -97,6 +98,8 @@ def make_model(run: Run, seed: int = 1) -> nn.Module:
     if run.manual and run.case in HF_MODELS:
         for index, layer in enumerate(model.get_submodule(HF_LAYERS[run.case])):
             smp.set_partition(layer, index % run.pp)
+    for name, index in run.placed:
+        smp.set_partition(model.get_submodule(name), index)
     return distributed
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from smp.partition.contexts import partition, set_partition
-from smp.partition.decide import agree, decide, first_difference, kept_microbatches
+from smp.partition.contexts import mark_of, partition, set_partition
+from smp.partition.decide import WishError, agree, decide, first_difference, kept_microbatches
 from smp.partition.decision import Decision
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
@@ -174,15 +174,71 @@ def test_index_marked_before_init_is_checked_against_the_pipeline() -> None:
             decide(nn.Sequential(model, nn.Linear(2, 2)), config, 2)
 
 
-def test_marks_are_ignored_with_one_warning_in_auto_mode(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    expected = decide(model, Config(), 2).partition_idxs
-    set_partition(model[0], 1)
-    set_partition(model[1], 0)
+def test_contexts_are_ignored_with_one_warning_in_auto_mode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with partition(1):
+        first = nn.Linear(4, 4)
+    with partition(0):
+        second = nn.Linear(4, 4)
+    model = nn.Sequential(first, second)
+    set_partition(copied := nn.Linear(4, 4), mark_of(first))  # type: ignore[arg-type]
+    model.append(copied)  # a replaced module has the mark of the original
     with caplog.at_level(logging.WARNING, logger="smp"):
-        assert decide(model, Config(), 2).partition_idxs == expected
+        assert decide(model, Config(), 2).partition_idxs == (0, 0, 1, 1)
     assert [r.message for r in caplog.records if "auto_partition is True" in r.message] != []
     assert len(caplog.records) == 1
+
+
+def test_set_partition_is_honoured_in_auto_mode(caplog: pytest.LogCaptureFixture) -> None:
+    model = TiedModel(8)
+    set_partition(model.layers[2], 1)
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        places = decide(model, Config(), 2).partition_of_name
+    assert [places[f"layers.{i}"] for i in range(8)] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert places["layers.2.0"] == places["layers.2.1"] == 1, "what is below follows"
+    assert caplog.records == []
+    set_partition(model.embedding, 1)
+    places = decide(model, Config(), 2).partition_of_name
+    assert places["embedding"] == places["head"] == 1, "a tied module goes along"
+    assert {places[f"layers.{i}"] for i in range(8)} == {0, 1}
+
+
+def test_set_partition_of_a_module_and_of_one_below_it_in_auto_mode() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), nn.Linear(4, 4)
+    )
+    set_partition(model[1], 1)
+    set_partition(model[1][0], 0)
+    places = decide(model, Config(), 2).partition_of_name
+    assert [places[f"1.{i}"] for i in range(4)] == [0, 1, 1, 1]
+    assert places["0"] == 0 and places["2"] in (0, 1)
+
+
+def test_set_partition_of_the_root_leaves_no_module_for_the_driver() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    set_partition(model, 1)
+    with pytest.raises(ValueError, match=r"\('0' on 1, '1' on 1\) leave 0 others, too few for 2"):
+        decide(model, Config(), 2)
+
+
+def test_shared_parameters_that_are_set_apart_are_refused_in_auto_mode() -> None:
+    model = TiedModel()
+    set_partition(model.embedding, 0)
+    set_partition(model.head, 1)
+    with pytest.raises(WishError) as caught:
+        decide(model, Config(), 2)
+    text = str(caught.value)
+    assert "'embedding' (set to 0)" in text and "'head' (set to 1)" in text
+    assert "'embedding.weight'" in text
+
+
+def test_parts_of_a_whole_module_that_are_set_apart_are_refused_in_auto_mode() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4), nn.Linear(4, 4))
+    set_partition(model[0], 0)
+    set_partition(model[0].out_proj, 1)
+    with pytest.raises(WishError, match=r"'0' is set to partition 0 and '0.out_proj' to"):
+        decide(model, Config(), 2)
 
 
 def test_modules_that_are_cut_run_on_the_driver() -> None:
@@ -216,7 +272,8 @@ def test_kept_microbatches_are_those_of_the_schedule() -> None:
 @pytest.mark.parametrize("config", [Config(), MANUAL])
 def test_memory_limit_is_refused_with_rank_and_figures(config: Config) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    set_partition(model, 0)
+    if config is MANUAL:
+        set_partition(model, 0)
     needed = 4 * (160 if config is MANUAL else 80)
     assert decide(model, config, 2, memory_limit_bytes=needed).num_partitions == 2
     with pytest.raises(ValueError, match=rf"pp_rank 0 needs {needed} bytes.* 7 more than"):

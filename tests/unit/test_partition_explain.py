@@ -156,6 +156,23 @@ def test_marks_are_given_as_the_reason() -> None:
     assert module is not None and "set_partition" in module.reason
 
 
+def test_set_partition_is_given_as_the_reason_in_auto_mode() -> None:
+    index = traced()
+    model = index.modules[0]
+    set_partition(model.h[0].mlp, 1)  # type: ignore[index, union-attr, operator]
+    set_partition(model.wte, 1)  # type: ignore[arg-type]
+    made = decide(model, Config(), 2, index=index)
+    for name, reason in (
+        ("h.0.mlp", "set_partition puts it here"),
+        ("wte", "set_partition puts it here"),
+        ("head", "stays with 'wte', which set_partition puts here"),
+        ("h.1.attn", "placed in the order of execution"),
+    ):
+        module = explain(made, name).module
+        assert module is not None and reason in module.reason, name
+        assert module.pp_rank == 1 or name == "h.1.attn"
+
+
 def test_unknown_module_is_an_error() -> None:
     with pytest.raises(ValueError, match="no module 'h.9'"):
         explain(decision(), "h.9")

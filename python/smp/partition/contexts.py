@@ -1,4 +1,4 @@
-"""Manual partition: `smp.partition` marks modules while they are made, `set_partition` later."""
+"""Marks of users: `smp.partition` marks modules while they are made, `set_partition` later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from smp.config.schema import config_error
 from smp.modules.creation import CreationMarks
 from smp.world import runtime
 
+
+class _OfContext(int):
+    """The index of a context, also after it was handed on to a module in another's place."""
+
+
 _marks: CreationMarks[int] = CreationMarks()  # wishes of the user
+
+
+def wish_of(module: nn.Module) -> int | None:
+    """The partition that `set_partition` wants for a module, with any ``auto_partition``."""
+    mark = _marks.get(module)
+    return None if isinstance(mark, _OfContext) else mark
 
 
 def mark_of(module: nn.Module) -> int | None:
@@ -65,14 +76,17 @@ def partition(index: int) -> Iterator[None]:
     Raises:
         ValueError: ``index`` is out of range.
     """
-    with _marks.marking(check_index("partition", index, _known_pp_size())):
+    with _marks.marking(_OfContext(check_index("partition", index, _known_pp_size()))):
         yield
 
 
 def set_partition(module: nn.Module, index: int) -> None:
     """Places an existing module and everything below it; a later call overrides an earlier one.
 
-    Used with ``auto_partition: False``, before the first step.
+    Called before the first step. With ``auto_partition: True`` the rest of the model is balanced
+    around such modules. Their order may then differ from that of execution, at the cost of further
+    visits of a rank; the root module is on partition 0 in any case, and each partition has to get a
+    module with parameters.
 
     Args:
         module: part of the model, before or after it is wrapped.

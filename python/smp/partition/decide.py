@@ -10,9 +10,9 @@ from torch import nn
 
 import smp._C as _C
 from smp.partition import partition_file
-from smp.partition.contexts import check_index, mark_of
+from smp.partition.contexts import check_index, mark_of, wish_of
 from smp.partition.decision import Decision
-from smp.partition.tree import ModuleIndex, build_tree, smallest_below
+from smp.partition.tree import ModuleIndex, SharedParameter, build_tree, smallest_below
 from smp.world import comm
 from smp.world.log import first_rank_log
 
@@ -86,8 +86,9 @@ def decide(
 
     Args:
         root: the user's model.
-        config: with ``auto_partition`` the module tree is balanced by ``memory_weight``; without,
-            marks count and the rest goes to ``default_partition``.
+        config: with ``auto_partition`` the module tree is balanced by ``memory_weight``, around
+            what `set_partition` has placed; without, marks count and the rest goes to
+            ``default_partition``.
         pp_size: number of partitions.
         mark: the user's wish for a module, from `smp.partition` and `set_partition`.
         index: the module tree of ``root``, with costs if it was traced.
@@ -96,6 +97,8 @@ def decide(
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: see `partition_options`.
     Raises:
+        WishError: with ``auto_partition``, modules that must stay together are set to different
+            partitions.
         ValueError: a mark is out of range; modules that must stay together are marked for
             different partitions; the model has too few modules for ``pp_size``, or is too large
             for the memory limit; the file does not fit the model.
@@ -111,11 +114,15 @@ def decide(
         if wish is not None:
             check_index(f"partition of module {_label(index, idx)}", wish, pp_size)
     if config.auto_partition:
-        if pp_size > 1 and any(wish is not None for wish in marks):
+        wishes = [wish_of(module) for module in index.modules]
+        if pp_size > 1 and any(
+            m is not None and w is None for m, w in zip(marks, wishes, strict=True)
+        ):
             first_rank_log.warning(
-                "smp: partitions set by smp.partition or set_partition are ignored, because "
-                "auto_partition is True; set it to False to use them"
+                "smp: partitions of smp.partition are ignored, because auto_partition is True; set "
+                "it to False to use them, or place single modules by smp.set_partition"
             )
+        add_wishes(index, wishes, pp_size)
         return Decision.of(index, solve(index, options), options)
     if num_chunks > 1:
         raise ValueError(
@@ -126,6 +133,33 @@ def decide(
     assignment = _C.make_assignment(index.tree, pp_size, idxs)
     _check_memory(index, assignment, options)
     return Decision.of(index, assignment, options, "marks")
+
+
+class WishError(ValueError):
+    """What `set_partition` has asked for contradicts itself or the model."""
+
+
+def add_wishes(index: ModuleIndex, wishes: Sequence[int | None], pp_size: int) -> None:
+    """Asks for modules to be where `set_partition` has placed them.
+
+    Args:
+        index: the module tree.
+        wishes: partition per module; None: any. That of the root does not count.
+        pp_size: number of partitions.
+    Raises:
+        WishError: modules that must stay together are set to different partitions.
+    """
+    for idx, wish in enumerate(wishes):
+        if wish is not None and idx > 0:
+            index.tree.set_wish(idx, wish)
+    for tie in index.shared:
+        pair = (wishes[tie.owner_idx], wishes[tie.alias_idx])
+        if 0 not in (tie.owner_idx, tie.alias_idx) and None not in pair and pair[0] != pair[1]:
+            raise WishError(_shared_apart(index, tie, f"set to {pair[0]}", f"set to {pair[1]}"))
+    try:
+        _C.check_wishes(index.tree, pp_size)
+    except ValueError as error:
+        raise WishError(str(error)) from None
 
 
 def solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
@@ -218,11 +252,18 @@ def _check_shared(index: ModuleIndex, idxs: list[int]) -> None:
         owner, alias = idxs[tie.owner_idx], idxs[tie.alias_idx]
         if owner != alias:
             raise ValueError(
-                f"{_C.rank_prefix()}partition: modules {_label(index, tie.owner_idx)} (partition "
-                f"{owner}) and {_label(index, tie.alias_idx)} (partition {alias}) share the "
-                f"parameter '{_join(index.names[tie.owner_idx][0], tie.owner_name)}' and must be "
-                "on one partition; use the same index for both, or auto_partition=True"
+                _shared_apart(index, tie, f"partition {owner}", f"partition {alias}")
+                + ", or auto_partition=True"
             )
+
+
+def _shared_apart(index: ModuleIndex, tie: SharedParameter, owner: str, alias: str) -> str:
+    return (
+        f"{_C.rank_prefix()}partition: modules {_label(index, tie.owner_idx)} ({owner}) and "
+        f"{_label(index, tie.alias_idx)} ({alias}) share the parameter "
+        f"'{_join(index.names[tie.owner_idx][0], tie.owner_name)}' and must be on one partition; "
+        "use the same index for both"
+    )
 
 
 def _join(module_name: str, name: str) -> str:

@@ -177,6 +177,10 @@ def _reason(decision: Decision, idx: int) -> str:
     rule = _C.PlacementRule
     if decision.decided_by == "marks" and 0 < idx and decision.index.has_parameters[idx]:
         return "smp.partition, set_partition or default_partition puts it here"
+    if placement.rule == rule.ASKED:
+        if placement.other_idx == idx:
+            return "set_partition puts it here"
+        return f"it stays with '{other}', which set_partition puts here"
     if placement.rule == rule.DRIVER:
         return "it runs where the step begins, or shares a parameter with what has to run there"
     if placement.rule == rule.TIED:

@@ -13,8 +13,17 @@ import smp._C as _C
 from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.modules.module_writes import ModuleWrites
+from smp.partition.contexts import wish_of
 from smp.partition.costs import Trace
-from smp.partition.decide import PartitionConfig, agree, decide, partition_options, solve
+from smp.partition.decide import (
+    PartitionConfig,
+    WishError,
+    add_wishes,
+    agree,
+    decide,
+    partition_options,
+    solve,
+)
 from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex, build_tree
 from smp.world import comm
@@ -102,6 +111,8 @@ def _decide(
             f"{_C.rank_prefix()}partition file {wishes.file}: {error.strerror or error}; only the "
             "first rank reads it, check the path there"
         ) from None
+    except WishError:
+        raise
     except ValueError as error:
         reads = _reads_in_the_way(root, config, pp_size, trace, wishes)
         if not reads:
@@ -123,6 +134,7 @@ def _reads_in_the_way(
     )
     alone = build_tree(root, replace(trace, parameter_reads=frozenset()))
     try:
+        _add_wishes(alone, pp_size)
         _C.solve_partition(alone.tree, options)
     except ValueError:
         return ""
@@ -148,6 +160,10 @@ def _reads_in_the_way(
     )
 
 
+def _add_wishes(index: ModuleIndex, pp_size: int) -> None:
+    add_wishes(index, [wish_of(module) for module in index.modules], pp_size)
+
+
 def _is_cut(decision: Decision, module: nn.Module) -> bool:
     idxs = {decision.partition_of[m] for m in module.modules() if any(True for _ in m.parameters())}
     return len(idxs) > 1
@@ -160,8 +176,9 @@ def _with_whole(
     assert free.options is not None
     index = build_tree(root, trace, whole)
     try:
+        _add_wishes(index, free.num_partitions)
         found = Decision.of(index, solve(index, free.options), free.options)
-    except ValueError:  # too few modules, or too much on one rank
+    except ValueError:  # too few modules, too much on one rank, or set to several
         return None
     loads = [
         _C.evaluate_partition(d.index.tree, d.assignment, free.options).largest_load

@@ -1,0 +1,24 @@
+#pragma once
+
+#include "csrc/partition/decision_tree.h"
+#include "csrc/partition/module_tree.h"
+#include "csrc/partition/options.h"
+
+namespace smp::partition {
+
+/// Whether each unit can be where its nodes are asked to be.
+/// @throws ValueError with the names, if nodes that must stay together are
+/// asked
+///     for on different partitions, if one that has to be on partition 0 is
+///     not, or if there is no such partition
+void check_wishes(const ModuleTree& tree, int num_partitions);
+
+/// The first node of a unit that is asked for somewhere; there is one.
+int asked_node(const DecisionTree& decisions, int unit_id);
+
+/// Says that wishes leave a stage without modules.
+/// @throws ValueError
+[[noreturn]] void raise_wishes(const DecisionTree& decisions,
+                               const PartitionOptions& options);
+
+}  // namespace smp::partition
