@@ -14,7 +14,7 @@ from tests.dist.pool import Pool
 from tests.dist.split_training import SplitRun, build_marked, make_optimizer
 from tests.reference.split_families import make_split_batch
 
-CASE = "qwen3_tied"
+CASES = ("qwen3_tied", "mixtral")
 
 
 def make(run: SplitRun, seed: int, **config: Any) -> tuple[Any, Any, Any]:
@@ -37,7 +37,7 @@ def make(run: SplitRun, seed: int, **config: Any) -> tuple[Any, Any, Any]:
         return loss
 
     def train(step: int) -> None:
-        train_step(make_split_batch(CASE, 0, step))
+        train_step(make_split_batch(run.case, 0, step))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -73,12 +73,14 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(float((a[key] - b[key]).abs().max()) for key in a)
 
 
-@pytest.fixture(scope="module")
-def one_rank(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=CASES)
+def one_rank(
+    request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("one"))
     result: dict[str, Any]
-    [result] = pool.run(1, train_and_save, SplitRun(CASE, 1, 1, 1), folder, {})
-    return result
+    [result] = pool.run(1, train_and_save, SplitRun(request.param, 1, 1, 1), folder, {})
+    return {**result, "case": request.param}
 
 
 SHARDED = {"shard_optimizer_state": True}
@@ -102,10 +104,11 @@ def test_state_of_a_planned_model_is_that_of_one_rank(
     config: dict[str, Any],
     onto: tuple[int, int, int],
 ) -> None:
-    run, other = SplitRun(CASE, *layout), SplitRun(CASE, *onto)
+    case = one_rank["case"]
+    run, other = SplitRun(case, *layout), SplitRun(case, *onto)
     results = pool.run(run.world_size, train_and_save, run, str(tmp_path), config)
     for result in results:
-        assert any(name.endswith("down_proj.weight") for name in result["split"])
+        assert any(name.endswith(("down_proj.weight", "gate_up_proj")) for name in result["split"])
         assert difference(result["whole"], one_rank["whole"]) < 1e-12
         assert difference(result["third"], one_rank["third"]) < 1e-12
     for state in pool.run(run.world_size, resume, run, str(tmp_path), config):
@@ -127,7 +130,7 @@ def make_late(rank: int, run: SplitRun) -> tuple[dict[str, Any], list[str]]:
     )  # fmt: skip
     torch.manual_seed(3)
     with smp.model_creation(tensor_parallelism=True):
-        plain = make_split_family(CASE, torch.float32)
+        plain = make_split_family(run.case, torch.float32)
     assert all(p.is_meta for p in plain.parameters())
     model = smp.DistributedModel(plain)
 
@@ -136,18 +139,19 @@ def make_late(rank: int, run: SplitRun) -> tuple[dict[str, Any], list[str]]:
         loss: Tensor = model(**batch)["loss"]
         return loss
 
-    look(make_split_batch(CASE, 0, 0))
+    look(make_split_batch(run.case, 0, 0))
     split = [n for n, p in model.local_named_parameters() if model.is_distributed_parameter(p)]
     return dict(model.state_dict()), split
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=str)
 def test_delayed_parameters_of_a_planned_model_do_not_depend_on_the_layout(
-    pool: Pool, layout: tuple[int, int, int]
+    pool: Pool, layout: tuple[int, int, int], case: str
 ) -> None:
-    [(expected, _)] = pool.run(1, make_late, SplitRun(CASE, 1, 1, 1))
+    [(expected, _)] = pool.run(1, make_late, SplitRun(case, 1, 1, 1))
     assert max(float(value.abs().max()) for value in expected.values()) > 0.01
-    run = SplitRun(CASE, *layout)
+    run = SplitRun(case, *layout)
     for state, split in pool.run(run.world_size, make_late, run):
         assert split
         assert difference(state, expected) == 0.0

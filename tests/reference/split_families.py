@@ -26,6 +26,9 @@ _GROUPED = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 16,
 }  # fmt: skip
 
+# Grouped products take no float64 where casts are lifted.
+_EXPERTS = {**_GROUPED, "num_hidden_layers": 2, "experts_implementation": "eager"}
+
 _make = families.hugging_face
 SPLIT_FAMILIES: dict[str, Maker] = {
     "gpt2": _make("GPT2LMHeadModel", "GPT2Config", **_GPT, **_TOKENS),
@@ -53,6 +56,30 @@ PLANNED_FAMILIES: dict[str, Maker] = {
     "qwen3_tied": _make(
         "Qwen3ForCausalLM", "Qwen3Config",
         head_dim=4, tie_word_embeddings=True, **_GROUPED | {"num_key_value_heads": 2},
+    ),
+    # Experts, in rows of gates and others that lie behind each other.
+    "mixtral": _make(
+        "MixtralForCausalLM", "MixtralConfig",
+        num_local_experts=3, num_experts_per_tok=2, **_EXPERTS,
+    ),
+    "qwen3_moe": _make(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+        head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=10,
+        **_EXPERTS,
+    ),
+    # A layer without experts, one with some that all tokens take; latent attention is whole.
+    "deepseek_v3": _make(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config",
+        q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=10, **_EXPERTS | {"num_key_value_heads": 8},
+    ),
+    # Latent attention is split.
+    "deepseek_v2": _make(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config",
+        q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=10, **_EXPERTS | {"num_key_value_heads": 8},
     ),
 }  # fmt: skip
 

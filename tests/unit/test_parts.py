@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from smp.tensor_parallel import partial
-from smp.tensor_parallel.cutting import cut, join
+from smp.tensor_parallel import partial, sharding
+from smp.tensor_parallel.cutting import cut, join, part_of
 from smp.tensor_parallel.parts import Part
 
 
@@ -111,3 +111,53 @@ def test_who_holds_nothing_says_nothing() -> None:
     nothing = {0: {}, partial.FLAT_MARK: {0: (4, 0, (4,))}}
     full = {0: {"m": torch.arange(4.0)}, partial.FLAT_MARK: {0: (0, 4, (4,))}}
     assert partial.merge([nothing, full])[0]["m"].tolist() == [0, 1, 2, 3]
+
+
+# ---- packed matrices
+
+
+def packed_parts(whole: Tensor, dim: int, num: int, sizes: list[int]) -> list[nn.Parameter]:
+    """The parts of the ranks, marked."""
+    apart = whole.unflatten(dim, (num, -1)).split(sizes, dim + 1)
+    made = [nn.Parameter(piece.flatten(dim, dim + 1).contiguous()) for piece in apart]
+    for rank, part in enumerate(made):
+        sharding.mark_packed(part, dim, num, sum(sizes[:rank]), sum(sizes))
+    return made
+
+
+PACKED = [((2, 10, 3), 1, [3, 2]), ((2, 3, 8), 2, [1, 2, 1]), ((12,), 0, [2, 4]), ((6, 5), 0, [3])]
+
+
+@pytest.mark.parametrize(("shape", "dim", "sizes"), PACKED)
+def test_packed_parts_are_slices_of_the_whole(
+    shape: tuple[int, ...], dim: int, sizes: list[int]
+) -> None:
+    whole = torch.randn(shape)
+    for part in packed_parts(whole, dim, 2, sizes):
+        assert sharding.whole_shape(part) == list(shape)
+        assert torch.equal(sharding.slice_of(whole, sharding.interval_of(part)), part)
+        found = part_of(part)
+        found.check(shape)
+        assert torch.equal(cut(whole, found), part.detach().flatten())
+        counted = sharding.interval_of(part)
+        assert isinstance(counted, sharding.PackedInterval)
+        assert counted.counted().size == part.shape[dim]
+        assert counted.counted().extent == shape[dim]
+
+
+@pytest.mark.parametrize("num_flat", [1, 3])
+@pytest.mark.parametrize(("shape", "dim", "sizes"), PACKED)
+def test_marked_packed_states_become_whole(
+    shape: tuple[int, ...], dim: int, sizes: list[int], num_flat: int
+) -> None:
+    whole = torch.randn(shape)
+    states = []
+    for part in packed_parts(whole, dim, 2, sizes):
+        slices = partial.slices_of([("a", part)])
+        step = -(-part.numel() // num_flat)
+        for begin in range(0, part.numel(), step):
+            piece = part.detach().flatten()[begin : begin + step]
+            flat = None if num_flat == 1 else {"a": (begin, piece.numel(), tuple(part.shape))}
+            value = part.detach() if num_flat == 1 else piece
+            states.append({"a": value, **partial.marks_of(slices, flat)})
+    assert torch.equal(partial.merge(states)["a"], whole)

@@ -134,8 +134,8 @@ def first_line(text: str) -> str:
 
 def judge(result: Result, records: list[Record], alone: list[Record], job: Job) -> Result:
     """Losses, gradients, parameters; the first difference is the reason."""
-    result.first_step_s = max(record.seconds[0] for record in records)
-    result.step_s = max(record.seconds[-1] for record in records)
+    result.first_step_s = max(record.seconds[0] for record in records if record.seconds)
+    result.step_s = max(record.seconds[-1] for record in records if record.seconds)
     result.alone_s = alone[0].seconds[-1]
     result.remote_calls = sum(record.remote_calls for record in records)
     half = job.mode.half
@@ -167,10 +167,14 @@ def _compare_parts(comparison: Comparison, records: list[Record], alone: Record)
     params = _joined([record.params for record in records])
     if not alone.params.keys() <= params.keys():
         return  # a distributed form has taken the place of modules; only losses tell
-    grads = partial.merge([record.parts for record in records])
+    grads = records[0].grads[0] if records[0].grads else _merged(records)
     with_grad = {name: grads.get(name) for name in alone.params}
     comparison.tensors("gradient of step 1", with_grad, alone.grads[0])
     comparison.tensors("parameter", params, alone.params)
+
+
+def _merged(records: list[Record]) -> Tensors:
+    return partial.merge([record.parts for record in records])
 
 
 def _joined(parts: list[Tensors]) -> Tensors:

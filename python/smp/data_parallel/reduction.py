@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.data_parallel.comm_hook import CommHook, hooked
-from smp.tensor_parallel.sharding import interval_of, placement_of, whole_shape
+from smp.tensor_parallel.sharding import PackedInterval, interval_of, placement_of, whole_shape
 from smp.world.rank import Rank
 
 
@@ -78,6 +78,9 @@ def make_records(
     for index, ((name, parameter), reduction) in enumerate(
         zip(parameters, reductions, strict=True)
     ):
+        interval = interval_of(parameter)
+        if isinstance(interval, PackedInterval):
+            interval = interval.counted()
         is_cast = half is not None and parameter.is_floating_point()
         records.append(
             _C.ParameterRecord(
@@ -86,7 +89,7 @@ def make_records(
                 whole_shape(parameter),
                 half if half is not None and is_cast else parameter.dtype,
                 divisor=reduction.divisor,
-                interval=interval_of(parameter),
+                interval=interval,
                 ties=list(others.get(name, ())),
                 group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
                 accumulation_dtype=torch.float32 if is_cast else None,

@@ -18,7 +18,7 @@ from smp.precision.holdings import (
     parameters_of,
 )
 from smp.storage.shards import lay_out
-from smp.tensor_parallel.sharding import interval_of
+from smp.tensor_parallel.sharding import dim_of, interval_of
 from smp.world import runtime
 from smp.world.rank import Rank
 
@@ -142,7 +142,7 @@ class MasterViews:
         for group in self.param_groups:
             for p in group["params"]:
                 interval = interval_of(model_parameter_of(p))
-                axes[id(p)] = None if interval is None else interval.dim
+                axes[id(p)] = dim_of(interval)
         return axes
 
     def _holding_groups(self, has_copy: bool) -> list[list[Holding]]:

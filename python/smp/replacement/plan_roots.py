@@ -14,7 +14,8 @@ from smp.nn import layout as layouts
 from smp.nn.planned.masks import agree_on_masks
 from smp.replacement import plans
 from smp.replacement.marks import Mark, mark_of
-from smp.replacement.planned import Report, apply_plan
+from smp.replacement.plan_cuts import Report
+from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
 from smp.tensor_parallel.registry import registration_of
 from smp.world.log import first_rank_log

@@ -16,11 +16,21 @@ Plan = Mapping[str, str]
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
 PARTIAL = "replicated_with_grad_allreduce"
-TABLE_ROWS = "embedding_rowwise"
-WHOLE = "replicate"
+TABLE_ROWS, TABLE_COLUMNS = "embedding_rowwise", "embedding_colwise"
+PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
+EXPERTS, IDENTITY = "moe_tp_experts", "moe_identity_expert"
+LATENT = "mla_kv_a_proj"
+SUMMED = "all_reduce"
+WHOLE, LOCAL = "replicate", "local_params"
 #: Words that are other names of one of those below.
 _SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
-WORDS = frozenset({COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, WHOLE})
+WORDS = frozenset(
+    {COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, TABLE_COLUMNS, PACKED_COLUMN}
+    | {PACKED_ROW, EXPERTS, IDENTITY, LATENT, SUMMED, WHOLE, LOCAL}
+)
+#: Words without an effect of their own here.
+SILENT = frozenset({WHOLE, LOCAL})
+_COLUMNS = frozenset({COLUMN, PACKED_COLUMN})
 
 
 class UnknownWord(ValueError):
@@ -135,7 +145,7 @@ def group(words: Mapping[str, str]) -> Groups:
     """
     held: dict[str, list[str]] = {}  # columns, by each module around them
     for path, word in words.items():
-        if word == COLUMN:
+        if word in _COLUMNS:
             for place in _around(path):
                 held.setdefault(place, []).append(path)
     # Small modules first: a row takes no column that belongs to a smaller group beside it.
@@ -158,7 +168,7 @@ def group(words: Mapping[str, str]) -> Groups:
                 break
         else:
             alone.append(row)
-    alone += [path for path, word in words.items() if word == COLUMN and path not in claimed]
+    alone += [path for path, word in words.items() if word in _COLUMNS and path not in claimed]
     return Groups(found, tuple(alone))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.precision.holdings import Holding
 from smp.tensor_parallel.parts import Part
-from smp.tensor_parallel.sharding import interval_of
+from smp.tensor_parallel.sharding import Interval, interval_of, whole_shape
 
 #: Makes all parameters of this rank real, and calls back with each one that has its values.
 MakeReal = Callable[[Callable[[nn.Parameter], None]], None]
@@ -37,7 +37,7 @@ class Stored:
     values: Tensor
     updated: Part
     master: Tensor | None
-    slice_: _C.ShardInterval | None
+    slice_: Interval | None
     is_shown: bool
 
     @classmethod
@@ -53,9 +53,7 @@ class Stored:
         """The elements of the flattened ``tensor`` from ``begin`` on are ``values``."""
         slice_ = interval_of(tensor)
         part = Part.of_slice(tensor.shape, slice_, begin, values.numel())
-        shape, updated, master = list(tensor.shape), part, None
-        if slice_ is not None:
-            shape[slice_.dim] = slice_.extent
+        shape, updated, master = whole_shape(tensor), part, None
         if holding is not None:
             updated = replace(part, flat_begin=holding.begin, flat_numel=holding.numel)
             master = holding.master.detach() if holding.has_copy else None

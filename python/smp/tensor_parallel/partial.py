@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import Tensor
 import smp._C as _C
 from smp.tensor_parallel.cutting import join
 from smp.tensor_parallel.parts import Part
-from smp.tensor_parallel.sharding import interval_of
+from smp.tensor_parallel.sharding import Interval, PackedInterval, interval_of
 
 #: Marks a dict as the part of one rank.
 PARTIAL_MARK = "_smp_is_partial"
-#: In such a dict: which slice an entry is, by key, as ``(dim, begin, end, extent)``.
+#: In such a dict: which slice an entry is, by key, as ``(dim, begin, end, extent)``; of packed
+#: matrices with the sizes of the whole in which ``dim`` counts, as a fifth.
 SHARDS_MARK = "_smp_shards"
 #: In such a dict: which elements of the flattened slice an entry has, by key, as
 #: ``(begin, numel, shape of the slice)``. Only entries that are cut so have one.
@@ -26,7 +28,7 @@ LAYOUT_MARK = "_smp_layout"
 MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, FLAT_MARK, LAYOUT_MARK})
 
 # What files hold: plain tuples, which `torch.load(..., weights_only=True)` takes.
-Slice = tuple[int, int, int, int]
+Slice = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[int, ...]]
 Flat = tuple[int, int, tuple[int, ...]]
 _Marked = tuple[Any, Slice | None, Flat | None]
 
@@ -36,9 +38,15 @@ def slices_of(named: Iterable[tuple[Any, Any]]) -> dict[Any, Slice]:
     return slice_marks((key, interval_of(p)) for key, p in named if isinstance(p, Tensor))
 
 
-def slice_marks(intervals: Iterable[tuple[Any, _C.ShardInterval | None]]) -> dict[Any, Slice]:
+def slice_marks(intervals: Iterable[tuple[Any, Interval | None]]) -> dict[Any, Slice]:
     """The marks of slices, by key; None: held whole."""
-    return {key: (i.dim, i.begin, i.end, i.extent) for key, i in intervals if i is not None}
+    return {key: _mark(interval) for key, interval in intervals if interval is not None}
+
+
+def _mark(i: Interval) -> Slice:
+    if isinstance(i, PackedInterval):
+        return i.dim, i.begin, i.end, i.extent, i.view
+    return i.dim, i.begin, i.end, i.extent
 
 
 def marks_of(slices: Mapping[Any, Slice], flat: Mapping[Any, Flat] | None) -> dict[str, Any]:
@@ -122,6 +130,11 @@ def _part(
         shape = tuple(sizes)
     if slice_ is None:
         return Part.flat(shape, begin, numel), shape
+    if len(slice_) == 5:
+        packed = PackedInterval(tuple(slice_[4]), *slice_[:4])
+        if math.prod(shape) * packed.extent != math.prod(packed.view) * packed.size:
+            return None
+        return Part.of_slice(shape, packed, begin, numel), tuple(packed.shape)
     dim, first, end, extent = slice_
     if len(shape) <= dim or shape[dim] != end - first:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smp._C import ShardInterval
+    from smp.tensor_parallel.sharding import Interval
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Part:
 
     @classmethod
     def of_slice(
-        cls, shape: Sequence[int], slice_: ShardInterval | None, begin: int, numel: int
+        cls, shape: Sequence[int], slice_: Interval | None, begin: int, numel: int
     ) -> Part:
         """Elements of the flattened slice of a dim.
 
@@ -62,7 +62,8 @@ class Part:
         """
         if slice_ is None or slice_.size == slice_.extent:
             return cls.flat(shape, begin, numel)
-        return cls(slice_.dim, slice_.begin, slice_.end, slice_.extent, begin, numel)
+        view = getattr(slice_, "view", None)
+        return cls(slice_.dim, slice_.begin, slice_.end, slice_.extent, begin, numel, view)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raises ValueError when it is no part of a tensor of sizes ``shape``."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,33 @@ class Split:
         dim: along which.
         sizes: of the parts, by rank.
         has_own_batches: the ranks apply it to different samples.
+        num_packed: matrices that lie behind each other in that dim, each of them split so.
     """
 
     name: str
     dim: int
     sizes: Sequence[int]
     has_own_batches: bool
+    num_packed: int = 1
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole parameter, differentiable. Collective over the group."""
-        grad = "sum" if self.has_own_batches else "own"
-        return regions.gather(part, self.dim, self._uneven(), grad=grad)  # type: ignore[arg-type]
+        grad: Literal["sum", "own"] = "sum" if self.has_own_batches else "own"
+        if self.num_packed == 1:
+            return regions.gather(part, self.dim, self._uneven(), grad=grad)
+        apart = part.unflatten(self.dim, (self.num_packed, -1))
+        whole = regions.gather(apart, self.dim + 1, self._uneven(), grad=grad)
+        return whole.flatten(self.dim, self.dim + 1)
 
     def own_part(self, grad: Tensor) -> Tensor:
         """This rank's part of a gradient of the whole. Collective where batches differ."""
+        apart = grad.unflatten(self.dim, (self.num_packed, -1))
         if self.has_own_batches:
-            return regions.reduce_scatter(grad, self.dim, self._uneven())
-        begin = sum(self.sizes[: regions.rank()])
-        return grad.narrow(self.dim, begin, self.sizes[regions.rank()])
+            own = regions.reduce_scatter(apart, self.dim + 1, self._uneven())
+        else:
+            begin = sum(self.sizes[: regions.rank()])
+            own = apart.narrow(self.dim + 1, begin, self.sizes[regions.rank()])
+        return own.flatten(self.dim, self.dim + 1)
 
     def _uneven(self) -> Sequence[int] | None:
         return None if len(set(self.sizes)) == 1 else self.sizes
@@ -160,7 +169,7 @@ class WholeParameter(Tensor):
         assert like is not None
         shape = list(like.shape)
         if values is None:
-            shape[split.dim] = sum(split.sizes)
+            shape[split.dim] = split.num_packed * sum(split.sizes)
         self: WholeParameter = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device
         )

@@ -4,11 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 import smp._C as _C
 from smp.tensor_parallel import regions
+
+
+@dataclass(frozen=True)
+class PackedInterval:
+    """A slice of a tensor with several matrices in one dim, of each of which it has the same part.
+
+    Attributes:
+        view: sizes of the whole tensor, with that dim as two: how many matrices, and their size.
+        dim: of the view, along which it is cut.
+        begin, end, extent: of that dim.
+    """
+
+    view: tuple[int, ...]
+    dim: int
+    begin: int
+    end: int
+    extent: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole tensor."""
+        dim = self.dim - 1
+        return [*self.view[:dim], self.view[dim] * self.extent, *self.view[self.dim + 1 :]]
+
+    def counted(self) -> _C.ShardInterval:
+        """An interval of the tensor's own dim with as many elements, for what only counts them."""
+        num = self.view[self.dim - 1]
+        bounds = (num * self.begin, num * self.end, num * self.extent)
+        return _C.ShardInterval(self.dim - 1, *bounds)
+
+
+Interval: TypeAlias = "_C.ShardInterval | PackedInterval"
 
 
 @dataclass(frozen=True)
@@ -21,7 +58,7 @@ class Placement:
             it is summed over the tensor-parallel ranks as well.
     """
 
-    interval: _C.ShardInterval | None
+    interval: Interval | None
     partial: bool = False
 
 
@@ -53,6 +90,22 @@ def mark_split(parameter: nn.Parameter, dim: int, begin: int, extent: int) -> No
     setattr(parameter, _PLACEMENT, Placement(interval))
 
 
+def mark_packed(parameter: nn.Parameter, dim: int, num: int, begin: int, extent: int) -> None:
+    """Says that a parameter is the slice from ``begin`` on of each of several packed matrices.
+
+    Args:
+        parameter: ``[..., num * own size, ...]``.
+        dim: in which the matrices lie behind each other.
+        num: how many there are.
+        begin, extent: of one of them.
+    """
+    shape = parameter.shape
+    size = shape[dim] // num
+    view = (*shape[:dim], num, extent, *shape[dim + 1 :])
+    interval = PackedInterval(view, dim + 1, begin, begin + size, extent)
+    setattr(parameter, _PLACEMENT, Placement(interval))
+
+
 def mark_whole(parameter: nn.Parameter, *, partial: bool) -> None:
     """Says that a parameter of a distributed module is held whole by every rank.
 
@@ -71,25 +124,37 @@ def placement_of(parameter: Tensor) -> Placement | None:
     return placement
 
 
-def interval_of(parameter: Tensor) -> _C.ShardInterval | None:
+def interval_of(parameter: Tensor) -> Interval | None:
     """The slice that this rank holds; None for a parameter that every rank holds whole."""
     placement: Placement | None = getattr(parameter, _PLACEMENT, None)
     return None if placement is None else placement.interval
+
+
+def dim_of(interval: Interval | None) -> int | None:
+    """The dim of the parameter itself along which an interval cuts it; None if it is whole."""
+    if isinstance(interval, PackedInterval):
+        return interval.dim - 1
+    return None if interval is None else interval.dim
 
 
 def whole_shape(parameter: Tensor) -> list[int]:
     """Shape of the parameter that this rank holds a part of."""
     shape = list(parameter.shape)
     interval = interval_of(parameter)
+    if isinstance(interval, PackedInterval):
+        return interval.shape
     if interval is not None:
         shape[interval.dim] = interval.extent
     return shape
 
 
-def slice_of(whole: Tensor, interval: _C.ShardInterval | None) -> Tensor:
-    """The slice that an interval names, a view."""
+def slice_of(whole: Tensor, interval: Interval | None) -> Tensor:
+    """The slice that an interval names, a view; a copy of packed ones."""
     if interval is None:
         return whole
+    if isinstance(interval, PackedInterval):
+        seen = whole.reshape(interval.view).narrow(interval.dim, interval.begin, interval.size)
+        return seen.flatten(interval.dim - 1, interval.dim)
     return whole.narrow(interval.dim, interval.begin, interval.size)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.precision.holdings import model_parameter_of
-from smp.tensor_parallel.sharding import interval_of
+from smp.tensor_parallel.sharding import dim_of, interval_of
 
 
 def rmsg(msg: object) -> str:
@@ -22,11 +22,11 @@ def get_distribution_axis(param: Tensor) -> int | None:
     """The dim along which tensor-parallel ranks split a parameter; None if they do not.
 
     The whole is the concatenation along it of the slices of all `tp_size()` ranks. Where a size
-    does not divide, the first ranks have one element more.
+    does not divide, the first ranks have one element more. A parameter with several matrices
+    in one dim (packed by a plan) is the concatenation of the slices of each of them.
 
     Args:
         param: of a `DistributedModel`, or what its optimizer updates in the place of one. A master
             of a sharded state is flat, and has the dim of the parameter behind it.
     """
-    interval = interval_of(model_parameter_of(param))
-    return None if interval is None else interval.dim
+    return dim_of(interval_of(model_parameter_of(param)))

@@ -110,7 +110,8 @@ def leave(layout: Layout, where: str, output: Any, num_samples: int) -> Any:
                 f"expected {num_samples * layout.num_ranks} samples of all ranks along dim 0. What "
                 "a plan splits has to keep samples there; use prescaled_batch, or leave it out"
             )
-        return regions.scatter(output, 0)
+        # A copy, which the code around may write to, and which keeps no samples of other ranks.
+        return regions.scatter(output, 0).clone()
     if type(output) in (tuple, list):
         return type(output)(leave(layout, where, item, num_samples) for item in output)
     if type(output) is dict:

@@ -137,6 +137,26 @@ class PlannedHeads(PlannedPart, nn.Linear):
         return value
 
 
+class PlannedLatent(PlannedPart, nn.Linear):
+    """``nn.Linear`` held whole, part of whose output goes to the heads directly: ``mla_kv_a_proj``.
+
+    In latent attention the other part goes through a column, which sums its gradients.
+
+    Attributes:
+        _smp_num_direct: how many features, at the end.
+    """
+
+    _smp_num_direct: int
+
+    @reading.own_code
+    def forward(self, input: Tensor) -> Tensor:
+        """``[*, in]`` to ``[*, out]``, common. Collective in backward."""
+        y = F.linear(input, self.weight, self.bias)
+        num = self._smp_num_direct
+        latent, direct = y.split([y.shape[-1] - num, num], dim=-1)
+        return torch.cat([latent, regions.copy(direct)], dim=-1)
+
+
 class _CountedOnce(torch.autograd.Function):
     """The same tensor; its gradient is divided by the ranks, over which it is summed later."""
 

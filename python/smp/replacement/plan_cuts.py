@@ -1,0 +1,207 @@
+"""What parts of a module that is split by a plan become."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.nn import layout as layouts
+from smp.nn.layout import Layout
+from smp.nn.planned.linear import PlannedColumn, PlannedHeads, PlannedPart
+from smp.replacement import plans
+from smp.replacement.plan_sizes import Share
+from smp.tensor_parallel import regions, sharding
+
+
+@dataclass
+class Report:
+    """What became of a plan.
+
+    Attributes:
+        split: words, by path of what was split.
+        left: why parts that the plan names stay whole, by path.
+        unused: keys of the plan that name nothing.
+    """
+
+    split: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    unused: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Dim:
+    """How a parameter is cut.
+
+    Attributes:
+        dim: along which.
+        sizes: by rank, of each matrix.
+        num: matrices that are packed in the dim.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    num: int = 1
+
+
+@dataclass
+class Cut:
+    """What a module becomes.
+
+    Attributes:
+        make_class: gives the class that it takes, of the one that it has.
+        dims: by name of a parameter that is split.
+        partial: names of parameters held whole whose gradients are summed over the ranks.
+        attributes: further ones of the module.
+    """
+
+    make_class: Callable[[type[nn.Module]], type[nn.Module]]
+    dims: dict[str, Dim]
+    partial: frozenset[str] = frozenset()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Draft:
+    """What is known and decided of a module that is split by a plan.
+
+    Attributes:
+        root: the module that the plan is for.
+        prefix: of its name in the model, with a dot at the end; for messages.
+        layout: of the model.
+        modules: by path; each once.
+        taken: modules that the plan is not for, and why.
+        words: by path, of modules and parameters that the plan names.
+        cuts: by path of a module: what it becomes.
+        owners: by path of a group: attributes that say how many heads there are here.
+        experts: paths of those that are cut.
+        report: what is to be told.
+    """
+
+    root: nn.Module
+    prefix: str
+    layout: Layout
+    modules: Mapping[str, nn.Module]
+    taken: Mapping[nn.Module, str]
+    words: dict[str, str] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    owners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
+    report: Report = field(default_factory=Report)
+
+
+def draft_of(
+    root: nn.Module, plan: plans.Plan, prefix: str, taken: Mapping[nn.Module, str]
+) -> Draft:
+    """What a plan names in a module; nothing is decided yet."""
+    modules = dict(root.named_modules())
+    out = {part: why for module, why in taken.items() for part in module.modules()}
+    matches = plans.match(plan, [*modules, *(name for name, _ in root.named_parameters())])
+    draft = Draft(root, prefix, layouts.current(), modules, out)
+    draft.report.unused = matches.unused
+    for path, word in matches.words.items():
+        module = modules.get(path)
+        if module is not None and module in out:
+            draft.report.left[path] = out[module]
+        elif word not in plans.SILENT:
+            draft.words[path] = word
+    return draft
+
+
+def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Why a module cannot be split, as the end of a sentence that begins with it."""
+    cls = type(module)
+    if not isinstance(module, base):
+        return f"is a {cls.__name__}; expected {base.__name__}"
+    if cls is not base and not _calls_super(cls):
+        return f"is a {cls.__name__}, a subclass of {base.__name__} that computes something else"
+    if "forward" in module.__dict__:
+        return "has a forward of its own, set on the instance"
+    if isinstance(module, nn.Embedding) and (
+        module.sparse or module.max_norm is not None or module.scale_grad_by_freq
+    ):
+        return "has an option that needs whole rows of all ranks (sparse, max_norm, frequencies)"
+    for name, parameter in module.named_parameters():
+        if name not in ("weight", "bias"):
+            return f"has a parameter '{name}'"
+        if type(parameter) is not nn.Parameter:
+            return f"has a {type(parameter).__name__} as '{name}'"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"has a hook on its parameter '{name}'"
+    if "weight" not in module._parameters:
+        return "has no parameter 'weight'"
+    return None
+
+
+def _calls_super(cls: type[nn.Module]) -> bool:
+    """Does the forward of a subclass hand on to that of its base, as ``super().forward(...)``?"""
+    holders = [c for c in cls.__mro__ if "forward" in c.__dict__]
+    if holders[0] in (nn.Linear, nn.Embedding):
+        return True
+    code = getattr(holders[0].__dict__["forward"], "__code__", None)
+    is_direct = len(holders) > 1 and holders[1] in (nn.Linear, nn.Embedding)
+    return (
+        is_direct
+        and code is not None
+        and "__class__" in code.co_freevars
+        and "forward" in code.co_names
+    )
+
+
+def joined_class(cls: type[nn.Module], planned: type[PlannedPart]) -> type[nn.Module]:
+    """The class that a module takes: what a subclass adds stands around ours."""
+    if cls in (nn.Linear, nn.Embedding):
+        return planned
+    if (cls, planned) not in _joined:
+        members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _joined[cls, planned] = type(cls.__name__, (cls, planned), members)
+    return _joined[cls, planned]
+
+
+_joined: dict[tuple[type[nn.Module], type[PlannedPart]], type[nn.Module]] = {}
+
+
+def behind(planned: type[PlannedPart]) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    return functools.partial(joined_class, planned=planned)
+
+
+def column_cut(module: nn.Linear, share: Share, num: int) -> Cut:
+    if not share.sizes:
+        own = share.heads[regions.rank()]
+        attributes = {"_smp_sizes": (), "_smp_heads": own, "_smp_unit": share.unit}
+        return Cut(behind(PlannedHeads), {}, frozenset({"weight", "bias"}), attributes)
+    dims = {"weight": Dim(0, share.sizes, num)}
+    if module.bias is not None:
+        dims["bias"] = Dim(0, share.sizes, num)
+    return Cut(behind(PlannedColumn), dims, attributes={"_smp_sizes": share.sizes})
+
+
+def standalone_cut(
+    module: nn.Module, cls: type[PlannedPart], dim: int, sizes: tuple[int, ...]
+) -> Cut:
+    dims = {"weight": Dim(dim, sizes)}
+    if dim == 0 and module._parameters.get("bias") is not None:
+        dims["bias"] = Dim(0, sizes)
+    return Cut(behind(cls), dims, attributes={"_smp_sizes": sizes})
+
+
+def part_of(whole: nn.Parameter, how: Dim) -> nn.Parameter:
+    """This rank's part of a parameter, marked."""
+    begin, own = sharding.begin_of(how.sizes), how.sizes[regions.rank()]
+    with torch.no_grad():
+        apart = whole.detach().unflatten(how.dim, (how.num, -1))
+        values = apart.narrow(how.dim + 1, begin, own).flatten(how.dim, how.dim + 1)
+        part = nn.Parameter(
+            values.clone(memory_format=torch.contiguous_format), whole.requires_grad
+        )
+    part.__dict__.update(whole.__dict__)
+    extent = whole.shape[how.dim]
+    if how.num == 1:
+        sharding.mark_split(part, how.dim, begin, extent)
+    else:
+        sharding.mark_packed(part, how.dim, how.num, begin, extent // how.num)
+    return part

@@ -1,0 +1,82 @@
+"""Decides how experts are split, and other modules whose results are terms of a sum."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch import nn
+
+from smp.nn.planned.experts import identity_class, term_class
+from smp.replacement import plans
+from smp.replacement.plan_cuts import Cut, Dim, Draft
+from smp.replacement.plan_sizes import CannotCut
+from smp.tensor_parallel import sharding
+
+# Of parameters of experts: the dim from the end, and how many matrices are packed in it.
+_EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
+    plans.COLUMN: (2, 1),
+    plans.PACKED_COLUMN: (2, 2),
+    plans.ROW: (1, 1),
+    plans.PACKED_ROW: (1, 2),
+}
+
+
+def decide_experts(draft: Draft) -> None:
+    """Experts whose parameters are three-dimensional, and what is summed like them."""
+    for path, word in draft.words.items():
+        if word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
+            try:
+                _cut_experts(draft, path)
+            except CannotCut as error:
+                draft.report.left[path] = str(error)
+                for key in draft.modules[path]._parameters:
+                    draft.report.left[f"{path}.{key}"] = "its experts stay whole"
+
+
+def _cut_experts(draft: Draft, path: str) -> None:
+    """Cuts each expert by features. The place to choose whole experts for each rank instead.
+
+    Raises:
+        CannotCut: not all of their parameters are known.
+    """
+    module = draft.modules[path]
+    if draft.layout.has_own_batches and draft.words[path] == plans.EXPERTS:
+        if _takes_rows_only(module):
+            raise CannotCut(
+                "is called with rows in the order of experts, which samples of all ranks "
+                "would not be in; use prescaled_batch"
+            )
+    dims: dict[str, Dim] = {}
+    for name, parameter in module.named_parameters():
+        word = draft.words.get(f"{path}.{name}", "")
+        if "." in name or word not in _EXPERT_DIMS:
+            raise CannotCut(f"the plan does not say how its parameter '{name}' is split")
+        from_end, num = _EXPERT_DIMS[word]
+        dim = max(parameter.dim() - from_end, 0)
+        if parameter.shape[dim] % num:
+            raise CannotCut(f"has an odd size of {parameter.shape[dim]} in '{name}'")
+        sizes = sharding.split(parameter.shape[dim] // num)
+        if sizes[-1] == 0:
+            raise CannotCut(f"has {sum(sizes)} features in '{name}', fewer than ranks")
+        dims[name] = Dim(dim, tuple(sizes), num)
+    widths = {sum(cut.sizes) for cut in dims.values()}
+    if len(dims) < 2 or len(widths) > 1:
+        # A plan may forget that two matrices are packed in one.
+        raise CannotCut(
+            f"has parameters that are cut in sizes {sorted(widths)}: which features belong "
+            "together cannot be told"
+        )
+    draft.cuts[path] = Cut(term_class, dims, attributes={"_smp_word": draft.words[path]})
+    draft.experts.add(path)
+    draft.report.split.update({f"{path}.{name}": draft.words[f"{path}.{name}"] for name in dims})
+    for name, _ in module.named_modules():
+        if draft.words.get(f"{path}.{name}") == plans.IDENTITY:
+            draft.cuts[f"{path}.{name}"] = Cut(identity_class, {})
+
+
+def _takes_rows_only(experts: nn.Module) -> bool:
+    """Does nothing but the place of a row tell the expert that it is for?"""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    found = inspect.signature(type(experts).forward).parameters.values()
+    return all(p.kind in kinds for p in found) and len(found) <= 2

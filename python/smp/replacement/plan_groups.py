@@ -1,0 +1,182 @@
+"""Decides how columns and the rows that they feed are split, and what latent attention is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+import smp._C as _C
+from smp.nn.planned.linear import PlannedLatent, PlannedRow
+from smp.replacement import plan_sizes, plans
+from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in
+from smp.replacement.plan_sizes import CannotCut, Shares
+from smp.tensor_parallel import regions
+
+
+def decide_groups(draft: Draft) -> dict[str, plans.Group]:
+    found = plans.group({p: w for p, w in draft.words.items() if p in draft.modules})
+    for path in found.alone:
+        counterpart = "rows that it feeds" if draft.words[path] == plans.COLUMN else "columns"
+        draft.report.left[path] = f"there are no {counterpart} in the modules around it"
+    kept = {}
+    for path, group in found.groups.items():
+        problem = _problem_of(draft, group)
+        if problem is None:
+            try:
+                _cut_group(draft, path, group)
+                kept[path] = group
+                continue
+            except CannotCut as error:
+                problem = str(error)
+        for part in (*group.columns, *group.rows):
+            draft.report.left[part] = problem
+    return kept
+
+
+def _problem_of(draft: Draft, group: plans.Group) -> str | None:
+    """Why a group cannot be split."""
+    for part in draft.modules[group.path].modules():
+        if part in draft.taken:
+            return f"a part beside it stays out of the plan: {draft.taken[part]}"
+    for path in (*group.columns, *group.rows):
+        problem = problem_in(draft.modules[path], nn.Linear)
+        if problem is not None:
+            return f"'{path}' {problem}"
+    return None
+
+
+def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
+    owner = draft.modules[path]
+    num = {p: 2 if draft.words[p] == plans.PACKED_COLUMN else 1 for p in group.columns}
+    columns = {p: _linear(draft, p).out_features // num[p] for p in group.columns}
+    rows = {p: _linear(draft, p).in_features for p in group.rows}
+    attributes = _numbers_of(owner)
+    heads = plan_sizes.heads_of(attributes, columns, next(iter(rows.values())))
+    shares = plan_sizes.shares_of(columns, rows, heads, draft.layout.num_ranks)
+    if heads is not None:
+        draft.owners[path] = _head_attributes(owner, heads, shares)
+        if max(num.values()) > 1:
+            raise CannotCut("has packed columns in attention, whose order is not known")
+    for part, share in shares.columns.items():
+        draft.cuts[part] = column_cut(_linear(draft, part), share, num[part])
+    for part, share in shares.rows.items():
+        sizes = {"_smp_sizes": share.sizes}
+        dims = {"weight": Dim(1, share.sizes)}
+        draft.cuts[part] = Cut(behind(PlannedRow), dims, attributes=sizes)
+    if heads is not None:
+        _cut_by_heads(draft, path, heads, shares)
+
+
+def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
+    """Parameters of attention itself with a number, or some, for each head."""
+    owner = draft.modules[path]
+    dims = {}
+    for name, parameter in owner._parameters.items():
+        own = f"{path}.{name}" if path else name
+        if parameter is None or draft.words.get(own) != plans.COLUMN:
+            continue
+        if parameter.shape[0] % heads.queries:
+            raise CannotCut(
+                f"has {parameter.shape[0]} elements in '{own}', which are not those of "
+                f"{heads.queries} heads"
+            )
+        unit = parameter.shape[0] // heads.queries
+        dims[name] = Dim(0, tuple(unit * n for n in shares.queries))
+    if dims:
+        draft.cuts[path] = Cut(lambda cls: cls, dims)
+
+
+def _linear(draft: Draft, path: str) -> nn.Linear:
+    module = draft.modules[path]
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def is_complete(draft: Draft, group: plans.Group) -> bool:
+    parts = (*group.columns, *group.rows)
+    if all(path in draft.cuts for path in parts):
+        return True
+    for path in (*parts, group.path):  # a shared parameter has taken one away
+        if draft.cuts.pop(path, None) is not None:
+            draft.report.left[path] = "a part beside it stays whole"
+    return False
+
+
+def decide_latent(draft: Draft, groups: Mapping[str, plans.Group]) -> None:
+    """Projections of latent attention, of which the group around them is split."""
+    for path, word in draft.words.items():
+        if word != plans.LATENT:
+            continue
+        place = plans.holder(path, groups)
+        module = draft.modules.get(path)
+        problem = "is a parameter" if module is None else problem_in(module, nn.Linear)
+        if place is None:
+            problem = "it is in no block that is split"
+        if problem is None and place is not None:
+            num = _direct_features(draft.modules[place])
+            if num > 0:
+                attributes = {"_smp_sizes": (), "_smp_num_direct": num}
+                draft.cuts[path] = Cut(behind(PlannedLatent), {}, attributes=attributes)
+                continue
+            # Its gradients would lack those of the other ranks.
+            raise ValueError(
+                f"{_C.rank_prefix()}'{draft.prefix}{path}' is {plans.LATENT} in the plan, and "
+                "neither the module around it nor its configuration has qk_rope_head_dim, "
+                "which says how many of its features go to the heads directly"
+            )
+        draft.report.left[path] = str(problem)
+
+
+def _direct_features(owner: nn.Module) -> int:
+    """Features of latent attention that go to the heads directly."""
+    own = _number(owner.__dict__.get("qk_rope_head_dim"))
+    return own or _number(getattr(getattr(owner, "config", None), "qk_rope_head_dim", None))
+
+
+def _numbers_of(owner: nn.Module) -> dict[str, int]:
+    """Numbers of heads that a module says, or else its configuration."""
+    names = (
+        "head_dim",
+        *plan_sizes.QUERY_NAMES,
+        *plan_sizes.KEY_VALUE_NAMES,
+        *plan_sizes.GROUP_NAMES,
+    )
+    own = {name: _number(owner.__dict__.get(name)) for name in names}
+    if own["head_dim"] or any(own[name] for name in plan_sizes.QUERY_NAMES):
+        config = getattr(owner, "config", None)
+        for name in names:
+            if not own[name] and name != "head_dim":
+                own[name] = _number(getattr(config, name, None))
+    return own
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _head_attributes(owner: nn.Module, heads: plan_sizes.Heads, shares: Shares) -> dict[str, Any]:
+    """Attributes that say how many heads there are, with those of this rank.
+
+    Raises:
+        CannotCut: code takes keys that are shared for granted, in a number that differs here.
+    """
+    rank = regions.rank()
+    made: dict[str, Any] = {"_smp_heads": (shares.queries[rank], heads.queries)}
+    for names, before, after in (
+        (plan_sizes.QUERY_NAMES, heads.queries, shares.queries[rank]),
+        (plan_sizes.KEY_VALUE_NAMES, heads.keys, shares.keys[rank]),
+        (plan_sizes.GROUP_NAMES, heads.queries // heads.keys, shares.groups[rank]),
+    ):
+        for name in names:
+            if owner.__dict__.get(name) == before:
+                made[name] = after
+    knows_groups = any(name in made for name in plan_sizes.GROUP_NAMES)
+    changes = any(after != heads.queries // heads.keys for after in shares.groups)
+    if changes and not knows_groups:
+        raise CannotCut(
+            f"has {heads.keys} heads of keys and values, fewer than ranks, and no attribute such "
+            f"as {plan_sizes.GROUP_NAMES[0]} that tells how many heads of queries share one"
+        )
+    return made
