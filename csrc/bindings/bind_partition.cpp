@@ -27,23 +27,27 @@ void bind_options(py::module_& m) {
   py::class_<PartitionOptions>(m, "PartitionOptions")
       .def(py::init([](int num_partitions, double memory_weight, int num_chunks,
                        std::vector<int> kept_microbatches, double state_factor,
-                       int64_t memory_limit_bytes) {
+                       int64_t memory_limit_bytes, bool must_fit,
+                       double lead_weight) {
              return PartitionOptions{
                  num_partitions, memory_weight,
                  num_chunks,     std::move(kept_microbatches),
-                 state_factor,   memory_limit_bytes};
+                 state_factor,   memory_limit_bytes,
+                 must_fit,       lead_weight};
            }),
            py::arg("num_partitions"), py::arg("memory_weight") = 0.8,
            py::arg("num_chunks") = 1,
            py::arg("kept_microbatches") = std::vector<int>{},
-           py::arg("state_factor") = 4.0, py::arg("memory_limit_bytes") = 0)
+           py::arg("state_factor") = 4.0, py::arg("memory_limit_bytes") = 0,
+           py::arg("must_fit") = true, py::arg("lead_weight") = 0.0)
       .def_readonly("num_partitions", &PartitionOptions::num_partitions)
       .def_readonly("memory_weight", &PartitionOptions::memory_weight)
       .def_readonly("num_chunks", &PartitionOptions::num_chunks)
       .def_readonly("kept_microbatches", &PartitionOptions::kept_microbatches)
       .def_readonly("state_factor", &PartitionOptions::state_factor)
-      .def_readonly("memory_limit_bytes",
-                    &PartitionOptions::memory_limit_bytes);
+      .def_readonly("memory_limit_bytes", &PartitionOptions::memory_limit_bytes)
+      .def_readonly("must_fit", &PartitionOptions::must_fit)
+      .def_readonly("lead_weight", &PartitionOptions::lead_weight);
 
   py::enum_<PlacementRule>(m, "PlacementRule", "Why a module is where it is.")
       .value("DRIVER", PlacementRule::kDriver)
@@ -80,6 +84,8 @@ void bind_assignment(py::module_& m) {
       .def_readonly("activation_bytes", &Evaluation::activation_bytes,
                     "Per stage, one microbatch, with copies.")
       .def_readonly("compute", &Evaluation::compute, "Per stage.")
+      .def_readonly("forward", &Evaluation::forward,
+                    "Per stage, the part of compute in forwards.")
       .def_readonly("transfer_bytes", &Evaluation::transfer_bytes,
                     "Per stage, sent and received.")
       .def_readonly("memory_bytes", &Evaluation::memory_bytes,
@@ -108,7 +114,9 @@ void bind_partition(py::module_& m) {
            "Appends a node and returns its index; the root has parent -1.")
       .def("set_costs", &ModuleTree::set_costs, py::arg("idx"),
            py::arg("compute"), py::arg("activation_bytes"),
-           "Own costs of one microbatch, as a trace measured them.")
+           py::arg("forward") = 0.0,
+           "Own costs of one microbatch, as a trace measured them; of compute "
+           "the part in forwards.")
       .def("set_order", &ModuleTree::set_order, py::arg("node_idxs"),
            "Nodes in the order of their first call.")
       .def("add_alias", &ModuleTree::add_alias, py::arg("parent_idx"),

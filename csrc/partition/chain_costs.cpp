@@ -300,7 +300,13 @@ double ChainCosts::load(int stage, int i, int j) const {
   if (limit > 0 && objective_.memory_bytes(cost, stage) > limit) {
     return std::numeric_limits<double>::infinity();
   }
-  return objective_.load(cost, transfer, stage);
+  const double before = stage > 0 ? lead(i) : 0;
+  return objective_.load(cost, transfer, stage) + before;
+}
+
+double ChainCosts::lead(int i) const {
+  const double before = i > 0 ? costs_[at(0, i)].compute : 0;
+  return objective_.lead(before + fixed_.compute);
 }
 
 double ChainCosts::least_load(int stage, int i, int j) const {

@@ -17,7 +17,8 @@ class ChainCosts {
   /// May a stage do without items?
   bool may_be_empty(int stage) const { return may_be_empty_[stage]; }
 
-  /// Load of the segment as stage `stage`, without `split_load`; for stage 0
+  /// Load of the segment as stage `stage` with the lead of what comes before
+  /// (`Evaluation::bounds`), without `split_load`; for stage 0
   /// with what is fixed there. Infinite above the memory limit, and where an
   /// item is asked for elsewhere.
   double load(int stage, int i, int j) const;
@@ -36,6 +37,7 @@ class ChainCosts {
     return static_cast<size_t>(i) * (num_items_ + 1) + j;
   }
   int place_of(int node_idx) const;
+  double lead(int i) const;  // of the items before `i`
   bool is_asked_elsewhere(int stage, int i, int j) const;
   void fill_wishes();
   void add_units(const std::vector<int>& positions);

@@ -61,10 +61,15 @@ int ModuleTree::add_node(std::string name, int parent_idx, int64_t param_bytes,
   return idx;
 }
 
-void ModuleTree::set_costs(int idx, double compute, int64_t activation_bytes) {
+void ModuleTree::set_costs(int idx, double compute, int64_t activation_bytes,
+                           double forward) {
   check_idx(idx);
   check_costs(nodes_[idx].name, compute, activation_bytes);
+  SMP_CHECK_VALUE(forward >= 0 && forward <= compute, "module tree: '",
+                  nodes_[idx].name, "' has ", forward,
+                  " of its compute in forwards; expected 0 to ", compute);
   nodes_[idx].compute = compute;
+  nodes_[idx].forward = forward;
   nodes_[idx].activation_bytes = activation_bytes;
 }
 

@@ -22,6 +22,7 @@ class ModuleTree {
     int parent_idx = -1;      ///< -1 for the root
     int64_t param_bytes = 0;  ///< own parameters
     double compute = 0;       ///< own forward and backward, in any one unit
+    double forward = 0;       ///< the part of it in forwards
     int64_t activation_bytes = 0;  ///< made by own code, kept for backward
     bool has_state = false;        ///< owns something that must live somewhere
     NodeKind kind = NodeKind::kPlain;
@@ -50,7 +51,9 @@ class ModuleTree {
                NodeKind kind = NodeKind::kPlain, int64_t activation_bytes = 0);
 
   /// Replaces what a trace measures of a node.
-  void set_costs(int idx, double compute, int64_t activation_bytes);
+  /// @throws ValueError for negative costs, or more forward than compute
+  void set_costs(int idx, double compute, int64_t activation_bytes,
+                 double forward = 0);
 
   /// Says that the two nodes share a parameter and must stay together. The
   /// bytes of a shared parameter are counted at one of its nodes only.

@@ -30,6 +30,9 @@ void check_options(const PartitionOptions& options) {
                   "partition: memory_limit_bytes must be positive, or 0 for no "
                   "limit; got ",
                   options.memory_limit_bytes);
+  SMP_CHECK_VALUE(options.lead_weight >= 0 && options.lead_weight <= 1,
+                  "partition: lead_weight must be in [0, 1], got ",
+                  options.lead_weight);
   const std::vector<int>& kept = options.kept_microbatches;
   SMP_CHECK_VALUE(
       kept.empty() ||
@@ -111,6 +114,7 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
   Evaluation result;
   result.param_bytes.assign(num_stages, 0);
   result.compute.assign(num_stages, 0);
+  result.forward.assign(num_stages, 0);
   result.activation_bytes.assign(num_stages, 0);
   result.kept_bytes.assign(num_stages, 0);
   result.transfer_bytes.assign(num_stages, 0);
@@ -120,11 +124,14 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
   if (!decisions_.tree().values().empty() && num_partitions > 1) {
     add_values(stages, place_values(stages, furthest, &result), &result);
   }
+  double before = 0;
   for (int s = 0; s < num_stages; ++s) {
+    const auto transfer = static_cast<double>(result.transfer_bytes[s]);
     result.loads.push_back(load(result.param_bytes[s], result.kept_bytes[s],
-                                result.compute[s],
-                                static_cast<double>(result.transfer_bytes[s])));
-    result.largest_load = std::max(result.largest_load, result.loads[s]);
+                                result.compute[s], transfer));
+    result.bounds.push_back(result.loads[s] + lead(before));
+    result.largest_load = std::max(result.largest_load, result.bounds[s]);
+    before += result.compute[s] + compute_per_byte_ * transfer;
     result.memory_bytes[s % num_partitions] +=
         options_.state_factor * result.param_bytes[s] + result.kept_bytes[s];
   }
@@ -152,6 +159,7 @@ std::vector<int> Objective::add_nodes(const std::vector<int>& stages,
     const auto activations = static_cast<double>(node.activation_bytes);
     result->param_bytes[stage] += static_cast<double>(node.param_bytes);
     result->compute[stage] += node.compute;
+    result->forward[stage] += node.forward;
     result->activation_bytes[stage] += activations;
     result->kept_bytes[stage] += kept(furthest) * activations;
   }
@@ -174,8 +182,16 @@ std::vector<int> Objective::place_values(const std::vector<int>& stages,
     reached = std::max(reached, to);
     if (!leaves) continue;
     const auto activations = static_cast<double>(value.activation_bytes);
+    const ModuleTree::Node& producer =
+        decisions_.tree().node(value.producer_idx);
+    const double forward =
+        producer.compute > 0
+            ? value.compute * producer.forward / producer.compute
+            : 0;
     result->compute[from] -= value.compute;
     result->compute[to] += value.compute;
+    result->forward[from] -= forward;
+    result->forward[to] += forward;
     result->activation_bytes[from] -= activations;
     result->activation_bytes[to] += activations;
     result->kept_bytes[from] -=

@@ -29,8 +29,11 @@ struct Cost {
 /// What an assignment costs.
 struct Evaluation {
   std::vector<double> loads;  ///< per stage; without transfers about 1 in all
+  /// Per stage: its load, and `lead_weight` of the time of all stages before.
+  std::vector<double> bounds;
   std::vector<double> param_bytes;  ///< per stage
   std::vector<double> compute;      ///< per stage
+  std::vector<double> forward;      ///< per stage, the part of it in forwards
   /// Per stage, one microbatch, with copies of what was received.
   std::vector<double> activation_bytes;
   /// The same for all microbatches that are kept at once.
@@ -41,8 +44,8 @@ struct Evaluation {
   /// values forward, gradients backward.
   std::vector<int64_t> boundary_bytes;
   int64_t crossing_bytes = 0;  ///< sum of `boundary_bytes`
-  double largest_load = 0;
-  double excess_bytes = 0;  ///< sum over partitions above the memory limit
+  double largest_load = 0;     ///< of `bounds`
+  double excess_bytes = 0;     ///< sum over partitions above the memory limit
 };
 
 /// Whether `a` is better: within the memory limit, then the smaller largest
@@ -51,7 +54,8 @@ struct Evaluation {
 bool is_better(const Evaluation& a, const Evaluation& b);
 
 /// load(s) = w · memory(s) / memory(all) + (1 - w) · time(s) / compute(all),
-/// the largest of which is minimized; see docs/design/partition.md.
+/// with the lead of the stages before it (`Evaluation::bounds`); the largest of
+/// these is minimized. See docs/design/partition.md.
 class Objective {
  public:
   Objective(const DecisionTree& decisions, const PartitionOptions& options);
@@ -71,6 +75,10 @@ class Objective {
   double load(const Cost& cost, double transfer_bytes, int stage) const {
     return load(cost.param_bytes, kept_bytes(cost, stage), cost.compute,
                 transfer_bytes);
+  }
+  /// What the compute of stages before one adds to the bound of its load.
+  double lead(double compute) const {
+    return options_.lead_weight * compute_weight_ * compute;
   }
   double memory_bytes(const Cost& cost, int stage) const {
     return options_.state_factor * cost.param_bytes + kept_bytes(cost, stage);

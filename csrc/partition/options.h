@@ -18,6 +18,11 @@ struct PartitionOptions {
   double state_factor = 4;
   /// The most that a partition may hold; 0 for no limit.
   int64_t memory_limit_bytes = 0;
+  /// If nothing keeps the limit, the least memory is found instead of refused.
+  bool must_fit = true;
+  /// What a stage also counts of the time of the stages before it, for which it
+  /// waits in each step: 1 / microbatches, or less. See partition.md, "Time".
+  double lead_weight = 0;
 
   int num_stages() const { return num_partitions * num_chunks; }
   int kept(int stage) const {

@@ -64,6 +64,7 @@ std::optional<Found> best(const DecisionTree& decisions,
                                      PartitionOptions options) {
   const auto limit = options.memory_limit_bytes;
   options.memory_weight = 1;
+  options.lead_weight = 0;
   options.memory_limit_bytes = 0;
   const Objective objective(decisions, options);
   std::vector<int> stages(decisions.num_nodes(), 0);
@@ -126,7 +127,7 @@ Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
     // Several stages of one partition would wait for themselves.
     std::vector<int> stages(tree.num_nodes(), 0);
     Evaluation evaluation = Objective(decisions, options).evaluate(stages);
-    if (evaluation.excess_bytes == 0) {
+    if (evaluation.excess_bytes == 0 || !options.must_fit) {
       found = Found{std::move(stages), std::move(evaluation)};
     }
   } else {
@@ -135,7 +136,12 @@ Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
     if (!found && options.memory_limit_bytes > 0) {
       PartitionOptions memory_only = options;
       memory_only.memory_weight = 1;
+      memory_only.lead_weight = 0;
       found = best(decisions, memory_only);
+      if (!found && !options.must_fit) {
+        memory_only.memory_limit_bytes = 0;
+        found = best(decisions, memory_only);
+      }
     }
   }
   if (!found) raise_memory_limit(decisions, options);

@@ -130,7 +130,7 @@ class UnitSplitter {
       if (!split) return;
       const double expected =
           *std::max_element(split->loads.begin(), split->loads.end());
-      const std::vector<double> loads = evaluate(split->cut).loads;
+      const std::vector<double> loads = evaluate(split->cut).bounds;
       double most = 0;
       for (int k = 0; k < num_stages_; ++k) {
         missed[k] += loads[k] - split->loads[k];

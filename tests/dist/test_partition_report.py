@@ -116,6 +116,25 @@ def test_shared_parameters_that_are_set_apart_are_refused_by_all_ranks(pool: Poo
     assert first.partition("] ")[2] == second.partition("] ")[2]
 
 
+def shares(rank: int, run: Run) -> tuple[float | None, list[float], str]:
+    import smp
+
+    model = partitioned(run)
+    whole = smp.explain_partition()
+    return whole.step_ratio, [r.compute_share for r in whole.ranks], model._decision.text  # type: ignore[union-attr, return-value]
+
+
+def test_time_counts_where_nobody_has_weighed_it_against_memory(pool: Pool) -> None:
+    first, second = pool.run(2, shares, CHAIN)
+    assert first == second
+    assert first[0] is not None and first[0] >= 1
+    for key, value in (("memory_weight", 0.8), ("optimize", "memory"), ("optimize", "speed")):
+        given = Run("chain", 2, 1, config=((key, value),))
+        assert pool.run(2, shares, given)[0][0] is None, key
+    assert first[1][0] >= 0.5, "the rank in front waits less"
+    check_runs(pool, [CHAIN, Run("chain", 2, 1, schedule="zero_bubble")])
+
+
 def before_the_partition(rank: int) -> list[str]:
     import smp
 

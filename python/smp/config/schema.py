@@ -169,7 +169,8 @@ class Config:
     """Partition of modules outside any `smp.partition`."""
 
     memory_weight: float = _float(None, 0.0, 1.0)
-    """0 balances compute only, 1 memory only. None: 0.2 for speed, else 0.8."""
+    """0 balances compute only, 1 memory only. None: 0.2 for speed, else 0.8; where neither this nor
+    `optimize` is given, the fastest partition that fits is looked for instead."""
     ddp: bool = _bool(False)
     """Needed for any data parallelism."""
     active_microbatches: int = _int(None, 1)
@@ -228,7 +229,8 @@ class Config:
     partition_file: str = _text(None)
     """Partition to use instead of deciding one; `smp.save_partition` writes such files."""
     partition_memory_limit: int = _size(None)
-    """The most that a rank may hold, in bytes or as "12GiB"; None for no limit."""
+    """The most that a rank may hold, in bytes or as "12GiB"; None for no limit, but the fastest
+    partition looks at the memory that there is."""
     virtual_stages: int = _int(None, 1)
     """Parts of the model per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
     schedule_file: str = _text(None)

@@ -11,7 +11,10 @@ import smp._C as _C
 from smp import activations
 from smp.activations import HonouredModules
 from smp.partition.costs import Trace
+from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
+from smp.partition.fastest import StepShape
+from smp.partition.room import device_room_bytes, state_factor
 from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule
@@ -82,6 +85,7 @@ class Partitioning:
             memory_limit_bytes=config.partition_memory_limit or 0,
             kept=schedule.kept_microbatches,
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
+            fastest=self._fastest(schedule),
         )
         decision = decide_together(
             current.rank,
@@ -95,6 +99,21 @@ class Partitioning:
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
         return decision, schedule
+
+    def _fastest(self, schedule: ChosenSchedule) -> Fastest | None:
+        """The shortest step is looked for where nobody has said how to weigh time and memory."""
+        rank = self._current.rank
+        config, given = rank.config, rank.given
+        weighed = given.get("memory_weight") is not None or "optimize" in given
+        if weighed or not config.auto_partition or rank.sizes["pp"] == 1:
+            return None
+        active = config.active_microbatches or config.microbatches
+        shape = StepShape(schedule.policy, config.microbatches, active, schedule.lists)
+        return Fastest(
+            shape,
+            device_room_bytes(rank.device, rank.local_size),
+            state_factor(self._root.parameters(), config, rank.shard_size),
+        )
 
     def _schedule(self) -> ChosenSchedule:
         return choose_schedule(self._current.rank)

@@ -41,6 +41,11 @@ class ModuleCost:
         # Only forwards are measured; what FLOPs say about the backward is better than a constant.
         return self.time_ms * (flops / self.forward_flops if self.forward_flops else 1.0)
 
+    @property
+    def forward_compute(self) -> float:
+        """The part of `compute` in forwards."""
+        return self.forward_flops if self.time_ms is None else min(self.time_ms, self.compute)
+
 
 @dataclass(frozen=True)
 class TracedValue:

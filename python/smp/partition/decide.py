@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +14,7 @@ import smp._C as _C
 from smp.partition import partition_file
 from smp.partition.contexts import check_index, mark_of, wish_of
 from smp.partition.decision import Decision
+from smp.partition.fastest import StepShape, candidate, choose
 from smp.partition.tree import ModuleIndex, SharedParameter, build_tree, smallest_below
 from smp.world import comm
 from smp.world.log import first_rank_log
@@ -40,6 +43,9 @@ def partition_options(
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
     kept: Sequence[int] | None = None,
+    must_fit: bool = True,
+    lead_weight: float | None = None,
+    state_factor: float = 4.0,
 ) -> _C.PartitionOptions:
     """What the partitioner needs to know of the configuration.
 
@@ -50,14 +56,21 @@ def partition_options(
         memory_limit_bytes: the most that a partition may hold; 0 for no limit.
         kept: microbatches of activations that the schedule keeps on each rank; None: as the
             policy of ``config`` does.
+        must_fit: without it, the least memory is taken where nothing keeps the limit.
+        lead_weight: time alone is balanced, and a stage counts this much of what comes before it;
+            None: as ``config`` says.
+        state_factor: what a byte of parameters takes with its gradient and optimizer state.
     """
     weight = 0.8 if config.memory_weight is None else config.memory_weight
     return _C.PartitionOptions(
         pp_size,
-        memory_weight=weight,
+        memory_weight=weight if lead_weight is None else 0.0,
         num_chunks=num_chunks,
         kept_microbatches=kept_microbatches(config, pp_size, num_chunks) if kept is None else kept,
         memory_limit_bytes=memory_limit_bytes,
+        must_fit=must_fit,
+        lead_weight=lead_weight or 0.0,
+        state_factor=state_factor,
     )
 
 
@@ -81,6 +94,7 @@ def decide(
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
     kept: Sequence[int] | None = None,
+    fastest: Fastest | None = None,
 ) -> Decision:
     """Assigns every module to a pipeline rank. Deterministic; not collective.
 
@@ -96,6 +110,8 @@ def decide(
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: see `partition_options`.
+        fastest: with ``auto_partition``, the shortest step is looked for instead of a balance by
+            ``memory_weight``.
     Raises:
         WishError: with ``auto_partition``, modules that must stay together are set to different
             partitions.
@@ -123,6 +139,9 @@ def decide(
                 "it to False to use them, or place single modules by smp.set_partition"
             )
         add_wishes(index, wishes, pp_size)
+        if fastest is not None and pp_size > 1:
+            make = partial(partition_options, config, pp_size, num_chunks, kept=kept)
+            return _decide_fastest(index, make, memory_limit_bytes, fastest)
         return Decision.of(index, solve(index, options), options)
     if num_chunks > 1:
         raise ValueError(
@@ -133,6 +152,54 @@ def decide(
     assignment = _C.make_assignment(index.tree, pp_size, idxs)
     _check_memory(index, assignment, options)
     return Decision.of(index, assignment, options, "marks")
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """What the shortest step depends on.
+
+    Attributes:
+        shape: of the step.
+        room_bytes: memory of each rank, which is a limit where none is given.
+        state_factor: what a byte of parameters takes with its gradient and optimizer state.
+    """
+
+    shape: StepShape
+    room_bytes: int = 0
+    state_factor: float = 4.0
+
+
+def _decide_fastest(
+    index: ModuleIndex,
+    make_options: Callable[..., _C.PartitionOptions],
+    memory_limit_bytes: int,
+    fastest: Fastest,
+) -> Decision:
+    found = []
+    for lead in fastest.shape.leads:
+        options = make_options(
+            memory_limit_bytes=memory_limit_bytes or fastest.room_bytes,
+            must_fit=memory_limit_bytes > 0,
+            lead_weight=lead,
+            state_factor=fastest.state_factor,
+        )
+        assignment = solve(index, options)
+        found.append(candidate(index.tree, assignment, options, fastest.shape))
+    best = choose(found)
+    room = fastest.room_bytes
+    if not memory_limit_bytes and 0 < room < best.memory_bytes:
+        first_rank_log.warning(
+            "smp: no partition was found that fits into the memory of a rank (%.2f GB): the one "
+            "with the least memory is taken, whose largest rank needs %.2f GB by estimate "
+            "(parameters times %g for gradients and optimizer, and activations); use a larger "
+            "pipeline_parallel_degree, smaller or fewer active microbatches, or checkpoint "
+            "activations",
+            room / 1e9,
+            best.memory_bytes / 1e9,
+            best.options.state_factor,
+        )
+    decision = Decision.of(index, best.assignment, best.options)
+    return replace(decision, step_ratio=best.step_ratio)
 
 
 class WishError(ValueError):

@@ -28,6 +28,8 @@ class Decision:
         chunk_idxs: chunk per module; empty if there is one chunk only.
         options: by which it was decided and is explained; None on ranks that only follow.
         decided_by: "auto", "marks" or "file".
+        step_ratio: where the shortest step was looked for, its estimated time over that of ranks
+            which are always busy, and all alike.
     """
 
     index: ModuleIndex
@@ -40,6 +42,7 @@ class Decision:
     chunk_idxs: tuple[int, ...] = ()
     options: _C.PartitionOptions | None = None
     decided_by: str = "auto"
+    step_ratio: float | None = None
 
     @classmethod
     def of(

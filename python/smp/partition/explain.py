@@ -20,7 +20,8 @@ class RankCost:
             of as many microbatches as the schedule keeps.
         compute_share: its part of all arithmetic, in [0, 1].
         transfer_bytes: sent and received per microbatch.
-        load: what is balanced; 1 is the whole model without transfers.
+        load: what is balanced; 1 is the whole model without transfers. For the fastest
+            partition ranks in front may have more.
     """
 
     pp_rank: int
@@ -78,6 +79,8 @@ class Explanation:
         traced: whether costs other than parameters are known.
         assignments: modules of each rank, as in the log.
         module: the module that was asked for.
+        step_ratio: where the fastest partition was looked for, the estimated time of a step over
+            that of ranks which are always busy, and all alike.
     """
 
     ranks: tuple[RankCost, ...]
@@ -87,9 +90,15 @@ class Explanation:
     traced: bool
     assignments: str
     module: ModulePlacement | None = None
+    step_ratio: float | None = None
 
     def __str__(self) -> str:
         lines = [self.assignments, *_rank_lines(self), *_boundary_lines(self)]
+        if self.step_ratio is not None:
+            lines.append(
+                f"A step takes {self.step_ratio:.3f} of the time of ranks that never wait, by "
+                "estimate; the partition is the fastest that was found to fit."
+            )
         if self.module is not None:
             lines += _module_lines(self, self.module)
         return "\n".join(lines)
@@ -124,6 +133,7 @@ def explain(decision: Decision, module: str | None = None) -> Explanation:
         traced=tree.num_values > 0 or sum(evaluation.compute) > 0,
         assignments=decision.text,
         module=None if module is None else _placement(decision, options, module),
+        step_ratio=decision.step_ratio,
     )
 
 
@@ -203,7 +213,8 @@ def _reason(decision: Decision, idx: int) -> str:
         return "everything below it is on this rank"
     if decision.decided_by == "file":
         return "the partition file puts it here"
-    return "it was placed in the order of execution such that the largest load is smallest"
+    least = "the largest load is smallest" if decision.step_ratio is None else "a step is shortest"
+    return f"it was placed in the order of execution such that {least}"
 
 
 def _is_below(decision: Decision, idx: int, above: int) -> bool:

@@ -16,6 +16,7 @@ from smp.modules.module_writes import ModuleWrites
 from smp.partition.contexts import wish_of
 from smp.partition.costs import Trace
 from smp.partition.decide import (
+    Fastest,
     PartitionConfig,
     WishError,
     add_wishes,
@@ -25,6 +26,7 @@ from smp.partition.decide import (
     solve,
 )
 from smp.partition.decision import Decision
+from smp.partition.fastest import candidate
 from smp.partition.tree import ModuleIndex, build_tree
 from smp.world import comm
 from smp.world.rank import Rank
@@ -45,6 +47,7 @@ class Wishes:
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
         kept: microbatches of activations that the schedule keeps on each rank.
         whole: modules that are better not cut: each is one checkpoint.
+        fastest: the shortest step is looked for, with the least room that any rank has.
     """
 
     file: str | Path | None = None
@@ -52,6 +55,7 @@ class Wishes:
     memory_limit_bytes: int = 0
     kept: Sequence[int] | None = None
     whole: Collection[nn.Module] = ()
+    fastest: Fastest | None = None
 
 
 def decide_together(
@@ -74,7 +78,7 @@ def decide_together(
         ValueError: on every rank, when the first one cannot decide or ranks have different models.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
-    wishes = wishes or Wishes()
+    wishes = _with_least_room(rank, wishes or Wishes())
     if rank.world_size == 1 or (make_trace is None and wishes.file is None):
         trace = None if make_trace is None else make_trace()
         decision = _decide(root, config, pp_size, trace, wishes)
@@ -92,6 +96,14 @@ def decide_together(
     return decision
 
 
+def _with_least_room(rank: Rank, wishes: Wishes) -> Wishes:
+    """The same room on all ranks, whichever of them decides. Collective over all ranks."""
+    if wishes.fastest is None or rank.world_size == 1:
+        return wishes
+    rooms = comm.allgather(wishes.fastest.room_bytes, comm.WORLD)
+    return replace(wishes, fastest=replace(wishes.fastest, room_bytes=min(rooms)))
+
+
 def _decide(
     root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
 ) -> Decision:
@@ -105,6 +117,7 @@ def _decide(
             num_chunks=wishes.num_chunks,
             memory_limit_bytes=wishes.memory_limit_bytes,
             kept=wishes.kept,
+            fastest=wishes.fastest,
         )
     except OSError as error:
         raise ValueError(
@@ -119,7 +132,7 @@ def _decide(
             raise
         raise ValueError(_C.rank_prefix() + reads) from error
     if decision.decided_by == "auto" and any(_is_cut(decision, m) for m in wishes.whole):
-        return _with_whole(root, trace, wishes.whole, decision) or decision
+        return _with_whole(root, trace, wishes, decision) or decision
     return decision
 
 
@@ -170,21 +183,29 @@ def _is_cut(decision: Decision, module: nn.Module) -> bool:
 
 
 def _with_whole(
-    root: nn.Module, trace: Trace | None, whole: Collection[nn.Module], free: Decision
+    root: nn.Module, trace: Trace | None, wishes: Wishes, free: Decision
 ) -> Decision | None:
     """Another decision that cuts none of some modules; None where that is hardly balanced."""
     assert free.options is not None
-    index = build_tree(root, trace, whole)
+    options = free.options
+    index = build_tree(root, trace, wishes.whole)
     try:
         _add_wishes(index, free.num_partitions)
-        found = Decision.of(index, solve(index, free.options), free.options)
+        found = Decision.of(index, solve(index, options), options)
     except ValueError:  # too few modules, too much on one rank, or set to several
         return None
-    loads = [
-        _C.evaluate_partition(d.index.tree, d.assignment, free.options).largest_load
-        for d in (found, free)
-    ]
-    return found if loads[0] <= _MOST_FOR_WHOLE * loads[1] else None
+    whole, cut = (_C.evaluate_partition(d.index.tree, d.assignment, options) for d in (found, free))
+    if whole.largest_load > _MOST_FOR_WHOLE * cut.largest_load:
+        return None
+    # Where the limit is not a hard one, what does not fit was found as well.
+    limit = options.memory_limit_bytes
+    if 0 < limit < max(whole.memory_bytes) and max(cut.memory_bytes) < max(whole.memory_bytes):
+        return None
+    if wishes.fastest is None:
+        return found
+    shape = wishes.fastest.shape
+    ratio = candidate(index.tree, found.assignment, options, shape).step_ratio
+    return replace(found, step_ratio=ratio)
 
 
 def _decide_for_all(

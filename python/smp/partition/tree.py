@@ -239,7 +239,7 @@ def _add_trace(
     """
     idxs = [index_of[module] for module in trace.modules]
     for idx, cost in zip(idxs, trace.costs, strict=True):
-        tree.set_costs(idx, cost.compute, cost.activation_bytes)
+        tree.set_costs(idx, cost.compute, cost.activation_bytes, cost.forward_compute)
     tree.set_order([idxs[i] for i in trace.order])
     _add_values(tree, trace, idxs)
     tree.compute_per_byte = trace.cost_per_link_byte

@@ -293,6 +293,41 @@ TEST(Solve, MemoryLimitMovesWorkAndIsRefusedWithFigures) {
   }
 }
 
+TEST(Solve, TheLeastMemoryIsTakenWhereItNeedNotFit) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (int i = 0; i < 8; ++i) {
+    tree.add_node(std::to_string(i), 0, i < 6 ? 10 : 40, true, 10);
+  }
+  PartitionOptions options{.num_partitions = 2, .memory_weight = 0};
+  options.state_factor = 1;
+  options.must_fit = false;
+  EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{40, 100}));
+  options.memory_limit_bytes = 60;
+  EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{60, 80}));
+  options.must_fit = true;
+  EXPECT_THROW(solve(tree, options), ValueError);
+}
+
+// Eleven equal units on two ranks.
+TEST(Solve, RanksInFrontDoMoreWhereTheyDoNotWait) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (int i = 0; i < 11; ++i) {
+    tree.add_node(std::to_string(i), 0, 10, true, 10);
+  }
+  PartitionOptions options{.num_partitions = 2, .memory_weight = 0};
+  options.lead_weight = 0.2;
+  const Assignment assignment = solve(tree, options);
+  EXPECT_EQ(assignment.load_bytes, (std::vector<int64_t>{60, 50}));
+  const Evaluation evaluation = evaluate(tree, assignment, options);
+  EXPECT_NEAR(evaluation.loads[1], 5. / 11, 1e-9);
+  EXPECT_NEAR(evaluation.bounds[1], 5. / 11 + 0.2 * 6 / 11, 1e-9);
+  EXPECT_NEAR(evaluation.largest_load, evaluation.bounds[1], 1e-9);
+  options.lead_weight = 2;
+  EXPECT_THROW(solve(tree, options), ValueError);
+}
+
 TEST(Solve, ChunksGoRoundThePartitions) {
   ModuleTree tree;
   tree.add_node("", -1, 0, false);

@@ -1,0 +1,137 @@
+"""How long a step takes with a partition: the simulator's answer, from estimated costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import smp._C as _C
+
+# Of a forward and its backward, where a trace did not tell.
+_FORWARD_SHARE = 1 / 3
+# Steps of more microbatches per rank are extrapolated: beyond them each takes the same time.
+_SIMULATED_PER_RANK = 4
+_FEWEST_SIMULATED = 8
+# Steps that differ by less are equally fast, and memory decides.
+_EQUAL = 1.002
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How a step passes the pipeline.
+
+    Attributes:
+        policy: name of the schedule; without effect if there are lists.
+        microbatches: of one step.
+        active: most of them in flight.
+        lists: per pipeline rank its actions in the text form.
+    """
+
+    policy: str
+    microbatches: int
+    active: int
+    lists: tuple[str, ...] = ()
+
+    @property
+    def leads(self) -> tuple[float, ...]:
+        """What stages may count of the time of those before them, for the partitioner to try.
+
+        A rank is busy with all microbatches, and idle until the first has come to it and after the
+        last has left. Ranks in front that go on meanwhile may have more to do (1 / microbatches);
+        those that wait for what comes back may not (0).
+        """
+        if self.microbatches == 1:
+            return (0.0,)
+        return (0.0, 0.5 / self.microbatches, 1.0 / self.microbatches)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition that may be the fastest.
+
+    Attributes:
+        assignment: the partition.
+        options: by which it was found.
+        memory_bytes: of the rank that needs most.
+        step_ratio: estimated time of a step over that of ranks which are always busy, and all
+            alike; None where no costs are known.
+    """
+
+    assignment: _C.Assignment
+    options: _C.PartitionOptions
+    memory_bytes: float
+    step_ratio: float | None
+
+
+def candidate(
+    tree: _C.ModuleTree,
+    assignment: _C.Assignment,
+    options: _C.PartitionOptions,
+    shape: StepShape,
+) -> Candidate:
+    """A partition with its memory and the time of its step."""
+    evaluation = _C.evaluate_partition(tree, assignment, options)
+    ratio = step_ratio(evaluation, tree.compute_per_byte, options.num_partitions, shape)
+    return Candidate(assignment, options, max(evaluation.memory_bytes), ratio)
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; of those that are as fast the one with the least memory, then the first."""
+    ratios = [c.step_ratio for c in candidates if c.step_ratio is not None]
+    if not ratios:
+        return candidates[0]
+    fast = [
+        c for c in candidates if c.step_ratio is not None and c.step_ratio <= _EQUAL * min(ratios)
+    ]
+    return min(fast, key=lambda c: c.memory_bytes)
+
+
+def step_ratio(
+    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int, shape: StepShape
+) -> float | None:
+    """Time of a step over the least possible: no rank waits, and all have as much to do.
+
+    Compute and transfers of each stage are as the partitioner sees them; half of a backward are
+    gradients of weights. Only the arguments matter, so all ranks find the same.
+
+    Args:
+        evaluation: of the partition.
+        compute_per_byte: what a byte over a boundary costs in the unit of compute.
+        num_partitions: pipeline ranks.
+        shape: the step.
+    Returns:
+        None where no costs are known.
+    """
+    times = [
+        compute + compute_per_byte * num_bytes
+        for compute, num_bytes in zip(evaluation.compute, evaluation.transfer_bytes, strict=True)
+    ]
+    total = sum(times)
+    if total <= 0 or sum(evaluation.compute) <= 0:
+        return None
+    known = sum(evaluation.forward) > 0
+    stages = []
+    for stage, time in enumerate(times):
+        compute = evaluation.compute[stage]
+        share = evaluation.forward[stage] / compute if known and compute > 0 else _FORWARD_SHARE
+        time_ms = 1000 * time / total
+        half_ms = (1 - share) * time_ms / 2
+        stages.append(_C.StageCost(stage % num_partitions, share * time_ms, half_ms, half_ms, 0))
+    return _step_ms(stages, num_partitions, shape) * num_partitions / (1000 * shape.microbatches)
+
+
+def _step_ms(stages: list[_C.StageCost], num_partitions: int, shape: StepShape) -> float:
+    if shape.lists:
+        text = "\n".join(f"{rank}: {actions}" for rank, actions in enumerate(shape.lists))
+        return _C.simulate_lists(stages, [], shape.microbatches, shape.active, text).makespan_ms
+    most = max(_FEWEST_SIMULATED, _SIMULATED_PER_RANK * num_partitions)
+
+    def simulated_ms(microbatches: int) -> float:
+        active = min(shape.active, microbatches)
+        return _C.simulate_policy(stages, [], microbatches, active, shape.policy).makespan_ms
+
+    if shape.microbatches <= most:
+        return simulated_ms(shape.microbatches)
+    step_ms = simulated_ms(most)
+    per_microbatch_ms = (step_ms - simulated_ms(most // 2)) / (most - most // 2)
+    return step_ms + (shape.microbatches - most) * per_microbatch_ms

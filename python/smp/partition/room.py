@@ -1,0 +1,64 @@
+"""How much memory a rank has, for the partition to fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from smp.config.schema import Config
+
+# What the estimate of a rank's memory leaves out: workspaces, fragments, the program itself.
+_USABLE = 0.9
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def device_room_bytes(device: torch.device, local_size: int) -> int:
+    """Bytes that parameters, optimizer and activations of this rank may take.
+
+    Args:
+        device: of this rank.
+        local_size: ranks of this host, which share its memory where the device is the CPU.
+    """
+    if device.type == "cuda":
+        return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
+    return int(_USABLE * _host_bytes() / local_size)
+
+
+def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size: int) -> float:
+    """What a byte of parameters takes with its gradient and the state of Adam; at least 1.
+
+    Args:
+        parameters: of the model, as they are before they are cast.
+        config: says in which precision they are trained, and what is sharded.
+        shard_size: ranks that hold one copy of the state together.
+    """
+    num_elements = num_bytes = 0
+    for parameter in parameters:
+        num_elements += parameter.numel()
+        num_bytes += parameter.numel() * parameter.element_size()
+    if num_elements == 0:
+        return 4.0
+    size = num_bytes / num_elements
+    # Without masters: parameter, gradient and two moments in the type of the parameter.
+    whole, shared = (size, 3 * size) if config.half_dtype is None else (2.0, 16.0)
+    if config.sharded_data_parallel_degree > 1:
+        whole, shared = 0.0, whole + shared
+    return max(1.0, (whole + shared / shard_size) / size)
+
+
+def _host_bytes() -> int:
+    """Of the machine, or of the control group that this process is in."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [physical]
+    for path in _LIMITS:
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max" is no limit
+            limits.append(int(text))
+    return min(limits)
