@@ -6,10 +6,10 @@ import torch
 from models import Embedding, GptShape, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-KINDS = ("plain", "gptj")
+KINDS = ("plain", "gptj", "llama")
 
 
 class Attention(nn.Module):
@@ -90,6 +90,31 @@ class GptjLoss(nn.Module):
         return loss
 
 
+class LlamaLoss(nn.Module):
+    """`LlamaForCausalLM` with labels, an MLP as large as that of the others."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.lm = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=shape.vocab_size,
+                hidden_size=shape.hidden,
+                intermediate_size=8 * shape.hidden // 3,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                max_position_embeddings=shape.seq_len,
+                use_cache=False,
+                pad_token_id=0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.lm(input_ids=ids, labels=targets).loss
+        return loss
+
+
 class PlainStage(nn.Module):
     """Consecutive blocks; the first stage embeds, the last one returns logits."""
 
@@ -136,16 +161,45 @@ class GptjStage(nn.Module):
         return x if self.last is None else self.last(x)
 
 
+class LlamaStage(nn.Module):
+    """The same for Llama."""
+
+    def __init__(self, model: LlamaLoss, stage_idx: int, num_stages: int) -> None:
+        super().__init__()
+        decoder = model.lm.model
+        size = len(decoder.layers) // num_stages
+        self.first = decoder.embed_tokens if stage_idx == 0 else None
+        self.rotary = decoder.rotary_emb
+        self.blocks = nn.ModuleList(decoder.layers[stage_idx * size : (stage_idx + 1) * size])
+        is_last = stage_idx == num_stages - 1
+        self.last = nn.Sequential(decoder.norm, model.lm.lm_head) if is_last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is not None:
+            x = self.first(x)
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        rotation = self.rotary(x, positions)
+        for block in self.blocks:
+            # Without a mask SDPA is causal by itself.
+            out = block(
+                x, attention_mask=None, position_ids=positions, position_embeddings=rotation
+            )
+            x = out[0] if isinstance(out, tuple) else out
+        return x if self.last is None else self.last(x)
+
+
 def make_model(kind: str, shape: GptShape) -> nn.Module:
     """The whole model with the parameters of seed 0."""
     torch.manual_seed(0)
-    return PlainGpt(shape) if kind == "plain" else GptjLoss(shape)
+    return {"plain": PlainGpt, "gptj": GptjLoss, "llama": LlamaLoss}[kind](shape)
 
 
 def make_stage(model: nn.Module, stage_idx: int, num_stages: int) -> nn.Module:
     """One of the equal parts of a model of :func:`make_model`; shares its modules."""
     if isinstance(model, PlainGpt):
         return PlainStage(model, stage_idx, num_stages)
+    if isinstance(model, LlamaLoss):
+        return LlamaStage(model, stage_idx, num_stages)
     assert isinstance(model, GptjLoss)
     return GptjStage(model, stage_idx, num_stages)
 

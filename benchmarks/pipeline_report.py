@@ -43,7 +43,7 @@ def report(
     if smp.pp_rank() != 0:
         return
     ranks = [part for part, _ in by_rank]
-    base = {"model": case.kind, "microbatches": case.microbatches, "load": os.getloadavg()[0]}
+    base = base_of(worker, case)
     costs = median_costs([c for _, part in by_rank for c in part], case.num_ranks)
     alone = median_costs(by_rank[0][1], case.num_ranks)
     check_losses(ranks)
@@ -51,19 +51,50 @@ def report(
     one_cpu_s = [s / one.count for part in ranks for s in one_process_cpu(part)]
     cpu_s_one = statistics.median(one_cpu_s) * case.microbatches
     own = {
-        **own_figures(case, ranks, costs, alone, cpu_s_one),
-        "memory_ratio_to_1f1b": max(ours["peak_mb"]) / max(theirs["peak_mb"]),
+        **own_figures(worker, case, ranks, costs, alone, cpu_s_one),
+        **against_1f1b(ranks),
         "partition": boundary(owner_of),
-        "memory_weight": worker.config["memory_weight"],
     }
-    pairs = compare(timing(ranks, "smp"), timing(ranks, "torch_1f1b"))
-    own |= {f"1f1b_{name}": value for name, value in pairs.items()}
-    own["ratio_to_1f1b"] = pairs["ratio_median"]
     theirs["cpu_ratio_to_one_process"] = theirs["cpu_s"] / cpu_s_one
     worker.emit("torch_1f1b", {**base, **theirs})
     worker.emit("smp", {**base, **ours, **own})
     kernel = kernel_per_microbatch(ranks, one.count)
     worker.emit("one_process", {**base, "cpu_s": cpu_s_one, **kernel, **costs_ms(alone, costs)})
+
+
+def report_pipelines(
+    worker: Worker, case: Case, samples: Mapping[str, Samples], owner_of: Mapping[str, int]
+) -> None:
+    """The same without the model in one process."""
+    ranks = smp.allgather({name: asdict(of_one) for name, of_one in samples.items()}, smp.PP_GROUP)
+    if smp.pp_rank() != 0:
+        return
+    check_losses(ranks)
+    base = base_of(worker, case)
+    own = {**against_1f1b(ranks), "partition": boundary(owner_of)}
+    worker.emit("torch_1f1b", {**base, **common(ranks, "torch_1f1b")})
+    worker.emit("smp", {**base, **common(ranks, "smp"), **own})
+
+
+def base_of(worker: Worker, case: Case) -> dict[str, Any]:
+    keys = ("pipeline", "active", "memory_weight")
+    return {
+        "model": case.kind,
+        "microbatches": case.microbatches,
+        "load": os.getloadavg()[0],
+        **{key: worker.config[key] for key in keys},
+    }
+
+
+def against_1f1b(ranks: Sequence[Mapping[str, Samples]]) -> dict[str, Any]:
+    ours, theirs = (common(ranks, name)["peak_mb"] for name in ("smp", "torch_1f1b"))
+    pairs = compare(timing(ranks, "smp"), timing(ranks, "torch_1f1b"))
+    return {
+        **{f"1f1b_{name}": value for name, value in pairs.items()},
+        "ratio_to_1f1b": pairs["ratio_median"],
+        "memory_ratio_to_1f1b": max(ours) / max(theirs),
+        "memory_ratios": [a / b for a, b in zip(ours, theirs, strict=True)],
+    }
 
 
 def timing(ranks: Sequence[Mapping[str, Samples]], name: str) -> Timing:
@@ -93,6 +124,7 @@ def common(ranks: Sequence[Mapping[str, Samples]], name: str) -> dict[str, Any]:
 
 
 def own_figures(
+    worker: Worker,
     case: Case,
     ranks: Sequence[Mapping[str, Samples]],
     costs: StageCosts,
@@ -107,7 +139,8 @@ def own_figures(
             for r in range(case.num_ranks)
         ],
         case.microbatches,
-        active_microbatches=case.num_ranks,
+        worker.config["pipeline"],
+        active_microbatches=worker.config["active"] or case.num_ranks,
     )
     peaks = [max(part["smp"]["peak_bytes"]) for part in ranks]
     counters = [part["smp"]["counters"] for part in ranks]

@@ -13,7 +13,7 @@ from allocation_meter import AllocationMeter
 from models import GptShape
 from pipeline_contenders import Case, Contender, OneProcess, with_smp, with_torch
 from pipeline_models import make_batch, make_model
-from pipeline_report import report
+from pipeline_report import report, report_pipelines
 from torch import distributed
 from workers import Worker
 
@@ -106,12 +106,14 @@ def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> 
     config = worker.config
     shape = GptShape(**config["shape"])
     num_ranks = config["num_ranks"]
+    weight = config["memory_weight"]
     worker.start(
         {
             "pipeline_parallel_degree": num_ranks,
             "microbatches": microbatches,
-            "active_microbatches": num_ranks,
-            "memory_weight": config["memory_weight"],
+            "pipeline": config["pipeline"],
+            "active_microbatches": config["active"] or num_ranks,
+            **({} if weight is None else {"memory_weight": weight}),
             "auto_partition": not config["cut"],
         }
     )
@@ -123,6 +125,12 @@ def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> 
     race.enter("torch_1f1b", lambda: (with_torch(make_model(kind, shape), case), None))
     named = smp.allgather([name for name, _ in ours.local_named_modules()], smp.PP_GROUP)
     owner_of = {name: rank for rank, names in enumerate(named) for name in names}
+    if config["pipelines_only"]:
+        for _ in range(repeats):
+            race.turn()
+        report_pipelines(worker, case, race.samples, owner_of)
+        smp.shutdown()
+        return
     count = min(microbatches, config["one_process_microbatches"])
     one = OneProcess(make_model(kind, shape), case, count)
     one.watch(owner_of, meter)
