@@ -14,6 +14,7 @@ from smp.nn import layout as layouts
 from smp.nn.planned.masks import agree_on_masks
 from smp.replacement import plans
 from smp.replacement.marks import Mark, mark_of
+from smp.replacement.plan_adapters import is_adapted
 from smp.replacement.plan_cuts import Report
 from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
@@ -37,12 +38,15 @@ class PlanOf:
     is_own: bool
 
 
-def plan_of(module: nn.Module, around: Sequence[nn.Module]) -> PlanOf | None:
+def plan_of(
+    module: nn.Module, around: Sequence[nn.Module], declined: bool = False
+) -> PlanOf | None:
     """The plan that a module of a model is to be split by, if there is one.
 
     Args:
         module: of a model.
         around: the modules that it is in, nearest first.
+        declined: its class has a distributed form, which this module cannot have.
     """
     mark = mark_of(module)
     if mark is None or not mark.enabled or regions.size() == 1:
@@ -51,7 +55,7 @@ def plan_of(module: nn.Module, around: Sequence[nn.Module]) -> PlanOf | None:
         is_outermost = not around or mark_of(around[0]) is not mark
         return PlanOf(mark.plan, False) if is_outermost else None
     own = _own_plan(module)
-    if own is None or registration_of(module) is not None:
+    if own is None or (registration_of(module) is not None and not declined):
         return None
     try:
         plan = plans.check_plan(own)
@@ -100,8 +104,9 @@ def split_by_plan(
     prefix = f"{name}." if name else ""
     left_out = dict(taken)
     root_mark = mark_of(module)
+    adapted = {part for m in module.modules() if is_adapted(m) for part in m.modules()}
     for part in module.modules():
-        why = stays_out(root_mark, part)
+        why = None if part in adapted and mark_of(part) is None else stays_out(root_mark, part)
         if why is not None:
             left_out.setdefault(part, why)
     report = apply_plan(module, found.plan, prefix, left_out)

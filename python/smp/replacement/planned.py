@@ -12,6 +12,7 @@ from smp.initial.originals import keep_original
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
 from smp.replacement import plans
+from smp.replacement.plan_adapters import decide_adapters, find_adapters
 from smp.replacement.plan_alone import decide_standalone, keep_shared_whole, without_shared
 from smp.replacement.plan_cuts import Cut, Draft, Report, draft_of, part_of
 from smp.replacement.plan_experts import decide_experts
@@ -31,6 +32,7 @@ def apply_plan(
         taken: modules inside that the plan is not for, and why, as the end of a sentence.
     """
     draft = draft_of(root, plan, prefix, taken)
+    adapters = find_adapters(draft)
     groups = decide_groups(draft)
     decide_standalone(draft)
     decide_experts(draft)
@@ -38,6 +40,7 @@ def apply_plan(
     groups = {path: group for path, group in groups.items() if is_complete(draft, group)}
     groups = without_shared(draft, groups)
     decide_latent(draft, groups)
+    decide_adapters(draft, adapters)
     _tell_rest(draft)
     blocks = set(plans.outermost(groups).values())
     _mark_wholes(draft, blocks | draft.experts)

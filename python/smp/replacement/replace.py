@@ -116,6 +116,10 @@ class _Replacement:
                 return new
             self._declined.setdefault(type(module), f"is not distributed: {new.reason}")
             self._say(module, name, f"is not distributed: {new.reason}")
+            plan = plan_of(module, around, declined=True) if adapter_in(module) else None
+            if plan is not None and self._planned is None:
+                if self._split_by_plan(module, name, around, plan):
+                    return module
         elif self._is_near_miss(module):
             self._say(module, name, reason_of_class(type(module)))
         before = self._planned

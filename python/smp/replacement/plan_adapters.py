@@ -1,0 +1,84 @@
+"""Adapters of PEFT around layers that a plan names: split with their base layer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from torch import nn
+
+from smp.replacement import plans
+from smp.replacement.plan_cuts import Cut, Draft
+
+_ROWS = (plans.ROW, plans.SPLIT_ROW)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank matrices beside a linear layer.
+
+    Attributes:
+        down, up: paths of the layers before and behind the rank, of each adapter.
+    """
+
+    down: tuple[str, ...]
+    up: tuple[str, ...]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Is it a linear layer with plain adapters of low rank (LoRA) around?
+
+    PEFT is looked for among the imported packages only: without it there are none.
+    """
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    if lora is None or type(module) is not lora.Linear:
+        return False
+    layers = [*module.lora_A.values(), *module.lora_B.values()]
+    return (
+        type(module.base_layer) is nn.Linear
+        and all(type(layer) is nn.Linear for layer in layers)
+        and not getattr(module, "lora_variant", None)
+        and not any(getattr(module, "use_dora", {}).values())
+        and not module.merged
+        and not getattr(module, "fan_in_fan_out", False)
+    )
+
+
+def find_adapters(draft: Draft) -> dict[str, Adapters]:
+    """Moves the words of adapted layers to what is inside of them.
+
+    Returns:
+        the adapters, by path of the base layer.
+    """
+    found = {}
+    for path, word in list(draft.words.items()):
+        module = draft.modules.get(path)
+        if module is None or not is_adapted(module):
+            continue
+        base = f"{path}.base_layer"
+        names = {kind: tuple(getattr(module, kind)) for kind in ("lora_A", "lora_B")}
+        down, up = (tuple(f"{path}.{kind}.{name}" for name in own) for kind, own in names.items())
+        found[base] = Adapters(down, up)
+        del draft.words[path]
+        draft.words[base] = word
+    return found
+
+
+def decide_adapters(draft: Draft, adapters: dict[str, Adapters]) -> None:
+    """Splits adapters of layers that are split: columns behind the rank, rows before it."""
+    for base, own in adapters.items():
+        cut, word = draft.cuts.get(base), draft.words.get(base)
+        if cut is None or word is None:
+            continue
+        for path in own.down if word in _ROWS else own.up:
+            module = draft.modules[path]
+            dims = {
+                name: how
+                for name, how in cut.dims.items()
+                if module._parameters.get(name) is not None
+            }
+            if "weight" in dims and "bias" not in dims and word not in _ROWS:
+                if module._parameters.get("bias") is not None:
+                    dims["bias"] = dims["weight"]
+            draft.cuts[path] = Cut(cut.make_class, dims, cut.partial, dict(cut.attributes))
+            draft.words[path] = word

@@ -1,0 +1,75 @@
+"""Adapters of PEFT inside of layers that a plan splits train like in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+from tests.dist.split_training import marked_values
+from tests.reference.lifted_casts import lift_forwards, lifted_casts
+from tests.reference.models import randomise_
+from tests.reference.split_families import make_split_batch, make_split_family
+from tests.reference.tolerances import assert_close
+
+peft = pytest.importorskip("peft")
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+def adapted(case: str) -> nn.Module:
+    """A model with adapters; their parameters are trained, and have random values."""
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS, lora_dropout=0.0)
+    model: nn.Module = peft.get_peft_model(make_split_family(case, torch.float64), config)
+    return randomise_(model.double(), 1).train()
+
+
+def train_once(rank: int, case: str, tp: int, prescaled: bool) -> tuple[Any, Any]:
+    """Gradients after one step, and shapes of parameters."""
+    import smp
+
+    smp.init({"tensor_parallel_degree": tp, "prescaled_batch": prescaled, "ddp": True})
+    with lifted_casts():
+        plain = adapted(case)
+    lift_forwards(plain)
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> None:
+        model.backward(model(**batch)["loss"])
+
+    train_step(make_split_batch(case, smp.rdp_rank() if prescaled else smp.dp_rank(), 0))
+    shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
+    return marked_values(model, "grad"), shapes
+
+
+@pytest.mark.parametrize(("case", "tp"), [("qwen3", 2), ("qwen3_tied", 4), ("llama", 2)])
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_adapters_are_split_with_their_base_layer(
+    pool: Pool, case: str, tp: int, prescaled: bool
+) -> None:
+    from smp.tensor_parallel import partial
+
+    results = pool.run(tp, train_once, case, tp, prescaled)
+    place = "base_model.model.model.layers.0."
+    for _, shapes in results:
+        assert shapes[place + "mlp.down_proj.base_layer.weight"] == (32, 24 // tp)
+        assert shapes[place + "mlp.down_proj.lora_A.default.weight"] == (3, 24 // tp)
+        assert shapes[place + "mlp.down_proj.lora_B.default.weight"] == (32, 3)
+        assert shapes[place + "mlp.up_proj.lora_A.default.weight"] == (3, 32)
+        assert shapes[place + "mlp.up_proj.lora_B.default.weight"] == (24 // tp, 3)
+    num_batches = 1 if prescaled else tp
+    with lifted_casts():
+        plain = adapted(case)
+        for idx in range(num_batches):
+            (plain(**make_split_batch(case, idx, 0))["loss"] / num_batches).backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert any("lora_A" in name for name in expected)
+    assert not any("base_layer" in name for name in expected)
+    whole = partial.merge([grads for grads, _ in results])
+    assert_close(whole, expected, torch.float64, f"{case} tp {tp} {prescaled}", 1e-9)
