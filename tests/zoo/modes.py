@@ -72,6 +72,11 @@ MODES = {
         Mode("tp2own", config=_tensor(2, False), replicas=2, split=True, gradients=False),
         Mode("tp4", 4, _tensor(4, True), split=True, gradients=False),
         Mode("pp2tp2", 4, {**_pipeline(2), **_tensor(2, True)}, split=True, gradients=False),
+        # Marked as a whole, so experts are spread where a plan names them.
+        Mode(
+            "ep2", config={**_tensor(2, True), "expert_parallel_degree": 2},
+            split=True, gradients=False,
+        ),
         Mode("checkpointing", config=_pipeline(2), checkpointed=True),
         Mode("bf16", config=_pipeline(2), half=True),
     )
