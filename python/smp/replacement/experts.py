@@ -13,6 +13,7 @@ from torch import nn
 from smp.initial.originals import keep_original
 from smp.nn import layout as layouts
 from smp.nn.experts import Spread, SpreadExperts, spread
+from smp.nn.planned.block import PlannedBlock
 from smp.replacement.experts_plan import Named, named_experts
 from smp.replacement.marks import mark_of
 from smp.replacement.references import References
@@ -46,6 +47,7 @@ def spread_experts(root: nn.Module) -> Report:
     if not layout.spreads_experts:
         return report
     references = References(root)
+    common = _in_blocks(root)
     for name, module, named in list(_experts_in(root)):
         mark = mark_of(module)
         if mark is None or not mark.enabled or isinstance(module, SpreadExperts):
@@ -58,7 +60,7 @@ def spread_experts(root: nn.Module) -> Report:
                 type(module).__name__, name, problem,
             )  # fmt: skip
             continue
-        _spread(module, name, named, layout.has_own_batches)
+        _spread(module, name, named, layout.has_own_batches and module not in common)
         report.spread.append(name)
     if not report.spread:
         first_rank_log.warning(
@@ -68,6 +70,12 @@ def spread_experts(root: nn.Module) -> Report:
             layout.num_ranks, type(root).__name__,
         )  # fmt: skip
     return report
+
+
+def _in_blocks(root: nn.Module) -> set[nn.Module]:
+    """Modules in blocks of a plan, where all ranks have the samples of all."""
+    blocks = (module for module in root.modules() if isinstance(module, PlannedBlock))
+    return {part for block in blocks for part in block.modules()}
 
 
 def _experts_in(root: nn.Module) -> Iterator[tuple[str, nn.Module, Named]]:

@@ -24,8 +24,10 @@ _EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
 
 def decide_experts(draft: Draft) -> None:
     """Experts whose parameters are three-dimensional, and what is summed like them."""
-    for path, word in draft.words.items():
-        if word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
+    for path, word in list(draft.words.items()):
+        if word == plans.EXPERTS and draft.layout.spreads_experts:
+            _leave_whole_for_ranks(draft, path)
+        elif word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
             try:
                 _cut_experts(draft, path)
             except CannotCut as error:
@@ -34,8 +36,14 @@ def decide_experts(draft: Draft) -> None:
                     draft.report.left[f"{path}.{key}"] = "its experts stay whole"
 
 
+def _leave_whole_for_ranks(draft: Draft, path: str) -> None:
+    """Takes experts out of the plan: `expert_parallel_degree` gives each rank whole ones."""
+    for name in [p for p in draft.words if p == path or p.startswith(f"{path}.")]:
+        del draft.words[name]
+
+
 def _cut_experts(draft: Draft, path: str) -> None:
-    """Cuts each expert by features. The place to choose whole experts for each rank instead.
+    """Cuts each expert by features.
 
     Raises:
         CannotCut: not all of their parameters are known.
