@@ -43,13 +43,18 @@ class DeviceLane {
                                      bool is_stable) = 0;
   /// Memory on the CPU for the payload of a tensor that comes.
   virtual at::Tensor new_payload(const Descriptor& descriptor) const = 0;
+  /// Whether `take` may block until the device or another rank has got further.
+  /// A thread that waits for nothing else calls it then.
+  virtual bool take_may_block() const { return false; }
   /// The tensor of a descriptor, detached. In the order of messages.
-  /// @throws Error when it is not the one that comes next
+  /// @throws Error when it is not the one that comes next, and PeerFailure when
+  ///     it was blocked and there is a fault
   virtual memory::MarkedTensor take(int src, const Descriptor& descriptor,
                                     at::Tensor payload) = 0;
   /// @throws Error when the slot is free already
   virtual void acknowledge(int src, const Receipt& receipt) = 0;
-  /// Nothing follows; what is in flight will not arrive.
+  /// Nothing follows; what is in flight will not arrive. A `take` that another
+  /// thread is blocked in ends soon.
   virtual void stop() = 0;
 };
 

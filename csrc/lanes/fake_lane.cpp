@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -15,6 +16,7 @@ using memory::Mark;
 using memory::MarkedTensor;
 
 constexpr std::chrono::hours kNever{24};
+constexpr std::chrono::milliseconds kLookForFaultEvery{20};
 
 }  // namespace
 
@@ -56,9 +58,19 @@ at::Tensor FakeLane::new_payload(const Descriptor& descriptor) const {
 MarkedTensor FakeLane::take(int src, const Descriptor& descriptor,
                             at::Tensor payload) {
   arrivals_.check(src, descriptor);
+  if (options_.has_late_takes) block_for_a_while();
   const Receipt receipt{descriptor.lane, descriptor.slot, descriptor.sequence};
   return copy_later(std::move(payload),
                     [this, src, receipt] { receipts_(src, receipt); });
+}
+
+void FakeLane::block_for_a_while() {
+  std::unique_lock lock(mutex_);
+  const auto end = Clock::now() + times_.next().value_or(kNever);
+  while (!stopping_ && Clock::now() < end) {
+    changed_.wait_until(lock, std::min(end, Clock::now() + kLookForFaultEvery));
+    faults_->raise_if_faulted();
+  }
 }
 
 void FakeLane::acknowledge(int src, const Receipt& receipt) {

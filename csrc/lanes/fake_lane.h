@@ -30,6 +30,7 @@ class FakeLane final : public DeviceLane {
   std::optional<Posted> post(int dst, const at::Tensor& data,
                              bool is_stable) override;
   at::Tensor new_payload(const Descriptor& descriptor) const override;
+  bool take_may_block() const override { return options_.has_late_takes; }
   memory::MarkedTensor take(int src, const Descriptor& descriptor,
                             at::Tensor payload) override;
   void acknowledge(int src, const Receipt& receipt) override;
@@ -45,6 +46,7 @@ class FakeLane final : public DeviceLane {
   memory::MarkedTensor copy_later(at::Tensor source,
                                   std::function<void()> then);
   void run_copies();
+  void block_for_a_while();
 
   const FakeOptions options_;
   const std::shared_ptr<health::FaultBoard> faults_;

@@ -20,6 +20,9 @@ struct FakeOptions {
   int num_slots = 4;   ///< for the tensors that one rank has in flight
   /// After so many copies of a rank none ends any more; -1: all end.
   int64_t num_ending = -1;
+  /// A FakeLane takes a tensor after a random time, for which it blocks, as a
+  /// driver may that has no room for a launch.
+  bool has_late_takes = false;
   /// An IpcLane over memory of the host, instead of a FakeLane.
   bool has_ring = false;
   int64_t slot_bytes = 64 << 10;  ///< of the ring

@@ -127,6 +127,10 @@ at::Tensor LaneTable::new_payload(const Descriptor& descriptor) {
   return lane_of(descriptor.lane).new_payload(descriptor);
 }
 
+bool LaneTable::take_may_block(const Descriptor& descriptor) {
+  return lane_of(descriptor.lane).take_may_block();
+}
+
 memory::MarkedTensor LaneTable::take(int src, const Descriptor& descriptor,
                                      at::Tensor payload) {
   ++tensors_received_;

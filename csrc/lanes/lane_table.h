@@ -56,6 +56,7 @@ class LaneTable {
   /// See DeviceLane. The host lane takes what finds no free slot.
   Posted post(int dst, const at::Tensor& data, bool is_stable);
   at::Tensor new_payload(const Descriptor& descriptor);
+  bool take_may_block(const Descriptor& descriptor);
   memory::MarkedTensor take(int src, const Descriptor& descriptor,
                             at::Tensor payload);
   void acknowledge(int src, const Receipt& receipt);

@@ -50,6 +50,7 @@ LanePosts::LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
              [this](int dst, const lanes::Receipt& receipt) {
                send_receipt(dst, receipt);
              }),
+      held_(owner, world_size, [this](Message& message) { take(message); }),
       sender_([this] { send_waiting(); }) {}
 
 LanePosts::~LanePosts() {
@@ -164,6 +165,18 @@ bool LanePosts::receive(Message& message) {
                                              static_cast<int32_t>(f[1]), f[2]});
     return false;
   }
+  return !held_.hold(message, may_block(message));
+}
+
+bool LanePosts::may_block(const Message& message) {
+  return std::any_of(message.tensors.begin(), message.tensors.end(),
+                     [this](const MessageTensor& tensor) {
+                       return tensor.lane &&
+                              table_.take_may_block(*tensor.lane);
+                     });
+}
+
+void LanePosts::take(Message& message) {
   for (MessageTensor& tensor : message.tensors) {
     if (!tensor.lane) continue;
     const int64_t asked_ns = copies_->now_if_on();
@@ -175,7 +188,6 @@ bool LanePosts::receive(Message& message) {
     tensor.mark = std::move(arrived.mark);
     tensor.lane.reset();
   }
-  return true;
 }
 
 // ------------------------------------------------------------------ the end
@@ -187,7 +199,9 @@ void LanePosts::stop() {
   }
   changed_.notify_all();
   sender_.join();
-  table_.stop();
+  held_.begin_end();
+  table_.stop();  // ends a `take` that is blocked
+  held_.end();
   for (Peer& peer : peers_) peer.waiting.clear();
   owner_.faults->waits().add_unsent(-num_unsent_.exchange(0));
 }

@@ -12,6 +12,7 @@
 
 #include "csrc/lanes/copy_log.h"
 #include "csrc/lanes/lane_table.h"
+#include "csrc/mailbox/held_arrivals.h"
 #include "csrc/mailbox/link.h"
 #include "csrc/mailbox/message.h"
 
@@ -21,12 +22,14 @@ namespace smp::mailbox {
 /// descriptors in their place; what a lane gives the message to carry may not
 /// be there yet, and then the message waits, and those behind it for the same
 /// rank, but no thread that posts. On the way in it gives tensors their data
-/// and marks. Only ranks that have lanes have one.
+/// and marks; where asking a lane for them may block, the message is held, and
+/// those behind it of the same rank. Only ranks that have lanes have one.
 class LanePosts {
  public:
   /// Hands a message to its link.
   using Send = std::function<void(int dst, Message message)>;
 
+  /// @param owner  its `deliver` gets messages that were held, with their data
   LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
             int world_size, Send send);
   ~LanePosts();
@@ -34,9 +37,14 @@ class LanePosts {
   /// Mailbox's contract; in the order of posts to each rank.
   void post(int dst, Message message);
   /// For each message of another rank, in the order in which they come.
-  /// @return false when it was for the lanes only
+  /// @return whether to `take` and handle it now; else it was for the lanes
+  ///     only, or it is held
   /// @throws Error when it does not fit what came before
   bool receive(Message& message);
+  /// Gives tensors of a message their data and marks. May block where the
+  /// message was held.
+  /// @throws Error when it does not fit what came before
+  void take(Message& message);
 
   lanes::LaneTable& table() { return table_; }
   /// What lanes carry while somebody records it.
@@ -66,6 +74,7 @@ class LanePosts {
   void send_waiting();
   bool send_first(std::unique_lock<std::mutex>& lock, int dst);
   void send_receipt(int dst, const lanes::Receipt& receipt);
+  bool may_block(const Message& message);
 
   const LinkOwner owner_;
   const Send send_;
@@ -77,6 +86,7 @@ class LanePosts {
   std::condition_variable changed_;
   bool stopping_ = false;
   lanes::LaneTable table_;
+  HeldArrivals held_;
   std::thread sender_;
 };
 

@@ -45,7 +45,8 @@ struct Mailbox::Impl {
   void post(int dst, Message message);
   void deliver(Message&& message);
   void handle(Inbox& inbox, Message&& message);
-  bool take_from_lanes(Message& message);
+  void hand_over(Message&& message);
+  bool receive_from_lanes(Message& message);
   void report(int source, const char* text);
   void set_handler(Channel channel, Handler handler);
   Stats stats() const;
@@ -88,8 +89,12 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                   "SMP_LANE=ipc needs CUDA devices, and this rank works on ",
                   lanes.device, "; unset SMP_LANE");
   if (lanes.has_lanes()) {
+    LinkOwner after_lanes = owner;
+    after_lanes.deliver = [this](Message&& message) {
+      hand_over(std::move(message));
+    };
     lane_posts = std::make_unique<LanePosts>(
-        lanes, owner, world->size(), [this](int dst, Message message) {
+        lanes, after_lanes, world->size(), [this](int dst, Message message) {
           // A message may come before all links are there.
           has_links.wait(false);
           link_of[dst]->post(dst, std::move(message));
@@ -144,21 +149,29 @@ void Mailbox::Impl::post(int dst, Message message) {
   }
 }
 
-// Whether the message is for a handler.
-bool Mailbox::Impl::take_from_lanes(Message& message) {
+// Whether the message is for its handler, now.
+bool Mailbox::Impl::receive_from_lanes(Message& message) {
+  const int source = message.source_rank;
   try {
-    return lane_posts->receive(message);
+    if (!lane_posts->receive(message)) return false;
+    lane_posts->take(message);
+    return true;
   } catch (const std::exception& error) {
-    report(message.source_rank, error.what());
+    report(source, error.what());
     return false;
   }
 }
 
 void Mailbox::Impl::deliver(Message&& message) {
   delays.pause(TestDelays::Place::kDeliver);
-  if (lane_posts && message.source_rank != self && !take_from_lanes(message)) {
+  if (lane_posts && message.source_rank != self &&
+      !receive_from_lanes(message)) {
     return;
   }
+  hand_over(std::move(message));
+}
+
+void Mailbox::Impl::hand_over(Message&& message) {
   Inbox& inbox = inboxes[static_cast<size_t>(message.channel)];
   std::lock_guard lock(inbox.mutex);
   if (!inbox.handler) {

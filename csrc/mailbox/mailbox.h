@@ -59,6 +59,8 @@ class Mailbox {
 
   /// Sets the handler of a channel, called by one receiving thread at a time.
   /// A handler must be short: one thread receives from all ranks of this host.
+  /// A message that waits for its lane (HeldArrivals) is delivered by another
+  /// thread.
   /// Messages that came before are delivered inside this call. An empty
   /// handler makes the channel keep messages until the next handler. When this
   /// returns, the previous handler is not running. Not to be called from a

@@ -3,23 +3,19 @@
 #include "csrc/mailbox/lane_posts.h"
 
 #include <ATen/ops/equal.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <future>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "csrc/common/check.h"
-#include "csrc/mailbox/mailbox.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/mailbox/lane_rank.h"
 
 namespace smp::mailbox {
 namespace {
@@ -30,55 +26,6 @@ using memory::MarkedTensor;
 constexpr int kNumNumbered = 200;
 constexpr int kNumLanes = 173;  // of their tensors
 constexpr int kNumLarge = 40;   // of these
-
-at::Tensor filled(double value, int64_t size = 40) {
-  return at::full({size}, value, at::kDouble);
-}
-
-// A rank with lanes, which keeps what comes.
-class LaneRank {
- public:
-  LaneRank(int self, const comm::CommunicatorPtr& world,
-           std::optional<FakeOptions> fake,
-           const shm::SharedMemoryPtr& memory = nullptr)
-      : board(std::make_shared<health::FaultBoard>(self)),
-        mailbox(world, board, memory, {.fake = fake}) {
-    mailbox.set_handler(Channel::kPipeline, [this](Message&& message) {
-      std::lock_guard lock(mutex_);
-      messages_.push_back(std::move(message));
-      changed_.notify_all();
-    });
-  }
-  ~LaneRank() { mailbox.set_handler(Channel::kPipeline, {}); }
-
-  std::vector<Message> wait_for(size_t count) {
-    std::unique_lock lock(mutex_);
-    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20),
-                                  [&] { return messages_.size() >= count; }))
-        << messages_.size() << " of " << count;
-    return messages_;
-  }
-  size_t num_messages() {
-    std::lock_guard lock(mutex_);
-    return messages_.size();
-  }
-
-  const std::shared_ptr<health::FaultBoard> board;
-  Mailbox mailbox;
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Message> messages_;
-};
-
-Message with_tensors(int64_t number, std::vector<MessageTensor> tensors = {}) {
-  Message message;
-  message.channel = Channel::kPipeline;
-  message.fields[0] = number;
-  message.tensors = std::move(tensors);
-  return message;
-}
 
 class LanePostsOver : public ::testing::TestWithParam<bool> {
  protected:
@@ -130,17 +77,20 @@ void exchange_numbered(int self, LaneRank& rank) {
 }
 
 TEST_P(LanePostsOver, messages_keep_their_order_and_their_numbers) {
-  for (const bool has_ring : {false, true}) {
+  for (const auto& [has_ring, has_late_takes] :
+       {std::pair{false, false}, std::pair{false, true},
+        std::pair{true, false}}) {
     run(FakeOptions{.seed = 5,
                     .max_us = 300,
                     .num_slots = 3,
+                    .has_late_takes = has_late_takes,
                     .has_ring = has_ring,
                     .slot_bytes = 60'000},
-        [&](int self, LaneRank& rank) {
+        [&, is_ring = has_ring](int self, LaneRank& rank) {
           exchange_numbered(self, rank);
           const auto counters = rank.mailbox.stats().lanes;
-          EXPECT_EQ(counters.times_too_large, has_ring ? kNumLarge : 0);
-          EXPECT_EQ(rank.mailbox.lanes().empty(), !has_ring);
+          EXPECT_EQ(counters.times_too_large, is_ring ? kNumLarge : 0);
+          EXPECT_EQ(rank.mailbox.lanes().empty(), !is_ring);
         });
   }
 }
