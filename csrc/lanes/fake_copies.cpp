@@ -1,12 +1,8 @@
 #include "csrc/lanes/fake_copies.h"
 
 #include <ATen/ops/empty.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -14,15 +10,14 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "csrc/common/check.h"
-#include "csrc/health/fork_guard.h"
 #include "csrc/health/thread_name.h"
+#include "csrc/lanes/shared_file.h"
 
 namespace smp::lanes {
 namespace {
@@ -37,16 +32,6 @@ struct EventWords {
   std::atomic<uint64_t> num_asked;
   std::atomic<uint64_t> num_over;
 };
-
-DeviceMemory map_file(int fd, int64_t num_bytes) {
-  const auto size = static_cast<size_t>(num_bytes);
-  void* const memory =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  SMP_CHECK(memory != MAP_FAILED, "cannot map ", num_bytes,
-            " bytes of a lane of tests: ", std::strerror(errno));
-  return {static_cast<uint8_t*>(memory),
-          [size](uint8_t* mapped) { ::munmap(mapped, size); }};
-}
 
 class FakeEvent final : public SharedEvent {
  public:
@@ -190,22 +175,10 @@ class FakeCopies final : public DeviceCopies {
     return memory;
   }
   std::string handle_of(const DeviceMemory& memory) override {
-    const File& file = files_.at(memory.get());
-    std::ostringstream text;
-    text << ::getpid() << ' ' << file.fd.get() << ' ' << file.num_bytes;
-    return text.str();
+    return files_.at(memory.get()).handle();
   }
   DeviceMemory open_memory(const std::string& handle) override {
-    std::istringstream text(handle);
-    int64_t pid = 0;
-    int64_t fd = 0;
-    int64_t num_bytes = 0;
-    SMP_CHECK(text >> pid >> fd >> num_bytes, "'", handle,
-              "' is no handle of memory of a lane of tests");
-    const std::string path = detail::concat("/proc/", pid, "/fd/", fd);
-    const health::OwnedFd opened(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    SMP_CHECK(opened, "cannot open ", path, ": ", std::strerror(errno));
-    return map_file(opened.get(), num_bytes);
+    return SharedFile::open(handle);
   }
   SharedEventPtr new_event() override {
     return std::make_shared<FakeEvent>(make_file(sizeof(EventWords)));
@@ -233,22 +206,15 @@ class FakeCopies final : public DeviceCopies {
   }
 
  private:
-  struct File {
-    health::OwnedFd fd;
-    int64_t num_bytes = 0;
-  };
-
-  // New memory of the system is zero: an event that nobody has recorded.
+  // New memory is zero: an event that nobody has recorded.
   DeviceMemory make_file(int64_t num_bytes) {
-    health::OwnedFd fd(::memfd_create("smp-fake-lane", MFD_CLOEXEC));
-    SMP_CHECK(fd && ::ftruncate(fd.get(), num_bytes) == 0, "cannot make ",
-              num_bytes, " bytes of a lane of tests: ", std::strerror(errno));
-    DeviceMemory memory = map_file(fd.get(), num_bytes);
-    files_[memory.get()] = File{std::move(fd), num_bytes};
+    SharedFile file(num_bytes);
+    DeviceMemory memory = file.memory();
+    files_.emplace(memory.get(), std::move(file));
     return memory;
   }
 
-  std::map<const uint8_t*, File> files_;
+  std::map<const uint8_t*, SharedFile> files_;
   FakeQueue outgoing_;
   FakeQueue incoming_;
 };

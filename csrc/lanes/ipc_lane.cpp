@@ -11,6 +11,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/lanes/byte_strings.h"
+#include "csrc/lanes/never_event.h"
 #include "csrc/lanes/plain_tensor.h"
 
 namespace smp::lanes {
@@ -23,17 +24,6 @@ using RingClock = std::chrono::steady_clock;
 constexpr int64_t kTokenBytes = 64;
 // For copies in flight when a run ends without a fault.
 constexpr std::chrono::seconds kLastCopies{2};
-
-// What comes when nobody copies any more.
-class NeverEvent final : public Mark::Event {
- public:
-  void block(const c10::Stream& /*stream*/) const override {
-    SMP_CHECK(false,
-              "a tensor from another rank will not come any more: its lane is "
-              "closed");
-  }
-  bool is_over() const override { return false; }
-};
 
 std::string new_token() {
   std::random_device random;
@@ -193,7 +183,7 @@ MarkedTensor IpcLane::take(int src, const Descriptor& descriptor,
     CopyQueue& queue = copies_->incoming();
     result.data = queue.new_tensor(descriptor.sizes, descriptor.dtype);
     if (stopped_) {
-      result.mark = Mark(std::make_shared<NeverEvent>());
+      result.mark = never();
       return result;
     }
     queue.wait(*peer.written[descriptor.slot]);

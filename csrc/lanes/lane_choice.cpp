@@ -153,6 +153,8 @@ const char* name_of(LaneKind kind) {
       return "fake";
     case LaneKind::kIpc:
       return kIpcWord;
+    case LaneKind::kNccl:
+      return "nccl";
   }
   SMP_ASSERT(false, "lane kind ", static_cast<int>(kind));
 }

@@ -32,7 +32,7 @@ struct LaneChoice {
 /// By the rank that sends, then by the one that receives.
 using LaneChoices = std::vector<std::vector<LaneChoice>>;
 
-/// "host", "fake" or "ipc".
+/// "host", "fake", "ipc" or "nccl".
 const char* name_of(LaneKind kind);
 
 /// For ranks of one pipeline. One host, and both devices can read each other:

@@ -119,6 +119,10 @@ DeviceLane& LaneTable::lane_of(LaneKind kind) {
                 "this rank has not mapped; ranks that run different versions "
                 "of smp cannot work together");
       return *ipc_;
+    case LaneKind::kNccl:
+      SMP_CHECK(false,
+                "a tensor comes over NCCL, which this rank has not agreed to; "
+                "ranks that run different versions of smp cannot work together");
   }
   SMP_ASSERT(false, "lane kind ", static_cast<int>(kind));
 }

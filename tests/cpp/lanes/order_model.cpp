@@ -70,17 +70,46 @@ OrderModel::Pair OrderModel::receive_stream(Pair pair) const {
   return {pair.second, kCopiesIn};
 }
 
-bool OrderModel::can_end(const Work& work) const {
-  const auto is_done = [this](int other) { return works_[other].is_done; };
-  if (work.is_done || !work.is_asked) return false;
-  if (!std::all_of(work.waits_for.begin(), work.waits_for.end(), is_done)) {
-    return false;
+// What a host has asked for that needs the other rank.
+void OrderModel::ask_to_meet(int work, int rank) {
+  works_[work].needs_partner = true;
+  if (!rule_.has_launch_order) return;
+  const auto [last, is_first] = last_meeting_.try_emplace(rank, work);
+  if (!is_first) works_[work].begins_after = std::exchange(last->second, work);
+}
+
+bool OrderModel::has_free_slot(Pair pair) const {
+  if (rule_.has_endless_slots) return true;
+  if (!rule_.waits_for_last_copy) {
+    const auto found = is_full_.find(pair);
+    return found == is_full_.end() || !found->second;
   }
+  const auto found = last_sent_.find(pair);
+  return found == last_sent_.end() || works_[found->second].is_done;
+}
+
+bool OrderModel::can_run(const Work& work) const {
+  return work.is_asked && !work.is_done &&
+         std::all_of(work.waits_for.begin(), work.waits_for.end(),
+                     [this](int other) { return works_[other].is_done; });
+}
+
+bool OrderModel::begin_meeting() {
+  for (Work& work : works_) {
+    if (!work.needs_partner || work.has_begun || !can_run(work)) continue;
+    if (work.begins_after >= 0 && !works_[work.begins_after].has_begun) {
+      continue;
+    }
+    work.has_begun = true;
+    return true;
+  }
+  return false;
+}
+
+bool OrderModel::can_end(const Work& work) const {
+  if (!can_run(work)) return false;
   if (!work.needs_partner) return true;
-  if (work.partner < 0) return false;
-  const std::vector<int>& others = works_[work.partner].waits_for;
-  return works_[work.partner].is_asked &&
-         std::all_of(others.begin(), others.end(), is_done);
+  return work.has_begun && work.partner >= 0 && works_[work.partner].has_begun;
 }
 
 bool OrderModel::end_work() {
@@ -143,13 +172,14 @@ void OrderModel::post_results(int idx, int work) {
     const Pair pair{rank, consumer};
     const int copy = new_work();
     std::vector<int> waits_for{work};
-    Message message{idx, copy, !is_full_[pair]};
+    Message message{idx, copy, has_free_slot(pair)};
     if (message.is_on_lane) {
       ++num_over_lanes_;
       is_full_[pair] = true;
       const auto reader = read_by_.find(pair);
       if (reader != read_by_.end()) waits_for.push_back(reader->second);
-      works_[copy].needs_partner = rule_.has_rendezvous;
+      last_sent_[pair] = copy;
+      if (rule_.has_rendezvous) ask_to_meet(copy, rank);
       ask(copy, send_stream(pair), std::move(waits_for));
     } else {
       ++num_through_hosts_;
@@ -197,7 +227,7 @@ void OrderModel::take(Pair pair, const Message& message) {
   if (!message.is_on_lane) {
     ask(copy, {dst, kCopiesIn - 100}, {});
   } else if (rule_.has_rendezvous) {
-    works_[copy].needs_partner = true;
+    ask_to_meet(copy, dst);
     works_[copy].partner = message.copy;
     works_[message.copy].partner = copy;
     ask(copy, receive_stream(pair), {});
@@ -219,7 +249,7 @@ void OrderModel::arrive(int idx, int rank, int work) {
 }
 
 bool OrderModel::run() {
-  constexpr int kNumKinds = 5;
+  constexpr int kNumKinds = 6;
   while (true) {
     const int first = pick(kNumKinds);
     bool has_moved = false;
@@ -236,6 +266,9 @@ bool OrderModel::run() {
           break;
         case 3:
           has_moved = take_message();
+          break;
+        case 4:
+          has_moved = begin_meeting();
           break;
         default:
           has_moved = end_work();

@@ -16,6 +16,14 @@ struct OrderRule {
   bool has_rendezvous = false;
   /// Sends and receives of a rank share one stream.
   bool one_stream_for_both_ways = false;
+  /// Copies that meet begin, on each device, in the order in which its host has
+  /// asked for them, as NCCL_LAUNCH_ORDER_IMPLICIT wants it.
+  bool has_launch_order = false;
+  /// A slot is free when its last copy is over; else when the receiver has
+  /// asked for its part.
+  bool waits_for_last_copy = false;
+  /// There is always a free slot.
+  bool has_endless_slots = false;
   /// A message leaves when its task is chosen; devices are asked for it later.
   bool header_before_producer = false;
 };
@@ -42,8 +50,11 @@ class OrderModel {
   struct Work {
     bool is_asked = false;
     bool is_done = false;
+    // Of copies that meet.
     bool needs_partner = false;
+    bool has_begun = false;
     int partner = -1;
+    int begins_after = -1;
     std::vector<int> waits_for;
   };
   struct Task {
@@ -79,6 +90,10 @@ class OrderModel {
   bool take_message();
   void take(Pair pair, const Message& message);
   void arrive(int task, int rank, int work);
+  void ask_to_meet(int work, int rank);
+  bool has_free_slot(Pair pair) const;
+  bool can_run(const Work& work) const;
+  bool begin_meeting();
   bool can_end(const Work& work) const;
   bool end_work();
 
@@ -88,8 +103,10 @@ class OrderModel {
   std::vector<Task> tasks_;
   std::vector<Work> works_;
   std::map<Pair, int> last_of_stream_;
+  std::map<int, int> last_meeting_;  // that the host of a rank has asked for
   std::map<Pair, bool> is_full_;
-  std::map<Pair, int> read_by_;  // who was the last to read a slot
+  std::map<Pair, int> last_sent_;  // over the lane
+  std::map<Pair, int> read_by_;    // who was the last to read a slot
   std::map<Pair, std::deque<Message>> leaving_;
   std::map<Pair, std::deque<Message>> coming_;
   std::vector<std::pair<int, int>> late_;  // tasks and their work

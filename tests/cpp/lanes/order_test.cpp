@@ -55,6 +55,29 @@ TEST(OrderOfStreams,
   EXPECT_EQ(run_graphs({.one_stream_for_both_ways = true}).num_stuck, 0);
 }
 
+// One copy at most on each way, as NcclLane has it.
+TEST(OrderOfLaunches, no_graph_gets_stuck) {
+  const Tally tally = run_graphs({.has_rendezvous = true,
+                                  .has_launch_order = true,
+                                  .waits_for_last_copy = true});
+  EXPECT_EQ(tally.num_stuck, 0);
+  EXPECT_GT(tally.num_over_lanes, kNumGraphs);
+  EXPECT_GT(tally.num_through_hosts, kNumGraphs / 2);
+}
+
+// A second copy of the way waits for the first one, and with it all that its
+// host has asked for since; among that may be what the first one waits for.
+TEST(OrderOfLaunches, a_copy_behind_one_that_is_not_over_can) {
+  const Tally tally = run_graphs({.has_rendezvous = true,
+                                  .has_launch_order = true,
+                                  .has_endless_slots = true});
+  EXPECT_GT(tally.num_stuck, kNumGraphs / 1000);
+  // Nothing but that order makes them wait in a circle.
+  EXPECT_EQ(
+      run_graphs({.has_rendezvous = true, .has_endless_slots = true}).num_stuck,
+      0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Copies, Order, ::testing::Bool(),
                          [](const auto& info) {
                            return info.param ? "meet" : "follow";

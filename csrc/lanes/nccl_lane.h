@@ -1,0 +1,93 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/lanes/device_lane.h"
+#include "csrc/lanes/meeting_copies.h"
+#include "csrc/lanes/slot_ring.h"
+
+namespace smp::lanes {
+
+struct WayOptions {
+  int num_ways = 2;  ///< of a pair of ranks in one direction
+  /// For a try of all ways of a pair in one direction.
+  std::chrono::milliseconds timeout = std::chrono::minutes(1);
+};
+
+/// Between ranks that cannot map each other's memory, by copies that need both.
+///
+/// The sender's part is asked for when the tensor is posted, the receiver's
+/// when the message has come, by a thread that may be blocked. A pair of ranks
+/// has a few ways in each direction, and a way has one copy at most: the next
+/// tensor takes a way whose last copy is over, and if there is none, another
+/// lane. So no copy waits for the one before it, and may begin as soon as it is
+/// asked for and its tensor is there (docs/design/device_lanes.md says why that
+/// matters).
+class NcclLane final : public DeviceLane {
+ public:
+  NcclLane(std::unique_ptr<MeetingCopies> copies, WayOptions options,
+           c10::Device device, int global_rank,
+           std::shared_ptr<health::FaultBoard> faults);
+  ~NcclLane() override;
+
+  /// What peers have to know before `open`.
+  /// @param peers  ranks that may send to this one and get from it
+  std::string offer(const std::vector<int>& peers);
+  /// Makes the ways from one rank to another one, one of them this rank, and
+  /// tries them. Both call it, all ranks in the order of (src, dst).
+  /// @throws Error when one does not carry what was sent, within the time
+  void open(int src, int dst, const std::string& offer_of_peer);
+  /// Ranks that have opened each other both ways use the lane; others get
+  /// nothing.
+  void use_only(const std::vector<int>& peers);
+
+  bool reaches(int dst) const { return peers_.count(dst) > 0; }
+
+  std::optional<Posted> post(int dst, const at::Tensor& data,
+                             bool is_stable) override;
+  at::Tensor new_payload(const Descriptor& descriptor) const override;
+  bool take_may_block() const override { return true; }
+  memory::MarkedTensor take(int src, const Descriptor& descriptor,
+                            at::Tensor payload) override;
+  void acknowledge(int src, const Receipt& receipt) override;
+  void stop() override;
+
+ private:
+  struct State {
+    memory::Mark end;        // of its last copy; none: there was none
+    bool is_asking = false;  // a thread asks for the next one
+  };
+
+  std::optional<Way> take_way(int dst, int64_t& sequence);
+  void set_end(const Way& way, const memory::Mark& end);
+  void try_way(const Way& way);
+  bool all_over() const;
+  void wait_for(const memory::Mark& mark,
+                std::chrono::steady_clock::time_point end) const;
+
+  const std::unique_ptr<MeetingCopies> copies_;
+  const WayOptions options_;
+  const c10::Device device_;
+  const int global_rank_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  std::set<int> peers_;  // does not change after the first message
+  ArrivalOrder arrivals_;
+  std::atomic<bool> stopped_{false};
+
+  mutable std::mutex mutex_;  // not held while a copy is asked for
+  std::map<Way, State> ways_;
+  std::map<int, int64_t> next_sequence_;  // by destination
+};
+
+}  // namespace smp::lanes

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <future>
+#include <memory>
+#include <string>
+
+#include "csrc/lanes/fake_meeting.h"
+#include "csrc/lanes/nccl_lane.h"
+
+namespace smp::lanes {
+
+/// A rank with ways, without messages.
+struct MeetingRank {
+  MeetingRank(FakeOptions options, int the_rank,
+              std::chrono::milliseconds timeout = std::chrono::seconds(20))
+      : lane(make_fake_meeting(options, the_rank, board),
+             {.num_ways = options.num_slots, .timeout = timeout},
+             c10::Device(c10::DeviceType::CPU), the_rank, board) {}
+
+  std::shared_ptr<health::FaultBoard> board =
+      std::make_shared<health::FaultBoard>(1);
+  NcclLane lane;
+};
+
+/// Ranks 0 and 1, which have opened each other.
+struct MeetingPair {
+  MeetingPair(FakeOptions options_of_0, FakeOptions options_of_1)
+      : first(options_of_0, 0), second(options_of_1, 1) {
+    const std::string of_first = first.lane.offer({1});
+    const std::string of_second = second.lane.offer({0});
+    auto other = std::async(std::launch::async, [&] {
+      second.lane.open(0, 1, of_first);
+      second.lane.open(1, 0, of_first);
+    });
+    first.lane.open(0, 1, of_second);
+    first.lane.open(1, 0, of_second);
+    other.get();
+  }
+  explicit MeetingPair(FakeOptions options) : MeetingPair(options, options) {}
+  /// Nobody waits for copies that do not end.
+  ~MeetingPair() {
+    for (MeetingRank* const rank : {&first, &second}) {
+      rank->board->report({.global_rank = 0, .text = "the test is over"});
+    }
+  }
+
+  MeetingRank first;
+  MeetingRank second;
+};
+
+}  // namespace smp::lanes
