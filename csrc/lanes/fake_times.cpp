@@ -17,6 +17,7 @@ using std::chrono::microseconds;
 
 constexpr const char* kLanesVariable = "SMP_TEST_LANES";
 constexpr std::string_view kRingWord = ":ring";
+constexpr std::string_view kMeetWord = ":meet";
 // Longer copies look like ranks that hang.
 constexpr int64_t kMaxCopyUs = 1'000'000;
 constexpr int64_t kMaxSlots = 1'000'000;
@@ -37,6 +38,8 @@ std::optional<FakeOptions> FakeOptions::from_environment() {
   const auto text = env_string(kLanesVariable);
   if (!text) return std::nullopt;
   std::string_view rest = *text;
+  const bool has_meeting = rest.ends_with(kMeetWord);
+  if (has_meeting) rest.remove_suffix(kMeetWord.size());
   const bool has_ring = rest.ends_with(kRingWord);
   if (has_ring) rest.remove_suffix(kRingWord.size());
   std::array<int64_t, 3> numbers{-1, -1, -1};
@@ -55,11 +58,13 @@ std::optional<FakeOptions> FakeOptions::from_environment() {
                   " must be '<seed>:<max_us>:<slots>', numbers >= 0 with at "
                   "most ",
                   kMaxCopyUs, " us and at least one slot, with or without '",
-                  kRingWord, "' at the end; got '", *text, "'");
+                  kRingWord, "' and '", kMeetWord, "' at the end; got '", *text,
+                  "'");
   return FakeOptions{.seed = static_cast<uint64_t>(numbers[0]),
                      .max_us = numbers[1],
                      .num_slots = static_cast<int>(numbers[2]),
-                     .has_ring = has_ring};
+                     .has_ring = has_ring,
+                     .has_meeting = has_meeting};
 }
 
 CopyTimes::CopyTimes(const FakeOptions& options, int global_rank)

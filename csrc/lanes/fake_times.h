@@ -13,7 +13,8 @@
 namespace smp::lanes {
 
 /// Of the lanes of tests. The environment gives one to a process:
-/// SMP_TEST_LANES="<seed>:<max_us>:<slots>" or with ":ring" at the end.
+/// SMP_TEST_LANES="<seed>:<max_us>:<slots>", or with ":ring", ":meet" or
+/// ":ring:meet" at the end.
 struct FakeOptions {
   uint64_t seed = 0;
   int64_t max_us = 0;  ///< a copy ends at most that late
@@ -26,6 +27,9 @@ struct FakeOptions {
   /// An IpcLane over memory of the host, instead of a FakeLane.
   bool has_ring = false;
   int64_t slot_bytes = 64 << 10;  ///< of the ring
+  /// An NcclLane over copies that need both ranks, instead of a FakeLane, for
+  /// pairs that have no ring. `num_slots` of a pair in one direction.
+  bool has_meeting = false;
 
   /// @throws ValueError when the variable is set to something else
   static std::optional<FakeOptions> from_environment();

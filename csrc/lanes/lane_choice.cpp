@@ -1,49 +1,24 @@
 #include "csrc/lanes/lane_choice.h"
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/lanes/byte_strings.h"
-#include "csrc/lanes/ipc_lane.h"
 
 namespace smp::lanes {
 namespace {
 
 constexpr const char* kAuto = "auto";
 constexpr const char* kIpcWord = "ipc";
+constexpr const char* kNcclWord = "nccl";
 constexpr const char* kHostWord = "host";
-// Before an offer and before the reason why there is none.
-constexpr char kOffers = '+';
-constexpr char kRefuses = '-';
-
-std::string pack_facts(const LaneFacts& facts) {
-  return pack({facts.mode, facts.machine, std::to_string(facts.pipeline),
-               facts.device, pack(facts.reachable), facts.why_not,
-               std::to_string(facts.slot_bytes)});
-}
-
-LaneFacts unpack_facts(const std::string& bytes) {
-  const std::vector<std::string> parts = unpack(bytes);
-  SMP_CHECK(parts.size() == 7,
-            "another rank says other things of its lanes; ranks that run "
-            "different versions of smp cannot work together");
-  return {.mode = parts[0],
-          .machine = parts[1],
-          .pipeline = std::stoi(parts[2]),
-          .device = parts[3],
-          .reachable = unpack(parts[4]),
-          .why_not = parts[5],
-          .slot_bytes = std::stoll(parts[6])};
-}
-
 void check_same(const std::vector<LaneFacts>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const std::string& mode = all[rank].mode;
-    SMP_CHECK_VALUE(mode == kAuto || mode == kIpcWord || mode == kHostWord,
-                    "SMP_LANE must be auto, ipc or host; global_rank ", rank,
-                    " has '", mode, "'");
+    SMP_CHECK_VALUE(mode == kAuto || mode == kIpcWord || mode == kNcclWord ||
+                        mode == kHostWord,
+                    "SMP_LANE must be auto, ipc, nccl or host; global_rank ",
+                    rank, " has '", mode, "'");
     SMP_CHECK_VALUE(mode == all[0].mode,
                     "SMP_LANE must be the same on all ranks: global_rank 0 "
                     "has '",
@@ -81,66 +56,59 @@ std::string why_not_ipc(int a, int b, const std::vector<LaneFacts>& all) {
   return {};
 }
 
-LaneChoice through_host(const LaneFacts& facts, int a, int b,
+// The same of NCCL, which needs a device for each rank of a host.
+std::string why_not_nccl(int a, int b, const std::vector<LaneFacts>& all) {
+  for (const int rank : {a, b}) {
+    if (!all[rank].why_no_nccl.empty()) {
+      return with_rank(rank, all[rank].why_no_nccl);
+    }
+  }
+  const auto host_of = [&](int rank) {
+    const LaneFacts& facts = all[rank];
+    return facts.nccl_host.empty() ? facts.machine : facts.nccl_host;
+  };
+  if (host_of(a) == host_of(b) && !all[a].device.empty() &&
+      all[a].device == all[b].device) {
+    return "NCCL needs a device for each rank, and they share one";
+  }
+  return {};
+}
+
+[[noreturn]] void refuse(const std::string& mode, int a, int b,
+                         const std::string& what, const std::string& reason) {
+  SMP_CHECK_VALUE(false, "SMP_LANE=", mode, ": global_ranks ", std::min(a, b),
+                  " and ", std::max(a, b), " cannot ", what, ": ", reason,
+                  "; set SMP_LANE=auto to let such pairs go another way");
+}
+
+// For a pair that cannot have what comes first, for this reason.
+LaneChoice without_nccl(int a, int b, const std::vector<LaneFacts>& all,
                         const std::string& reason) {
-  SMP_CHECK_VALUE(facts.mode != kIpcWord, "SMP_LANE=ipc: global_ranks ",
-                  std::min(a, b), " and ", std::max(a, b),
-                  " cannot share memory of their devices: ", reason,
-                  "; set SMP_LANE=auto to let such pairs go through "
-                  "the host");
+  if (all[a].mode == kNcclWord) refuse(kNcclWord, a, b, "use NCCL", reason);
   return {LaneKind::kHost, reason};
 }
 
-std::vector<int> peers_of(int rank, const LaneChoices& choices) {
-  std::vector<int> peers;
-  for (int other = 0; other < static_cast<int>(choices.size()); ++other) {
-    if (other != rank && choices[rank][other].kind == LaneKind::kIpc) {
-      peers.push_back(other);
-    }
+LaneChoice without_ipc(int a, int b, const std::vector<LaneFacts>& all,
+                       const std::string& reason) {
+  const std::string& mode = all[a].mode;
+  if (mode == kIpcWord) {
+    refuse(mode, a, b, "share memory of their devices", reason);
   }
-  return peers;
+  const std::string no_nccl = why_not_nccl(a, b, all);
+  if (no_nccl.empty()) return {LaneKind::kNccl, reason};
+  return without_nccl(a, b, all,
+                      mode == kNcclWord
+                          ? no_nccl
+                          : detail::concat(reason, "; no NCCL: ", no_nccl));
 }
 
-std::string offer_of(IpcLane* lane, const std::vector<int>& peers) {
-  if (peers.empty()) return {};
-  try {
-    return kOffers + lane->offer(peers);
-  } catch (const std::exception& error) {
-    return kRefuses + std::string(error.what());
-  }
-}
-
-// For each rank: empty, or why this one cannot open what it offers.
-std::string open_all(IpcLane* lane, const std::vector<int>& peers,
-                     const std::vector<std::string>& offers) {
-  std::vector<std::string> verdicts(offers.size());
-  for (const int peer : peers) {
-    const std::string& offer = offers[peer];
-    try {
-      SMP_CHECK(!offer.empty() && offer[0] == kOffers,
-                offer.empty() ? "it offers nothing" : offer.substr(1));
-      lane->open(peer, offer.substr(1));
-    } catch (const std::exception& error) {
-      verdicts[peer] = error.what();
-    }
-  }
-  return pack(verdicts);
-}
-
-void give_up_failures(const LaneFacts& facts,
-                      const std::vector<std::string>& verdicts,
-                      LaneChoices& choices) {
-  const int size = static_cast<int>(choices.size());
-  for (int reader = 0; reader < size; ++reader) {
-    const std::vector<std::string> row = unpack(verdicts[reader]);
-    for (int other = 0; other < size && !row.empty(); ++other) {
-      if (row[other].empty() || choices[reader][other].kind != LaneKind::kIpc) {
-        continue;
-      }
-      choices[reader][other] = choices[other][reader] =
-          through_host(facts, reader, other, with_rank(reader, row[other]));
-    }
-  }
+LaneChoice choose_lane(int a, int b, const std::vector<LaneFacts>& all) {
+  const std::string& mode = all[a].mode;
+  if (mode == kHostWord) return {LaneKind::kHost, "SMP_LANE=host"};
+  if (mode == kNcclWord) return without_ipc(a, b, all, "SMP_LANE=nccl");
+  const std::string reason = why_not_ipc(a, b, all);
+  if (!reason.empty()) return without_ipc(a, b, all, reason);
+  return {LaneKind::kIpc, "memory of devices that both map"};
 }
 
 }  // namespace
@@ -154,7 +122,7 @@ const char* name_of(LaneKind kind) {
     case LaneKind::kIpc:
       return kIpcWord;
     case LaneKind::kNccl:
-      return "nccl";
+      return kNcclWord;
   }
   SMP_ASSERT(false, "lane kind ", static_cast<int>(kind));
 }
@@ -166,36 +134,17 @@ LaneChoices choose_lanes(const std::vector<LaneFacts>& all) {
   for (int a = 0; a < size; ++a) {
     for (int b = 0; b < size; ++b) {
       if (a == b || all[a].pipeline != all[b].pipeline) continue;
-      const std::string reason =
-          all[a].mode == kHostWord ? "SMP_LANE=host" : why_not_ipc(a, b, all);
-      choices[a][b] =
-          reason.empty()
-              ? LaneChoice{LaneKind::kIpc, "memory of devices that both map"}
-              : through_host(all[a], a, b, reason);
+      choices[a][b] = choose_lane(a, b, all);
     }
   }
   return choices;
 }
 
-LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank, IpcLane* lane,
-                           const LaneExchange& exchange) {
-  std::vector<LaneFacts> facts;
-  for (const std::string& bytes : exchange(pack_facts(own))) {
-    facts.push_back(unpack_facts(bytes));
-  }
-  LaneChoices choices = choose_lanes(facts);
-  const int size = static_cast<int>(choices.size());
-  bool is_any = false;
-  for (int rank = 0; rank < size; ++rank) {
-    is_any = is_any || !peers_of(rank, choices).empty();
-  }
-  if (!is_any) return choices;
-  const std::vector<int> peers = peers_of(global_rank, choices);
-  const auto offers = exchange(offer_of(lane, peers));
-  const auto verdicts = exchange(open_all(lane, peers, offers));
-  give_up_failures(own, verdicts, choices);
-  if (lane != nullptr) lane->use_only(peers_of(global_rank, choices));
-  return choices;
+LaneChoice choose_after(LaneKind kind, int a, int b,
+                        const std::vector<LaneFacts>& all,
+                        const std::string& reason) {
+  return kind == LaneKind::kIpc ? without_ipc(a, b, all, reason)
+                                : without_nccl(a, b, all, reason);
 }
 
 }  // namespace smp::lanes

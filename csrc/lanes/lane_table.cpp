@@ -5,6 +5,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
 #include "csrc/lanes/fake_copies.h"
+#include "csrc/lanes/fake_meeting.h"
 
 namespace smp::lanes {
 namespace {
@@ -25,20 +26,36 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
   SMP_CHECK_VALUE(!fake || device_.is_cpu(),
                   "a fake lane carries tensors of the CPU, this rank works on ",
                   device_, "; unset SMP_TEST_LANES");
-  std::unique_ptr<DeviceCopies> copies;
-  RingOptions ring = options.ring;
-  if (fake && fake->has_ring) {
-    ring = {.num_slots = fake->num_slots, .slot_bytes = fake->slot_bytes};
-    copies = make_fake_copies(*fake, global_rank, faults);
-  } else if (fake) {
-    fake_ = std::make_unique<FakeLane>(*fake, global_rank, std::move(faults),
-                                       std::move(receipts));
+  why_no_nccl_ = "there is no NCCL";
+  if (fake) {
+    make_fakes(faults, receipts);
   } else if (options.mode != "host") {
-    copies = make_cuda_copies(device_, why_no_ipc_);
+    if (auto copies = make_cuda_copies(device_, why_no_ipc_)) {
+      ipc_ = std::make_unique<IpcLane>(std::move(copies), options.ring,
+                                       global_rank, faults, receipts);
+    }
   }
-  if (copies) {
-    ipc_ = std::make_unique<IpcLane>(std::move(copies), ring, global_rank,
-                                     std::move(faults), std::move(receipts));
+}
+
+void LaneTable::make_fakes(const std::shared_ptr<health::FaultBoard>& faults,
+                           const DeviceLane::SendReceipt& receipts) {
+  const FakeOptions& fake = *options_.fake;
+  if (fake.has_ring) {
+    ipc_ = std::make_unique<IpcLane>(
+        make_fake_copies(fake, global_rank_, faults),
+        RingOptions{.num_slots = fake.num_slots, .slot_bytes = fake.slot_bytes},
+        global_rank_, faults, receipts);
+  } else {
+    why_no_ipc_ = "the lanes of this test map no memory";
+  }
+  if (fake.has_meeting) {
+    nccl_ = std::make_unique<NcclLane>(
+        make_fake_meeting(fake, global_rank_, faults),
+        WayOptions{.num_ways = fake.num_slots}, device_, global_rank_, faults);
+    why_no_nccl_.clear();
+  }
+  if (!ipc_ && !nccl_) {
+    fake_ = std::make_unique<FakeLane>(fake, global_rank_, faults, receipts);
   }
 }
 
@@ -47,6 +64,7 @@ void LaneTable::agree(const LaneExchange& exchange) {
                 .machine = options_.machine,
                 .pipeline = options_.pipeline,
                 .why_not = why_no_ipc_,
+                .why_no_nccl = why_no_nccl_,
                 .slot_bytes = options_.ring.slot_bytes};
   try {
     if (ipc_) {
@@ -56,7 +74,8 @@ void LaneTable::agree(const LaneExchange& exchange) {
   } catch (const Error& error) {
     own.why_not = error.what();
   }
-  choices_ = agree_on_lanes(own, global_rank_, ipc_.get(), exchange);
+  choices_ =
+      agree_on_lanes(own, global_rank_, {ipc_.get(), nccl_.get()}, exchange);
 }
 
 bool LaneTable::takes(const at::Tensor& tensor) const {
@@ -78,14 +97,19 @@ Posted LaneTable::post(int dst, const at::Tensor& data, bool is_stable) {
 std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
                                                 bool is_stable) {
   DeviceLane* lane = fake_.get();
-  if (ipc_ && ipc_->reaches(dst)) {
-    lane = ipc_.get();
+  const bool has_ring = ipc_ && ipc_->reaches(dst);
+  if (has_ring || (nccl_ && nccl_->reaches(dst))) {
     const auto num_bytes = static_cast<int64_t>(data.nbytes());
     // Those of tests take all, so that small models show what goes wrong.
     if (num_bytes < kMinSlotBytes && !options_.fake) return std::nullopt;
-    if (!ipc_->fits(num_bytes)) {
+    if (has_ring && !ipc_->fits(num_bytes)) {
       if (times_too_large_++ == 0) tell_too_large(num_bytes);
       return std::nullopt;
+    }
+    if (has_ring) {
+      lane = ipc_.get();
+    } else {
+      lane = nccl_.get();
     }
   }
   if (lane == nullptr) return std::nullopt;
@@ -120,9 +144,10 @@ DeviceLane& LaneTable::lane_of(LaneKind kind) {
                 "of smp cannot work together");
       return *ipc_;
     case LaneKind::kNccl:
-      SMP_CHECK(false,
-                "a tensor comes over NCCL, which this rank has not agreed to; "
-                "ranks that run different versions of smp cannot work together");
+      SMP_CHECK(nccl_,
+                "a tensor comes over NCCL, which this rank does not use; ranks "
+                "that run different versions of smp cannot work together");
+      return *nccl_;
   }
   SMP_ASSERT(false, "lane kind ", static_cast<int>(kind));
 }
@@ -149,6 +174,7 @@ void LaneTable::stop() {
   host_.stop();
   if (fake_) fake_->stop();
   if (ipc_) ipc_->stop();
+  if (nccl_) nccl_->stop();
 }
 
 LaneCounters LaneTable::counters() const {

@@ -15,7 +15,8 @@
 #include "csrc/lanes/fake_lane.h"
 #include "csrc/lanes/host_lane.h"
 #include "csrc/lanes/ipc_lane.h"
-#include "csrc/lanes/lane_choice.h"
+#include "csrc/lanes/lane_agreement.h"
+#include "csrc/lanes/nccl_lane.h"
 
 namespace smp::lanes {
 
@@ -32,7 +33,7 @@ struct LaneOptions {
   bool has_lanes() const { return fake.has_value() || device.is_cuda(); }
   /// Whether ranks have to agree on them (`LaneTable::agree`).
   bool needs_agreement() const {
-    return fake ? fake->has_ring : device.is_cuda();
+    return fake ? fake->has_ring || fake->has_meeting : device.is_cuda();
   }
 };
 
@@ -65,6 +66,8 @@ class LaneTable {
   LaneCounters counters() const;
 
  private:
+  void make_fakes(const std::shared_ptr<health::FaultBoard>& faults,
+                  const DeviceLane::SendReceipt& receipts);
   DeviceLane& lane_of(LaneKind kind);
   std::optional<Posted> post_to_device(int dst, const at::Tensor& data,
                                        bool is_stable);
@@ -76,7 +79,9 @@ class LaneTable {
   HostLane host_;
   std::unique_ptr<FakeLane> fake_;  // null: there is none
   std::unique_ptr<IpcLane> ipc_;    // likewise
+  std::unique_ptr<NcclLane> nccl_;  // likewise
   std::string why_no_ipc_;
+  std::string why_no_nccl_;
   LaneChoices choices_;
   std::atomic<int64_t> tensors_sent_{0};
   std::atomic<int64_t> bytes_sent_{0};

@@ -85,9 +85,10 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                   [this](Message&& message) { deliver(std::move(message)); },
                   &delays, lanes.device};
   if (!lanes.fake) lanes.fake = lanes::FakeOptions::from_environment();
-  SMP_CHECK_VALUE(lanes.mode != "ipc" || lanes.needs_agreement(),
-                  "SMP_LANE=ipc needs CUDA devices, and this rank works on ",
-                  lanes.device, "; unset SMP_LANE");
+  SMP_CHECK_VALUE(
+      (lanes.mode != "ipc" && lanes.mode != "nccl") || lanes.needs_agreement(),
+      "SMP_LANE=", lanes.mode, " needs CUDA devices, and this rank works on ",
+      lanes.device, "; unset SMP_LANE");
   if (lanes.has_lanes()) {
     LinkOwner after_lanes = owner;
     after_lanes.deliver = [this](Message&& message) {

@@ -26,6 +26,8 @@ from tests.samples import part_of
 
 LANES = {"SMP_TEST_LANES": "7:400:2"}
 RING = {"SMP_TEST_LANES": "7:400:2:ring"}
+MEET = {"SMP_TEST_LANES": "7:400:2:meet"}
+BOTH = {"SMP_TEST_LANES": "7:400:2:ring:meet"}
 COUNTERS = (
     "lane_tensors_sent",
     "lane_tensors_received",
@@ -131,6 +133,37 @@ def test_schedules_give_the_bits_of_a_run_without_lanes_over_mapped_memory(
     check_same(pool, pp, training.train_all, runs, RING)
 
 
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("case", ["chain", "gpt2"])
+def test_schedules_give_the_bits_of_a_run_without_lanes_by_copies_that_need_both_ranks(
+    pool: Pool, case: str, pp: int
+) -> None:
+    """Copies that move when both processes have asked for them, as those of NCCL."""
+    runs = [
+        training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
+        for schedule in ("interleaved", "simple", "zero_bubble")
+    ]
+    check_same(pool, pp, training.train_all, runs, MEET)
+
+
+def lanes_between_hosts(rank: int) -> Any:
+    os.environ["SMP_HOSTNAME"] = f"host{rank // 2}"
+    return lanes_of(rank, 4)
+
+
+def test_hosts_are_connected_by_copies_that_need_both_ranks(pool: Pool) -> None:
+    for table in pool.run(4, lanes_between_hosts, env=BOTH):
+        assert len(table) == 12
+        for source, destination, lane, why in table:
+            is_near = source // 2 == destination // 2
+            assert lane == ("ipc" if is_near else "nccl")
+            assert is_near or why == "they are on different hosts"
+    for table in pool.run(4, lanes_between_hosts, env=RING):
+        lanes = {row[2]: row[3] for row in table}
+        assert lanes["host"].startswith("they are on different hosts; no NCCL: global_rank ")
+
+
 def lanes_of(rank: int, pp: int = 2) -> Any:
     smp.init({"pipeline_parallel_degree": pp, "ddp": True})
     mailbox = runtime.current().rank.mailbox
@@ -203,6 +236,7 @@ def test_random_programs_give_the_bits_of_a_run_without_lanes(pool: Pool) -> Non
 
 FAKE = {"SMP_TEST_LANES": "7:3000:64"}
 FAKE_RING = {"SMP_TEST_LANES": "7:3000:64:ring"}
+FAKE_MEET = {"SMP_TEST_LANES": "7:3000:16:meet"}
 
 
 def trace_lanes(rank: int, path: str) -> None:
@@ -214,7 +248,8 @@ def trace_lanes(rank: int, path: str) -> None:
 
 def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
     """Every tensor of the pipeline, at both ends, from the post until its copy was over."""
-    for env, lane in ((None, None), (FAKE, "fake lane"), (FAKE_RING, "mapped memory")):
+    cases = ((None, None), (FAKE, "fake lane"), (FAKE_RING, "mapped memory"), (FAKE_MEET, "NCCL"))
+    for env, lane in cases:
         pool.run(2, trace_lanes, str(tmp_path / "lanes"), timeout=120, env=env)
         events, data = test_timeline.read(tmp_path / "lanes")
         names = {

@@ -36,3 +36,11 @@ def test_one_pair_is_named() -> None:
 
 def test_without_lanes_there_is_nothing_to_tell() -> None:
     assert lanes.describe([]) == ""
+
+
+def test_pairs_over_nccl_say_why_they_map_no_memory() -> None:
+    text = lanes.describe(table((0, 1, "ipc", "mapped"), (0, 2, "nccl", HOSTS)))
+    assert text == (
+        "nccl between ranks 0 and 2 (they are on different hosts); "
+        "ipc between ranks 0 and 1 (mapped)"
+    )

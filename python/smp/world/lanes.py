@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Lane = tuple[int, int, str, str]
-"""Source, destination, "ipc" or "host", and why, as the mailbox says."""
+"""Source, destination, "ipc", "nccl" or "host", and why, as the mailbox says."""
 
 
 def describe(lanes: Iterable[Lane]) -> str:

@@ -158,9 +158,17 @@ TEST(FakeLane, the_environment_is_read_or_refused) {
   EXPECT_FALSE(options->has_ring);
   ::setenv(variable, "7:300:2:ring", 1);
   EXPECT_TRUE(FakeOptions::from_environment()->has_ring);
+  EXPECT_FALSE(FakeOptions::from_environment()->has_meeting);
+  ::setenv(variable, "7:300:2:meet", 1);
+  EXPECT_FALSE(FakeOptions::from_environment()->has_ring);
+  EXPECT_TRUE(FakeOptions::from_environment()->has_meeting);
+  ::setenv(variable, "7:300:2:ring:meet", 1);
+  EXPECT_TRUE(FakeOptions::from_environment()->has_ring);
+  EXPECT_TRUE(FakeOptions::from_environment()->has_meeting);
   for (const char* wrong :
        {"7", "7:300", "7:300:0", "7:300:2:", "a:1:1", "7:-1:2", "7:99999999:2",
-        "7::2", "7:300:", "7:300:2:rings", ":ring"}) {
+        "7::2", "7:300:", "7:300:2:rings", ":ring", ":meet",
+        "7:300:2:meet:ring"}) {
     ::setenv(variable, wrong, 1);
     EXPECT_THROW(FakeOptions::from_environment(), ValueError) << wrong;
   }

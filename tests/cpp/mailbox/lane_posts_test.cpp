@@ -77,22 +77,47 @@ void exchange_numbered(int self, LaneRank& rank) {
 }
 
 TEST_P(LanePostsOver, messages_keep_their_order_and_their_numbers) {
-  for (const auto& [has_ring, has_late_takes] :
-       {std::pair{false, false}, std::pair{false, true},
-        std::pair{true, false}}) {
-    run(FakeOptions{.seed = 5,
-                    .max_us = 300,
-                    .num_slots = 3,
-                    .has_late_takes = has_late_takes,
-                    .has_ring = has_ring,
-                    .slot_bytes = 60'000},
-        [&, is_ring = has_ring](int self, LaneRank& rank) {
-          exchange_numbered(self, rank);
-          const auto counters = rank.mailbox.stats().lanes;
-          EXPECT_EQ(counters.times_too_large, is_ring ? kNumLarge : 0);
-          EXPECT_EQ(rank.mailbox.lanes().empty(), !is_ring);
-        });
-  }
+  FakeOptions options{
+      .seed = 5, .max_us = 300, .num_slots = 3, .slot_bytes = 60'000};
+  const auto exchange = [&] {
+    run(options, [&](int self, LaneRank& rank) {
+      exchange_numbered(self, rank);
+      const auto counters = rank.mailbox.stats().lanes;
+      EXPECT_EQ(counters.times_too_large, options.has_ring ? kNumLarge : 0);
+      EXPECT_EQ(rank.mailbox.lanes().empty(),
+                !options.has_ring && !options.has_meeting);
+    });
+  };
+  exchange();
+  options.has_late_takes = true;
+  exchange();
+  options.has_late_takes = false;
+  options.has_ring = true;
+  exchange();
+  options.has_ring = false;
+  options.has_meeting = true;
+  exchange();
+}
+
+// A message that waited for its copy would wait for the receiver, which asks
+// for its part when the message has come.
+TEST_P(LanePostsOver, a_message_leaves_before_a_copy_that_needs_both_ranks) {
+  run(FakeOptions{.num_slots = 1, .has_meeting = true},
+      [](int self, LaneRank& rank) {
+        for (int i = 0; self == 0 && i < 20; ++i) {
+          rank.mailbox.post(1, with_tensors(i, {{.data = filled(i)}}));
+        }
+        if (self == 0) {
+          EXPECT_LT(rank.mailbox.stats().lanes.times_full, 20);
+        } else {
+          const auto messages = rank.wait_for(20);
+          for (int i = 0; i < 20; ++i) {
+            const MessageTensor& tensor = messages[i].tensors.at(0);
+            EXPECT_TRUE(at::equal(MarkedTensor{tensor.data, tensor.mark}.use(),
+                                  filled(i)));
+          }
+        }
+      });
 }
 
 TEST_P(LanePostsOver, what_lanes_carry_is_recorded_on_both_sides) {

@@ -71,16 +71,21 @@ Message rich_message() {
 }
 
 // Neither small tensors nor large ones of such a lane are in the message.
-TEST(Wire, a_tensor_in_mapped_memory_is_announced_without_its_bytes) {
-  lanes::LaneTable table({.fake = lanes::FakeOptions{.has_ring = true}}, 0,
-                         std::make_shared<health::FaultBoard>(0),
-                         [](int, const lanes::Receipt&) {});
-  for (const int64_t size : {2, 100'000}) {
+TEST(Wire, a_tensor_beside_its_message_is_announced_without_its_bytes) {
+  lanes::LaneTable table(
+      {.fake = lanes::FakeOptions{.has_ring = true, .has_meeting = true}}, 0,
+      std::make_shared<health::FaultBoard>(0),
+      [](int, const lanes::Receipt&) {});
+  for (const auto& [size, kind] :
+       {std::pair{2, lanes::LaneKind::kIpc},
+        std::pair{100'000, lanes::LaneKind::kIpc},
+        std::pair{2, lanes::LaneKind::kNccl},
+        std::pair{100'000, lanes::LaneKind::kNccl}}) {
     Message message = with_tensor(at::ones({3}));
-    const lanes::Descriptor sent{.lane = lanes::LaneKind::kIpc,
+    const lanes::Descriptor sent{.lane = kind,
                                  .slot = 2,
                                  .sequence = 9,
-                                 .num_bytes = 3 * size * 8,
+                                 .num_bytes = int64_t{3} * size * 8,
                                  .dtype = at::kDouble,
                                  .sizes = {3, size}};
     message.tensors.push_back(
@@ -98,6 +103,7 @@ TEST(Wire, a_tensor_in_mapped_memory_is_announced_without_its_bytes) {
     EXPECT_FALSE(tensors[1].data.defined());
     EXPECT_TRUE(tensors[1].requires_grad);
     ASSERT_TRUE(tensors[1].lane);
+    EXPECT_EQ(tensors[1].lane->lane, kind);
     EXPECT_EQ(tensors[1].lane->slot, sent.slot);
     EXPECT_EQ(tensors[1].lane->sequence, sent.sequence);
     EXPECT_EQ(tensors[1].lane->num_bytes, sent.num_bytes);

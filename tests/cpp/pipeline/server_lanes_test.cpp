@@ -47,6 +47,12 @@ Numbers train(const RankSettings& settings,
   return numbers;
 }
 
+struct LaneKinds {
+  bool has_ring = false;
+  bool has_meeting = false;
+};
+constexpr LaneKinds kKindsOfLanes[] = {{}, {true, false}, {false, true}};
+
 struct LaneCase {
   const char* name;
   RankSettings settings;
@@ -86,7 +92,9 @@ void expect_same(const RankSettings& settings, const Numbers& plain,
     num_full += late.lanes[rank].times_full;
   }
   // The slots of a ring are free sooner: as soon as their reading is asked for.
-  if (settings.active_microbatches == 0 && !settings.lanes->has_ring) {
+  // Where copies meet each pair has slots of its own.
+  if (settings.active_microbatches == 0 && !settings.lanes->has_ring &&
+      !settings.lanes->has_meeting) {
     EXPECT_GT(num_full, 0) << "no lane was ever full";
   }
 }
@@ -98,9 +106,12 @@ TEST_P(Lanes, numbers_are_those_of_a_run_without) {
     };
     RankSettings settings = GetParam().settings;
     const Numbers plain = train(settings, body);
-    for (const bool has_ring : {false, true}) {
-      settings.lanes = lanes::FakeOptions{
-          .seed = 7, .max_us = 400, .num_slots = 2, .has_ring = has_ring};
+    for (const auto& [has_ring, has_meeting] : kKindsOfLanes) {
+      settings.lanes = lanes::FakeOptions{.seed = 7,
+                                          .max_us = 400,
+                                          .num_slots = 2,
+                                          .has_ring = has_ring,
+                                          .has_meeting = has_meeting};
       expect_same(settings, plain, train(settings, body));
     }
   }
@@ -131,11 +142,13 @@ std::string error_of_step(Rank& self, const std::function<void(int)>& body) {
 
 // A copy that never ends is one whose sender has died: all that waits for it,
 // on a stream, in a queue of messages, or for an answer, ends.
-class LanesOfTheDead : public ::testing::TestWithParam<bool> {};
+class LanesOfTheDead : public ::testing::TestWithParam<LaneKinds> {};
 
-INSTANTIATE_TEST_SUITE_P(Kinds, LanesOfTheDead, ::testing::Bool(),
+INSTANTIATE_TEST_SUITE_P(Kinds, LanesOfTheDead,
+                         ::testing::ValuesIn(kKindsOfLanes),
                          [](const auto& info) {
-                           return info.param ? "ring" : "messages";
+                           if (info.param.has_meeting) return "meeting";
+                           return info.param.has_ring ? "ring" : "messages";
                          });
 
 TEST_P(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
@@ -144,7 +157,8 @@ TEST_P(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
     settings.lanes = lanes::FakeOptions{.max_us = 100,
                                         .num_slots = 4,
                                         .num_ending = num_ending,
-                                        .has_ring = GetParam()};
+                                        .has_ring = GetParam().has_ring,
+                                        .has_meeting = GetParam().has_meeting};
     run_servers(settings, [&](Rank& self, Ranks& ranks) {
       std::thread liveness([&] {
         // Long enough for all to have come as far as they can.

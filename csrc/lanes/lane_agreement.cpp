@@ -1,0 +1,171 @@
+#include "csrc/lanes/lane_agreement.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/lanes/byte_strings.h"
+#include "csrc/lanes/ipc_lane.h"
+#include "csrc/lanes/nccl_lane.h"
+
+namespace smp::lanes {
+namespace {
+
+// Before an offer and before the reason why there is none.
+constexpr char kOffers = '+';
+constexpr char kRefuses = '-';
+
+std::string pack_facts(const LaneFacts& facts) {
+  return pack({facts.mode, facts.machine, std::to_string(facts.pipeline),
+               facts.device, pack(facts.reachable), facts.why_not,
+               std::to_string(facts.slot_bytes), facts.why_no_nccl,
+               facts.nccl_host});
+}
+
+LaneFacts unpack_facts(const std::string& bytes) {
+  const std::vector<std::string> parts = unpack(bytes);
+  SMP_CHECK(parts.size() == 9,
+            "another rank says other things of its lanes; ranks that run "
+            "different versions of smp cannot work together");
+  return {.mode = parts[0],
+          .machine = parts[1],
+          .pipeline = std::stoi(parts[2]),
+          .device = parts[3],
+          .reachable = unpack(parts[4]),
+          .why_not = parts[5],
+          .why_no_nccl = parts[7],
+          .nccl_host = parts[8],
+          .slot_bytes = std::stoll(parts[6])};
+}
+
+std::vector<int> peers_of(int rank, LaneKind kind, const LaneChoices& choices) {
+  std::vector<int> peers;
+  for (int other = 0; other < static_cast<int>(choices.size()); ++other) {
+    if (other != rank && choices[rank][other].kind == kind) {
+      peers.push_back(other);
+    }
+  }
+  return peers;
+}
+
+bool is_chosen(LaneKind kind, const LaneChoices& choices) {
+  for (size_t rank = 0; rank < choices.size(); ++rank) {
+    if (!peers_of(static_cast<int>(rank), kind, choices).empty()) return true;
+  }
+  return false;
+}
+
+template <typename Lane>
+std::string offer_of(Lane* lane, const std::vector<int>& peers) {
+  if (peers.empty()) return {};
+  try {
+    return kOffers + lane->offer(peers);
+  } catch (const std::exception& error) {
+    return kRefuses + std::string(error.what());
+  }
+}
+
+// Opens what a peer offers, if this rank has offered it something as well: the
+// peer does not come otherwise. @return empty, or why this rank cannot
+template <typename Open>
+std::string verdict_on(const std::string& offer, const std::string& own,
+                       const Open& open) {
+  try {
+    for (const std::string& one : {own, offer}) {
+      SMP_CHECK(!one.empty() && one[0] == kOffers,
+                one.empty() ? "nothing was offered" : one.substr(1));
+    }
+    open(offer.substr(1));
+    return {};
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// For each rank: empty, or why this one cannot open what it offers.
+std::string open_ipc(IpcLane* lane, int global_rank,
+                     const std::vector<int>& peers,
+                     const std::vector<std::string>& offers) {
+  std::vector<std::string> verdicts(offers.size());
+  for (const int peer : peers) {
+    verdicts[peer] =
+        verdict_on(offers[peer], offers[global_rank],
+                   [&](const std::string& offer) { lane->open(peer, offer); });
+  }
+  return pack(verdicts);
+}
+
+// The same. Each direction of a pair is opened by both ranks together, and all
+// ranks come to theirs in one order, so that none waits in a circle.
+std::string open_nccl(NcclLane* lane, int global_rank,
+                      const std::vector<int>& peers,
+                      const std::vector<std::string>& offers) {
+  std::vector<std::string> verdicts(offers.size());
+  std::vector<std::pair<int, int>> directions;
+  for (const int peer : peers) {
+    directions.emplace_back(global_rank, peer);
+    directions.emplace_back(peer, global_rank);
+  }
+  std::sort(directions.begin(), directions.end());
+  for (const auto& [src, dst] : directions) {
+    const int peer = src == global_rank ? dst : src;
+    const std::string verdict =
+        verdict_on(offers[peer], offers[global_rank],
+                   [&, from = src, to = dst](const std::string& offer) {
+                     lane->open(from, to, offer);
+                   });
+    if (verdicts[peer].empty()) verdicts[peer] = verdict;
+  }
+  return pack(verdicts);
+}
+
+// Pairs of which one rank cannot have `kind` get what comes next, on all ranks.
+void give_up_failures(LaneKind kind, const std::vector<LaneFacts>& facts,
+                      const std::vector<std::string>& verdicts,
+                      LaneChoices& choices) {
+  const int size = static_cast<int>(choices.size());
+  for (int reader = 0; reader < size; ++reader) {
+    const std::vector<std::string> row = unpack(verdicts[reader]);
+    for (int other = 0; other < size && !row.empty(); ++other) {
+      if (row[other].empty() || choices[reader][other].kind != kind) continue;
+      choices[reader][other] = choices[other][reader] = choose_after(
+          kind, reader, other, facts,
+          detail::concat("global_rank ", reader, ": ", row[other]));
+    }
+  }
+}
+
+}  // namespace
+
+LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank,
+                           OpenableLanes lanes, const LaneExchange& exchange) {
+  std::vector<LaneFacts> facts;
+  for (const std::string& bytes : exchange(pack_facts(own))) {
+    facts.push_back(unpack_facts(bytes));
+  }
+  LaneChoices choices = choose_lanes(facts);
+  if (is_chosen(LaneKind::kIpc, choices)) {
+    const auto peers = peers_of(global_rank, LaneKind::kIpc, choices);
+    const auto offers = exchange(offer_of(lanes.ipc, peers));
+    const auto verdicts =
+        exchange(open_ipc(lanes.ipc, global_rank, peers, offers));
+    give_up_failures(LaneKind::kIpc, facts, verdicts, choices);
+    if (lanes.ipc != nullptr) {
+      lanes.ipc->use_only(peers_of(global_rank, LaneKind::kIpc, choices));
+    }
+  }
+  if (is_chosen(LaneKind::kNccl, choices)) {
+    const auto peers = peers_of(global_rank, LaneKind::kNccl, choices);
+    const auto offers = exchange(offer_of(lanes.nccl, peers));
+    const auto verdicts =
+        exchange(open_nccl(lanes.nccl, global_rank, peers, offers));
+    give_up_failures(LaneKind::kNccl, facts, verdicts, choices);
+    if (lanes.nccl != nullptr) {
+      lanes.nccl->use_only(peers_of(global_rank, LaneKind::kNccl, choices));
+    }
+  }
+  return choices;
+}
+
+}  // namespace smp::lanes
