@@ -16,6 +16,8 @@ from tests.reference.expert_families import build_experts, make_expert_batch
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.tolerances import assert_close, relative_difference
 
+#: Families whose own plans split attention into heads, beside experts that ranks share.
+SPLIT_ATTENTION = ("mixtral", "qwen3_moe")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
@@ -62,6 +64,7 @@ class ExpertRecord:
     grads: list[dict[str, Any]] = field(default_factory=list)  # [step], local, marked
     params: dict[str, Any] = field(default_factory=dict)  # whole, after the last step
     spread: dict[str, list[int]] = field(default_factory=dict)  # local shapes of experts
+    blocks: list[str] = field(default_factory=list)  # names of what the model's plan splits
     traffic: int = 0
 
 
@@ -123,6 +126,7 @@ def train_experts(rank: int, runs: Sequence[ExpertRun]) -> list[ExpertRecord]:
 def _train(run: ExpertRun) -> ExpertRecord:
     import smp
     from smp.nn.experts import SpreadExperts
+    from smp.nn.planned.block import PlannedBlock
     from smp.tensor_parallel import regions
 
     init_experts(run)
@@ -152,6 +156,7 @@ def _train(run: ExpertRun) -> ExpertRecord:
         if isinstance(module, SpreadExperts)
         for key, parameter in module.named_parameters()
     }
+    record.blocks = [n for n, module in plain.named_modules() if isinstance(module, PlannedBlock)]
     record.traffic = regions.traffic()[0]
     record.params = {k: v.detach().clone() for k, v in model.state_dict().items()}
     return record
@@ -249,3 +254,7 @@ def _check_was_spread(run: ExpertRun, records: Sequence[ExpertRecord], expected:
         assert number == expected.params[name].shape[0] * run.rdp * run.pp, f"{run}: {name}"
         assert expected.grads[0][name].abs().max() > 1e-6, f"{run}: no gradient of {name}"
     assert any(record.traffic > 0 for record in records), run
+    if run.case in SPLIT_ATTENTION:
+        attention = {n[: n.index("self_attn") + 9] for n in expected.params if "self_attn" in n}
+        for record in records:
+            assert attention <= set(record.blocks), f"{run}: only {record.blocks} are split"
