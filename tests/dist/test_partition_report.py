@@ -135,6 +135,24 @@ def test_time_counts_where_nobody_has_weighed_it_against_memory(pool: Pool) -> N
     check_runs(pool, [CHAIN, Run("chain", 2, 1, schedule="zero_bubble")])
 
 
+def given_by_one(rank: int, giver: int, skip_tracing: bool) -> float | None:
+    import smp
+
+    # The value is the default, so that the ranks have equal configurations.
+    keys: tuple[tuple[str, Any], ...] = (("skip_tracing", skip_tracing),)
+    given = keys + ((("memory_weight", 0.8),) if rank == giver else ())
+    _model = partitioned(Run("chain", 2, 1, config=given))
+    return smp.explain_partition().step_ratio
+
+
+def test_the_first_rank_says_whether_time_is_weighed_against_memory(pool: Pool) -> None:
+    for skip_tracing in (False, True):
+        assert pool.run(2, given_by_one, 0, skip_tracing) == [None, None]
+    first, second = pool.run(2, given_by_one, 1, False)
+    assert first == second and first is not None
+    assert pool.run(2, given_by_one, 1, True) == [None, None], "without costs there is no time"
+
+
 def before_the_partition(rank: int) -> list[str]:
     import smp
 

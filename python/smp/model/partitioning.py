@@ -77,6 +77,7 @@ class Partitioning:
             ValueError: on every rank, for a model that cannot be partitioned as configured.
         """
         current, config = self._current, self._current.rank.config
+        given = current.rank.given
         schedule = self._schedule()
         self._check_files()
         wishes = Wishes(
@@ -86,6 +87,7 @@ class Partitioning:
             kept=schedule.kept_microbatches,
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
             fastest=self._fastest(schedule),
+            is_weighed=given.get("memory_weight") is not None or "optimize" in given,
         )
         decision = decide_together(
             current.rank,
@@ -101,17 +103,17 @@ class Partitioning:
         return decision, schedule
 
     def _fastest(self, schedule: ChosenSchedule) -> Fastest | None:
-        """The shortest step is looked for where nobody has said how to weigh time and memory."""
+        """What the shortest step depends on; several models share the room."""
         rank = self._current.rank
-        config, given = rank.config, rank.given
-        weighed = given.get("memory_weight") is not None or "optimize" in given
-        if weighed or not config.auto_partition or rank.sizes["pp"] == 1:
+        config = rank.config
+        if not config.auto_partition or rank.sizes["pp"] == 1:
             return None
         active = config.active_microbatches or config.microbatches
         shape = StepShape(schedule.policy, config.microbatches, active, schedule.lists)
         return Fastest(
             shape,
-            device_room_bytes(rank.device, rank.local_size),
+            device_room_bytes(rank.device, rank.local_size)
+            // max(1, self._current.wrapped.num_wrapped),
             state_factor(self._root.parameters(), config, rank.shard_size),
         )
 

@@ -48,6 +48,8 @@ class Wishes:
         kept: microbatches of activations that the schedule keeps on each rank.
         whole: modules that are better not cut: each is one checkpoint.
         fastest: the shortest step is looked for, with the least room that any rank has.
+        is_weighed: instead, time and memory are weighed as the configuration says; the first rank's
+            word counts.
     """
 
     file: str | Path | None = None
@@ -56,6 +58,7 @@ class Wishes:
     kept: Sequence[int] | None = None
     whole: Collection[nn.Module] = ()
     fastest: Fastest | None = None
+    is_weighed: bool = False
 
 
 def decide_together(
@@ -97,11 +100,18 @@ def decide_together(
 
 
 def _with_least_room(rank: Rank, wishes: Wishes) -> Wishes:
-    """The same room on all ranks, whichever of them decides. Collective over all ranks."""
-    if wishes.fastest is None or rank.world_size == 1:
+    """What is looked for, and the same room, on all ranks. Collective over all ranks.
+
+    Ranks with equal configurations may differ in which of its keys were given.
+    """
+    if wishes.fastest is None:
         return wishes
-    rooms = comm.allgather(wishes.fastest.room_bytes, comm.WORLD)
-    return replace(wishes, fastest=replace(wishes.fastest, room_bytes=min(rooms)))
+    own = (wishes.is_weighed, wishes.fastest.room_bytes)
+    told = [own] if rank.world_size == 1 else comm.allgather(own, comm.WORLD)
+    if told[0][0]:
+        return replace(wishes, fastest=None)
+    least = min(room for _, room in told)
+    return replace(wishes, fastest=replace(wishes.fastest, room_bytes=least))
 
 
 def _decide(
