@@ -29,7 +29,7 @@ TIMEOUT_S = 3600
 
 def worker_config(args: argparse.Namespace) -> dict[str, Any]:
     shape = dict(QUICK if args.quick else SHAPE)
-    shape |= {key: n for key in ("hidden", "vocab_size") if (n := getattr(args, key))}
+    shape |= {key: n for key in ("hidden", "vocab_size", "seq_len") if (n := getattr(args, key))}
     return {
         "shape": shape,
         "pipeline": args.pipeline,
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--active", type=int, help="microbatches in flight, else one per rank")
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--seq-len", type=int)
     parser.add_argument("--pipelines-only", action="store_true")
     parser.add_argument("--cut", default="", help="partition smp by hand in front of this module")
     parser.add_argument("--out", type=Path, default=REPO / "build" / "bench" / "pipeline.jsonl")
