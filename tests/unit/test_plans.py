@@ -80,6 +80,14 @@ def test_a_row_without_columns_of_its_own_takes_none_of_a_smaller_group() -> Non
     assert set(found.groups) == {"0.mlp"} and found.alone == ("0.attn.o",)
 
 
+def test_a_row_with_a_gate_beside_it_is_fed_from_outside_too() -> None:
+    words = {"0.attn.q": "colwise", "0.attn.out.gate": "colwise", "0.attn.out.o": "rowwise"}
+    found = plans.group(words)
+    assert found.groups["0.attn"].columns == ["0.attn.q", "0.attn.out.gate"] and not found.alone
+    two = {**words, "0.up": "colwise", "0.down": "rowwise", "0.extra.a": "colwise"}
+    assert plans.group(two).groups.keys() == {"0.attn", "0"}
+
+
 def test_columns_without_a_row_are_told() -> None:
     assert plans.group({"a.up": "colwise"}).alone == ("a.up",)
 

@@ -47,6 +47,7 @@ class Result:
         first_step_s: time of the first step with smp.
         step_s, alone_s: times of the last step with smp and in one process.
         remote_calls: between pipeline ranks; none means that one rank computed everything.
+        num_planned: parts that a plan has split on the first rank.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Result:
     step_s: float = 0.0
     alone_s: float = 0.0
     remote_calls: int = 0
+    num_planned: int = 0
     details: str = field(default="", repr=False)
 
 
@@ -138,6 +140,7 @@ def judge(result: Result, records: list[Record], alone: list[Record], job: Job) 
     result.step_s = max(record.seconds[-1] for record in records if record.seconds)
     result.alone_s = alone[0].seconds[-1]
     result.remote_calls = sum(record.remote_calls for record in records)
+    result.num_planned = records[0].num_planned
     half = job.mode.half
     comparison = Comparison(HALF_LIMIT if half else LIMITS[job.plan.dtype], by_norm=half)
     assert any(record.losses for record in records)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.nn.planned.experts import PlannedTerm
+from smp.nn.planned.linear import PlannedPart
 from tests.dist.split_training import marked_values
 from tests.zoo.building import Plan, build, seed_everything, skeleton
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
@@ -47,6 +49,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)  # [step]
     parts: dict[str, Any] = field(default_factory=dict)  # split gradients of the first step, marked
     remote_calls: int = 0
+    num_planned: int = 0  # parts that a plan has split
     elements: int = 0  # of the parameters that this rank holds
 
 
@@ -224,6 +227,9 @@ def train_together(rank: int, job: Job) -> Record:
     else:
         record.params = _copies(wrapped.state_dict().items())
     record.elements = sum(p.numel() for p in wrapped.local_parameters())
+    record.num_planned = sum(
+        isinstance(module, PlannedPart | PlannedTerm) for module in wrapped.modules()
+    )
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     return record
 

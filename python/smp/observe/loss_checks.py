@@ -15,7 +15,7 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.observe import nonfinite
-from smp.tensor_parallel.sharding import interval_of
+from smp.tensor_parallel.sharding import interval_of, is_joined
 from smp.world import runtime
 
 # What no split module does to its parameters: arithmetic by element, reductions, joins.
@@ -54,23 +54,26 @@ def _refuse_parts(roots: Sequence[Tensor], current: runtime.Runtime) -> None:
         return
     _num_checked[current] = count + 1
     # With what comes behind: views of a parameter stand for it.
-    stack: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.requires_grad]
+    stack: list[tuple[Any, str]] = [(root.grad_fn, "") for root in roots if root.requires_grad]
     seen = {node for node, _ in stack}
     while stack:
-        node, is_foreign = stack.pop()
+        node, foreign = stack.pop()
         if node is None:  # of a loss that is a leaf
             continue
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
-        is_foreign = kind in _FOREIGN or (kind in _VIEWS and is_foreign)
+        if kind in _FOREIGN or kind not in _VIEWS:
+            foreign = kind if kind in _FOREIGN else ""
         for inner, _ in node.next_functions:
             if inner is None:
                 continue
             parameter = getattr(inner, "variable", None)
-            if parameter is not None and is_foreign and interval_of(parameter) is not None:
+            if parameter is not None and foreign and interval_of(parameter) is not None:
+                if foreign == "Cat" and is_joined(parameter):
+                    continue
                 raise _error(current, parameter, node.name())
             if inner not in seen:
                 seen.add(inner)
-                stack.append((inner, is_foreign))
+                stack.append((inner, foreign))
 
 
 def _error(current: runtime.Runtime, parameter: Tensor, how: str) -> RuntimeError:

@@ -33,7 +33,7 @@ def is_adapted(module: nn.Module) -> bool:
     lora = sys.modules.get("peft.tuners.lora.layer")
     if lora is None or type(module) is not lora.Linear:
         return False
-    layers = [*module.lora_A.values(), *module.lora_B.values()]
+    layers = [*_parts(module, "lora_A"), *_parts(module, "lora_B")]
     return (
         type(module.base_layer) is nn.Linear
         and all(type(layer) is nn.Linear for layer in layers)
@@ -42,6 +42,10 @@ def is_adapted(module: nn.Module) -> bool:
         and not module.merged
         and not getattr(module, "fan_in_fan_out", False)
     )
+
+
+def _parts(module: nn.Module, kind: str) -> list[nn.Module]:
+    return list(module.get_submodule(kind).children())
 
 
 def find_adapters(draft: Draft) -> dict[str, Adapters]:

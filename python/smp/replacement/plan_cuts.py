@@ -57,12 +57,14 @@ class Cut:
         dims: by name of a parameter that is split.
         partial: names of parameters held whole whose gradients are summed over the ranks.
         attributes: further ones of the module.
+        is_joined: code of the module joins what it has of parameters with what is split.
     """
 
     make_class: Callable[[type[nn.Module]], type[nn.Module]]
     dims: dict[str, Dim]
     partial: frozenset[str] = frozenset()
     attributes: dict[str, Any] = field(default_factory=dict)
+    is_joined: bool = False
 
 
 @dataclass

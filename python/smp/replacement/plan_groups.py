@@ -7,12 +7,18 @@ from typing import Any
 
 from torch import nn
 
-import smp._C as _C
 from smp.nn.planned.linear import PlannedLatent, PlannedRow
 from smp.replacement import plan_sizes, plans
 from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in
 from smp.replacement.plan_sizes import CannotCut, Shares
 from smp.tensor_parallel import regions
+
+# Of queries, keys and values, in attention.
+_NORMS_OF_HEADS = frozenset(
+    f"{kind}_{norm}"
+    for kind in ("q", "k", "v", "query", "key", "value")
+    for norm in ("norm", "layernorm", "layer_norm", "ln")
+)
 
 
 def decide_groups(draft: Draft) -> dict[str, plans.Group]:
@@ -40,6 +46,13 @@ def _problem_of(draft: Draft, group: plans.Group) -> str | None:
     for part in draft.modules[group.path].modules():
         if part in draft.taken:
             return f"a part beside it stays out of the plan: {draft.taken[part]}"
+    for path, word in draft.words.items():
+        is_own = word == plans.LATENT and plans.holder(path, (group.path,)) is not None
+        if is_own and _direct_features(draft.modules[group.path]) == 0:
+            return (
+                f"'{path}' is {plans.LATENT}, and neither the module around it nor its "
+                "configuration has qk_rope_head_dim, which says how many features go to the heads"
+            )
     for path in (*group.columns, *group.rows):
         problem = problem_in(draft.modules[path], nn.Linear)
         if problem is not None:
@@ -67,6 +80,7 @@ def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
         draft.cuts[part] = Cut(behind(PlannedRow), dims, attributes=sizes)
     if heads is not None:
         _cut_by_heads(draft, path, heads, shares)
+        _sum_norms(draft, path, {share.unit for share in shares.columns.values()})
 
 
 def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
@@ -85,7 +99,20 @@ def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shar
         unit = parameter.shape[0] // heads.queries
         dims[name] = Dim(0, tuple(unit * n for n in shares.queries))
     if dims:
-        draft.cuts[path] = Cut(lambda cls: cls, dims)
+        draft.cuts[path] = Cut(_same_class, dims, is_joined=True)
+
+
+def _sum_norms(draft: Draft, path: str, units: set[int]) -> None:
+    """Norms of each head are applied to the own heads, also where a plan forgets to say so."""
+    for name, module in draft.modules[path].named_children():
+        own = f"{path}.{name}" if path else name
+        shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+        if name in _NORMS_OF_HEADS and shapes and shapes <= {(unit,) for unit in units}:
+            draft.words.setdefault(own, plans.PARTIAL)
+
+
+def _same_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return cls
 
 
 def _linear(draft: Draft, path: str) -> nn.Linear:
@@ -120,12 +147,7 @@ def decide_latent(draft: Draft, groups: Mapping[str, plans.Group]) -> None:
                 attributes = {"_smp_sizes": (), "_smp_num_direct": num}
                 draft.cuts[path] = Cut(behind(PlannedLatent), {}, attributes=attributes)
                 continue
-            # Its gradients would lack those of the other ranks.
-            raise ValueError(
-                f"{_C.rank_prefix()}'{draft.prefix}{path}' is {plans.LATENT} in the plan, and "
-                "neither the module around it nor its configuration has qk_rope_head_dim, "
-                "which says how many of its features go to the heads directly"
-            )
+            problem = "nothing tells how many features go to the heads"
         draft.report.left[path] = str(problem)
 
 

@@ -16,6 +16,7 @@ from smp.replacement import plans
 from smp.replacement.marks import Mark, mark_of
 from smp.replacement.plan_adapters import is_adapted
 from smp.replacement.plan_cuts import Report
+from smp.replacement.plan_exceptions import unfit_parts
 from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
 from smp.tensor_parallel.registry import registration_of
@@ -102,7 +103,7 @@ def split_by_plan(
         ValueError: a plan of the user's names what is not there, or cannot be split.
     """
     prefix = f"{name}." if name else ""
-    left_out = dict(taken)
+    left_out = {**taken, **(unfit_parts(module) if found.is_own else {})}
     root_mark = mark_of(module)
     adapted = {part for m in module.modules() if is_adapted(m) for part in m.modules()}
     for part in module.modules():

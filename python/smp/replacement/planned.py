@@ -11,10 +11,12 @@ from torch import nn
 from smp.initial.originals import keep_original
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
+from smp.nn.planned.watch import Watch
 from smp.replacement import plans
 from smp.replacement.plan_adapters import decide_adapters, find_adapters
 from smp.replacement.plan_alone import decide_standalone, keep_shared_whole, without_shared
 from smp.replacement.plan_cuts import Cut, Draft, Report, draft_of, part_of
+from smp.replacement.plan_exceptions import ACTIVATIONS
 from smp.replacement.plan_experts import decide_experts
 from smp.replacement.plan_groups import decide_groups, decide_latent, is_complete
 from smp.tensor_parallel import reading, sharding
@@ -78,7 +80,9 @@ def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
         if plans.holder(name, blocks) is None:
             continue
         cut = draft.cuts.get(name)
-        held = set() if cut is None else cut.partial
+        held = set() if cut is None else set(cut.partial)
+        if name.rpartition(".")[2] in ACTIVATIONS:
+            held |= module._parameters.keys()
         for key, parameter in module._parameters.items():
             if parameter is not None and (cut is None or key not in cut.dims):
                 is_partial = not partial.isdisjoint((name, f"{name}.{key}")) or key in held
@@ -105,6 +109,8 @@ def _split(
             before = copy.copy(module)
             before.__dict__["_parameters"] = dict(module._parameters)
         module._parameters[name] = made[whole]
+        if cut.is_joined:
+            sharding.mark_joined(made[whole])
         own = f"{draft.prefix}{path}.{name}"
         splits[name] = reading.Split(own, how.dim, how.sizes, has_own, how.num)
     bias = module._parameters.get("bias")
@@ -133,4 +139,11 @@ def _make_block(draft: Draft, path: str) -> None:
         _smp_layout=draft.layout,
         _smp_name=f"{draft.prefix}{path}" or "(root)",
         _smp_heads=draft.owners.get(path, {}).get("_smp_heads"),
+        _smp_watch=Watch(
+            [
+                (f"{draft.prefix}{path}.{name}", parameter)
+                for name, parameter in block.named_parameters()
+                if sharding.is_complete(parameter)
+            ]
+        ),
     )

@@ -138,38 +138,43 @@ class Groups:
 
 
 def group(words: Mapping[str, str]) -> Groups:
-    """Finds for each row the smallest module that holds columns as well.
+    """Finds which columns feed which rows.
+
+    A row belongs to the smallest module that holds columns as well, a column to the rows of the
+    smallest module that holds rows. Where these differ, as for a row in a module of its own with a
+    gate beside it, columns outside belong to the only group in that module.
 
     Args:
         words: by path of a module; other words than columns and rows do not matter.
     """
-    held: dict[str, list[str]] = {}  # columns, by each module around them
-    for path, word in words.items():
-        if word in _COLUMNS:
-            for place in _around(path):
-                held.setdefault(place, []).append(path)
-    # Small modules first: a row takes no column that belongs to a smaller group beside it.
-    depths = {
-        row: next((place.count(".") + bool(place) for place in _around(row) if place in held), -1)
-        for row, word in words.items()
-        if word == ROW
-    }
-    found: dict[str, Group] = {}
-    claimed: dict[str, str] = {}
-    alone: list[str] = []
-    for row in sorted(depths, key=lambda row: -depths[row]):
+    columns = [path for path, word in words.items() if word in _COLUMNS]
+    rows = [path for path, word in words.items() if word == ROW]
+    with_columns = {place for path in columns for place in _around(path)}
+    homes = {row: next((p for p in _around(row) if p in with_columns), None) for row in rows}
+    held: dict[str, list[str]] = {}  # homes of rows, by each module around these
+    for row, home in homes.items():
         for place in _around(row):
-            fed = [c for c in held.get(place, ()) if claimed.get(c, place) == place]
-            if fed:
-                own = found.setdefault(place, Group(place))
-                own.rows.append(row)
-                own.columns += [column for column in fed if column not in claimed]
-                claimed |= dict.fromkeys(fed, place)
-                break
+            if home is not None and home not in held.setdefault(place, []):
+                held[place].append(home)
+    found: dict[str, Group] = {}
+    alone = []
+    for column in columns:
+        near = next((place for place in _around(column) if place in held), None)
+        fitting = [] if near is None else held[near]
+        home = near if near in fitting else fitting[0] if len(fitting) == 1 else None
+        if near is None or home is None:
+            alone.append(column)
+            continue
+        own = found.setdefault(home, Group(home))
+        own.columns.append(column)
+        if holder(own.path, (near,)) is not None:
+            own.path = near  # it is wider than the home of its rows
+    for row, home in homes.items():
+        if home in found:
+            found[home].rows.append(row)
         else:
             alone.append(row)
-    alone += [path for path, word in words.items() if word in _COLUMNS and path not in claimed]
-    return Groups(found, tuple(alone))
+    return Groups({one.path: one for one in found.values()}, tuple(alone))
 
 
 def _around(path: str) -> Iterator[str]:

@@ -65,6 +65,7 @@ class Placement:
 # Attributes of parameters. Weak references to them would forbid what makes meta parameters real.
 _PLACEMENT = "_smp_placement"
 _REPLACED = "_smp_replaced"
+_JOINED = "_smp_joined"
 
 
 def split(extent: int, num_parts: int | None = None) -> list[int]:
@@ -128,6 +129,22 @@ def interval_of(parameter: Tensor) -> Interval | None:
     """The slice that this rank holds; None for a parameter that every rank holds whole."""
     placement: Placement | None = getattr(parameter, _PLACEMENT, None)
     return None if placement is None else placement.interval
+
+
+def is_complete(parameter: Tensor) -> bool:
+    """Does a distributed module hold all of it, with a gradient that is complete on each rank?"""
+    placement = placement_of(parameter)
+    return placement is not None and placement.interval is None and not placement.partial
+
+
+def mark_joined(parameter: nn.Parameter) -> None:
+    """Says that code of its module joins its part with activations that are split alike."""
+    setattr(parameter, _JOINED, True)
+
+
+def is_joined(parameter: Tensor) -> bool:
+    """Whether `mark_joined` was called."""
+    return hasattr(parameter, _JOINED)
 
 
 def dim_of(interval: Interval | None) -> int | None:

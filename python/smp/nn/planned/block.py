@@ -15,6 +15,7 @@ from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
 from smp.nn.planned.calls import call_of_block
+from smp.nn.planned.watch import Watch
 from smp.tensor_parallel import regions
 
 
@@ -29,6 +30,7 @@ class PlannedBlock(DistributedModule):
         _smp_name: of the block in the model.
         _smp_heads: of attention: how many heads of queries this rank has, and all have.
         _smp_rates: where rates of dropout are inside, once somebody has looked.
+        _smp_watch: of its whole parameters; None: they were looked at.
     """
 
     is_indivisible = True  # what its parts give to each other is split
@@ -37,6 +39,7 @@ class PlannedBlock(DistributedModule):
     _smp_name: str
     _smp_heads: tuple[int, int] | None = None
     _smp_rates: list[tuple[nn.Module, str]] | None = None
+    _smp_watch: Watch | None = None
 
 
 def block_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -67,6 +70,10 @@ def _run(
 ) -> Any:
     layout: Layout = block._smp_layout
     num_samples = 0
+    watch: Watch | None = block._smp_watch
+    if watch is not None and watch.is_due() and not regions.is_alone():
+        block.__dict__["_smp_watch"] = None
+        watch.check()
     if layout.has_own_batches:
         args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs)
     with call_of_block(), _drawing(block, (*args, *kwargs.values())):

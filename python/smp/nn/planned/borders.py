@@ -15,6 +15,9 @@ from smp.tensor_parallel import regions
 
 #: Arguments that are the same for all samples, and on all ranks.
 _OF_ALL_SAMPLES = frozenset({"cache_position"})
+#: Arguments that have samples along dim 1 if they have so many dims: positions in time, height and
+#: width of models of images and text.
+_BEHIND = {"position_ids": 3, "position_embeddings": 4}
 _GATHERED = "_smp_gathered"  # of a tensor: what was made of it, and of which version
 
 
@@ -73,6 +76,8 @@ class _Gather:
     def _tensor(self, name: str, x: Tensor) -> Tensor:
         if x.dim() == 0 or name in _OF_ALL_SAMPLES:
             return x
+        if x.dim() == _BEHIND.get(name):
+            return self._tensor("", x.transpose(0, 1)).transpose(0, 1)
         if x.shape[0] != self._num_samples and not (x.shape[0] == 1 and x.dim() > 1):
             raise ValueError(
                 f"{_C.rank_prefix()}{self._where}: the argument '{name}' has shape "
