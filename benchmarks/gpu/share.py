@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.figures import Figures, Limit
-from benchmarks.gpu.ranks import results_of, run_ranks
+from benchmarks.gpu.ranks import host_of_its_own, results_of, run_ranks
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Sizes:
 
 
 TINY = Sizes(2, 8, 16, 4, 2)
-#: The safe one first: what it has measured stays if the other one fails.
-LANES = ("host", "ipc")
+#: The safe one first: what it has measured stays if another one fails.
+LANES = ("host", "ipc", "nccl")
 
 
 class Scale(nn.Module):
@@ -112,9 +112,13 @@ def train(rank: int, sizes: Sizes, num_stages: int) -> dict[str, Any]:
 
 def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any], lane: str) -> None:
     """Two ranks, whose tensors take ``lane``."""
-    variables = variables_of(figures.device.kind) | lane_variables(lane, figures.device.is_dry)
     limit_s = min(120.0, figures.left_s() - 5.0)
-    two = results_of(run_ranks(train, 2, [sizes, 2], limit_s, lambda rank: variables))
+
+    def variables(rank: int) -> dict[str, str]:
+        common = variables_of(figures.device.kind)
+        return common | lane_variables(lane, figures.device.is_dry, rank)
+
+    two = results_of(run_ranks(train, 2, [sizes, 2], limit_s, variables))
     for way, num_hops in (("forward", 1), ("backward", 2)):
         same = two[0][f"{way} losses"] == alone[f"{way} losses"]
         name = f"{way}, {lane}: losses other than in one process"
@@ -153,11 +157,15 @@ def variables_of(kind: str) -> dict[str, str]:
     return {"SMP_DEVICE": kind, "SMP_SHARE_GPU": "1", "SMP_CHECK_FIRST_STEP": "0"}
 
 
-def lane_variables(lane: str, is_dry: bool) -> dict[str, str]:
-    """Of a rank whose tensors take ``lane``. A dry run has what stands for it on the CPU."""
-    if not is_dry:
-        return {"SMP_LANE": lane}
-    return {"SMP_TEST_LANES": "1:100:4:ring", "SMP_LANE": lane}
+def lane_variables(lane: str, is_dry: bool, rank: int) -> dict[str, str]:
+    """Of a rank whose tensors take ``lane``. A dry run has what stands for it on the CPU.
+
+    NCCL refuses two ranks on one device of a host, so it gets hosts of their own.
+    """
+    variables = {"SMP_LANE": lane}
+    if is_dry:
+        variables["SMP_TEST_LANES"] = "1:100:4:ring:meet"
+    return variables | (host_of_its_own(rank) if lane == "nccl" else {})
 
 
 def body(figures: Figures) -> None:

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,8 @@
 #include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/communicator.h"
+#include "csrc/comm/flight_watch.h"
+#include "csrc/common/check.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/lane_table.h"
 #include "csrc/mailbox/link_probe.h"
@@ -33,19 +36,42 @@ namespace {
 
 using release_gil = py::call_guard<py::gil_scoped_release>;
 
-std::shared_ptr<Mailbox> make_mailbox(comm::CommunicatorPtr world,
-                                      std::shared_ptr<FaultBoard> board,
-                                      const shm::SharedMemoryPtr& shared_memory,
-                                      const std::string& device,
-                                      const std::string& machine, int pipeline,
-                                      const std::string& lane,
-                                      int64_t slot_bytes, double timeout_s) {
+// Calls Python from any thread; dropped from any thread, too.
+std::function<comm::CommunicatorPtr(const lanes::Way&)> maker_of_ways(
+    py::function make_way) {
+  const std::shared_ptr<py::function> kept(
+      new py::function(std::move(make_way)), [](py::function* last) {
+        const py::gil_scoped_acquire gil;
+        delete last;
+      });
+  return [kept](const lanes::Way& way) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*kept)(way.src, way.dst, way.index).cast<comm::CommunicatorPtr>();
+    } catch (py::error_already_set& e) {
+      throw Error(rank_prefix() + e.what());
+    }
+  };
+}
+
+std::shared_ptr<Mailbox> make_mailbox(
+    comm::CommunicatorPtr world, std::shared_ptr<FaultBoard> board,
+    const shm::SharedMemoryPtr& shared_memory, const std::string& device,
+    const std::string& machine, int pipeline, const std::string& lane,
+    int64_t slot_bytes, std::optional<py::function> make_way,
+    comm::FlightWatchPtr flights, const std::string& nccl_host,
+    double timeout_s) {
   lanes::LaneOptions options;
   options.device = c10::Device(device);
   options.mode = lane;
   options.machine = machine;
   options.pipeline = pipeline;
   options.ring.slot_bytes = slot_bytes;
+  if (make_way) {
+    options.groups = {.make = maker_of_ways(*std::move(make_way)),
+                      .flights = std::move(flights)};
+  }
+  options.nccl_host = nccl_host;
   options.timeout = to_ms(timeout_s);
   py::gil_scoped_release release;
   return end_without_gil(new Mailbox(std::move(world), std::move(board),
@@ -147,7 +173,8 @@ void bind_messages(py::module_& m) {
            py::kw_only(), py::arg("machine") = "", py::arg("pipeline") = 0,
            py::arg("lane") = "auto",
            py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
-           py::arg("timeout_s") = 1800.0)
+           py::arg("make_way") = py::none(), py::arg("flights") = nullptr,
+           py::arg("nccl_host") = "", py::arg("timeout_s") = 1800.0)
       .def("stats", &mailbox_stats)
       .def("lanes", &mailbox_lanes,
            "(source, destination, lane, why) of each pair of ranks that send "

@@ -49,11 +49,37 @@ std::vector<int> peers_of(int rank, LaneKind kind, const LaneChoices& choices) {
   return peers;
 }
 
-bool is_chosen(LaneKind kind, const LaneChoices& choices) {
+// Of any rank.
+int most_peers(LaneKind kind, const LaneChoices& choices) {
+  size_t most = 0;
   for (size_t rank = 0; rank < choices.size(); ++rank) {
-    if (!peers_of(static_cast<int>(rank), kind, choices).empty()) return true;
+    most =
+        std::max(most, peers_of(static_cast<int>(rank), kind, choices).size());
   }
-  return false;
+  return static_cast<int>(most);
+}
+
+// A rank can have only so many ways.
+void leave_out_crowds(const std::vector<LaneFacts>& facts,
+                      LaneChoices& choices) {
+  const int size = static_cast<int>(choices.size());
+  constexpr size_t most = kMostWays / 2;
+  std::vector<size_t> counts;
+  for (int rank = 0; rank < size; ++rank) {
+    counts.push_back(peers_of(rank, LaneKind::kNccl, choices).size());
+  }
+  for (int a = 0; a < size; ++a) {
+    for (int b = 0; b < size; ++b) {
+      if (choices[a][b].kind != LaneKind::kNccl) continue;
+      const int crowded =
+          counts[std::min(a, b)] > most ? std::min(a, b) : std::max(a, b);
+      if (counts[crowded] <= most) continue;
+      choices[a][b] = choose_after(
+          LaneKind::kNccl, a, b, facts,
+          detail::concat("global_rank ", crowded, " has ", counts[crowded],
+                         " peers over NCCL, and can have ", most));
+    }
+  }
 }
 
 template <typename Lane>
@@ -145,7 +171,7 @@ LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank,
     facts.push_back(unpack_facts(bytes));
   }
   LaneChoices choices = choose_lanes(facts);
-  if (is_chosen(LaneKind::kIpc, choices)) {
+  if (most_peers(LaneKind::kIpc, choices) > 0) {
     const auto peers = peers_of(global_rank, LaneKind::kIpc, choices);
     const auto offers = exchange(offer_of(lanes.ipc, peers));
     const auto verdicts =
@@ -155,7 +181,9 @@ LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank,
       lanes.ipc->use_only(peers_of(global_rank, LaneKind::kIpc, choices));
     }
   }
-  if (is_chosen(LaneKind::kNccl, choices)) {
+  leave_out_crowds(facts, choices);
+  if (const int most = most_peers(LaneKind::kNccl, choices); most > 0) {
+    if (lanes.nccl != nullptr) lanes.nccl->fit_ways(most);
     const auto peers = peers_of(global_rank, LaneKind::kNccl, choices);
     const auto offers = exchange(offer_of(lanes.nccl, peers));
     const auto verdicts =

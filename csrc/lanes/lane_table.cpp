@@ -26,13 +26,19 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
   SMP_CHECK_VALUE(!fake || device_.is_cpu(),
                   "a fake lane carries tensors of the CPU, this rank works on ",
                   device_, "; unset SMP_TEST_LANES");
-  why_no_nccl_ = "there is no NCCL";
+  why_no_nccl_ = "this build of torch has no NCCL";
   if (fake) {
     make_fakes(faults, receipts);
   } else if (options.mode != "host") {
     if (auto copies = make_cuda_copies(device_, why_no_ipc_)) {
       ipc_ = std::make_unique<IpcLane>(std::move(copies), options.ring,
                                        global_rank, faults, receipts);
+    }
+    if (options.groups.make) {
+      nccl_ = std::make_unique<NcclLane>(
+          make_group_copies(device_, global_rank, options.groups, faults),
+          WayOptions{}, device_, global_rank, faults);
+      why_no_nccl_.clear();
     }
   }
 }
@@ -65,6 +71,7 @@ void LaneTable::agree(const LaneExchange& exchange) {
                 .pipeline = options_.pipeline,
                 .why_not = why_no_ipc_,
                 .why_no_nccl = why_no_nccl_,
+                .nccl_host = options_.nccl_host,
                 .slot_bytes = options_.ring.slot_bytes};
   try {
     if (ipc_) {

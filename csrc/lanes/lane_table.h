@@ -13,6 +13,7 @@
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
 #include "csrc/lanes/fake_lane.h"
+#include "csrc/lanes/group_copies.h"
 #include "csrc/lanes/host_lane.h"
 #include "csrc/lanes/ipc_lane.h"
 #include "csrc/lanes/lane_agreement.h"
@@ -24,6 +25,8 @@ struct LaneOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
   std::optional<FakeOptions> fake = {};                    ///< for tests
   std::string mode = "auto";                               ///< SMP_LANE
+  GroupOptions groups = {};                                ///< of NCCL
+  std::string nccl_host = {};                              ///< NCCL_HOSTID
   std::string machine = {};  ///< equal on ranks of one host
   int pipeline = 0;          ///< equal on ranks that send tensors to each other
   RingOptions ring = {};

@@ -48,7 +48,8 @@ NcclLane::NcclLane(std::unique_ptr<MeetingCopies> copies, WayOptions options,
       options_(options),
       device_(device),
       global_rank_(global_rank),
-      faults_(std::move(faults)) {
+      faults_(std::move(faults)),
+      num_ways_(options.num_ways) {
   SMP_CHECK_VALUE(options.num_ways > 0,
                   "a pair of ranks needs at least one way, got ",
                   options.num_ways);
@@ -58,10 +59,16 @@ NcclLane::~NcclLane() { stop(); }
 
 // ------------------------------------------------------------- the agreement
 
+void NcclLane::fit_ways(int most_peers) {
+  SMP_ASSERT(most_peers > 0 && 2 * most_peers <= kMostWays, most_peers,
+             " peers");
+  num_ways_ = std::min(options_.num_ways, kMostWays / (2 * most_peers));
+}
+
 std::string NcclLane::offer(const std::vector<int>& peers) {
   std::vector<Way> ways;
   for (const int peer : peers) {
-    for (int index = 0; index < options_.num_ways; ++index) {
+    for (int index = 0; index < num_ways_; ++index) {
       ways.push_back({peer, global_rank_, index});
       ways.push_back({global_rank_, peer, index});
     }
@@ -71,7 +78,7 @@ std::string NcclLane::offer(const std::vector<int>& peers) {
 
 void NcclLane::open(int src, int dst, const std::string& offer_of_peer) {
   const at::AutoGradMode no_grad(false);
-  for (int index = 0; index < options_.num_ways; ++index) {
+  for (int index = 0; index < num_ways_; ++index) {
     const Way way{src, dst, index};
     copies_->connect(way, offer_of_peer);
     try_way(way);
@@ -114,7 +121,7 @@ void NcclLane::use_only(const std::vector<int>& peers) {
 // One whose last copy is over, for this thread.
 std::optional<Way> NcclLane::take_way(int dst, int64_t& sequence) {
   const std::lock_guard lock(mutex_);
-  for (int index = 0; index < options_.num_ways; ++index) {
+  for (int index = 0; index < num_ways_; ++index) {
     const Way way{global_rank_, dst, index};
     State& state = ways_[way];
     if (state.is_asking || !state.end.is_over()) continue;
@@ -158,8 +165,7 @@ at::Tensor NcclLane::new_payload(const Descriptor& /*descriptor*/) const {
 MarkedTensor NcclLane::take(int src, const Descriptor& descriptor,
                             at::Tensor /*payload*/) {
   const at::AutoGradMode no_grad(false);
-  SMP_CHECK(reaches(src) && descriptor.slot >= 0 &&
-                descriptor.slot < options_.num_ways,
+  SMP_CHECK(reaches(src) && descriptor.slot >= 0 && descriptor.slot < num_ways_,
             "global_rank ", src, " has sent a tensor over way ",
             descriptor.slot, " to global_rank ", global_rank_,
             ", which does not have it; ranks that run different versions of "

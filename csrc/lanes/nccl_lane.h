@@ -19,8 +19,13 @@
 
 namespace smp::lanes {
 
+/// Of a rank, in both directions. PyTorch hands out 32 streams of high priority
+/// in turn, and no two ways may share one; the other groups of a rank have the
+/// rest.
+inline constexpr int kMostWays = 16;
+
 struct WayOptions {
-  int num_ways = 2;  ///< of a pair of ranks in one direction
+  int num_ways = 2;  ///< of a pair of ranks in one direction, at most
   /// For a try of all ways of a pair in one direction.
   std::chrono::milliseconds timeout = std::chrono::minutes(1);
 };
@@ -41,6 +46,9 @@ class NcclLane final : public DeviceLane {
            std::shared_ptr<health::FaultBoard> faults);
   ~NcclLane() override;
 
+  /// Fits the number of ways to that of peers, the same on all ranks.
+  /// @param most_peers  of any rank, kMostWays / 2 at most
+  void fit_ways(int most_peers);
   /// What peers have to know before `open`.
   /// @param peers  ranks that may send to this one and get from it
   std::string offer(const std::vector<int>& peers);
@@ -81,7 +89,9 @@ class NcclLane final : public DeviceLane {
   const c10::Device device_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
-  std::set<int> peers_;  // does not change after the first message
+  // Both do not change after the first message.
+  int num_ways_;
+  std::set<int> peers_;
   ArrivalOrder arrivals_;
   std::atomic<bool> stopped_{false};
 

@@ -453,6 +453,9 @@ class Mailbox:
         pipeline: int = 0,
         lane: str = "auto",
         slot_bytes: int = 128 << 20,
+        make_way: Callable[[int, int, int], Communicator] | None = None,
+        flights: FlightWatch | None = None,
+        nccl_host: str = "",
         timeout_s: float = 1800.0,
     ) -> None: ...
     def close(self, timeout_s: float = 5.0) -> None: ...

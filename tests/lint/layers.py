@@ -32,7 +32,7 @@ CPP_NARROW: dict[str, frozenset[str]] = {
     "health": frozenset({"common"}),
     "comm": frozenset({"common", "health"}),
     "shm": frozenset({"common", "health", "comm"}),
-    "lanes": frozenset({"common", "autograd", "health", "memory"}),
+    "lanes": frozenset({"common", "autograd", "health", "comm", "memory"}),
     "mailbox": frozenset({"common", "autograd", "health", "comm", "memory", "shm", "lanes"}),
 }
 

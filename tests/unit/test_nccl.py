@@ -28,6 +28,15 @@ def test_collectives_run_on_streams_of_high_priority() -> None:
     assert options._timeout.total_seconds() == 12.0
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_a_way_takes_few_blocks_of_a_device() -> None:
+    options = nccl.group_options(12.0, nccl.WAY_CTAS)
+    assert options.is_high_priority_stream
+    if hasattr(options, "config"):
+        assert options.config.max_ctas == nccl.WAY_CTAS
+        assert nccl.group_options(12.0).config.max_ctas != nccl.WAY_CTAS
+
+
 def test_a_backend_whose_base_class_cannot_abort_is_asked_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

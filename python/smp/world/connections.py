@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import smp._C as _C
 from smp.world import process_hooks
-from smp.world.groups import make_world
+from smp.world.groups import make_way, make_world
 
 _POLL_S = 0.002
 _LINGER_S = 10.0  # for goodbyes that are on their way
@@ -82,7 +84,7 @@ class Connections:
             shared_memory: whether this rank wants to.
             ring_mb: MiB of it for the messages of each other rank to this one.
             pipeline: equal on ranks that send each other tensors of devices.
-            lane: "auto", "ipc" or "host": how tensors go from device to device.
+            lane: "auto", "ipc", "nccl" or "host": how tensors go from device to device.
             lane_slot_mb: MiB of one slot between devices.
         """
         rank, size = self._global_rank, self._world_size
@@ -130,9 +132,22 @@ class Connections:
             pipeline=pipeline,
             lane=lane,
             slot_bytes=lane_slot_mb << 20,
+            **self._ways(store),
             timeout_s=self._timeout_s,
         )
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
+
+    def _ways(self, store: dist.Store) -> dict[str, Any]:
+        """What the mailbox needs for copies between devices of different hosts."""
+        if self._device == "cpu" or not dist.is_nccl_available():
+            return {}
+
+        def make(src: int, dst: int, index: int) -> _C.Communicator:
+            return make_way(store, src, dst, index, self._global_rank, self._timeout_s)
+
+        flights = _C.FlightWatch(self.board, timeout_s=self._timeout_s, report_after_s=self._hang_s)
+        host = os.environ.get("NCCL_HOSTID", "")
+        return {"make_way": make, "flights": flights, "nccl_host": host}
 
     def wait_for_all(self, what: str) -> None:
         """Until all ranks have made their connections. Collective.

@@ -287,6 +287,23 @@ def build_groups(
     return made
 
 
+def make_way(
+    store: dist.Store, src: int, dst: int, index: int, global_rank: int, timeout_s: float
+) -> _C.Communicator:
+    """Group of NCCL for tensors from one rank to another one. Collective over both.
+
+    Args:
+        store: for the connections.
+        src: global rank of the source, which is rank 0 of the group.
+        dst: global rank of the destination.
+        index: among the ways from ``src`` to ``dst``.
+        global_rank: of this process.
+        timeout_s: for making the connection, and of a copy.
+    """
+    name = f"way{index}to{dst}"
+    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.WAY_CTAS)
+
+
 def make_on_device(
     device: torch.device,
     store: dist.Store,
@@ -341,7 +358,12 @@ def _make_gloo(
 
 
 def _make_nccl(
-    store: dist.Store, name: str, ranks: Sequence[int], global_rank: int, timeout_s: float
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    global_rank: int,
+    timeout_s: float,
+    max_ctas: int | None = None,
 ) -> _C.Communicator:
     nccl.set_launch_order()
     group: Any = dist.ProcessGroupNCCL
@@ -349,6 +371,6 @@ def _make_nccl(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
         ranks.index(global_rank),
         len(ranks),
-        nccl.group_options(timeout_s),
+        nccl.group_options(timeout_s, max_ctas),
     )
     return _C.make_c10d_communicator(backend, f"nccl:{name}", nccl.end_of(backend))

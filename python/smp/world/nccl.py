@@ -27,7 +27,12 @@ def set_launch_order(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault(LAUNCH_ORDER, "1")
 
 
-def group_options(timeout_s: float) -> Any:
+# Of the device that a tensor on its way between two ranks may take: its kernel waits for the other
+# rank meanwhile.
+WAY_CTAS = 4
+
+
+def group_options(timeout_s: float, max_ctas: int | None = None) -> Any:
     """Options of a process group of NCCL.
 
     Its kernels run on a stream of high priority: blocks of a sum that is ready start before those
@@ -35,11 +40,14 @@ def group_options(timeout_s: float) -> Any:
 
     Args:
         timeout_s: after which the group counts as broken.
+        max_ctas: blocks of one kernel, where this release of torch can say it.
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.is_high_priority_stream = True
+    if max_ctas is not None and hasattr(options, "config"):
+        options.config.max_ctas = max_ctas
     return options
 
 

@@ -34,7 +34,7 @@ class Settings:
     ring_mb: int = DEFAULT_RING_MB
     """`SMP_SHM_RING_MB`: MiB of shared memory for the messages of one rank to another."""
     lane: str = "auto"
-    """`SMP_LANE`: auto, ipc or host: how tensors go from device to device."""
+    """`SMP_LANE`: auto, ipc, nccl or host: how tensors go from device to device."""
     lane_slot_mb: int = DEFAULT_SLOT_MB
     """`SMP_LANE_SLOT_MB`: MiB of one slot between devices."""
     hang_s: float = DEFAULT_HANG_S
@@ -64,7 +64,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
         ring_mb=_mib(env, "SMP_SHM_RING_MB", DEFAULT_RING_MB, MAX_RING_MB),
-        lane=_choice(env, "SMP_LANE", "auto", "ipc", "host"),
+        lane=_choice(env, "SMP_LANE", "auto", "ipc", "nccl", "host"),
         lane_slot_mb=_mib(env, "SMP_LANE_SLOT_MB", DEFAULT_SLOT_MB, MAX_SLOT_MB),
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,

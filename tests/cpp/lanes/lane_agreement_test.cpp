@@ -4,6 +4,7 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -12,9 +13,11 @@
 #include <vector>
 
 #include "csrc/common/check.h"
+#include "csrc/lanes/byte_strings.h"
 #include "csrc/lanes/fake_meeting.h"
 #include "csrc/lanes/nccl_lane.h"
 #include "tests/cpp/lanes/lane_facts.h"
+#include "tests/cpp/lanes/meeting_pair.h"
 #include "tests/cpp/lanes/ring_pair.h"
 
 namespace smp::lanes {
@@ -227,6 +230,34 @@ TEST(LaneAgreement, ranks_may_use_nothing_but_nccl) {
       EXPECT_EQ(ranks.has_way(a, b), a != b);
       EXPECT_FALSE(ranks.maps(a, b));
     }
+  }
+}
+
+TEST(LaneAgreement, a_rank_has_only_so_many_ways) {
+  for (const int most_peers : {1, 2, 4}) {
+    MeetingRank rank({.num_slots = 4}, 0);
+    rank.lane.fit_ways(most_peers);
+    EXPECT_EQ(unpack(rank.lane.offer({1})).size() / 2,
+              static_cast<size_t>(kMostWays / 2 / std::max(most_peers, 2)))
+        << "of this direction";
+  }
+  constexpr int kMany = kMostWays / 2 + 2;
+  Meeting meeting(kMany);
+  std::vector<std::future<LaneChoices>> running;
+  for (int rank = 0; rank < kMany; ++rank) {
+    running.push_back(std::async(std::launch::async, [&, rank] {
+      LaneFacts facts = rank_on(std::to_string(rank), "gpu", {});
+      facts.why_no_nccl.clear();
+      return agree_on_lanes(facts, rank, {}, [&](const std::string& own) {
+        return meeting.exchange(rank, own);
+      });
+    }));
+  }
+  for (auto& one : running) {
+    const LaneChoices choices = one.get();
+    EXPECT_EQ(choices[0][1].kind, LaneKind::kHost);
+    EXPECT_EQ(choices[kMany - 1][0].kind, LaneKind::kHost);
+    expect_words(choices[0][1].reason, "global_rank 0 has 9 peers over NCCL");
   }
 }
 

@@ -1,0 +1,203 @@
+#include "csrc/lanes/group_copies.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "csrc/common/check.h"
+#include "csrc/memory/device_scope.h"
+
+namespace smp::lanes {
+namespace {
+
+using memory::Mark;
+using memory::MarkedTensor;
+
+// The other end of a way, in its group.
+constexpr int kSource = 0;
+constexpr int kDestination = 1;
+constexpr int kTag = 0;
+
+// The end of an operation of a group.
+class WorkEnd final : public Mark::Event {
+ public:
+  /// @param tensor  that the operation reads or writes
+  WorkEnd(comm::WorkPtr work, at::Tensor tensor,
+          std::shared_ptr<health::FaultBoard> faults)
+      : work_(std::move(work)),
+        faults_(std::move(faults)),
+        tensor_(std::move(tensor)) {}
+
+  // Also when the operation is over: one that has failed throws here.
+  void block(const c10::Stream& stream) const override {
+    const std::lock_guard lock(mutex_);
+    const memory::DeviceScope scope(
+        stream.device().is_cpu() ? std::nullopt : std::optional(stream));
+    try {
+      SMP_ASSERT(work_->order_stream(), "an operation without a stream");
+    } catch (const std::exception&) {
+      faults_->raise_if_faulted();  // the reason
+      throw;
+    }
+  }
+
+  bool is_over() const override {
+    const std::lock_guard lock(mutex_);
+    if (!work_->done()) return false;
+    tensor_.reset();
+    return true;
+  }
+
+ private:
+  const comm::WorkPtr work_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  mutable std::mutex mutex_;
+  mutable at::Tensor tensor_;
+};
+
+// As bytes: no backend knows all types.
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.detach().view({-1}).view(at::kByte);
+}
+
+class GroupCopies final : public MeetingCopies {
+ public:
+  GroupCopies(c10::Device device, int global_rank, GroupOptions options,
+              std::shared_ptr<health::FaultBoard> faults)
+      : device_(device),
+        global_rank_(global_rank),
+        options_(std::move(options)),
+        faults_(std::move(faults)) {
+    // Nothing is ever asked of it, so that no receive waits for anything.
+    if (!device.is_cpu()) {
+      receiving_ = c10::impl::VirtualGuardImpl(device.type())
+                       .getStreamFromGlobalPool(device);
+    }
+  }
+
+  // Groups find each other by the store of the run.
+  std::string offer(const std::vector<Way>& /*ways*/) override { return {}; }
+
+  void connect(const Way& way, const std::string& /*offer_of_peer*/) override {
+    const comm::CommunicatorPtr group = options_.make(way);
+    SMP_CHECK(group && group->size() == 2 && group->is_stream_ordered(),
+              "a way between devices needs a group of two ranks that is "
+              "ordered by streams, got ",
+              group ? group->name() : "none");
+    const int own = way.src == global_rank_ ? kSource : kDestination;
+    SMP_CHECK(group->group_rank() == own, group->name(), ": expected rank ",
+              own, " of the group, got ", group->group_rank());
+    if (options_.flights) options_.flights->add_group(group);
+    const std::lock_guard lock(mutex_);
+    SMP_CHECK(!is_stopped_, "the lane is closed");
+    ways_[way].group = group;
+  }
+
+  Mark send(const Way& way, const at::Tensor& data) override {
+    return ask(way, "send", data, [&](comm::Communicator& group) {
+      return group.send(as_bytes(data), kDestination, kTag);
+    });
+  }
+
+  MarkedTensor receive(const Way& way, at::IntArrayRef sizes,
+                       at::ScalarType dtype) override {
+    const memory::DeviceScope scope(receiving_);
+    MarkedTensor result{
+        at::empty(sizes, at::TensorOptions(dtype).device(device_))};
+    result.mark =
+        ask(way, "receive", result.data, [&](comm::Communicator& group) {
+          return group.recv(as_bytes(result.data), kSource, kTag);
+        });
+    return result;
+  }
+
+  void stop() override {
+    std::vector<comm::CommunicatorPtr> in_flight;
+    {
+      const std::lock_guard lock(mutex_);
+      is_stopped_ = true;
+      for (const auto& [way, end] : ways_) {
+        if (end.num_asking > 0 || !is_over(end.last)) {
+          in_flight.push_back(end.group);
+        }
+      }
+    }
+    for (const comm::CommunicatorPtr& group : in_flight) group->abort();
+  }
+
+ private:
+  struct WayEnd {
+    comm::CommunicatorPtr group;
+    Mark last;
+    int num_asking = 0;  // calls that may be blocked
+  };
+
+  static bool is_over(const Mark& mark) {
+    try {
+      return mark.is_over();
+    } catch (const std::exception&) {
+      return true;  // it has failed
+    }
+  }
+
+  // Without the lock, since the call may be blocked until `stop`.
+  template <typename Call>
+  Mark ask(const Way& way, const char* what, const at::Tensor& tensor,
+           const Call& call) {
+    comm::CommunicatorPtr group;
+    {
+      const std::lock_guard lock(mutex_);
+      SMP_CHECK(!is_stopped_, "a copy was asked for after its lane was closed");
+      WayEnd& end = ways_.at(way);
+      group = end.group;
+      ++end.num_asking;
+    }
+    std::shared_ptr<const WorkEnd> event;
+    std::exception_ptr failure;
+    try {
+      event = std::make_shared<const WorkEnd>(call(*group), tensor, faults_);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    const std::lock_guard lock(mutex_);
+    WayEnd& end = ways_.at(way);
+    --end.num_asking;
+    if (failure) std::rethrow_exception(failure);
+    end.last = Mark(event);
+    if (options_.flights) {
+      options_.flights->add(
+          {.is_over = [event] { return event->is_over(); },
+           .what = detail::concat(what, " over ", group->name()),
+           .ranks = {way.src, way.dst}});
+    }
+    return end.last;
+  }
+
+  const c10::Device device_;
+  const int global_rank_;
+  const GroupOptions options_;
+  const std::shared_ptr<health::FaultBoard> faults_;
+  std::optional<c10::Stream> receiving_;  // none on the CPU
+  std::mutex mutex_;
+  bool is_stopped_ = false;
+  std::map<Way, WayEnd> ways_;
+};
+
+}  // namespace
+
+std::unique_ptr<MeetingCopies> make_group_copies(
+    c10::Device device, int global_rank, GroupOptions options,
+    std::shared_ptr<health::FaultBoard> faults) {
+  SMP_ASSERT(options.make, "groups that nobody makes");
+  return std::make_unique<GroupCopies>(device, global_rank, std::move(options),
+                                       std::move(faults));
+}
+
+}  // namespace smp::lanes
