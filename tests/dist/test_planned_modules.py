@@ -97,14 +97,20 @@ def init(tp: int, prescaled: bool, **config: Any) -> None:
 
 
 def train_once(
-    rank: int, network: type[nn.Module], tp: int, optimize: str, prescaled: bool, pp: int = 1
+    rank: int,
+    network: type[nn.Module],
+    tp: int,
+    optimize: str,
+    prescaled: bool,
+    pp: int = 1,
+    plan: dict[str, str] = PLAN,
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Gradients of this rank after one step, and shapes of what it holds."""
     import smp
     from tests.dist.split_training import marked_values
 
     init(tp, prescaled, optimize=optimize, pipeline_parallel_degree=pp)
-    with smp.tensor_parallelism(plan=PLAN):
+    with smp.tensor_parallelism(plan=plan):
         plain = randomise_(network().double(), 1)
     model = smp.DistributedModel(plain)
 
@@ -206,6 +212,123 @@ def test_dropout_in_a_block_is_the_same_on_all_ranks(pool: Pool, prescaled: bool
     assert torch.equal(first, other) and float(first.abs().max()) > 1e-3
     if prescaled:
         assert torch.equal(y, other_y)
+
+
+# ---- further words
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert; gates lie before what they open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.ones(3, 2 * INNER, WIDTH))
+        self.down = nn.Parameter(torch.ones(3, WIDTH, INNER))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,eoh->teo", x, self.gate_up).chunk(2, -1)
+        y = torch.einsum("teo,eho->teh", F.silu(gate) * up, self.down)
+        return y[torch.arange(len(x)), chosen] * weights
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        y: Tensor = self.down(F.silu(gate) * up)
+        return y
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.mlp, self.router, self.experts = Mlp(), nn.Linear(WIDTH, 3), Experts()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.mlp(x)
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        return (flat + self.experts(flat, chosen, weights[:, None])).square().mean()
+
+
+ROUTED = {
+    "table": "embedding_colwise",
+    "mlp.gate_up": "packed_colwise",
+    "mlp.down": "rowwise",
+    "experts": "moe_tp_experts",
+    "experts.gate_up": "packed_colwise",
+    "experts.down": "rowwise",
+}
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_packed_columns_and_experts_have_the_gradients_of_one_process(
+    pool: Pool, tp: int, prescaled: bool
+) -> None:
+    from smp.tensor_parallel import partial
+
+    results = pool.run(tp, train_once, Routed, tp, "speed", prescaled, 1, ROUTED)
+    for rank, (_, shapes) in enumerate(results):
+        inner = (7, 7)[rank] if tp == 2 else (5, 5, 4)[rank]
+        assert shapes["mlp.gate_up.weight"] == (2 * inner, WIDTH)
+        assert shapes["experts.gate_up"] == (3, 2 * inner, WIDTH)
+        assert shapes["experts.down"] == (3, WIDTH, inner)
+        assert shapes["table.weight"] == (WORDS, WIDTH // tp)
+    whole = partial.merge([grads for grads, _ in results])
+    expected = expected_grads(Routed, 1 if prescaled else tp)
+    assert_close(whole, expected, torch.float64, f"tp {tp} {prescaled}")
+
+
+class Gained(nn.Module):
+    """A parameter between a column and its row, of which the plan says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)) * self.gain)
+        return y
+
+
+def train_twice(rank: int, plan: dict[str, str], prescaled: bool) -> Tensor:
+    import smp
+
+    init(2, prescaled)
+    with smp.tensor_parallelism(plan=plan):
+        model = smp.DistributedModel(randomise_(Gained().double(), 1))
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    x = torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64)
+    train_step(x)
+    grad = dict(model.local_named_parameters())["gain"].grad
+    assert grad is not None
+    found = grad.clone()
+    train_step(x)
+    return found
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_a_plan_that_forgets_a_sum_is_refused_in_the_second_step(
+    pool: Pool, prescaled: bool
+) -> None:
+    with pytest.raises(RankFailure, match="gradients of 'gain' are not the same"):
+        pool.run(2, train_twice, FEED, prescaled)
+    summed = {**FEED, "gain": "replicated_with_grad_allreduce"}
+    first, second = pool.run(2, train_twice, summed, prescaled)
+    plain = randomise_(Gained().double(), 1)
+    plain(torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64)).square().mean().backward()
+    assert torch.allclose(first, plain.gain.grad) and torch.equal(first, second)
 
 
 # ---- refusals

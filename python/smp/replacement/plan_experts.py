@@ -33,7 +33,7 @@ def decide_experts(draft: Draft) -> None:
             except CannotCut as error:
                 draft.report.left[path] = str(error)
                 for key in draft.modules[path]._parameters:
-                    draft.report.left[f"{path}.{key}"] = "its experts stay whole"
+                    draft.report.left[plans.join(path, key)] = "its experts stay whole"
 
 
 def _leave_whole_for_ranks(draft: Draft, path: str) -> None:
@@ -57,7 +57,7 @@ def _cut_experts(draft: Draft, path: str) -> None:
             )
     dims: dict[str, Dim] = {}
     for name, parameter in module.named_parameters():
-        word = draft.words.get(f"{path}.{name}", "")
+        word = draft.words.get(plans.join(path, name), "")
         if "." in name or word not in _EXPERT_DIMS:
             raise CannotCut(f"the plan does not say how its parameter '{name}' is split")
         from_end, num = _EXPERT_DIMS[word]
@@ -77,10 +77,12 @@ def _cut_experts(draft: Draft, path: str) -> None:
         )
     draft.cuts[path] = Cut(term_class, dims, attributes={"_smp_word": draft.words[path]})
     draft.experts.add(path)
-    draft.report.split.update({f"{path}.{name}": draft.words[f"{path}.{name}"] for name in dims})
+    draft.report.split.update(
+        {plans.join(path, name): draft.words[plans.join(path, name)] for name in dims}
+    )
     for name, _ in module.named_modules():
-        if draft.words.get(f"{path}.{name}") == plans.IDENTITY:
-            draft.cuts[f"{path}.{name}"] = Cut(identity_class, {})
+        if draft.words.get(plans.join(path, name)) == plans.IDENTITY:
+            draft.cuts[plans.join(path, name)] = Cut(identity_class, {})
 
 
 def _takes_rows_only(experts: nn.Module) -> bool:

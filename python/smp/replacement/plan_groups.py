@@ -88,7 +88,7 @@ def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shar
     owner = draft.modules[path]
     dims = {}
     for name, parameter in owner._parameters.items():
-        own = f"{path}.{name}" if path else name
+        own = plans.join(path, name)
         if parameter is None or draft.words.get(own) != plans.COLUMN:
             continue
         if parameter.shape[0] % heads.queries:
@@ -105,7 +105,7 @@ def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shar
 def _sum_norms(draft: Draft, path: str, units: set[int]) -> None:
     """Norms of each head are applied to the own heads, also where a plan forgets to say so."""
     for name, module in draft.modules[path].named_children():
-        own = f"{path}.{name}" if path else name
+        own = plans.join(path, name)
         shapes = {tuple(parameter.shape) for parameter in module.parameters()}
         if name in _NORMS_OF_HEADS and shapes and shapes <= {(unit,) for unit in units}:
             draft.words.setdefault(own, plans.PARTIAL)

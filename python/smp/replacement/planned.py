@@ -60,7 +60,7 @@ def apply_plan(
 
 def _tell_rest(draft: Draft) -> None:
     """Parameters that the plan names, and that no module with a plan of its own has cut."""
-    cut = {f"{path}.{name}" for path, c in draft.cuts.items() for name in c.dims}
+    cut = {plans.join(path, name) for path, c in draft.cuts.items() for name in c.dims}
     for path, word in draft.words.items():
         is_known = path in draft.modules or path in cut or path in draft.report.left
         if not is_known and word != plans.PARTIAL:
@@ -85,7 +85,7 @@ def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
             held |= module._parameters.keys()
         for key, parameter in module._parameters.items():
             if parameter is not None and (cut is None or key not in cut.dims):
-                is_partial = not partial.isdisjoint((name, f"{name}.{key}")) or key in held
+                is_partial = not partial.isdisjoint((name, plans.join(name, key))) or key in held
                 sharding.mark_whole(parameter, partial=is_partial)
         if name in partial:
             draft.report.split[name] = plans.PARTIAL
@@ -111,7 +111,7 @@ def _split(
         module._parameters[name] = made[whole]
         if cut.is_joined:
             sharding.mark_joined(made[whole])
-        own = f"{draft.prefix}{path}.{name}"
+        own = f"{draft.prefix}{plans.join(path, name)}"
         splits[name] = reading.Split(own, how.dim, how.sizes, has_own, how.num)
     bias = module._parameters.get("bias")
     is_part = isinstance(module, nn.Linear)
@@ -141,7 +141,7 @@ def _make_block(draft: Draft, path: str) -> None:
         _smp_heads=draft.owners.get(path, {}).get("_smp_heads"),
         _smp_watch=Watch(
             [
-                (f"{draft.prefix}{path}.{name}", parameter)
+                (f"{draft.prefix}{plans.join(path, name)}", parameter)
                 for name, parameter in block.named_parameters()
                 if sharding.is_complete(parameter)
             ]

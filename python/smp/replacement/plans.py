@@ -184,6 +184,11 @@ def _around(path: str) -> Iterator[str]:
         yield path
 
 
+def join(path: str, name: str) -> str:
+    """Path of what is in a module; "" is the root."""
+    return f"{path}.{name}" if path else name
+
+
 def holder(path: str, places: Container[str]) -> str | None:
     """The nearest of some modules that a path is or is in; None if it is in none."""
     return next((place for place in (path, *_around(path)) if place in places), None)
