@@ -77,6 +77,10 @@ MODES = {
             "ep2", config={**_tensor(2, True), "expert_parallel_degree": 2},
             split=True, gradients=False,
         ),
+        Mode(
+            "ep2own", config={**_tensor(2, False), "expert_parallel_degree": 2}, replicas=2,
+            split=True, gradients=False,
+        ),
         Mode("checkpointing", config=_pipeline(2), checkpointed=True),
         Mode("bf16", config=_pipeline(2), half=True),
     )

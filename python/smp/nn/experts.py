@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class SpreadExperts(DistributedModule):
     """
 
     _smp_spread: Spread
+
+    def get_common_tokens(self) -> None:
+        """Says that all ranks call the module with the same tokens."""
+        self.__dict__["_smp_spread"] = replace(self._smp_spread, has_own_batches=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The same as the class it comes in front of."""

@@ -5,104 +5,142 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+import smp._C as _C
 from smp.initial.originals import keep_original
 from smp.nn import layout as layouts
 from smp.nn.experts import Spread, SpreadExperts, spread
-from smp.nn.planned.block import PlannedBlock
 from smp.replacement.experts_plan import Named, named_experts
-from smp.replacement.marks import mark_of
+from smp.replacement.marks import is_candidate, mark_of
 from smp.replacement.references import References
 from smp.tensor_parallel import regions, sharding
 from smp.world.log import first_rank_log
 
 
-@dataclass
-class Report:
-    """What was done to the experts of a model.
+@dataclass(frozen=True)
+class _Found:
+    """A module of experts that a plan names.
 
     Attributes:
-        spread: names of modules whose experts are spread.
-        left: why others are not, by name.
+        name: in the model.
+        is_own: transformers gave the plan; else the user.
     """
 
-    spread: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    name: str
+    module: nn.Module
+    named: Named
+    is_own: bool
 
 
-def spread_experts(root: nn.Module) -> Report:
-    """Spreads the experts of marked modules that a plan names.
+def spread_experts(root: nn.Module) -> bool:
+    """Spreads the experts of marked modules that a plan names, theirs or the user's.
 
     Nothing happens where ``expert_parallel_degree`` is 1.
 
     Args:
         root: a model.
+
+    Returns:
+        whether there are any.
+
+    Raises:
+        ValueError: a plan of the user's names experts that cannot be spread.
     """
-    report = Report()
     layout = layouts.current()
     if not layout.spreads_experts:
-        return report
+        return False
     references = References(root)
-    common = _in_blocks(root)
-    for name, module, named in list(_experts_in(root)):
-        mark = mark_of(module)
-        if mark is None or not mark.enabled or isinstance(module, SpreadExperts):
-            continue
-        problem = references.problem_of(module) or _problem_of(module, named)
-        if problem is not None:
-            report.left[name] = problem
+    replaced = _to_be_replaced(root)
+    num_spread = 0
+    for found in list(_experts_in(root)):
+        module, name = found.module, found.name
+        problem = ("a module around it has a distributed form" if module in replaced else None) or (
+            references.problem_of(module) or _problem_of(module, found.named)
+        )
+        if problem is None:
+            _spread(module, name, found.named, layout.has_own_batches)
+            num_spread += 1
+        elif found.is_own:
             first_rank_log.warning(
                 "smp: the experts of %s ('%s') are not spread: %s",
                 type(module).__name__, name, problem,
             )  # fmt: skip
-            continue
-        _spread(module, name, named, layout.has_own_batches and module not in common)
-        report.spread.append(name)
-    if not report.spread:
+        else:
+            raise ValueError(
+                f"{_C.rank_prefix()}the plan of tensor parallelism spreads the experts of "
+                f"{type(module).__name__} '{name}', which cannot be spread: {problem}; leave them "
+                "out of the plan"
+            )
+    if not num_spread:
         first_rank_log.warning(
             "smp: expert_parallel_degree is %d, and no experts of %s are spread: no marked module "
-            "of it is named as experts by a plan (base_model_ep_plan of a configuration); each "
-            "rank of a tensor-parallel group holds all of them",
+            "of it is named as experts by a plan, its configuration's (base_model_ep_plan) or one "
+            "that was given; each rank of a tensor-parallel group holds all of them, or a part of "
+            "each",
             layout.num_ranks, type(root).__name__,
         )  # fmt: skip
-    return report
+    return num_spread > 0
 
 
-def _in_blocks(root: nn.Module) -> set[nn.Module]:
-    """Modules in blocks of a plan, where all ranks have the samples of all."""
-    blocks = (module for module in root.modules() if isinstance(module, PlannedBlock))
-    return {part for block in blocks for part in block.modules()}
+def _to_be_replaced(root: nn.Module) -> set[nn.Module]:
+    """Modules whose place others may take, with what is in them."""
+    return {
+        part
+        for module in root.modules()
+        if is_candidate(module) and type(module) not in (nn.Linear, nn.Embedding)
+        for part in module.modules()
+    }
 
 
-def _experts_in(root: nn.Module) -> Iterator[tuple[str, nn.Module, Named]]:
-    """Names, modules and what the plans around them say; each module once."""
+def _experts_in(root: nn.Module) -> Iterator[_Found]:
+    """What the plans name; each module once."""
     seen: set[nn.Module] = set()
+    above: dict[nn.Module, nn.Module] = {
+        child: module for module in root.modules() for child in module.children()
+    }
     for name, module in root.named_modules():
-        plan = _plan_of(module)
+        plan, is_own = _plan_of(module, above.get(module))
         if not plan:
             continue
         inside = dict(module.named_modules())
         paths = [*inside, *(key for key, _ in module.named_parameters())]
         for path, named in named_experts(plan, paths).items():
-            if inside[path] not in seen:
-                seen.add(inside[path])
-                yield ".".join(part for part in (name, path) if part), inside[path], named
+            part = inside.get(path)
+            if part is None or part in seen or isinstance(part, SpreadExperts):
+                continue
+            mark = mark_of(part)
+            if mark is None or not mark.enabled or (is_own and mark.plan is not None):
+                continue
+            if not is_own and mark is not mark_of(module):
+                continue
+            seen.add(part)
+            full = ".".join(piece for piece in (name, path) if piece)
+            yield _Found(full, part, named, is_own)
 
 
-def _plan_of(module: nn.Module) -> Mapping[str, str] | None:
-    """The plan that the configuration of a base model of transformers has for its experts."""
+def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, str] | None, bool]:
+    """The plan for the experts in a module, and whether it is not the user's.
+
+    Args:
+        module: of a model.
+        parent: that it is in, if it is in one.
+    """
+    mark = mark_of(module)
+    if mark is not None and mark.plan is not None:
+        is_outermost = parent is None or mark_of(parent) is not mark
+        return (mark.plan if mark.enabled and is_outermost else None), False
     models = sys.modules.get("transformers.modeling_utils")
     if models is None or not isinstance(module, models.PreTrainedModel):
-        return None
+        return None, True
     prefix = module.base_model_prefix
     if prefix and prefix in module._modules:
-        return None  # the base model in it has the plan
+        return None, True  # the base model in it has the plan
     plan = getattr(module.config, "base_model_ep_plan", None)
-    return plan if isinstance(plan, Mapping) else None
+    return (plan if isinstance(plan, Mapping) else None), True
 
 
 def _problem_of(module: nn.Module, named: Named) -> str | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from smp.replacement import plans
+
 #: Of a module that takes tokens, numbers of experts and weights.
-DISPATCH = "ep_dispatch_experts"
+DISPATCH = plans.SPREAD
 #: Of a parameter with one slice of dim 0 for each expert.
-EACH = "grouped_gemm"
+EACH = plans.EACH
 #: Of a parameter of such a module that is the same for all experts.
-COMMON = "replicated_with_grad_allreduce"
+COMMON = plans.PARTIAL
 
 
 @dataclass
@@ -37,7 +39,7 @@ def named_experts(plan: Mapping[str, str], paths: Iterable[str]) -> dict[str, Na
         plan: words by paths, ``*`` for one component.
         paths: of modules and parameters, relative to the module that the plan is for.
     """
-    words = {path: word for path in paths if (word := _word_of(plan, path)) is not None}
+    words = plans.match(plan, paths).words
     found = {path: Named() for path, word in words.items() if word == DISPATCH}
     for path, word in words.items():
         holder, _, name = path.rpartition(".")
@@ -46,12 +48,3 @@ def named_experts(plan: Mapping[str, str], paths: Iterable[str]) -> dict[str, Na
         if holder in found and word == COMMON:
             found[holder].common.add(name)
     return found
-
-
-def _word_of(plan: Mapping[str, str], path: str) -> str | None:
-    own = path.split(".")
-    for key, word in plan.items():
-        parts = key.split(".")
-        if len(parts) == len(own) and all(p in ("*", o) for p, o in zip(parts, own, strict=True)):
-            return word
-    return None

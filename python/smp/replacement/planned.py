@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp.initial.originals import keep_original
+from smp.nn.experts import SpreadExperts
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
 from smp.nn.planned.watch import Watch
@@ -134,6 +135,9 @@ def _split(
 
 def _make_block(draft: Draft, path: str) -> None:
     block = draft.modules[path]
+    for part in block.modules():
+        if isinstance(part, SpreadExperts):
+            part.get_common_tokens()  # all ranks have those of all samples in there
     block.__class__ = block_class(type(block))
     block.__dict__.update(
         _smp_layout=draft.layout,

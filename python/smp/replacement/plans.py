@@ -22,14 +22,16 @@ EXPERTS, IDENTITY = "moe_tp_experts", "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
 SUMMED = "all_reduce"
 WHOLE, LOCAL = "replicate", "local_params"
+#: Of modules of experts and of parameters with a slice for each, see `experts_plan`.
+SPREAD, EACH = "ep_dispatch_experts", "grouped_gemm"
 #: Words that are other names of one of those below.
 _SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
 WORDS = frozenset(
     {COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, TABLE_COLUMNS, PACKED_COLUMN}
-    | {PACKED_ROW, EXPERTS, IDENTITY, LATENT, SUMMED, WHOLE, LOCAL}
+    | {PACKED_ROW, EXPERTS, IDENTITY, LATENT, SUMMED, WHOLE, LOCAL, SPREAD, EACH}
 )
 #: Words without an effect of their own here.
-SILENT = frozenset({WHOLE, LOCAL})
+SILENT = frozenset({WHOLE, LOCAL, SPREAD, EACH})
 _COLUMNS = frozenset({COLUMN, PACKED_COLUMN})
 
 

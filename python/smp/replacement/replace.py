@@ -63,9 +63,9 @@ def replace_marked(root: nn.Module, device: torch.device) -> tuple[nn.Module, li
         the model, and the registrations that were used, each once.
     """
     huggingface.register_available()
+    has_experts = spread_experts(root)  # before a plan splits them by features
     replacement = _Replacement(root, device)
     new_root = replacement.visit(root, "")
-    has_experts = bool(spread_experts(new_root).spread)
     if not has_experts:
         replacement.say_if_nothing_is_split(root)
     return new_root, list(replacement.used.values())
@@ -154,12 +154,13 @@ class _Replacement:
         }
         report = split_by_plan(module, name, plan, taken)
         self.num_planned += len(report.split)
-        if not report.split:
+        is_done = bool(report.split) or not plan.is_own
+        if not is_done:
             # Single layers are tried then, as without a plan.
             for part in module.modules():
                 self._done.pop(part, None)
             self._done[module] = module
-        return bool(report.split)
+        return is_done
 
     def _may_replace(self, module: nn.Module) -> bool:
         """Single layers of a model with a plan stay whole, if the plan does not name them."""
