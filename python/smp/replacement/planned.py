@@ -77,8 +77,9 @@ def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
     for path in sorted(partial):
         if plans.holder(path, blocks) is None:
             draft.report.left[path] = "it is in no block that is split"
+    spread = {n for n, module in draft.modules.items() if isinstance(module, SpreadExperts)}
     for name, module in draft.modules.items():
-        if plans.holder(name, blocks) is None:
+        if plans.holder(name, blocks) is None or plans.holder(name, spread) is not None:
             continue
         cut = draft.cuts.get(name)
         held = set() if cut is None else set(cut.partial)
