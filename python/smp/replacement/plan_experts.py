@@ -24,22 +24,14 @@ _EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
 
 def decide_experts(draft: Draft) -> None:
     """Experts whose parameters are three-dimensional, and what is summed like them."""
-    for path, word in list(draft.words.items()):
-        if word == plans.EXPERTS and draft.layout.spreads_experts:
-            _leave_whole_for_ranks(draft, path)
-        elif word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
+    for path, word in draft.words.items():
+        if word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
             try:
                 _cut_experts(draft, path)
             except CannotCut as error:
                 draft.report.left[path] = str(error)
                 for key in draft.modules[path]._parameters:
                     draft.report.left[plans.join(path, key)] = "its experts stay whole"
-
-
-def _leave_whole_for_ranks(draft: Draft, path: str) -> None:
-    """Takes experts out of the plan: `expert_parallel_degree` gives each rank whole ones."""
-    for name in [p for p in draft.words if p == path or p.startswith(f"{path}.")]:
-        del draft.words[name]
 
 
 def _cut_experts(draft: Draft, path: str) -> None:
