@@ -1,10 +1,11 @@
 """Step time of a mixture of experts on two ranks with batches of their own.
 
-`experts` has half of the experts on each rank and sends tokens there, `replicas` has all of them on
-both and sums all gradients; attention and routers are replicas in both. `exchange` is what
-`experts` spends on finding out who sends what, on sending tokens and weights and on bringing
-results back, forward and backward, with the routes of the same layers and nothing in between. A
-step is forward, backward and the reduction of gradients. The losses must agree, or the run fails.
+`experts` has half of the experts on each rank and sends tokens there, `features` half of each
+expert and the tokens of both, `replicas` has all of them on both and sums all gradients; attention
+and routers are replicas in all. `exchange` is what `experts` spends on finding out who sends what,
+on sending tokens and weights and on bringing results back, forward and backward, with the routes of
+the same layers and nothing in between. A step is forward, backward and the reduction of gradients.
+The losses must agree, or the run fails.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ import smp
 from smp.tensor_parallel import regions, tokens
 
 BASE = {"tensor_parallel_degree": 2, "ddp": True}
+_EXPERTS = "model.layers.*.mlp.experts"
+FEATURES = {
+    _EXPERTS: "moe_tp_experts",
+    f"{_EXPERTS}.gate_up_proj": "packed_colwise",
+    f"{_EXPERTS}.down_proj": "rowwise",
+}
 
 
 def make_model(shape: dict[str, int]) -> Any:
@@ -31,11 +38,13 @@ def make_model(shape: dict[str, int]) -> Any:
 
 
 def training(
-    shape: dict[str, int], spreads: bool, batch: dict[str, Tensor]
+    shape: dict[str, int], how: str, batch: dict[str, Tensor]
 ) -> tuple[Callable[[], Tensor], nn.Module]:
-    smp.init({**BASE, "expert_parallel_degree": 2 if spreads else 1})
+    smp.init({**BASE, "expert_parallel_degree": 2 if how == "experts" else 1})
     plain = make_model(shape)
-    if spreads:
+    if how == "features":
+        smp.set_tensor_parallelism(plain, plan=FEATURES)
+    if how == "experts":
         for layer in plain.model.layers:
             smp.set_tensor_parallelism(layer.mlp.experts)
     model = smp.DistributedModel(plain)
@@ -97,19 +106,24 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1 + smp.tp_rank())
     ids = torch.randint(2, shape["vocab_size"], (samples, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids}
-    replicas, whole = training(shape, False, batch)
-    experts, spread = training(shape, True, batch)
-    torch.testing.assert_close(experts(), replicas(), rtol=1e-4, atol=1e-4)
+    replicas, whole = training(shape, "replicas", batch)
+    features, split = training(shape, "features", batch)
+    experts, spread = training(shape, "experts", batch)
+    expected = replicas()
+    for run in (features, experts):
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
     before = regions.traffic()[1]
     experts()
     sent_mb = (regions.traffic()[1] - before) / 1e6
     contenders: dict[str, Callable[[], object]] = {
         "replicas": replicas,
+        "features": features,
         "experts": experts,
         "exchange": exchange(choices_of(spread, batch), shape),
     }
     timings = measure(contenders, worker.repeats, worker.warmup, distributed.barrier)
-    held = {"replicas": bytes_of(whole), "experts": bytes_of(spread)}
+    models = {"replicas": whole, "features": split, "experts": spread}
+    held = {name: bytes_of(model) for name, model in models.items()}
     emit(worker, timings, held, sent_mb)
     smp.shutdown()
 
