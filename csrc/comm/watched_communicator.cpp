@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -182,12 +183,15 @@ class WatchedCommunicator final : public Communicator {
     const int64_t common_bytes = sizes_are_equal ? id.num_bytes : -1;
     id.signature = Hash().add(operation).add(detail).add(common_bytes).value();
     if (flights_) faults_->raise_if_faulted();
+    // Before the start, which may move the tensor away.
+    std::optional<c10::Device> device;
+    if (flights_ && tensor.defined()) device = tensor.device();
     std::lock_guard lock(mutex_);
     faults_->waits().collectives().enter(id);
     WorkPtr work = start();
-    if (flights_ && tensor.defined()) {
+    if (device) {
       work = std::make_shared<WatchedWork>(
-          std::move(work), flights_, tensor.device(),
+          std::move(work), flights_, *device,
           detail::concat(operation, " over ", name(), " (", size(), " ranks)"));
     }
     work->set_collective(std::move(id));

@@ -158,5 +158,40 @@ TEST(FlightWatch, OnlyWhatTheHostGoesOnWithoutIsWatched) {
   });
 }
 
+TEST(FlightWatch, EveryCollectiveOfADeviceIsWatched) {
+  run_ranks(2, [](int rank, const CommunicatorPtr& comm) {
+    const auto board = std::make_shared<health::FaultBoard>(rank);
+    FlightWatch::Options slow;
+    slow.look_every = std::chrono::minutes(1);
+    const auto watch = std::make_shared<FlightWatch>(board, slow);
+    // After the watch has looked once, it counts what comes and takes nothing.
+    std::atomic<bool> has_looked = false;
+    watch->add({.is_over = [&] { return has_looked = true, false; },
+                .what = "one",
+                .ranks = {0, 1}});
+    while (!has_looked) std::this_thread::yield();
+    const auto group = make_watched_communicator(
+        std::make_shared<StreamGroup>(comm), board, {0, 1}, watch);
+    Patience patience;
+    patience.faults = board;
+    int expected = 1;
+    const auto check = [&](const char* what, const WorkPtr& work) {
+      follow(*work, patience, *group, what);
+      EXPECT_EQ(watch->num_in_flight(), ++expected) << what;
+    };
+    const at::Tensor part = at::full({2}, 1.0);
+    const at::Tensor whole = at::full({4}, 1.0);
+    const auto sum = ReduceOp::kSum;
+    check("all_reduce", group->all_reduce(at::full({4}, 1.0), sum));
+    check("broadcast", group->broadcast(at::full({4}, 1.0), 0));
+    check("all_gather", group->all_gather(at::full({4}, 0.0), part));
+    check("reduce_scatter",
+          group->reduce_scatter(at::full({2}, 0.0), whole, sum));
+    check("all_to_all", group->all_to_all(at::full({4}, 0.0), whole));
+    check("all_to_all_v",
+          group->all_to_all_v(at::full({4}, 0.0), whole, {2, 2}, {2, 2}));
+  });
+}
+
 }  // namespace
 }  // namespace smp::comm
