@@ -22,7 +22,8 @@ class PlannedTableRows(PlannedPart, nn.Embedding):
             ids = regions.gather(ids, 0, grad="own")
         begin = sharding.begin_of(self._smp_sizes)
         rows = regions.vocabulary_embedding(ids, self.weight, begin, self.padding_idx)
-        rows = regions.reduce_scatter(rows, 0) if self._has_own else regions.reduce(rows)
+        # A copy: models write features of images and sounds into what they look up.
+        rows = regions.reduce_scatter(rows, 0).clone() if self._has_own else regions.reduce(rows)
         return rows if input.dim() > 0 else rows[0]
 
 
