@@ -84,6 +84,7 @@ class _Replacement:
         self._device = device
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
+        self._made: set[nn.Module] = set()  # what has taken a place
         self._planned: PlanOf | None = None  # whose module is being walked through
         self.num_planned = 0
         self._declined: dict[type[nn.Module], str] = {}
@@ -110,10 +111,11 @@ class _Replacement:
         is_part = plan is not None and plan.is_own and self._planned is not None
         if plan is not None and not is_part and self._split_by_plan(module, name, around, plan):
             return module
-        if is_candidate(module) and self._may_replace(module):
+        if is_candidate(module) and self._may_replace(module) and not self._is_changed(module):
             new = self._distributed_form(module, name, around)
             if isinstance(new, nn.Module):
                 self._done[module] = new
+                self._made.add(new)
                 return new
             self._declined.setdefault(type(module), f"is not distributed: {new.reason}")
             self._say(module, name, f"is not distributed: {new.reason}")
@@ -162,6 +164,10 @@ class _Replacement:
                 self._done.pop(part, None)
             self._done[module] = module
         return is_done
+
+    def _is_changed(self, module: nn.Module) -> bool:
+        """Has a part of it been replaced? A plan that splits nothing has a second try behind it."""
+        return not self._made.isdisjoint(module.modules())
 
     def _may_replace(self, module: nn.Module) -> bool:
         """Single layers of a model with a plan stay whole, if the plan does not name them."""
