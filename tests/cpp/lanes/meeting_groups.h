@@ -125,6 +125,10 @@ class MeetingGroup final : public comm::Communicator {
   comm::WorkPtr all_to_all(at::Tensor, const at::Tensor&) override {
     return refuse();
   }
+  comm::WorkPtr all_to_all_v(at::Tensor, const at::Tensor&, const comm::Counts&,
+                             const comm::Counts&) override {
+    return refuse();
+  }
   comm::WorkPtr barrier() override { return refuse(); }
 
  private:
