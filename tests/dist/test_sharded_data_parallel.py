@@ -65,6 +65,16 @@ def test_with_a_pipeline_gathers_follow_one_order(
         check_runs(pool, Run(case, 2, 2, schedule, microbatches=4, steps=3), 2, tolerance=0)
 
 
+def test_a_block_may_be_cut_inside(pool: Pool) -> None:
+    # One rank runs the forward of the block, the other one parts of it only.
+    for placed in (
+        (("transformer.h.2.mlp", 1),),
+        (("transformer.h.2", 0), ("transformer.h.2.attn", 1)),
+    ):
+        run = Run("gpt2", 2, 2, "interleaved", microbatches=2, steps=2, placed=placed)
+        check_runs(pool, run, 2, tolerance=0)
+
+
 @pytest.mark.parametrize("pipeline", ["zero_bubble", "virtual_interleaved"])
 def test_with_other_schedules(pool: Pool, pipeline: str) -> None:
     run = Run("gpt2", 2, 2, pipeline, microbatches=4, steps=3)

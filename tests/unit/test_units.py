@@ -116,3 +116,13 @@ def test_parametrizations_are_no_list_of_blocks() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     model = nn.Sequential(normed, nn.Linear(4, 4), nn.Linear(4, 4))
     assert [name for _, name in find_blocks(model)] == ["0", "1", "2"]
+
+
+def test_a_block_whose_forward_another_rank_runs_is_none() -> None:
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+    plan = plan_units(model, lambda p: True, lambda module: module is not model[1])
+    parts = [name for name, part in model[1].named_modules() if part._parameters]
+    assert [u.name for u in plan.units] == ["0", *(f"1.{name}" for name in parts), "2"]
+    assert plan.needs[model[0]] and not plan.needs.get(model[1])
+    for name in parts:
+        assert plan.needs[model[1].get_submodule(name)], name

@@ -134,13 +134,14 @@ class Engine:
         current = self._current
         self.compiled.take()
         decision, schedule = self.partitioning.decide(trace)
+        pp_rank = current.rank.ranks["pp"]
         storage = self.storage = make_storage(
             current.rank,
             self._root,
+            lambda module: decision.partition_of[module] == pp_rank,
             bucket_cap_bytes=self._bucket_cap_bytes,
             overlap=self.gradients.overlaps,
         )
-        pp_rank = current.rank.ranks["pp"]
         parts = self.parts = ModelParts(self._root, decision.partition_of, pp_rank, storage)
         local = list(parts.named_parameters())
         self.first_step.before_placing(trace, local, storage.shows_values)

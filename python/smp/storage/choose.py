@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -45,12 +46,20 @@ def lockstep_of(rank: Rank) -> Lockstep | None:
     return None
 
 
-def make_storage(rank: Rank, root: nn.Module, *, bucket_cap_bytes: int, overlap: bool) -> Storage:
+def make_storage(
+    rank: Rank,
+    root: nn.Module,
+    runs_here: Callable[[nn.Module], bool],
+    *,
+    bucket_cap_bytes: int,
+    overlap: bool,
+) -> Storage:
     """The storage that the configuration asks for, still without parameters.
 
     Args:
         rank: of this process.
         root: the user's model.
+        runs_here: says whether this rank runs the forward of a module.
         bucket_cap_bytes: size of a gradient bucket.
         overlap: parts of parameters may travel while modules run.
     """
@@ -58,5 +67,5 @@ def make_storage(rank: Rank, root: nn.Module, *, bucket_cap_bytes: int, overlap:
     if lockstep is None:
         return WholeParameters(rank, root)
     if lockstep.is_forward:
-        return ShardedParameters(rank, root)
+        return ShardedParameters(rank, root, runs_here)
     return FlatParameters(rank, root, bucket_cap_bytes=bucket_cap_bytes, overlap=overlap)

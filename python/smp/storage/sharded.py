@@ -34,6 +34,7 @@ class ShardedParameters:
     Args:
         rank: of this process.
         root: the user's model.
+        runs_here: says whether this rank runs the forward of a module.
 
     Attributes:
         plan: units that are gathered together.
@@ -43,9 +44,10 @@ class ShardedParameters:
     shows_values = False
     gather_kinds: tuple[str, ...] = ("shard",)
 
-    def __init__(self, rank: Rank, root: nn.Module) -> None:
+    def __init__(self, rank: Rank, root: nn.Module, runs_here: Callable[[nn.Module], bool]) -> None:
         self._rank = rank
         self._root = root
+        self._runs_here = runs_here
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
         self._undo: list[Callable[[], None]] = []
@@ -71,7 +73,7 @@ class ShardedParameters:
             for (name, _), shard in zip(local, self._shards.values(), strict=True)
             if shard.master is not None
         }
-        self.plan = plan_units(self._root, lambda p: p in self._shards)
+        self.plan = plan_units(self._root, lambda p: p in self._shards, self._runs_here)
         self._order = [p for unit in self.plan.units for p in unit.parameters]
         make_real(lambda parameter: _take(rank, parameter, cutter))
         broadcast_from_first(rank, list(self._root.buffers()))

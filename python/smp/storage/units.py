@@ -36,20 +36,30 @@ class UnitPlan:
     needs: dict[nn.Module, tuple[int, ...]]
 
 
-def plan_units(root: nn.Module, is_sharded: Callable[[Tensor], bool]) -> UnitPlan:
+def _always(_: nn.Module) -> bool:
+    return True
+
+
+def plan_units(
+    root: nn.Module,
+    is_sharded: Callable[[Tensor], bool],
+    runs_here: Callable[[nn.Module], bool] = _always,
+) -> UnitPlan:
     """Forms units out of the parameters of a model.
 
     A *block*, an element of a ``ModuleList`` or ``Sequential``, is one unit with all that is in it;
-    outside of blocks each module is one with what it has itself. Parameters that several of
+    outside of blocks each module is one with what it has itself. A block whose forward another
+    pipeline rank runs is none: only parts of it are called here. Parameters that several of
     these share are a unit of their own, which each of them needs.
 
     Args:
         root: the model.
         is_sharded: says which parameters count; the plan does not depend on their values.
+        runs_here: says whether this rank runs the forward of a module.
     """
     users: dict[nn.Parameter, dict[nn.Module, str]] = {}
     runs: dict[nn.Module, str] = {}  # modules that units belong to
-    for name, module, user, user_name in _users(root):
+    for name, module, user, user_name in _users(root, runs_here):
         if user is module and _may_read(module):
             runs.setdefault(module, name)
         for parameter in module._parameters.values():
@@ -69,9 +79,11 @@ def plan_units(root: nn.Module, is_sharded: Callable[[Tensor], bool]) -> UnitPla
     return UnitPlan(tuple(units), needs)
 
 
-def _users(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, str]]:
+def _users(
+    root: nn.Module, runs_here: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module, nn.Module, str]]:
     """Each module with its name, and the block that it is in or itself, with its name."""
-    blocks = dict(find_blocks(root))
+    blocks = {block: name for block, name in find_blocks(root) if runs_here(block)}
     inside: dict[nn.Module, tuple[nn.Module, str]] = {}
     for block, name in blocks.items():
         for module in block.modules():
