@@ -38,7 +38,9 @@ def num_blocks(units: list[str]) -> int:
 def test_compiled_blocks_train_as_in_one_process(
     pool: Pool, code_folder: Path, family: str, layout: tuple[int, int]
 ) -> None:
-    run = Run(f"hf/{family}+nocache", *layout, dtype=torch.float32)
+    # With memory in the balance no block is cut, and each is one unit.
+    whole = (("memory_weight", 0.8),)
+    run = Run(f"hf/{family}+nocache", *layout, dtype=torch.float32, config=whole)
     results = pool.run(2, train_compiled, code_folder, run, timeout=300.0)
     assert sum(num_blocks(result.units) for result in results) == 4 * run.dp
     for result in results:
