@@ -50,6 +50,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"optim", "step"}),
     frozenset({"checkpoint"}),
     frozenset({"integrations", "v1"}),
+    frozenset({"commands"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_version"})
 

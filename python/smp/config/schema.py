@@ -101,8 +101,12 @@ def _to_text(value: object) -> str:
     return value
 
 
-def _to_bytes(value: object) -> int:
-    """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``."""
+def to_bytes(value: object) -> int:
+    """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``.
+
+    Raises:
+        TypeError, ValueError: it is no size above 0.
+    """
     if not isinstance(value, str):
         return _to_int(value, 1, _MAX_SIZE)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B\s*", value)
@@ -138,7 +142,7 @@ def _text(default: str | None) -> Any:
 
 def _size(default: int | None) -> Any:
     words = "a number of bytes above 0, or a text like '12GiB'"
-    return _key(default, Kind(words, _to_bytes, default is None))
+    return _key(default, Kind(words, to_bytes, default is None))
 
 
 def _choice(default: str, *choices: str) -> Any:

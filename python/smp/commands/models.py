@@ -1,0 +1,191 @@
+"""The model that a command is about, built without memory for its weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp.commands.ending import BadUse
+
+DEFAULT_SEQ = 2048
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on the meta device, with arguments for it.
+
+    Attributes:
+        name: as it was given.
+        module: in training mode.
+        call: (batch, seq) to positional and keyword arguments of a forward, small real tensors on
+            the CPU, with the loss where the model computes it. ``seq`` None: the model's own
+            length.
+        seq: tokens of a sample if ``seq`` is None; None for a model that is not given tokens.
+        trained: the class and its configuration, for messages.
+    """
+
+    name: str
+    module: nn.Module
+    call: Callable[[int, int | None], Call]
+    seq: int | None
+    trained: str
+
+
+def load_model(name: str) -> LoadedModel:
+    """Builds a model by its name. No weights are read, and none are allocated.
+
+    Args:
+        name: a name or folder of Hugging Face with a configuration, or ``module:function``. The
+            function takes no arguments, runs on the meta device and returns a model, or a model and
+            the arguments of its forward (a dictionary, a tuple or a tensor; the first dimension of
+            tensors is the batch). Modules are also looked for in the current folder.
+    Raises:
+        BadUse: there is no such model, it cannot be built, or nothing is known of its arguments.
+    """
+    if ":" in name and not Path(name).exists():
+        return _of_function(name)
+    return _of_huggingface(name)
+
+
+def _of_function(name: str) -> LoadedModel:
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:
+        raise BadUse(
+            f"model {name!r} cannot be imported: {_first_line(error)}; expected module:function, "
+            "with the module in the current folder or on PYTHONPATH"
+        ) from None
+    if not callable(function):
+        raise BadUse(f"model {name!r}: {function_name} is no function")
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise BadUse(f"model {name!r}: {function_name}() raised {_first_line(error)}") from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise BadUse(
+            f"model {name!r}: {function_name}() returned {type(made).__name__}; expected a module, "
+            "or a module and the arguments of its forward"
+        )
+    module.train()
+    trained = f"{type(module).__name__} of {name}"
+    if inputs is not None:
+        return LoadedModel(name, module, _resized(inputs), None, trained)
+    if getattr(module, "config", None) is None:
+        raise BadUse(
+            f"model {name!r}: nothing is known of the arguments of {type(module).__name__}; return "
+            "the model and the arguments of its forward (a dictionary, tuple or tensor)"
+        )
+    return LoadedModel(name, module, *_call_of_huggingface(name, module), trained)
+
+
+def _of_huggingface(name: str) -> LoadedModel:
+    try:
+        import transformers
+    except ImportError:
+        raise BadUse(
+            f"model {name!r} needs transformers, which is not installed; install it, or give "
+            "module:function"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise BadUse(
+            f"no model {name!r}: {_first_line(error)}; expected a folder with config.json, a name "
+            "of Hugging Face, or module:function"
+        ) from None
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # of no use in training
+    names = getattr(config, "architectures", None) or ()
+    cls = next((found for n in names if (found := getattr(transformers, n, None))), None)
+    try:
+        with torch.device("meta"):
+            if cls is None:
+                module = transformers.AutoModelForCausalLM.from_config(config)
+            else:
+                module = cls(config)
+    except Exception as error:
+        raise BadUse(f"model {name!r} cannot be built: {_first_line(error)}") from error
+    module.train()
+    call, seq = _call_of_huggingface(name, module)
+    return LoadedModel(name, module, call, seq, type(module).__name__)
+
+
+def _call_of_huggingface(
+    name: str, module: nn.Module
+) -> tuple[Callable[[int, int | None], Call], int | None]:
+    """Arguments of a model of Hugging Face, and the length of its samples by default."""
+    config: Any = module.config
+    known = inspect.signature(module.forward).parameters
+    longest = getattr(config, "max_position_embeddings", None)
+    kind = type(module).__name__
+
+    def call(batch: int, seq: int | None) -> Call:
+        length = seq or default
+        if longest is not None and length > longest:
+            raise BadUse(f"model {name!r} takes {longest} tokens at most, got --seq {length}")
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        arguments = {"input_ids": tokens}
+        if "labels" in known:
+            whole = kind.endswith(("LM", "LMHeadModel", "ConditionalGeneration", "PreTraining"))
+            arguments["labels"] = tokens.clone() if whole else tokens[:, 0].clone()
+        return (), arguments
+
+    def pictures(batch: int, seq: int | None) -> Call:
+        side = config.image_size
+        size = (side, side) if isinstance(side, int) else tuple(side)
+        arguments = {"pixel_values": torch.zeros(batch, config.num_channels, *size)}
+        if "labels" in known:
+            arguments["labels"] = torch.zeros(batch, dtype=torch.long)
+        return (), arguments
+
+    if "input_ids" in known:
+        default = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
+        return call, default
+    if "pixel_values" in known and hasattr(config, "image_size"):
+        return pictures, None
+    raise BadUse(
+        f"model {name!r}: the arguments of {kind} are not known (neither input_ids nor "
+        "pixel_values); give module:function, which returns the model and its arguments"
+    )
+
+
+def _resized(inputs: Any) -> Callable[[int, int | None], Call]:
+    """Given arguments for any batch; those without memory become zeros."""
+
+    def call(batch: int, seq: int | None) -> Call:
+        if seq is not None:
+            raise BadUse("--seq has no effect on a function's own arguments; leave it out")
+        own = pytree.tree_map_only(Tensor, lambda t: _of_batch(t, batch), inputs)
+        if isinstance(own, Mapping):
+            return (), dict(own)
+        return tuple(own) if isinstance(own, Sequence) else (own,), {}
+
+    return call
+
+
+def _of_batch(tensor: Tensor, batch: int) -> Tensor:
+    if tensor.dim() == 0:
+        return torch.zeros((), dtype=tensor.dtype) if tensor.is_meta else tensor
+    return torch.zeros((batch, *tensor.shape[1:]), dtype=tensor.dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

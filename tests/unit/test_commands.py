@@ -1,0 +1,144 @@
+"""What commands about models share: where a model comes from, what is printed, how they end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from smp.commands import ending, printing
+from smp.commands.ending import BadUse, DoesNotFit
+from smp.commands.models import load_model
+
+HERE = "tests.unit.test_commands"
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 64,
+    "vocab_size": 100,
+}
+
+
+def plain() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def with_inputs() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return nn.Linear(4, 3), {"input": torch.zeros(1, 7, 4)}
+
+
+def huge() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Linear(1 << 20, 1 << 20, bias=False), torch.zeros(1, 1 << 20)
+
+
+def returns_text() -> str:
+    return "gpt2"
+
+
+def fails() -> nn.Module:
+    raise RuntimeError("no such table\nsecond line")
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    return str(tmp_path)
+
+
+def test_model_of_a_folder_has_no_memory_and_arguments_with_labels(gpt2: str) -> None:
+    loaded = load_model(gpt2)
+    assert {p.device.type for p in loaded.module.parameters()} == {"meta"}
+    assert loaded.module.training and loaded.trained == "GPT2LMHeadModel"
+    assert loaded.seq == 64
+    args, kwargs = loaded.call(3, 16)
+    assert args == () and {name: tuple(t.shape) for name, t in kwargs.items()} == {
+        "input_ids": (3, 16),
+        "labels": (3, 16),
+    }
+    assert loaded.call(1, None)[1]["input_ids"].shape == (1, 64)
+
+
+def test_function_gives_model_and_arguments_of_any_batch() -> None:
+    loaded = load_model(f"{HERE}:with_inputs")
+    assert {p.device.type for p in loaded.module.parameters()} == {"meta"}
+    assert loaded.call(5, None)[1]["input"].shape == (5, 7, 4)
+    assert loaded.call(5, None)[1]["input"].device.type == "cpu"
+
+
+def test_four_terabytes_are_not_allocated() -> None:
+    loaded = load_model(f"{HERE}:huge")
+    assert sum(p.numel() for p in loaded.module.parameters()) == 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("/no/such/folder", "no model '/no/such/folder'"),
+        ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}:no_function", "cannot be imported: AttributeError"),
+        (f"{HERE}:GPT2", "GPT2 is no function"),
+        (f"{HERE}:fails", "raised RuntimeError: no such table"),
+        (f"{HERE}:returns_text", "returned str; expected a module"),
+        (f"{HERE}:plain", "nothing is known of the arguments of Linear"),
+    ],
+)
+def test_model_that_cannot_be_built_is_one_line(name: str, text: str) -> None:
+    with pytest.raises(BadUse) as raised:
+        load_model(name)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_too_many_tokens_are_refused(gpt2: str) -> None:
+    with pytest.raises(BadUse, match="64 tokens at most, got --seq 65"):
+        load_model(gpt2).call(1, 65)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BadUse("too bad"), ending.BAD_USE), (DoesNotFit("by 1 GB"), ending.NO)]
+)
+def test_errors_become_a_line_and_a_status(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    assert ending.guarded("plan", run)(argparse.Namespace()) == status
+    captured = capsys.readouterr()
+    assert captured.err == f"smp plan: {error}\n" and captured.out == ""
+
+
+def test_table_prints_names_with_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("", ("module", "bytes"), [("h.[0-5]", "1"), ("[bold]", "22")])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["module", "bytes"],
+        ["h.[0-5]", "1"],
+        ["[bold]", "22"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GiB", 80 << 30), ("80GB", 80_000_000_000), ("1.5 kB", 1500), ("12", 12), ("7B", 7)],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert printing.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12iB", "-1GB", "0", "80 apples"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="a size like 80GiB"):
+        printing.parse_bytes(text)
+
+
+def test_quantities_have_three_digits() -> None:
+    assert [printing.bytes_text(n) for n in (0, 999, 1 << 20, 79.6 * 2**30)] == [
+        "0 B", "999 B", "1 MiB", "79.6 GiB",
+    ]  # fmt: skip
+    assert [printing.count_text(n) for n in (7, 1_234_567, 175e9)] == ["7", "1.23 M", "175 G"]
