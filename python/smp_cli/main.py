@@ -29,6 +29,7 @@ COMMANDS: tuple[Command, ...] = (
         "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
     ),
     Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
+    Command("estimate", "memory of each rank for a configuration", "smp.commands.estimate"),
 )
 
 

@@ -66,17 +66,33 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
             _check_file(script, folder)
 
 
-def execute(words: list[str]) -> str:
-    """What ``smp ckpt`` prints here, in this process.
+#: Subcommands of `smp` that are executed, and the place of the file that they need, if any.
+_EXECUTED = {"ckpt": 3, "estimate": None}
+
+
+def is_executed(words: list[str], folder: Path) -> bool:
+    """Is this a command that is cheap, and is there what it is about?"""
+    if words[0] != "smp" or words[1] not in _EXECUTED:
+        return False
+    place = _EXECUTED[words[1]]
+    return place is None or (folder / words[place]).exists()
+
+
+def execute(words: list[str], status: int = 0) -> str:
+    """What a command of `_EXECUTED` prints here, in this process.
+
+    Args:
+        words: of the command.
+        status: with which it is to end.
 
     Raises:
         AssertionError: another command; it fails.
     """
-    assert words[:2] == ["smp", "ckpt"], words
+    assert words[0] == "smp" and words[1] in _EXECUTED, words
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        status = smp_main(words[1:])
-    assert status == 0, f"{shlex.join(words)} ends with {status}:\n{output.getvalue()}"
+        ended = smp_main(words[1:])
+    assert ended == status, f"{shlex.join(words)} ends with {ended}:\n{output.getvalue()}"
     return output.getvalue()
 
 

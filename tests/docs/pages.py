@@ -8,13 +8,13 @@
 * ``file: NAME``: is also saved under this name, where later commands of the page find it;
 * ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have
   ``after(names)``, which looks at what the block did;
-* ``ends: STATUS``: the script ends with this status;
+* ``ends: STATUS``: the script, or the commands, end with this status;
 * ``prints``: the lines of this text are in what the block before printed; ``...`` stands for
   anything;
 * ``not run: REASON``: nobody can run it in a test.
 
-Commands are parsed by their programs, and ``smp ckpt`` is executed where its folder is there. Their
-marks, and those of text, may be missing.
+Commands are parsed by their programs; ``smp estimate`` is executed, and ``smp ckpt`` where its
+folder is there. Their marks, and those of text, may be missing.
 """
 
 from __future__ import annotations

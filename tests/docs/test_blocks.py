@@ -111,8 +111,8 @@ class Page:
     def _check_commands(self, block: Block) -> None:
         for words in commands.lines_of(block.source):
             commands.check(words, self._folder, runs="not run" not in block.marks)
-            if words[:2] == ["smp", "ckpt"] and (self._folder / words[3]).exists():
-                self._output = commands.execute(words)
+            if "not run" not in block.marks and commands.is_executed(words, self._folder):
+                self._output = commands.execute(words, int(block.marks.get("ends", 0)))
                 _COUNTS["commands run"] += 1
             elif "not run" not in block.marks:
                 _COUNTS["commands parsed"] += 1

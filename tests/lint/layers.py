@@ -49,7 +49,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"model"}),
     frozenset({"optim", "step"}),
     frozenset({"checkpoint"}),
-    frozenset({"integrations", "v1"}),
+    frozenset({"integrations", "planning", "v1"}),
     frozenset({"commands"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_version"})

@@ -6,7 +6,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,22 @@ class LoadedModel:
     call: Callable[[int, int | None], Call]
     seq: int | None
     trained: str
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Advice of transformers about a configuration is of no use before a run."""
+    try:
+        logging = importlib.import_module("transformers.utils.logging")
+    except ImportError:
+        yield
+        return
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_model(name: str) -> LoadedModel:

@@ -46,6 +46,7 @@ def trace(
     fake: bool = True,
     measure_times: bool = False,
     measure_memory: bool = False,
+    flops_per_byte: float | None = None,
 ) -> Trace:
     """Runs the forward of a model once and charges each operator to a module.
 
@@ -61,11 +62,13 @@ def trace(
         measure_times: own forward times, median of a few runs. Not with ``fake``.
         measure_memory: on CUDA what each module leaves allocated, instead of what autograd is
             seen to save. Not with ``fake``.
+        flops_per_byte: FLOPs that take as long as moving one byte through memory; None: as is usual
+            for the type of ``device``.
 
     Raises:
         TraceError: the forward raised.
     """
-    options = _Options(fake, measure_times, measure_memory)
+    options = _Options(fake, measure_times, measure_memory, flops_per_byte)
     with nothing_kept() if fake else contextlib.nullcontext():
         return _traced(root, args, kwargs, device, options)
 
@@ -75,6 +78,7 @@ class _Options:
     fake: bool
     measure_times: bool
     measure_memory: bool
+    flops_per_byte: float | None = None
 
 
 def _traced(
@@ -93,7 +97,10 @@ def _traced(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        run = _Run(root, modules, args, kwargs, device)
+        per_byte = options.flops_per_byte
+        if per_byte is None:
+            per_byte = trace_flops.flops_per_byte(device.type)
+        run = _Run(root, modules, args, kwargs, device, per_byte)
         try:
             if options.fake:
                 return run.fake()
@@ -122,7 +129,9 @@ class _Run:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         device: torch.device,
+        flops_per_byte: float,
     ) -> None:
+        self._flops_per_byte = flops_per_byte
         self._root = root
         self._modules = modules
         self._call = (tuple(args), dict(kwargs))
@@ -231,7 +240,7 @@ class _Run:
                 )
                 for module in self._modules
             ],
-            trace_flops.flops_per_byte(self._device.type),
+            self._flops_per_byte,
             self._known,
         )
 

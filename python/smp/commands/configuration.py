@@ -1,0 +1,77 @@
+"""The configuration of a run as a command line gives it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smp.commands.ending import BadUse
+from smp.config.schema import Config, check_world, normalize
+from smp.config.sources import read_user_config
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What was given, and what it means.
+
+    Attributes:
+        given: keys that were set.
+        config: with the defaults of the others.
+        num_ranks: processes.
+    """
+
+    given: dict[str, Any]
+    config: Config
+    num_ranks: int
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config`` and ``--processes``."""
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="FILE|KEY=VALUE",
+        help="configuration of smp.init: JSON or YAML files, and single keys, later ones win",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="of the run; default: the fewest that the degrees need",
+    )
+
+
+def read_configuration(arguments: argparse.Namespace) -> Configuration:
+    """What `add_configuration` has asked for. ``ddp`` is set where the degrees need it.
+
+    Raises:
+        BadUse: an unknown key, a bad value, a file that cannot be read, or degrees that do not
+            divide the number of processes.
+    """
+    try:
+        given = _given(arguments.config)
+        config = Config.from_dict({"ddp": True, **given})
+        fewest = (
+            config.pipeline_parallel_degree
+            * config.tensor_parallel_degree
+            * config.sharded_data_parallel_degree
+        )
+        num_ranks = fewest if arguments.processes is None else arguments.processes
+        if num_ranks < 1:
+            raise BadUse(f"--processes must be at least 1, got {num_ranks}")
+        check_world(config, num_ranks)
+    except ValueError as error:
+        raise BadUse(str(error)) from None
+    return Configuration(given, config, num_ranks)
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        read = normalize({key: value}, from_text=True) if separator else read_user_config(word)
+        given |= read.values
+    return given

@@ -1,0 +1,1 @@
+"""What a run will hold and how long a step will take, from shapes alone. Pure functions."""

@@ -1,0 +1,265 @@
+"""Memory of each rank for a given configuration: the partition of a run, without the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import smp._C as _C
+from smp import data_parallel
+from smp.config.schema import Config, check_world
+from smp.modules.materialize import cast
+from smp.partition.costs import Trace
+from smp.partition.decide import Fastest, decide, partition_options
+from smp.partition.decision import Decision
+from smp.partition.fastest import StepShape
+from smp.partition.room import state_factor
+from smp.partition.trace import trace
+from smp.partition.tree import build_tree
+from smp.planning import tensor_split
+from smp.planning.memory import Holding, RankBytes, Sharding, rank_bytes
+from smp.planning.recomputed import Layer, layers_of, repeated_layers, with_checkpoints
+from smp.planning.tensor_split import Shares
+
+_MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """What each rank of a partition has.
+
+    Attributes:
+        pp_rank: of the partition.
+        num_ranks: so many ranks are alike.
+        elements: of parameters that a rank computes with.
+        kept_microbatches: whose activations it has at most.
+        microbatch_bytes: activations of one of them, on the device.
+        held: bytes by kind.
+    """
+
+    pp_rank: int
+    num_ranks: int
+    elements: int
+    kept_microbatches: int
+    microbatch_bytes: float
+    held: RankBytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a model under a configuration.
+
+    Attributes:
+        elements: of the whole model, shared parameters once.
+        stages: by pipeline rank.
+        decision: where modules are.
+    """
+
+    elements: int
+    stages: tuple[StageEstimate, ...]
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is estimated.
+
+    Attributes:
+        config: of the run.
+        given: keys that somebody set.
+        num_ranks: processes.
+        checkpoints: each repeated layer is computed again in backward.
+        room_bytes: of a device; 0: not known.
+        device: whose bucket sizes count.
+    """
+
+    config: Config
+    given: frozenset[str] = frozenset()
+    num_ranks: int = 1
+    checkpoints: bool = False
+    room_bytes: int = 0
+    device: str = "cpu"
+
+
+def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Estimate:
+    """Memory of all ranks.
+
+    Args:
+        root: on the meta device; its parameters are cast to the precision of the configuration.
+        args, kwargs: of one microbatch as one rank reads it; small real tensors.
+        run: the configuration, and what stands beside it.
+    Raises:
+        ValueError: the configuration does not fit the number of ranks or the model.
+        TraceError: the forward raised.
+    """
+    config = run.config
+    check_world(config, run.num_ranks)
+    if config.half_dtype is not None:
+        for parameter in root.parameters():
+            if parameter.is_floating_point():
+                cast(parameter, config.half_dtype)
+        root.to(config.half_dtype)  # buffers
+    shares = Shares.of(config)
+    traced = _scaled(trace(root, args, kwargs, device=torch.device("cpu")), root, shares)
+    layers = layers_of(traced, repeated_layers(root)) if run.checkpoints else []
+    costs = with_checkpoints(traced, layers) if layers else traced
+    decision = _decide(root, costs, run, {layer.module for layer in layers})
+    return Estimate(
+        sum(p.numel() for p in root.parameters()),
+        tuple(
+            _stage(decision, costs, layers, shares, run, pp_rank)
+            for pp_rank in range(config.pipeline_parallel_degree)
+        ),
+        decision,
+    )
+
+
+def sharding_of(config: Config, num_ranks: int, device: str = "cpu") -> Sharding:
+    """How a configuration keeps state, on so many ranks."""
+    rdp = num_ranks // (config.pipeline_parallel_degree * config.tensor_parallel_degree)
+    return Sharding(
+        half=config.half_dtype is not None,
+        size=config.shard_size(rdp),
+        parameters=config.sharded_data_parallel_degree > 1,
+        persistent=config.sdp_param_persistence_threshold,
+        bucket_bytes=data_parallel.bucket_cap_bytes(data_parallel.DEFAULT_MB, torch.device(device)),
+    )
+
+
+def _scaled(traced: Trace, root: nn.Module, shares: Shares) -> Trace:
+    """Activations as a rank of a tensor-parallel group keeps them."""
+    if shares == Shares(1.0, 1.0, 1.0):
+        return traced
+    width = tensor_split.hidden_width(root)
+    factors = [
+        shares.split if tensor_split.has_split_work(module, width) else shares.whole
+        for module in traced.modules
+    ]
+    return replace(
+        traced,
+        costs=tuple(
+            replace(cost, activation_bytes=int(factor * cost.activation_bytes))
+            for factor, cost in zip(factors, traced.costs, strict=True)
+        ),
+        values=tuple(
+            replace(
+                value,
+                num_bytes=int(shares.whole * value.num_bytes),
+                activation_bytes=int(factors[value.producer] * value.activation_bytes),
+            )
+            for value in traced.values
+        ),
+    )
+
+
+def _decide(root: nn.Module, costs: Trace, run: Run, whole: set[nn.Module]) -> Decision:
+    config = run.config
+    pp_size = config.pipeline_parallel_degree
+    sharding = sharding_of(config, run.num_ranks, run.device)
+    fastest = None
+    if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
+        active = config.active_microbatches or config.microbatches
+        fastest = Fastest(
+            StepShape(config.pipeline, config.microbatches, active),
+            run.room_bytes,
+            state_factor(root.parameters(), config, sharding.size),
+        )
+    return decide(
+        root,
+        config,
+        pp_size,
+        index=build_tree(root, costs, whole),
+        file=config.partition_file,
+        num_chunks=config.virtual_stages if pp_size > 1 else 1,
+        memory_limit_bytes=config.partition_memory_limit or 0,
+        fastest=fastest,
+    )
+
+
+def _stage(
+    decision: Decision,
+    costs: Trace,
+    layers: Sequence[Layer],
+    shares: Shares,
+    run: Run,
+    pp_rank: int,
+) -> StageEstimate:
+    config = run.config
+    pp_size, chunks = decision.num_partitions, decision.num_chunks
+    options = partition_options(config, pp_size, chunks)
+    evaluation = _C.evaluate_partition(decision.index.tree, decision.assignment, options)
+    stages = range(pp_rank, pp_size * chunks, pp_size)
+    state = options.state_factor * sum(evaluation.param_bytes[s] for s in stages)
+    kept = max(0.0, evaluation.memory_bytes[pp_rank] - state)
+    per_microbatch = sum(evaluation.activation_bytes[s] for s in stages)
+    sharding = sharding_of(config, run.num_ranks, run.device)
+    holding = _parameters(decision, shares, sharding, pp_rank)
+    own = [layer for layer in layers if decision.partition_of[layer.module] == pp_rank]
+    again = max((layer.kept_bytes for layer in own), default=0)
+    held = replace(
+        holding,
+        activations=kept,
+        temporary=max(again, _largest_pair(decision, costs, pp_rank)),
+    )
+    if config.offload_activations and own:
+        held = _offloaded(held, own, kept, config)
+    return StageEstimate(
+        pp_rank=pp_rank,
+        num_ranks=run.num_ranks // pp_size,
+        elements=int(holding.elements),
+        kept_microbatches=options.kept_microbatches[pp_rank],
+        microbatch_bytes=per_microbatch,
+        held=rank_bytes(held, sharding, config.microbatches),
+    )
+
+
+def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank: int) -> Holding:
+    """Numbers of elements of the parameters of a partition."""
+    seen: set[nn.Parameter] = set()
+    elements = trainable = small = largest = 0.0
+    by_unit: dict[nn.Module, float] = {}
+    unit_of: dict[nn.Module, nn.Module] = {}
+    for layer in repeated_layers(decision.modules[0]):
+        unit_of.update(dict.fromkeys(layer.modules(), layer))
+    for module, partition in zip(decision.modules, decision.partition_idxs, strict=True):
+        for parameter in module.parameters(recurse=False):
+            if partition != pp_rank or parameter in seen:
+                seen.add(parameter)
+                continue
+            seen.add(parameter)
+            is_split = tensor_split.has_split_parameters(module)
+            numel = parameter.numel() * (shares.split_state if is_split else 1.0)
+            elements += numel
+            trainable += numel if parameter.requires_grad else 0
+            largest = max(largest, numel)
+            if numel < sharding.persistent:
+                small += numel
+            else:
+                unit = unit_of.get(module, module)
+                by_unit[unit] = by_unit.get(unit, 0) + numel
+    units = sum(sorted(by_unit.values(), reverse=True)[:2])
+    return Holding(elements, trainable, small, largest, units)
+
+
+def _largest_pair(decision: Decision, costs: Trace, pp_rank: int) -> float:
+    """The largest tensor that a rank makes, and its gradient: they are there beside the rest."""
+    return 2.0 * max(
+        (
+            value.num_bytes
+            for value in costs.values
+            if decision.partition_of[costs.modules[value.producer]] == pp_rank
+        ),
+        default=0,
+    )
+
+
+def _offloaded(held: Holding, own: Sequence[Layer], kept: float, config: Config) -> Holding:
+    """Inputs of checkpoints are in host memory, but for those on their way and needed soon."""
+    largest = max(layer.input_bytes for layer in own)
+    near = (config.activation_loading_horizon + _MOST_LEAVING) * largest
+    on_device = min(kept, near)
+    return replace(held, activations=on_device, host=kept - on_device)

@@ -1,0 +1,77 @@
+"""A trace as it would be if some of its modules were checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from smp.partition.costs import Trace
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that runs as one.
+
+    Attributes:
+        module: itself.
+        input_bytes: tensors with gradients that come into it.
+        kept_bytes: activations of all modules in it.
+    """
+
+    module: nn.Module
+    input_bytes: int
+    kept_bytes: int
+
+
+def repeated_layers(root: nn.Module) -> list[nn.Module]:
+    """Elements of lists of modules that are not inside of another such element."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = list(module.children())
+        if len(children) < 2 or len({type(child) for child in children}) != 1:
+            continue
+        if not all(any(True for _ in child.parameters()) for child in children):
+            continue
+        found += children
+        inside.update(below for child in children for below in child.modules())
+    return found
+
+
+def layers_of(trace: Trace, modules: Sequence[nn.Module]) -> list[Layer]:
+    """What comes into modules of a trace, and what they keep."""
+    index_of = {module: idx for idx, module in enumerate(trace.modules)}
+    result = []
+    for module in modules:
+        inside = {index_of[below] for below in module.modules()}
+        incoming = sum(
+            value.num_bytes
+            for value in trace.values
+            if value.needs_grad and value.producer not in inside and inside & set(value.consumers)
+        )
+        kept = sum(trace.costs[idx].activation_bytes for idx in inside)
+        result.append(Layer(module, incoming, kept))
+    return result
+
+
+def with_checkpoints(trace: Trace, layers: Collection[Layer]) -> Trace:
+    """The trace in which each layer keeps its input only."""
+    index_of = {module: idx for idx, module in enumerate(trace.modules)}
+    costs = list(trace.costs)
+    inside: set[int] = set()
+    for layer in layers:
+        below = {index_of[module] for module in layer.module.modules()}
+        inside |= below
+        for idx in below:
+            costs[idx] = replace(costs[idx], activation_bytes=0)
+        top = index_of[layer.module]
+        costs[top] = replace(costs[top], activation_bytes=min(layer.input_bytes, layer.kept_bytes))
+    values = tuple(
+        replace(value, activation_bytes=0) if value.producer in inside else value
+        for value in trace.values
+    )
+    return replace(trace, costs=tuple(costs), values=values)

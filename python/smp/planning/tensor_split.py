@@ -1,0 +1,86 @@
+"""What tensor parallelism would divide of a model: by the shapes of its modules alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from smp.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank of a tensor-parallel group has of what one process has, for its own microbatch.
+
+    Attributes:
+        split_state: of parameters of split modules.
+        split: of activations inside of split modules, and of their work.
+        whole: of activations between split modules, and of the work on them.
+    """
+
+    split_state: float
+    split: float
+    whole: float
+
+    @classmethod
+    def of(cls, config: Config) -> Shares:
+        """As the table of borders in docs/design/tensor_parallelism.md says.
+
+        Args:
+            config: the microbatch that shares refer to is what one rank reads.
+        """
+        degree = config.tensor_parallel_degree
+        in_memory = config.optimize == "memory"
+        if config.prescaled_batch:
+            return cls(1 / degree, 1 / degree, 1 / degree if in_memory else 1.0)
+        return cls(1 / degree, 1.0, 1.0 if in_memory else float(degree))
+
+
+def hidden_width(root: nn.Module) -> int | None:
+    """Channels between layers: those of most norms. None for a model without norms."""
+    widths = Counter(
+        weight.shape[0] for m in root.modules() if is_norm(m) and (weight := _weight(m)) is not None
+    )
+    return widths.most_common(1)[0][0] if widths else None
+
+
+def has_split_parameters(module: nn.Module) -> bool:
+    """Are the parameters of this module, without its children, divided?
+
+    Those of products and tables are; norms stay whole, and so do what is left.
+    """
+    weight = _weight(module)
+    return weight is not None and weight.dim() >= 2 and not is_norm(module)
+
+
+def has_split_work(module: nn.Module, width: int | None) -> bool:
+    """Is what this module's own code does and keeps divided?
+
+    Norms, dropouts between layers and the inputs of products that begin with all channels are not.
+    Heads, intermediate features, activation functions and vocabulary entries are.
+    """
+    if is_norm(module) or isinstance(module, nn.Dropout):
+        return False
+    return not has_split_parameters(module) or input_width(module) != width
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A norm over channels, by PyTorch or by name: transformers have classes of their own."""
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("Norm")
+
+
+def input_width(module: nn.Module) -> int | None:
+    """Input features of a product; None for other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    weight = _weight(module)
+    if type(module).__name__ == "Conv1D" and weight is not None:  # of transformers: transposed
+        return weight.shape[0]
+    return None
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    weight = module._parameters.get("weight")
+    return weight if isinstance(weight, nn.Parameter) else None

@@ -1,0 +1,170 @@
+"""``smp estimate``: measured peaks, formulas, and how the command ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from smp_cli.main import main
+from torch import nn
+
+from benchmarks.models import Gpt, GptShape
+from smp.config.schema import Config
+from smp.planning.estimate import Estimate, Run, estimate
+from smp.planning.memory import Holding, Sharding, rank_bytes
+from tests.conftest import REPO
+
+HERE = "tests.unit.test_estimate"
+RESULTS = REPO / "benchmarks" / "results" / "memory_xeon2_202611.jsonl"
+TOLERANCE = 0.1
+SHAPE = {"num_layers": 8, "hidden": 512, "num_heads": 8, "vocab_size": 4096, "seq_len": 128}
+SHARDED = {"sdp_param_persistence_threshold": 0}
+CONFIGS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "replicas": lambda ranks: {},
+    "sharded_optimizer": lambda ranks: {"shard_optimizer_state": True},
+    "sharded_data": lambda ranks: {"sharded_data_parallel_degree": ranks, **SHARDED},
+    "checkpointing": lambda ranks: {},
+}
+
+
+def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    ids = torch.zeros(1, SHAPE["seq_len"], dtype=torch.long)
+    return Gpt(GptShape(**SHAPE), SHAPE["num_layers"]), (ids, ids)
+
+
+def _estimate(values: dict[str, Any], num_ranks: int, batch: int, **options: Any) -> Estimate:
+    with torch.device("meta"):
+        model = gpt()[0].train()
+    ids = torch.zeros(batch, SHAPE["seq_len"], dtype=torch.long)
+    config = Config.from_dict({"ddp": True, **values})
+    return estimate(model, (ids, ids), {}, Run(config, frozenset(values), num_ranks, **options))
+
+
+def _measured() -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return [r for r in lines if r["benchmark"] == "memory" and r["contender"] == "smp"]
+
+
+@pytest.mark.parametrize(
+    "result", _measured(), ids=lambda r: f"{r['config']['subject']}-{r['num_processes']}"
+)
+def test_peak_is_the_measured_one_within_a_tenth(result: dict[str, Any]) -> None:
+    config = result["config"]
+    assert config["shape"] == SHAPE
+    found = _estimate(
+        CONFIGS[config["subject"]](result["num_processes"]),
+        result["num_processes"],
+        config["batch_size"],
+        checkpoints=config["subject"] == "checkpointing",
+    )
+    measured = result["state_mb"] + result["step_peak_mb"]
+    predicted = found.stages[0].held.peak / 1e6
+    assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_all_subjects_are_compared() -> None:
+    found = {(r["config"]["subject"], r["num_processes"]) for r in _measured()}
+    assert len(found) == 5 and {subject for subject, _ in found} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> None:
+    """docs/memory.md, bytes per parameter and rank between steps."""
+    table = {
+        (False, False): 4 + 12 / size,
+        (False, True): 16 / size,
+        (True, False): 2 + 16 / size,
+        (True, True): 18 / size,
+    }
+    sharding = Sharding(half, size, parameters)
+    assert sharding.state_bytes == pytest.approx(table[half, parameters])
+    held = rank_bytes(Holding(1e9, 1e9, activations=1e9), sharding, microbatches=2)
+    state = held.parameters + held.gradients + held.optimizer
+    assert state == pytest.approx(1e9 * table[half, parameters])
+
+
+def test_pipeline_ranks_keep_what_the_schedule_says() -> None:
+    values = {"pipeline_parallel_degree": 2, "microbatches": 8, "active_microbatches": 2}
+    first, last = _estimate(values, 2, 1).stages
+    assert (first.kept_microbatches, last.kept_microbatches) == (2, 1)
+    assert first.held.activations == pytest.approx(2 * first.microbatch_bytes, rel=0.05)
+    assert last.held.activations == pytest.approx(last.microbatch_bytes, rel=0.05)
+    whole = _estimate({}, 1, 1).stages[0]
+    both = first.microbatch_bytes + last.microbatch_bytes
+    assert both == pytest.approx(whole.microbatch_bytes, rel=0.01)
+    assert first.elements + last.elements == whole.elements
+
+
+def test_split_layers_have_half_of_the_state_and_their_own_samples() -> None:
+    whole, half = (_estimate({"tensor_parallel_degree": n}, n, 2).stages[0] for n in (1, 2))
+    assert half.elements == pytest.approx(whole.elements / 2, rel=0.01)
+    assert half.microbatch_bytes == whole.microbatch_bytes
+    common = _estimate({"tensor_parallel_degree": 2, "prescaled_batch": True}, 2, 2).stages[0]
+    assert common.microbatch_bytes == pytest.approx(whole.microbatch_bytes / 2, rel=0.01)
+    fast = {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}
+    between = _estimate(fast, 2, 2).stages[0].microbatch_bytes
+    assert common.microbatch_bytes < between < whole.microbatch_bytes
+
+
+def test_offloaded_activations_are_in_the_host() -> None:
+    values = {"activation_loading_horizon": 1, "offload_activations": True}
+    held = _estimate(values, 1, 8, checkpoints=True).stages[0].held
+    kept = _estimate({}, 1, 8, checkpoints=True).stages[0].held
+    assert held.host > 0 and held.activations < kept.activations
+    assert held.host + held.activations == pytest.approx(kept.activations)
+    assert held.peak == pytest.approx(kept.peak - held.host)
+
+
+COMMAND = ["estimate", f"{HERE}:gpt", "--config"]
+
+
+def test_command_prints_json_of_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"pipeline_parallel_degree": 2, "microbatches": 4}))
+    assert main([*COMMAND, str(file), "microbatches=2", "--processes", "4", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(r["pp_rank"], r["num_ranks"]) for r in facts["ranks"]] == [(0, 2), (1, 2)]
+    assert sum(r["parameters"] for r in facts["ranks"]) == facts["parameters"]
+    assert facts["ranks"][0]["kept_microbatches"] == 2
+    for rank in facts["ranks"]:
+        on_device = sum(n for kind, n in rank["bytes"].items() if kind != "host")
+        assert rank["peak_bytes"] == pytest.approx(on_device, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["ddp=True", "--memory", "10GiB"], 0, ""),
+        (["ddp=True", "--memory", "100MiB"], 1, ""),
+        (["pipline=1"], 2, "did you mean 'pipeline'"),
+        (["no_such_file.json"], 2, "cannot read 'no_such_file.json'"),
+        (["tensor_parallel_degree=4", "--processes", "6"], 2, "6 processes cannot form groups"),
+        (["pipeline_parallel_degree=2", "partition_memory_limit=1MB"], 1, "does not fit"),
+        (["ddp=True", "--processes", "0"], 2, "--processes must be at least 1, got 0"),
+        (["ddp=True", "--microbatch", "0"], 2, "must be at least 1"),
+    ],
+)
+def test_command_ends_with_a_status_and_one_line(
+    words: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, *words]) == status
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.err.count("\n") == bool(text)
+    assert ("does not fit: " in captured.out) == (status == 1 and not text)
+
+
+def broken() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Linear(4, 4), torch.zeros(1, 5)
+
+
+def test_forward_that_raises_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", f"{HERE}:broken"]) == 2
+    assert "cannot be traced: RuntimeError" in capsys.readouterr().err
