@@ -44,13 +44,12 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"initial", "partition"}),
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
-    frozenset({"observe", "replacement", "storage"}),
+    frozenset({"observe", "planning", "replacement", "storage"}),
     frozenset({"compilation"}),
     frozenset({"model"}),
     frozenset({"optim", "step"}),
     frozenset({"checkpoint"}),
-    frozenset({"integrations", "planning", "v1"}),
-    frozenset({"commands"}),
+    frozenset({"commands", "integrations", "v1"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_version"})
 

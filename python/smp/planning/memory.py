@@ -84,7 +84,8 @@ class RankBytes:
     @property
     def peak(self) -> float:
         """On the device."""
-        return sum(asdict(self).values()) - self.host
+        total: float = sum(asdict(self).values())
+        return total - self.host
 
 
 def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankBytes:
