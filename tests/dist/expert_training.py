@@ -1,4 +1,4 @@
-"""Trains families whose experts are spread over ranks, and judges the runs by one process."""
+"""Families whose experts are spread over ranks: their runs, judged by one process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import marked_values
+from tests.dist.steps import (
+    TOLERANCES,
+    Reference,
+    Steps,
+    check_numbers,
+    compare,
+    make_optimizer,
+    reference_steps,
+    replicas_of,
+    run_steps,
+)
 from tests.reference.expert_families import build_experts, make_expert_batch
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
-from tests.reference.tolerances import assert_close, relative_difference
 
 #: Families whose own plans split attention into heads, beside experts that ranks share.
 SPLIT_ATTENTION = ("mixtral", "qwen3_moe")
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -53,24 +60,14 @@ class ExpertRun:
         return self.rdp if self.prescaled else self.tp * self.rdp
 
 
-@dataclass
-class ExpertRecord:
+@dataclass(kw_only=True)
+class ExpertRecord(Steps):
     """What one rank saw."""
 
-    rdp_rank: int
-    batch_idx: int
-    losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
-    norms: list[float] = field(default_factory=list)
-    grads: list[dict[str, Any]] = field(default_factory=list)  # [step], local, marked
     params: dict[str, Any] = field(default_factory=dict)  # whole, after the last step
     spread: dict[str, list[int]] = field(default_factory=dict)  # local shapes of experts
     blocks: list[str] = field(default_factory=list)  # names of what the model's plan splits
     traffic: int = 0
-
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    # With the default epsilon a gradient near zero turns rounding into a whole step.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
 def init_experts(run: ExpertRun, spreads: bool = True) -> None:
@@ -133,23 +130,10 @@ def _train(run: ExpertRun) -> ExpertRecord:
     model, plain = make_model(run)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
-
     batch_idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
-    record = ExpertRecord(smp.rdp_rank(), batch_idx)
-    is_sharded = bool(run.config)
-    for step in range(run.steps):
-        losses = train_step(make_expert_batch(batch_idx, step))
-        record.losses.append([loss.item() for loss in losses.outputs])
-        if not is_sharded:
-            record.grads.append(marked_values(model, "grad"))
-        record.norms.append(float(smp.clip_grad_norm_(model.parameters(), 1e9)))
-        optimizer.step()
-        optimizer.zero_grad()
+    record = ExpertRecord(rdp_rank=smp.rdp_rank(), batch_idx=batch_idx)
+    batch_of = functools.partial(make_expert_batch, batch_idx)
+    run_steps(record, model, optimizer, batch_of, run.steps, keeps_grads=not run.config)
     record.spread = {
         f"{name}.{key}": list(parameter.shape)
         for name, module in plain.named_modules()
@@ -162,44 +146,14 @@ def _train(run: ExpertRun) -> ExpertRecord:
     return record
 
 
-@dataclass
-class Reference:
-    """The same run in one process."""
-
-    losses: list[list[list[float]]] = field(default_factory=list)  # [step][batch][microbatch]
-    norms: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
-
-
 @functools.cache
 def reference_of(
     case: str, dtype: torch.dtype, num_batches: int, microbatches: int, steps: int, favourite: bool
 ) -> Reference:
     """Mean over batches and microbatches of the model's own loss; fp64 without float32 inside."""
-    reference = Reference()
     with lifted_casts(dtype == torch.float64):
         model = build_experts(case, dtype, favourite=favourite)
-        optimizer = make_optimizer(model.parameters())
-        for step in range(steps):
-            reference.losses.append([])
-            for batch_idx in range(num_batches):
-                batch = make_expert_batch(batch_idx, step)
-                pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
-                losses = []
-                for mb in range(microbatches):
-                    output = model(**{name: piece[mb] for name, piece in pieces.items()})
-                    (output["loss"] / (microbatches * num_batches)).backward()
-                    losses.append(output["loss"].item())
-                reference.losses[-1].append(losses)
-            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            reference.grads.append(grads)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            reference.norms.append(norm.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    reference.params = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return reference
+        return reference_steps(model, make_expert_batch, num_batches, microbatches, steps)
 
 
 def check_runs(pool: Pool, runs: Sequence[ExpertRun], timeout: float = 240.0) -> None:
@@ -220,25 +174,14 @@ def check_run(run: ExpertRun, records: Sequence[ExpertRecord]) -> None:
     tolerance = TOLERANCES[run.dtype]
     _check_was_spread(run, records, expected)
     for record in records:
-        for step in range(run.steps):
-            losses = torch.tensor(record.losses[step], dtype=torch.float64)
-            wanted = torch.tensor(expected.losses[step][record.batch_idx], dtype=torch.float64)
-            difference = relative_difference(losses, wanted)
-            assert difference <= tolerance, f"{run}: losses of step {step}: {difference:.1e}"
-            norm = abs(record.norms[step] / expected.norms[step] - 1)
-            assert norm <= 1e-5, f"{run}: norm {record.norms[step]}, not {expected.norms[step]}"
-    for rdp_rank in range(run.rdp):
-        replica = [record for record in records if record.rdp_rank == rdp_rank]
-        for step, grads in enumerate(expected.grads):
-            if not replica[0].grads:
-                continue
+        check_numbers(str(run), record, expected, tolerance, 1e-5)
+    for replica in replicas_of(records):
+        for step in range(len(replica[0].grads)):
             whole = partial.merge([record.grads[step] for record in replica])
-            assert set(grads) <= set(whole), f"{run}: no gradients of {set(grads) - set(whole)}"
-            got = {name: whole[name] for name in grads}
-            assert_close(got, grads, run.dtype, f"{run}: gradients of step {step}", tolerance)
+            what = f"{run}: gradients of step {step}"
+            compare(whole, expected.grads[step], run.dtype, tolerance, what)
     for record in records:
-        got = {name: record.params[name] for name in expected.params}
-        assert_close(got, expected.params, run.dtype, f"{run}: parameters", tolerance)
+        compare(record.params, expected.params, run.dtype, tolerance, f"{run}: parameters")
 
 
 def _check_was_spread(run: ExpertRun, records: Sequence[ExpertRecord], expected: Reference) -> None:

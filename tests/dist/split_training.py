@@ -1,4 +1,4 @@
-"""Trains Hugging Face families with split layers, and judges the runs by one process."""
+"""Hugging Face families with split layers: their runs, judged by one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
+from tests.dist.steps import (
+    TOLERANCES,
+    Reference,
+    Steps,
+    check_numbers,
+    compare,
+    make_optimizer,
+    marked_values,
+    reference_steps,
+    replicas_of,
+    run_steps,
+)
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.split_families import (
     PLANNED_FAMILIES,
@@ -18,15 +30,13 @@ from tests.reference.split_families import (
     build_split_family,
     make_split_batch,
 )
-from tests.reference.tolerances import assert_close, relative_difference
+from tests.reference.tolerances import relative_difference
 
 MODES = tuple((optimize, prescaled) for optimize in ("memory", "speed") for prescaled in (0, 1))
 LAYOUTS = ((1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))  # (pp, tp, rdp)
 # With a window a query behind the padding may see no key at all; what it gets then is not defined,
 # and differs between the attention functions of transformers. Nobody reads it.
 WINDOWED = ("gptneo", "mistral")
-# fp64 against a reference without casts to float32, and fp32.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 UNTOUCHED_TOLERANCE = 1e-5  # of fp64 against the model with its casts
 
 
@@ -63,27 +73,15 @@ class SplitRun:
         )
 
 
-@dataclass
-class SplitRecord:
+@dataclass(kw_only=True)
+class SplitRecord(Steps):
     """What one rank saw."""
 
     pp_rank: int
     tp_rank: int
-    rdp_rank: int
-    batch_idx: int
-    losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
-    logits: list[Tensor] = field(default_factory=list)  # of the first step, by microbatch
-    norms: list[float] = field(default_factory=list)  # [step]
-    grads: list[dict[str, Any]] = field(default_factory=list)  # [step], local, marked
     params: dict[str, Any] = field(default_factory=dict)  # local, marked, after the last step
-    state: dict[str, Any] = field(default_factory=dict)  # whole, before the first step
     split_share: float = 1.0  # local bytes of split parameters in their whole bytes
     num_split: int = 0
-
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    # With the default epsilon a gradient near zero turns rounding into a whole step.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
 def init_split(run: SplitRun) -> None:
@@ -126,23 +124,15 @@ def _train(run: SplitRun) -> SplitRecord:
     model = smp.DistributedModel(build_marked(run))
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        output = model(**batch)
-        model.backward(output["loss"])
-        return output["loss"], output["logits"].detach()
-
     batch_idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
-    record = SplitRecord(smp.pp_rank(), smp.tp_rank(), smp.rdp_rank(), batch_idx)
-    for step in range(run.steps):
-        losses, logits = train_step(make_split_batch(run.case, batch_idx, step))
-        record.losses.append([loss.item() for loss in losses.outputs])
-        if step == 0:
-            record.logits = [part.detach().cpu().clone() for part in logits.outputs]
-        record.norms.append(float(smp.clip_grad_norm_(model.parameters(), 1e9)))
-        record.grads.append(marked_values(model, "grad"))
-        optimizer.step()
-        optimizer.zero_grad()
+    record = SplitRecord(
+        rdp_rank=smp.rdp_rank(),
+        batch_idx=batch_idx,
+        pp_rank=smp.pp_rank(),
+        tp_rank=smp.tp_rank(),
+    )
+    batch_of = functools.partial(make_split_batch, run.case, batch_idx)
+    run_steps(record, model, optimizer, batch_of, run.steps)
     record.params = marked_values(model, "data")
     split = [p for p in model.local_parameters() if sharding.interval_of(p) is not None]
     whole = sum(_numel(sharding.whole_shape(p)) for p in split)
@@ -168,28 +158,7 @@ def _numel(shape: Sequence[int]) -> int:
     return functools.reduce(lambda a, b: a * b, shape, 1)
 
 
-def marked_values(model: Any, what: str) -> dict[str, Any]:
-    """Local gradients or values by name, with what says which slices they are."""
-    from smp.tensor_parallel import partial
-
-    named = list(model.local_named_parameters())
-    values = {name: getattr(p, what) for name, p in named}
-    present = {n: v.detach().cpu().clone() for n, v in values.items() if v is not None}
-    return {**present, partial.PARTIAL_MARK: True, partial.SHARDS_MARK: partial.slices_of(named)}
-
-
 # ---- judging ---------------------------------------------------------------
-
-
-@dataclass
-class Reference:
-    """The same run in one process, with the model as its authors wrote it."""
-
-    losses: list[list[list[float]]] = field(default_factory=list)  # [step][batch][microbatch]
-    logits: list[list[Tensor]] = field(default_factory=list)  # [batch][microbatch], first step
-    norms: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
 
 
 @functools.cache
@@ -198,36 +167,9 @@ def reference_of(
 ) -> Reference:
     """Mean over batches and microbatches of the model's own loss; fp64 without float32 inside."""
     with lifted_casts(lifted and dtype == torch.float64):
-        return _reference_of(case, dtype, num_batches, microbatches, steps)
-
-
-def _reference_of(
-    case: str, dtype: torch.dtype, num_batches: int, microbatches: int, steps: int
-) -> Reference:
-    model = build_split_family(case, dtype)
-    optimizer = make_optimizer(model.parameters())
-    reference = Reference()
-    for step in range(steps):
-        reference.losses.append([])
-        for batch_idx in range(num_batches):
-            batch = make_split_batch(case, batch_idx, step)
-            pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
-            outputs = []
-            for mb in range(microbatches):
-                output = model(**{name: piece[mb] for name, piece in pieces.items()})
-                (output["loss"] / (microbatches * num_batches)).backward()
-                outputs.append(output)
-            reference.losses[-1].append([output["loss"].item() for output in outputs])
-            if step == 0:
-                reference.logits.append([output["logits"].detach() for output in outputs])
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        reference.grads.append(grads)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        reference.norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    reference.params = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return reference
+        model = build_split_family(case, dtype)
+        batch_of = functools.partial(make_split_batch, case)
+        return reference_steps(model, batch_of, num_batches, microbatches, steps)
 
 
 def whole_of(case: str, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -266,15 +208,7 @@ def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True
     )
     for record in records:
         where = f"{run}: pp {record.pp_rank} tp {record.tp_rank} rdp {record.rdp_rank}"
-        for step in range(run.steps):
-            losses = torch.tensor(record.losses[step], dtype=torch.float64)
-            wanted = torch.tensor(expected.losses[step][record.batch_idx], dtype=torch.float64)
-            difference = relative_difference(losses, wanted)
-            assert difference <= tolerance, f"{where}: losses of step {step}: {difference:.1e}"
-            norm = abs(record.norms[step] / expected.norms[step] - 1)
-            assert norm <= _norm_tolerance(run, lifted), (
-                f"{where}: norm of step {step} is {record.norms[step]}, not {expected.norms[step]}"
-            )
+        check_numbers(where, record, expected, tolerance, _norm_tolerance(run, lifted))
         batch = make_split_batch(run.case, record.batch_idx, 0)
         kept = batch["attention_mask"].bool().chunk(run.microbatches)
         for mb, logits in enumerate(record.logits):
@@ -283,16 +217,15 @@ def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True
                 logits, wanted = logits[kept[mb]], wanted[kept[mb]]
             difference = relative_difference(logits, wanted)
             assert difference <= tolerance, f"{where}: logits of {mb}: {difference:.1e}"
-    for rdp_rank in range(run.rdp):
-        replica = [record for record in records if record.rdp_rank == rdp_rank]
+    for replica in replicas_of(records):
         for step in range(run.steps):
             grads = whole_of(run.case, [record.grads[step] for record in replica])
             _check_norms(run, replica, step)
             what = f"{run}: gradients of step {step}"
-            _compare(grads, expected.grads[step], run.dtype, tolerance, what)
+            compare(grads, expected.grads[step], run.dtype, tolerance, what)
         params = whole_of(run.case, [record.params for record in replica])
         what = f"{run}: parameters after {run.steps} steps"
-        _compare(params, expected.params, run.dtype, tolerance, what)
+        compare(params, expected.params, run.dtype, tolerance, what)
 
 
 def _norm_tolerance(run: SplitRun, lifted: bool) -> float:
@@ -311,20 +244,6 @@ def _check_norms(run: SplitRun, replica: Sequence[SplitRecord], step: int) -> No
     for record in replica:
         difference = abs(record.norms[step] / norms.norm().item() - 1)
         assert difference <= 1e-6, f"{run}: norm of step {step} differs by {difference:.1e}"
-
-
-def _compare(
-    actual: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    dtype: torch.dtype,
-    tolerance: float,
-    what: str,
-) -> None:
-    missing = set(expected) - set(actual)
-    assert not missing, f"{what}: none for {sorted(missing)}"
-    assert max(tensor.abs().max().item() for tensor in expected.values()) > 1e-3
-    known = {name: actual[name] for name in expected}
-    assert_close(known, expected, dtype, what, tolerance)
 
 
 def _check_was_split(run: SplitRun, records: Sequence[SplitRecord]) -> None:

@@ -73,7 +73,7 @@ def make_input(replica: int) -> Tensor:
 def gradients(rank: int, plan: dict[str, str], prescaled: bool) -> dict[str, Any]:
     import smp
     from smp.nn.experts import SpreadExperts
-    from tests.dist.split_training import marked_values
+    from tests.dist.steps import marked_values
 
     tp = 2
     smp.init(

@@ -13,10 +13,10 @@ from tests.dist.expert_training import (
     ExpertRun,
     init_experts,
     make_model,
-    make_optimizer,
     reference_of,
 )
 from tests.dist.pool import Pool
+from tests.dist.steps import make_optimizer
 from tests.reference.expert_families import EXPERT_FAMILIES, build_experts, make_expert_batch
 from tests.reference.tolerances import assert_close
 

@@ -37,7 +37,7 @@ def batch_of(idx: int) -> torch.Tensor:
 def train_once(rank: int, tp: int, optimize: str, prescaled: bool) -> tuple[dict[str, Any], int]:
     """Gradients of this rank after one step, and the number of split parameters."""
     import smp
-    from tests.dist.split_training import marked_values
+    from tests.dist.steps import marked_values
 
     config = {"tensor_parallel_degree": tp, "ddp": True, "optimize": optimize}
     smp.init({**config, "prescaled_batch": prescaled})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import marked_values
+from tests.dist.steps import marked_values
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.models import randomise_
 from tests.reference.split_families import make_split_batch, make_split_family

@@ -15,8 +15,8 @@ from tests.dist.split_training import (
     build_marked,
     check_runs,
     init_split,
-    marked_values,
 )
+from tests.dist.steps import marked_values
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import (
     PLANNED_FAMILIES,

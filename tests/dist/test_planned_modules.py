@@ -107,7 +107,7 @@ def train_once(
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Gradients of this rank after one step, and shapes of what it holds."""
     import smp
-    from tests.dist.split_training import marked_values
+    from tests.dist.steps import marked_values
 
     init(tp, prescaled, optimize=optimize, pipeline_parallel_degree=pp)
     with smp.tensor_parallelism(plan=plan):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import SplitRun, build_marked, make_optimizer
+from tests.dist.split_training import SplitRun, build_marked
+from tests.dist.steps import make_optimizer
 from tests.reference.split_families import make_split_batch
 
 CASES = ("qwen3_tied", "mixtral")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import SplitRun, init_split, make_optimizer
+from tests.dist.split_training import SplitRun, init_split
+from tests.dist.steps import make_optimizer
 from tests.reference.split_modules import float64
 
 STEPS = 3

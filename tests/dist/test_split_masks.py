@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import SplitRun, init_split, marked_values, whole_of
+from tests.dist.split_training import SplitRun, init_split, whole_of
+from tests.dist.steps import marked_values
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import BATCH, build_split_family, make_split_batch
 from tests.reference.tolerances import assert_close, relative_difference

@@ -138,7 +138,7 @@ def train_once(
 ) -> list[tuple[int, float, dict[str, Any]]]:
     """Number of the batch, loss and gradients of this rank for each kind of reader."""
     import smp
-    from tests.dist.split_training import marked_values
+    from tests.dist.steps import marked_values
 
     results = []
     for cls in readers:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.dist.split_training import SplitRun, init_split, make_optimizer
+from tests.dist.split_training import SplitRun, init_split
+from tests.dist.steps import make_optimizer
 from tests.reference.split_families import build_split_family, make_split_batch
 
 CASE = "gpt2"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp.nn.planned.experts import PlannedTerm
 from smp.nn.planned.linear import PlannedPart
-from tests.dist.split_training import marked_values
+from tests.dist.steps import marked_values
 from tests.zoo.building import Plan, build, seed_everything, skeleton
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
 from tests.zoo.patterns import LOSSES
