@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.expert_training import (
-    ExpertRun,
-    init_experts,
-    make_model,
-    reference_of,
-)
+from tests.dist.expert_training import ExpertRun, init_experts, make_model, reference_of
 from tests.dist.pool import Pool
 from tests.dist.steps import make_optimizer
 from tests.reference.expert_families import EXPERT_FAMILIES, build_experts, make_expert_batch
@@ -25,12 +20,16 @@ State = dict[str, Tensor]
 
 def train_on(
     rank: int, run: ExpertRun, spreads: bool, folder: str, first_step: int, steps: int
-) -> State:
-    """Resumes, unless it is the first step, and trains; the whole parameters."""
+) -> tuple[State, set[str]]:
+    """Resumes, unless it is the first step, and trains.
+
+    Returns:
+        the whole parameters, and how the experts of the layers here are held.
+    """
     import smp
 
     init_experts(run, spreads)
-    model, _ = make_model(run)
+    model, plain = make_model(run)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
     if first_step:
         smp.resume_from_checkpoint(folder)
@@ -47,23 +46,41 @@ def train_on(
         optimizer.zero_grad()
     smp.save_checkpoint(folder, f"after{first_step}", model=model, optimizer=optimizer)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    held = {
+        _held(parameter.shape, state[name].shape)
+        for name, parameter in model.local_named_parameters()
+        if ".mlp.experts." in name
+    }
     smp.shutdown()
-    return state
+    return state, held
+
+
+def _held(own: torch.Size, whole: torch.Size) -> str:
+    """How a rank has a parameter of experts, whose dim 0 is theirs."""
+    if own == whole:
+        return "whole"
+    return "features" if own[0] == whole[0] else "experts"
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
 def test_training_goes_on_with_other_numbers_of_ranks(
     pool: Pool, case: str, tmp_path: Path
 ) -> None:
-    legs = [  # tp, pp, are experts spread
-        (2, 1, True), (4, 1, True), (2, 1, False), (2, 2, True), (1, 1, False),
+    features = "features" if case == "mixtral" else "whole"  # gpt-oss has no plan for them
+    legs = [  # tp, pp, how experts are held; the state of AdamW goes along
+        (2, 1, "experts"), (2, 1, features), (4, 1, "experts"), (1, 1, "whole"),
+        (2, 2, "experts"), (4, 1, features), (2, 1, "experts"),
     ]  # fmt: skip
     states: list[State] = []
-    for step, (tp, pp, spreads) in enumerate(legs):
+    for step, (tp, pp, how) in enumerate(legs):
         run = ExpertRun(case, tp, pp=pp, prescaled=True)
-        states = pool.run(
-            run.world_size, train_on, run, spreads, str(tmp_path), step, 1, timeout=240
+        results = pool.run(
+            run.world_size, train_on, run, how == "experts", str(tmp_path), step, 1, timeout=240
         )
+        states = [state for state, _ in results]
+        assert how in set.union(*(held for _, held in results)), f"leg {step}"
+        if how == "experts":
+            assert all(held == {"experts"} for _, held in results), f"leg {step}: {results[0][1]}"
     expected = reference_of(case, torch.float64, 1, 2, len(legs), False).params
     for state in states:
         got = {name: state[name] for name in expected}
