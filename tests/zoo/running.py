@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from smp.nn.planned.experts import PlannedTerm
 from smp.nn.planned.linear import PlannedPart
 from tests.dist.steps import marked_values
+from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.zoo.building import Plan, build, seed_everything, skeleton
 from tests.zoo.modes import MICROBATCHES, STEPS, Mode
 from tests.zoo.patterns import LOSSES
@@ -29,11 +30,13 @@ class Job:
         plan: the model.
         mode: the layout.
         batches: inputs by replica, step and microbatch.
+        lifted: what the model casts to float32 is float64 instead.
     """
 
     plan: Plan
     mode: Mode
     batches: list[list[list[Inputs]]]
+    lifted: bool = False
 
 
 @dataclass
@@ -60,6 +63,14 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def _model(job: Job) -> nn.Module:
     model = build(job.plan, job.mode.outputs)
+    if job.lifted:
+        given = dict(model.named_parameters())
+        with lifted_casts():  # tables that are computed when a model is made
+            model = build(job.plan, job.mode.outputs)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(given[name])
+        lift_forwards(model)
     return model.to(torch.bfloat16) if job.mode.half else model
 
 

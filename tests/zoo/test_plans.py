@@ -12,10 +12,10 @@ from tests.zoo.modes import MODES
 pytest.importorskip("transformers", minversion="5.0")
 
 #: Plain, with norms between columns and rows, experts that are packed, latent
-#: attention, sinks, an activation with parameters, images, sounds and text.
+#: attention, sinks, an activation with parameters, images, sounds and text, much rounding.
 PLANNED = (
     "cohere", "gemma2", "glm4", "qwen3_vl_moe", "qwen3_moe", "deepseek_v2", "granitemoe_swa",
-    "apertus", "olmo2", "glm4v_moe", "voxtral_realtime",
+    "apertus", "olmo2", "glm4v_moe", "voxtral_realtime", "gemma4",
 )  # fmt: skip
 SPLIT = ("tp2", "tp2own", "tp4", "pp2tp2")
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.zoo.judging import (
     SKIPPED,
     Result,
     is_ours,
+    is_rounding,
     judge,
     skip_if_chaotic,
 )
@@ -310,6 +312,43 @@ def test_a_lost_gradient_is_no_rounding() -> None:
     result = Result("a/b/c", "b", "pp2", DIFFERENT, details=details)
     skip_if_chaotic(result, train_alone(job), job)
     assert result.outcome == DIFFERENT
+
+
+class OneProcess:
+    """Gives what one process does as what ranks have done, changed a little."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def outcomes(self, world_size: int, function: Any, job: Job, **_: Any) -> list[Outcome]:
+        assert job.lifted
+        [record] = train_alone(job)
+        name = next(iter(record.params))
+        record.params[name] = record.params[name] * self._factor  # type: ignore[operator]
+        return [Outcome(0, value=record)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "difference", "rounds"),
+    [(1.0, 5.3e-6, True), (1 + 1e-7, 5.3e-6, False), (1.0, 1e-3, False)],
+)
+def test_what_is_gone_without_casts_and_as_small_as_theirs_is_rounding(
+    factor: float, difference: float, rounds: bool
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    job, alone = _gemma4()
+    found = {"parameter model.embed_tokens.weight": difference}
+    result = Result(str(job.plan.entry), "gemma4", "pp2", DIFFERENT, found=found)
+    pool: Any = OneProcess(factor)
+    assert is_rounding(pool, result, alone, job) is rounds
+
+
+@functools.cache
+def _gemma4() -> tuple[Job, list[Record]]:
+    [entry] = choose("transformers/gemma4/*", False)
+    plan = make_plan(entry)
+    job = Job(plan, MODES["pp2"], make_batches(plan, 1))
+    return job, train_alone(job)
 
 
 def test_nan_is_an_outcome_of_its_own() -> None:
