@@ -28,6 +28,11 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
     ),
+    Command(
+        "verify",
+        "compare a training script in small layouts with one process",
+        "smp.commands.verify",
+    ),
     Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
     Command("estimate", "memory of each rank for a configuration", "smp.commands.estimate"),
 )

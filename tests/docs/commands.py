@@ -44,7 +44,7 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
     program, *arguments = words
     if program == "smp":
         parsed = _parse(build_parser(arguments[0]), arguments)
-        if parsed.command == "run":
+        if parsed.command in ("run", "verify"):
             _check_script([parsed.script, *parsed.args], folder)
             if parsed.config is not None and "=" not in parsed.config:
                 _check_file(parsed.config, folder)
@@ -67,7 +67,7 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
 
 
 #: Subcommands of `smp` that are executed, and the place of the file that they need, if any.
-_EXECUTED = {"ckpt": 3, "estimate": None}
+_EXECUTED = {"ckpt": 3, "estimate": None, "verify": -1}
 
 
 def is_executed(words: list[str], folder: Path) -> bool:

@@ -27,6 +27,7 @@ def test_values_are_read() -> None:
         "SMP_HOST_POOL": "0",
         "SMP_DETECT_NONFINITE": "raise",
         "SMP_CHECK_FIRST_STEP": "1",
+        "SMP_VERIFY": "order.json",
     }
     expected = settings.Settings(
         2.5,
@@ -40,6 +41,7 @@ def test_values_are_read() -> None:
         host_pool=False,
         detect_nonfinite="raise",
         check_first_step="1",
+        verify="order.json",
     )
     assert settings.read_settings(env) == expected
 

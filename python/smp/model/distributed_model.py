@@ -33,7 +33,7 @@ from smp.modules.compiled import (
 from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
-from smp.observe import nonfinite
+from smp.observe import nonfinite, verification
 from smp.partition.costs import Trace
 from smp.partition.decision import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
@@ -106,6 +106,7 @@ class DistributedModel(ModelViews):
         if isinstance(module, nn.Module):
             module = take_compiled(module, requests)
         _check_module(module, current)
+        verification.model_wrapped(current, module)
         times = trace_execution_times or current.rank.config.use_times
         check_tracing(trace_device, times)
         if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
@@ -195,6 +196,8 @@ class DistributedModel(ModelViews):
             return
         self._engine.partition(trace)
         nonfinite.model_partitioned(self._runtime, self)
+        if self._runtime.verification is not None:
+            self._runtime.verification.model_partitioned(self)
         for optimizer in self._runtime.wrapped.optimizers:
             optimizer._use_masters()
         for hook in list(self._post_partition_hooks.values()):

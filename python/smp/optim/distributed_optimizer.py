@@ -187,8 +187,12 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """
         self._load_pending()
         self._rank.check_sums()
-        if closure is not None:
-            return self._step_with(closure)
+        result = self._step_without() if closure is None else self._step_with(closure)
+        if self._runtime.verification is not None:
+            self._runtime.verification.updated(self)
+        return result
+
+    def _step_without(self) -> Any:
         self._check_scale()
         self._gradients.check()
         overflow = self._skipped = self._gradients.overflow

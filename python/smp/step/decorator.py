@@ -16,6 +16,7 @@ from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.pipeline import begin_context
 from smp.step import microbatch
+from smp.step.batches import Batch, Bodies, joined_weights, make_bodies
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
@@ -73,17 +74,19 @@ class StepFunction:
         current.steps.inject_fault(current.steps.num_begun)
         # Held until the step is over: garbage is collected at any time.
         models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
-        trains = torch.is_grad_enabled()
-        arguments = self._split_arguments(args, kwargs)
-        count = microbatch.num_microbatches(arguments, self._axes, current.rank.config.microbatches)
-        # Arguments of other ranks than the driver may be dummies of any shape.
-        weights = None
-        if current.rank.ranks["pp"] == 0:
-            sizes = microbatch.batch_sizes(arguments, self._axes)
-            weights = microbatch.weights(sizes, count, strict=trains)
+        trains, seed = torch.is_grad_enabled(), torch.initial_seed() & (2**64 - 1)
+        verification = current.verification
+        calls = [(args, kwargs)] if verification is None else verification.calls(args, kwargs)
+        batches = [
+            Batch.of(current, call, self._split_arguments(*call), self._axes, trains)
+            for call in calls
+        ]
+        count = sum(batch.count for batch in batches)
+        weights = joined_weights(batches)
 
-        def bodies_of(num_microbatches: int) -> _Bodies:
-            return self._bodies(current, args, kwargs, arguments, num_microbatches, weights)
+        def bodies_of(num_microbatches: int) -> Bodies:
+            make = functools.partial(self._bodies, current)
+            return make_bodies(current, batches, num_microbatches, weights, seed, make)
 
         partition_used(current, models, self, lambda: bodies_of(count)(0))
         engines = [engine_of(model) for model in models if model.partitioned]
@@ -109,24 +112,29 @@ class StepFunction:
         result = microbatch.join(
             [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
         )
+        if verification is not None:
+            counts = [batch.count for batch in batches] if len(batches) > 1 else [count]
+            verification.step_done(trains, result, counts)
         current.steps.finished(time.perf_counter() - started_s)
         return result
 
     def _bodies(
         self,
         current: runtime.Runtime,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        arguments: dict[str, Any],
+        batch: Batch,
         count: int,
         weights: Sequence[float] | None,
     ) -> _Bodies:
         pieces = {
             name: microbatch.split(value, count, self._axes.get(name, 0))
-            for name, value in arguments.items()
+            for name, value in batch.arguments.items()
         }
         shares = [Share(weight) for weight in weights or [1.0] * count]
-        return _Bodies(current, self._function, self._bind(args, kwargs), pieces, shares)
+        bound = self._bind(batch.args, batch.kwargs)
+        function = self._function
+        if current.verification is not None:
+            function = current.verification.around(function)
+        return _Bodies(current, function, bound, pieces, shares)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -49,3 +49,13 @@ class Detection(Protocol):
         what: str,
         module: nn.Module | None = None,
     ) -> None: ...
+
+
+class Verification(Protocol):
+    """Records a job that `smp verify` has started: `smp.observe.verification`."""
+
+    def model_partitioned(self, model: Any) -> None: ...
+    def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]: ...
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None: ...
+    def updated(self, optimizer: Any) -> None: ...

@@ -16,7 +16,7 @@ import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
-from smp.world.attached import Detection, Pipeline
+from smp.world.attached import Detection, Pipeline, Verification
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.process_groups import ProcessGroups
@@ -38,6 +38,7 @@ class Runtime:
         timeline: records what this rank does while somebody wants to see it.
         pipeline: what the partitioned models of several pipeline ranks share.
         detection: of NaN and infinities, while somebody wants it.
+        verification: records what it computes, where `smp verify` has started it.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -48,6 +49,7 @@ class Runtime:
         self.timeline = _C.Timeline(str(rank.device))
         self.pipeline: Pipeline | None = None
         self.detection: Detection | None = None
+        self.verification: Verification | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False

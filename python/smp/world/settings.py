@@ -47,6 +47,8 @@ class Settings:
     """`SMP_DETECT_NONFINITE`: 1 or raise: see `nonfinite`."""
     check_first_step: str = "auto"
     """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `first_step`."""
+    verify: str | None = None
+    """`SMP_VERIFY`: file by which `smp verify` says what to record: see `observe.verification`."""
     host_pool: bool = True
     """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
@@ -71,6 +73,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
         check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),
+        verify=env.get("SMP_VERIFY") or None,
         host_pool=_choice(env, "SMP_HOST_POOL", "1", "0") == "1",
     )
 

@@ -1,0 +1,136 @@
+"""Starts the user's script on a small world, and waits for its records."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp.commands.verify.layouts import Layout
+from smp.commands.verify.records import Records
+from smp.observe.verification.order import Order
+
+_TAIL = 30
+
+
+class ScriptFailed(Exception):
+    """The script ended with another status than 0.
+
+    Attributes:
+        output: its last lines.
+    """
+
+    def __init__(self, text: str, output: str) -> None:
+        super().__init__(text)
+        self.output = output
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        command: script, or ``-m`` and a module, and its arguments.
+        config: keys of the configuration from the command line.
+        steps: updates of the optimizer.
+        folder: for the records of all jobs.
+        timeout_s: of one job.
+    """
+
+    command: tuple[str, ...]
+    config: Mapping[str, Any]
+    steps: int
+    folder: Path
+    timeout_s: float
+
+    def run(
+        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
+    ) -> Records:
+        """Runs the script in a layout.
+
+        Args:
+            name: of the job, for its folder.
+            layout: degrees.
+            replay: records whose inputs are those of this one process.
+            is_exact: in float64.
+
+        Raises:
+            ScriptFailed: it failed, took too long or made no update.
+        """
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        order = Order(
+            str(folder),
+            self.steps,
+            "float64" if is_exact else None,
+            None if replay is None else str(replay.folder),
+        )
+        order.write(folder / "order.json")
+        env = self._environment(layout, folder / "order.json", is_exact)
+        command = [sys.executable, "-m", "smp_cli", "run", "-n", str(layout.num_processes)]
+        seeded = ["-m", "smp.observe.verification.seeded", *self.command]
+        with open(folder / "output.txt", "wb") as output:
+            try:
+                status = subprocess.run(
+                    [*command, *seeded],
+                    env=env,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    timeout=self.timeout_s,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                raise ScriptFailed(
+                    f"it has not made {self.steps} updates after {self.timeout_s:g} s "
+                    "(--timeout-s gives it more)",
+                    _tail(folder),
+                ) from None
+        records = Records(folder)
+        if status != 0:
+            raise ScriptFailed(_error(folder) or f"it ended with status {status}", _tail(folder))
+        if len(records.facts) < layout.num_processes or records.num_updates == 0:
+            raise ScriptFailed(
+                "it ended without an update of an smp.DistributedOptimizer after a step function",
+                _tail(folder),
+            )
+        return records
+
+    def _environment(self, layout: Layout, order: Path, is_exact: bool) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if k != "SMP_FAULT"}
+        given: dict[str, Any] = dict(self.config)
+        env["SM_HP_MP_PARAMETERS"] = json.dumps(layout.configuration(given, is_exact))
+        env["SMP_VERIFY"] = str(order)
+        env["SMP_DEVICE"] = "cpu"
+        env["SMP_CHECK_FIRST_STEP"] = "0"  # every step is compared here, and named
+        env.setdefault("SMP_TIMEOUT_S", str(max(1.0, self.timeout_s)))
+        env.setdefault("PYTHONHASHSEED", "0")
+        return env
+
+
+def _lines(folder: Path) -> list[str]:
+    return (folder / "output.txt").read_text(errors="replace").splitlines()
+
+
+def _tail(folder: Path) -> str:
+    return "\n".join(_lines(folder)[-_TAIL:])
+
+
+def _error(folder: Path) -> str | None:
+    """The line of the exception that came first, not of those that it caused on other ranks."""
+    raised = re.compile(r"^(?:\[\d+\] )?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
+    found = [match[1] for line in _lines(folder) if (match := raised.match(line))]
+    own = [line for line in found if "PeerFailure" not in line]
+    return (own or found or [None])[0]
+
+
+def same_inputs(first: Records, second: Records) -> bool:
+    """Has one job seen the very inputs of the other, in one batch per step?"""
+    pairs: Sequence[str] = first.digests
+    return bool(pairs) and first.num_batches == second.num_batches == 1 and pairs == second.digests

@@ -1,0 +1,44 @@
+"""What `smp verify` asks of a job, in a file that `SMP_VERIFY` names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one job records.
+
+    Attributes:
+        folder: of the records of this job.
+        steps: updates of an optimizer after which the script ends.
+        dtype: that models and inputs are cast to, ``"float64"``; None: they stay as they are.
+        replay: folder of another job, whose inputs of all data-parallel ranks this one process
+            computes with; None: the script's own.
+    """
+
+    folder: str
+    steps: int
+    dtype: str | None = None
+    replay: str | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: str) -> Order:
+        """The order in a file.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"smp: SMP_VERIFY={path!r} is no file that `smp verify` has written ({error}); "
+                "unset the variable, which is for `smp verify` alone"
+            ) from None

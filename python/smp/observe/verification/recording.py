@@ -1,0 +1,317 @@
+"""Records what a script computes on one rank, for `smp verify`.
+
+Nothing here communicates: a rank writes what it holds, marked as state dicts of one rank are, and
+the command puts the parts together. See docs/design/verify.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.observe.first_step.records import watch_modules
+from smp.observe.verification.arguments import KeptArguments
+from smp.observe.verification.module_records import ModuleRecords, Row, row_of
+from smp.observe.verification.order import Order
+from smp.precision.holdings import holding_of, master_of
+from smp.tensor_parallel import partial
+from smp.world import runtime
+
+
+class EndOfVerification(SystemExit):
+    """The script has made as many updates as were asked for; it ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def model_wrapped(current: runtime.Runtime, module: nn.Module) -> None:
+    """Called with a module that is about to be wrapped.
+
+    Raises:
+        ValueError: SMP_VERIFY names no order.
+    """
+    path = current.rank.settings.verify
+    if path is None:
+        return
+    if current.verification is None:
+        current.verification = Recording(current, Order.read(path))
+    assert isinstance(current.verification, Recording)
+    current.verification.cast(module)
+
+
+class Recording:
+    """Of one rank.
+
+    Args:
+        current: the runtime.
+        order: of the command.
+    """
+
+    def __init__(self, current: runtime.Runtime, order: Order) -> None:
+        self._current = current
+        self._order = order
+        self._dtype = None if order.dtype is None else getattr(torch, order.dtype)
+        self._folder = Path(order.folder) / f"rank{current.rank.global_rank}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._records: dict[str, ModuleRecords] = {}  # by prefix of the model
+        self._num_calls = self._num_updates = 0
+        self._notes: list[str] = []
+        self._dtypes: set[str] = set()
+        self._in_step = False
+        self._outside: dict[str, None] = {}  # step functions that draw outside of modules
+        self._is_split = current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1
+        self._write_facts()
+
+    # ---- models
+
+    def cast(self, module: nn.Module) -> None:
+        """Before the wrapping, where the values of the whole model are still here."""
+        if self._dtype is not None:
+            module.to(self._dtype)
+
+    def model_partitioned(self, model: Any) -> None:
+        """A model runs from now on."""
+        prefix = _prefix(model)
+        named = list(model.local_named_modules())
+        names = [prefix + name for name, _ in named]
+        records = ModuleRecords(names, notes_draws=self._current.rank.world_size == 1)
+        records.is_on = self._in_step
+        self._records[prefix] = records
+        watch_modules([module for _, module in named], records)
+        parameters = list(model.get_module().named_parameters())
+        self._dtypes |= {str(p.dtype) for _, p in parameters if p.is_floating_point()}
+        translators = [
+            registration.translators[0]
+            for registration in model._engine.registrations
+            if registration.translators is not None
+        ]
+        self._save(
+            f"begin{model._idx}",
+            {
+                "prefix": prefix,
+                "values": _detached(model._parts().marked_state()),
+                "parameters": [name for name, _ in parameters],
+                "translators": translators,
+            },
+        )
+        self._write_facts()
+
+    # ---- steps
+
+    def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of a step function, as (args, kwargs), one for each data-parallel rank.
+
+        Outside of a replay there is one, of this rank.
+        """
+        number = self._num_calls
+        self._num_calls += 1
+        self._in_step = True
+        for records in self._records.values():
+            records.is_on = True
+        try:
+            kept = KeptArguments((args, kwargs), self._dtype)
+        except Exception as error:
+            if self._dtype is not None or self._order.replay is not None:
+                raise ValueError(
+                    f"{_C.rank_prefix()}smp verify: the arguments of the step function cannot be "
+                    f"kept for another process: {type(error).__name__}: {error}; pass tensors in "
+                    "plain containers"
+                ) from error
+            self._notes.append(f"arguments of a step function cannot be kept: {error}")
+            return [(args, kwargs)]
+        if self._order.replay is None:
+            self._keep_inputs(number, kept)
+            return [(args, kwargs) if self._dtype is None else kept.restored()]
+        files = sorted(Path(self._order.replay).glob(f"inputs-*-{number}.pickle"))
+        if not files:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp verify: the script calls a step function {number + 1} "
+                "times in one process and less often in the other layout before its "
+                "updates; make the number of calls independent of the layout"
+            )
+        if len(files) > 1:
+            self._refuse_sums()
+        found = [kept.restored(path.read_bytes()) for path in files]
+        if self._dtype is None:
+            return found
+        return [KeptArguments(call, self._dtype).restored() for call in found]
+
+    def _refuse_sums(self) -> None:
+        models: list[Any] = self._current.wrapped.models
+        if not all(model._engine.gradients.averages for model in models):
+            raise ValueError(
+                f"{_C.rank_prefix()}smp verify: average_grads_across_microbatches=False sums over "
+                "microbatches and takes the mean over data-parallel ranks, which one process "
+                "cannot replay; leave out layouts with dp, sdp or os"
+            )
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The step function, watched for random numbers that no module draws."""
+        if self._current.rank.world_size > 1:
+            return function
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = torch.get_rng_state()
+            result = function(*args, **kwargs)
+            if not self._draws() and not torch.equal(before, torch.get_rng_state()):
+                self._outside.setdefault(f"the step function '{function.__qualname__}'")
+            return result
+
+        return functools.update_wrapper(watched, function)
+
+    def _draws(self) -> list[str]:
+        inside = [name for records in self._records.values() for name in records.draws]
+        return inside + list(self._outside)
+
+    def _keep_inputs(self, number: int, kept: KeptArguments) -> None:
+        ranks = self._current.rank.ranks
+        kind = "rdp" if self._is_split else "dp"
+        if ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split):
+            path = Path(self._order.folder) / f"inputs-{ranks[kind]:04d}-{number}.pickle"
+            path.write_bytes(kept.data)
+            digest = hashlib.sha256(kept.data).hexdigest()
+            path.with_suffix(".digest").write_text(digest)
+
+    def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None:
+        """A step function has ended, and gradients are reduced.
+
+        Args:
+            trains: whether gradients were enabled.
+            result: of the step function.
+            counts: microbatches by data-parallel rank.
+        """
+        self._in_step = False
+        rows: dict[tuple[int, str, int], list[Row]] = {}
+        for records in self._records.values():
+            records.is_on = False
+            rows.update(records.take())
+        self._save(
+            f"step{self._num_calls - 1}",
+            {
+                "trains": trains,
+                "counts": list(counts),
+                "outputs": _outputs(result),
+                "modules": rows,
+                "gradients": self._gradients() if trains else {},
+                "updates": self._num_updates,
+            },
+        )
+        self._write_facts()
+
+    def _gradients(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for model in self._current.wrapped.models:
+            if not getattr(model, "partitioned", False):
+                continue
+            named = list(model.local_named_parameters())  # type: ignore[attr-defined]
+            values = {name: master_of(p).grad for name, p in named if p.requires_grad}
+            flat = {}
+            for name, parameter in named:
+                holding = holding_of(parameter)
+                if holding is not None and self._current.rank.sizes["shard"] > 1:
+                    flat[name] = (holding.begin, holding.numel, tuple(holding.shape))
+            marks = partial.marks_of(partial.slices_of(named), flat or None)
+            present = {name: _copy(grad) for name, grad in values.items() if grad is not None}
+            found[model._idx] = {**present, **marks}
+        return found
+
+    # ---- updates
+
+    def updated(self, optimizer: Any) -> None:
+        """An optimizer has updated its parameters. Collective where whole parameters are read.
+
+        Raises:
+            EndOfVerification: it was the last one that is wanted.
+        """
+        current = self._current
+        number = current.wrapped.optimizers.index(optimizer)
+        models = [m for m in current.wrapped.models if getattr(m, "partitioned", False)]
+        values = {m._idx: _detached(m._parts().marked_state()) for m in models}  # type: ignore[attr-defined]
+        state = optimizer.local_state_dict(gather_if_shard=False)
+        self._save(
+            f"update{self._num_updates}",
+            {
+                "values": values,
+                "optimizer": number,
+                "entries": _detached({k: v for k, v in state.items() if k != "param_groups"}),
+                "settings": [
+                    {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
+                    for group in state["param_groups"]
+                ],
+                "indices": optimizer.param_name_to_index(),
+                "steps": self._num_calls,
+            },
+        )
+        self._num_updates += 1
+        self._write_facts()
+        if self._num_updates >= self._order.steps * len(current.wrapped.optimizers):
+            raise EndOfVerification
+
+    # ---- files
+
+    def _save(self, name: str, content: dict[str, Any]) -> None:
+        torch.save(content, self._folder / f"{name}.pt")
+
+    def _write_facts(self) -> None:
+        rank = self._current.rank
+        facts = {
+            "place": f"global_rank {rank.global_rank} ({rank.place})",
+            "ranks": rank.ranks,
+            "sizes": rank.sizes,
+            "is_sharded": rank.sizes["shard"] > 1,
+            "half": str(rank.config.half_dtype) if rank.config.half_dtype else None,
+            "dtypes": sorted(self._dtypes),
+            "num_steps": self._num_calls,
+            "num_updates": self._num_updates,
+            "draws": self._draws(),
+            "notes": self._notes,
+        }
+        (self._folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _prefix(model: Any) -> str:
+    return "" if model._idx == 0 else f"{model._idx}:"
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
+
+
+def _detached(value: Any) -> Any:
+    """Copies in host memory: what is saved later must be of now."""
+    if isinstance(value, Tensor):
+        return _copy(value)
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    return value
+
+
+def _outputs(result: Any) -> list[list[Any]]:
+    """Leaves of what a step function returned, each by microbatch."""
+    found: list[list[Any]] = []
+
+    def visit(value: Any) -> None:
+        if hasattr(value, "outputs") and hasattr(value, "reduce_mean"):
+            rows = [row_of(output) for output in value.outputs]
+            found.append(rows)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, tuple | list):
+            if value and all(isinstance(x, bool | int | float | str) for x in value):
+                found.append(list(value))
+                return
+            for item in value:
+                visit(item)
+
+    visit(result)
+    return found

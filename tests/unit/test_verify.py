@@ -1,0 +1,189 @@
+"""What `smp verify` decides without a process: layouts, kept arguments, what is rounding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from smp_cli.main import main
+from torch import nn
+
+from smp.commands.ending import BadUse
+from smp.commands.verify import compare
+from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
+from smp.observe.verification.arguments import KeptArguments
+from smp.observe.verification.order import Order
+from smp.step.batches import Batch, joined_weights
+
+# ---- layouts
+
+
+def test_names_of_layouts() -> None:
+    (layout,) = parse_layouts("pp2tp2dp4")
+    assert (layout.pp, layout.tp, layout.dp, layout.num_processes) == (2, 2, 4, 16)
+    assert [one.name for one in parse_layouts("all")] == list(ALL)
+    sharded, state, experts = parse_layouts("sdp2, os4,ep2,sdp2")
+    assert (sharded.dp, sharded.sdp) == (2, 2)
+    assert (state.dp, state.shards_state) == (4, True)
+    assert (experts.tp, experts.spreads_experts) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no layout"),
+        ("pp2,xx3", "'xx3' is no layout"),
+        ("pp", "'pp' is no layout"),
+        ("pp2pp2", "gives a degree twice"),
+        ("pp1", "has 1 processes"),
+        ("pp8dp4", "has 32 processes"),
+        ("sdp2os2", "give one of both"),
+        ("dp4sdp2", "over all 4 replicas or none"),
+        ("tp2ep4", "over all tensor-parallel ranks"),
+    ],
+)
+def test_what_is_no_layout_is_refused(text: str, words: str) -> None:
+    with pytest.raises(BadUse, match=words):
+        parse_layouts(text)
+
+
+def test_layout_takes_the_place_of_degrees_and_keeps_the_rest() -> None:
+    given = {"microbatches": 4, "pipeline_parallel_degree": 8, "bf16": True}
+    (layout,) = parse_layouts("pp2")
+    values = layout.configuration(given)
+    assert values["pipeline_parallel_degree"] == 2 and values["microbatches"] == 4
+    assert values["bf16"] is True and "auto_partition" not in values
+    assert layout.configuration(given, is_exact=True)["bf16"] is False
+    assert ALONE.configuration(given)["auto_partition"] is True
+
+
+# ---- arguments
+
+
+def test_arguments_come_back_with_the_models_of_the_other_process() -> None:
+    model, batch = (
+        nn.Linear(2, 2),
+        {"x": torch.randn(3, 2), "mask": torch.ones(3, dtype=torch.bool)},
+    )
+    kept = KeptArguments(((model, OrderedDict(batch)), {"scale": 2.0, "again": model}))
+    other = nn.Linear(2, 2)
+    (found, back), rest = KeptArguments(
+        ((other, OrderedDict(x=torch.zeros(1, 2))), {"scale": 1.0, "again": other})
+    ).restored(kept.data)
+    assert found is other and rest == {"scale": 2.0, "again": other}
+    assert list(back) == ["x", "mask"] and all(torch.equal(back[k], batch[k]) for k in batch)
+
+
+def test_equal_arguments_have_equal_bytes() -> None:
+    x = torch.randn(4, 3)
+    assert KeptArguments({"x": x}).data == KeptArguments({"x": x.clone()}).data
+    assert KeptArguments({"x": x}).data != KeptArguments({"x": x + 1e-6}).data
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_floating_point_arguments_are_cast_and_others_are_not(dtype: torch.dtype) -> None:
+    given: dict[str, Any] = {"x": torch.randn(2, 2).to(dtype), "i": torch.arange(3), "e": [1, "a"]}
+    back = KeptArguments(given, torch.float64).restored()
+    assert back["x"].dtype == torch.float64 and torch.equal(back["x"], given["x"].double())
+    assert back["i"].dtype == torch.int64 and back["e"] == [1, "a"]
+
+
+# ---- the batches of several ranks
+
+
+def batch(count: int, weights: list[float] | None = None) -> Batch:
+    return Batch((), {}, {}, count, weights)
+
+
+def test_batches_count_alike_whatever_their_sizes() -> None:
+    assert joined_weights([batch(2)]) is None
+    assert joined_weights([batch(2), batch(2)]) is None
+    assert joined_weights([batch(2, [1.5, 0.5])]) == [1.5, 0.5]
+    uneven = joined_weights([batch(1), batch(3, [1.5, 0.75, 0.75])])
+    assert uneven is not None and sum(uneven) == pytest.approx(4)
+    assert uneven == pytest.approx([2.0, 1.0, 0.5, 0.5])
+
+
+# ---- what is rounding
+
+
+def test_shares_of_differences() -> None:
+    one = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert compare.share_of(one, one, 0.0) == 0.0
+    assert compare.share_of(one * 1.1, one, 0.0) == pytest.approx(0.1 / 1.1)
+    assert compare.share_of(one * 1e-9, one * 0, 1.0) == pytest.approx(5e-9)
+    assert compare.share_of(one * 1.1, one, 0.0, slack=0.6) == 0.0
+    assert compare.share_of(one[:1], one, 0.0) == float("inf")
+    assert compare.share_of(one * float("nan"), one, 0.0) == float("inf")
+    both = torch.tensor([float("inf"), 1.0], dtype=torch.float64)
+    assert compare.share_of(both, both, 0.0) == 0.0
+
+
+def test_sixteen_bits_may_be_as_wrong_as_one_process_times_four() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(1000, dtype=torch.float64, generator=generator)
+    one = exact.bfloat16().double()
+    other = (exact * 1.001).bfloat16().double()
+    assert compare.ratio_of(one, one, exact, 0.0, 0.0) == pytest.approx(1.0)
+    assert compare.ratio_of(other, one, exact, 0.0, 0.0) < 4
+    assert compare.ratio_of(exact * 1.05, one, exact, 0.0, 0.0) > 4
+    assert compare.ratio_of(exact * float("nan"), one, exact, 0.0, 0.0) == float("inf")
+    assert compare.ratio_of(exact[:3], one, exact, 0.0, 0.0) == float("inf")
+
+
+def test_factors_are_told() -> None:
+    one = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert "(0.5 times it)" in compare.in_words(one / 2, one)
+    assert "times" not in compare.in_words(one.flip(0), one)
+    assert compare.in_words(one[:1], one) == "shape (1,) instead of (2,)"
+    assert compare.in_words(one[:1], one[1:]) == "3 instead of 4"
+
+
+# ---- the command
+
+
+def test_order_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "order.json"
+    Order("somewhere", 3, "float64").write(path)
+    assert Order.read(str(path)) == Order("somewhere", 3, "float64", None)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="SMP_VERIFY=.*is for `smp verify` alone"):
+        Order.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layouts", "qq2"], "'qq2' is no layout"),
+        (["--steps", "0"], "--steps 0 is no whole number > 0"),
+        (["--timeout-s", "0"], "--timeout-s 0 is no number of seconds > 0"),
+        (["--config", "no_such.json"], "cannot read 'no_such.json'"),
+        ([], "there is no script 'no_such.py'"),
+    ],
+)
+def test_bad_use_is_one_line_and_status_2(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    name = str(script) if options else "no_such.py"
+    assert main(["verify", *options, name]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_script_that_fails_is_shown_and_status_2(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nraise RuntimeError(f'no data for {sys.argv[1]}')\n")
+    command = [sys.executable, "-m", "smp_cli", "verify", "--layouts", "pp2", str(script), "me"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "smp verify: the script fails in one process already: RuntimeError: no data for me"
+    )
