@@ -27,7 +27,7 @@ TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_le
 BLOCKS = {"num_layers": 6, "hidden": 256, "vocab_size": 2048, "batch_size": 4, "seq_len": 128}
 SPLIT = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 64, "seq_len": 128}
 TIMEOUT_S = 900
-HIDDEN = ("shape", "mixtral", "payload_bytes", "messages")  # in headlines
+HIDDEN = ("shape", "mixtral", "llama", "payload_bytes", "messages")  # in headlines
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,17 @@ MIXTURE = {
 }  # fmt: skip
 
 
+LLAMA = {
+    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def planned_job(optimizer: bool) -> Job:
+    config = {"llama": LLAMA, "batch_size": 4, "sequence": 128, "optimizer": optimizer}
+    return Job("planned", 2, config, 10)
+
+
 def memory_job(subject: str, num_ranks: int) -> Job:
     config = {"subject": subject, "num_ranks": num_ranks, "shape": WIDE, "batch_size": 2}
     return Job("memory", num_ranks, config, 15)
@@ -79,6 +90,8 @@ JOBS = (
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
+    planned_job(optimizer=False),
+    planned_job(optimizer=True),
     Job("experts", 2, {"mixtral": MIXTURE, "batch_size": 4, "sequence": 128}, 15),
     *(Job("compiled", 1, {"model": name, **BLOCKS}, 10) for name in ("gpt2", "gptj", "llama")),
     memory_job("replicas", 2),

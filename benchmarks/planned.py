@@ -1,0 +1,158 @@
+"""Step time of a Llama on two ranks that is split by its plan, next to transformers' `tp_plan`.
+
+`transformers` is what `from_pretrained` does with `DistributedConfig(tp_plan="auto")`, `planned`
+the same plan carried out by the library, `speed` and `memory` the library's own form of the family.
+All take one batch on both ranks. `planned_own` and `memory_own` read half of the batch on each,
+which transformers cannot: they are compared with its step on the whole batch. `one_process` trains
+all of it on each rank alone. A step is forward, backward with whatever reduction of gradients
+belongs to it and, with `optimizer`, AdamW. The losses of three steps must agree, or the run fails.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensor_parallel import sent_mb
+from timer import Timing, compare, measure
+from torch import Tensor, distributed, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+from workers import Worker
+
+import smp
+
+BASE = {"tensor_parallel_degree": 2, "ddp": True}
+# How a model of the library is split: by its plan?, and the configuration.
+SPLIT: dict[str, tuple[bool, dict[str, Any]]] = {
+    "planned": (True, {"prescaled_batch": True}),
+    "speed": (False, {"prescaled_batch": True, "optimize": "speed"}),
+    "memory": (False, {"prescaled_batch": True, "optimize": "memory"}),
+    "planned_own": (True, {"prescaled_batch": False}),
+    "memory_own": (False, {"prescaled_batch": False, "optimize": "memory"}),
+}
+Step = Callable[[], Tensor]
+
+
+def make_model(shape: dict[str, int]) -> Any:
+    """The same weights on every rank and at every call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **shape))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # One parameter after the other: DTensors and plain ones are in no operation together.
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+
+
+def split_step(name: str, shape: dict[str, int], batch: dict[str, Tensor], updates: bool) -> Step:
+    by_plan, config = SPLIT[name]
+    smp.init({**BASE, **config})
+    plain = make_model(shape)
+    smp.set_tensor_parallelism(plain, plan=plain.tp_plan if by_plan else None)
+    model = smp.DistributedModel(plain)
+    is_planned = isinstance(model.get_module(), LlamaForCausalLM)
+    if is_planned != by_plan:
+        raise RuntimeError(f"{name}: is a {type(model.get_module()).__name__}")
+    optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    if not config["prescaled_batch"]:
+        batch = {key: x.chunk(2)[smp.tp_rank()] for key, x in batch.items()}
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        model.backward(loss)
+        return loss.detach()
+
+    def run() -> Tensor:
+        loss = train_step(batch).outputs[0]
+        if updates:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run
+
+
+def plain_step(model: Any, batch: dict[str, Tensor], updates: bool) -> Step:
+    optimizer = optimizer_of(model)
+
+    def run() -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        if updates:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+def transformers_model(shape: dict[str, int]) -> Any:
+    """Split as `from_pretrained` splits, which takes weights from a file."""
+    wanted = DistributedConfig(tp_plan="auto", tp_size=2)
+    config, _, mesh = LlamaForCausalLM.prepare_distribute_model(wanted)
+    model = LlamaForCausalLM.maybe_distribute_model(make_model(shape), config, mesh)
+    width = model.model.layers[0].mlp.gate_proj.weight.to_local().shape[0]
+    if width * 2 != shape["intermediate_size"]:
+        raise RuntimeError(f"transformers did not split the model: a rank has {width} features")
+    return model
+
+
+def check_losses(contenders: dict[str, Step]) -> None:
+    """All contenders train alike, or the comparison means nothing."""
+    expected = torch.stack([contenders["one_process"]() for _ in range(3)])
+    for name, run in contenders.items():
+        if name == "one_process":
+            continue
+        losses = torch.stack([run() for _ in range(3)])
+        if name.endswith("_own"):
+            distributed.all_reduce(losses)
+            losses /= 2
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def main() -> None:
+    worker = Worker("planned")
+    shape, samples = dict(worker.config["llama"]), worker.config["batch_size"]
+    updates = bool(worker.config["optimizer"])
+    worker.start(BASE)
+    generator = torch.Generator().manual_seed(1)
+    size = (samples, worker.config["sequence"])
+    ids = torch.randint(2, shape["vocab_size"], size, generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    contenders: dict[str, Step] = {
+        "one_process": plain_step(make_model(shape), batch, updates),
+        "transformers": plain_step(transformers_model(shape), batch, updates),
+    }
+    for name in SPLIT:
+        contenders[name] = split_step(name, shape, batch, updates)
+    check_losses(contenders)
+    timings = measure(contenders, worker.repeats, worker.warmup, distributed.barrier)
+    emit(worker, timings, sent_mb(contenders))
+    smp.shutdown()
+
+
+def cpu_s(timing: Timing) -> float:
+    """That this process worked in a step: steadier than the clock where others work, too."""
+    return statistics.median(timing.cpu_samples_s)
+
+
+def emit(worker: Worker, timings: dict[str, Timing], sent: dict[str, float]) -> None:
+    """Times, ratios to transformers and to the forms written by hand in the same repeat."""
+    for name, timing in timings.items():
+        values = timing.summary() | compare(timing, timings["transformers"])
+        by_hand = timings["memory_own" if name.endswith("_own") else "speed"]
+        values["ratio_to_by_hand"] = compare(timing, by_hand)["ratio_median"]
+        half = compare(timing, timings["one_process"])["ratio_median"] * 2
+        values["ratio_to_half_of_one_process"] = half
+        values["cpu_ms"] = cpu_s(timing) * 1e3
+        values["cpu_ratio"] = cpu_s(timing) / cpu_s(timings["transformers"])
+        values["sent_mb"] = sent[name]
+        worker.emit(name, values)
+
+
+if __name__ == "__main__":
+    main()
