@@ -161,3 +161,15 @@ def test_marked_packed_states_become_whole(
             value = part.detach() if num_flat == 1 else piece
             states.append({"a": value, **partial.marks_of(slices, flat)})
     assert torch.equal(partial.merge(states)["a"], whole)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_a_tensor_of_one_rank_is_whole_with_the_empty_slices_of_others(owner: int) -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    states = []
+    for rank in range(3):
+        begin, end = (0 if rank <= owner else 4), (4 if rank >= owner else 0)
+        slices = {"weight": (0, begin, end, 4)}
+        states.append({"weight": whole[begin:end], partial.SHARDS_MARK: slices})
+    merged = partial.merge(states)
+    assert torch.equal(merged["weight"], whole)

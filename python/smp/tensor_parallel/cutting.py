@@ -48,7 +48,10 @@ def join(pieces: Sequence[tuple[Tensor, Part]], shape: Sequence[int]) -> Tensor:
     Raises:
         ValueError: elements are missing.
     """
-    device, first = pieces[0][0].device, pieces[0][1]
+    device = pieces[0][0].device
+    # A rank may hold nothing of a tensor, as of the experts of another one.
+    pieces = [piece for piece in pieces if piece[1].flat_numel] or pieces
+    first = pieces[0][1]
     view = shape if first.view is None else first.view
     in_order = sorted(pieces, key=lambda piece: (piece[1].begin, piece[1].flat_begin))
     joined: list[Tensor] = []
