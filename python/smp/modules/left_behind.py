@@ -43,9 +43,12 @@ class Watch:
     Args:
         modules: that run, with those below them.
         copies: of buffers are wanted, for `earlier`.
+        every: of all buffers, also of those that earlier runs have not written; for `undo`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], copies: bool = True) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], copies: bool = True, every: bool = False
+    ) -> None:
         self._first = modules[0] if modules else None
         self._modules = list(dict.fromkeys(sub for module in modules for sub in module.modules()))
         self._before = [_snapshot(module) for module in self._modules]
@@ -59,20 +62,22 @@ class Watch:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 values += _held_by(hook)
         self._given = Given(values, objects=False)
-        self._buffers = list(self._copied(copies))
+        self._buffers = list(self._copied(copies, every))
         #: floating-point tensors that were left, and where
         self.tensors: list[Tensor] = []
         self.places: list[Any] = []
         self._left: list[tuple[nn.Module, str, Any, Any]] = []  # value, and value before
         self._numbers: list[tuple[nn.Module, str, Any]] = []  # value before
 
-    def _copied(self, copies: bool) -> Iterator[tuple[tuple[int, str], Tensor, int, Tensor | None]]:
+    def _copied(
+        self, copies: bool, every: bool
+    ) -> Iterator[tuple[tuple[int, str], Tensor, int, Tensor | None]]:
         written = None if self._first is None else _written.get(self._first)
         for idx, module in enumerate(self._modules):
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_inference():
                     continue
-                is_copied = copies and (written is None or (idx, name) in written)
+                is_copied = copies and (every or written is None or (idx, name) in written)
                 copy = buffer.detach().clone() if is_copied else None
                 yield (idx, name), buffer, buffer._version, copy
 
@@ -119,6 +124,21 @@ class Watch:
             _set(module, name, new)
         for number in self._given.changed():
             exchange(self._given.containers[number], tensors)
+
+    def undo(self) -> None:
+        """Gives modules, their containers and buffers back what they had; needs copies of all."""
+        for module, before in zip(self._modules, self._before, strict=True):
+            now = _snapshot(module)
+            for name in {**before, **now}:
+                old = before.get(name, _MISSING)
+                if now.get(name, _MISSING) is old or name in _NOT_STATE or name.startswith("_smp_"):
+                    continue
+                _set(module, name, old)
+        for number, contents in self._given.changed_from():
+            fill(self._given.containers[number], contents)
+        for _, buffer, version, copy in self._buffers:
+            if buffer._version != version and copy is not None:
+                buffer.data.copy_(copy)
 
     def earlier(self) -> Earlier:
         """The state from before, of what has changed."""

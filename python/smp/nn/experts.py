@@ -47,7 +47,15 @@ class Spread:
         return self.sizes[regions.rank()]
 
 
-class SpreadExperts(DistributedModule):
+class HoldsExperts(DistributedModule):
+    """A module whose parameters are those of the experts of this rank."""
+
+    def get_common_tokens(self) -> None:
+        """Says that all ranks call the experts with the same tokens."""
+        raise NotImplementedError
+
+
+class SpreadExperts(HoldsExperts):
     """Comes in front of the class of a module whose experts are spread.
 
     That class takes tokens ``[tokens, H]``, numbers of experts ``[tokens, k]`` and their weights
@@ -59,7 +67,6 @@ class SpreadExperts(DistributedModule):
     _smp_spread: Spread
 
     def get_common_tokens(self) -> None:
-        """Says that all ranks call the module with the same tokens."""
         self.__dict__["_smp_spread"] = replace(self._smp_spread, has_own_batches=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

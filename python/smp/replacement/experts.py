@@ -13,7 +13,8 @@ from torch import nn
 import smp._C as _C
 from smp.initial.originals import keep_original
 from smp.nn import layout as layouts
-from smp.nn.experts import Spread, SpreadExperts, spread
+from smp.nn.experts import HoldsExperts, Spread, spread
+from smp.replacement.experts_list import is_list, mixture_of, problem_of_list, spread_listed
 from smp.replacement.experts_plan import Named, named_experts
 from smp.replacement.marks import is_candidate, mark_of
 from smp.replacement.references import References
@@ -27,11 +28,13 @@ class _Found:
 
     Attributes:
         name: in the model.
+        parent: the module that it is in; None: it is the model.
         is_own: transformers gave the plan; else the user.
     """
 
     name: str
     module: nn.Module
+    parent: nn.Module | None
     named: Named
     is_own: bool
 
@@ -58,11 +61,17 @@ def spread_experts(root: nn.Module) -> bool:
     num_spread = 0
     for found in list(_experts_in(root)):
         module, name = found.module, found.name
-        problem = ("a module around it has a distributed form" if module in replaced else None) or (
-            references.problem_of(module) or _problem_of(module, found.named)
-        )
+        problem = "a module around it has a distributed form" if module in replaced else None
+        problem = problem or references.problem_of(module)
+        if is_list(module):
+            problem = problem or problem_of_list(module, found.parent, references)
+        else:
+            problem = problem or _problem_of(module, found.named)
         if problem is None:
-            _spread(module, name, found.named, layout.has_own_batches)
+            if is_list(module):
+                spread_listed(module, found.parent, name, layout.has_own_batches)
+            else:
+                _spread(module, name, found.named, layout.has_own_batches)
             num_spread += 1
         elif found.is_own:
             first_rank_log.warning(
@@ -110,16 +119,20 @@ def _experts_in(root: nn.Module) -> Iterator[_Found]:
         paths = [*inside, *(key for key, _ in module.named_parameters())]
         for path, named in named_experts(plan, paths).items():
             part = inside.get(path)
-            if part is None or part in seen or isinstance(part, SpreadExperts):
+            if part is None or part in seen or isinstance(part, HoldsExperts):
                 continue
             mark = mark_of(part)
             if mark is None or not mark.enabled or (is_own and mark.plan is not None):
                 continue
             if not is_own and mark is not mark_of(module):
                 continue
+            parent = above.get(part)
+            if is_list(part) and mixture_of(part, parent) is parent and parent is not None:
+                if mark_of(parent) is not mark:
+                    continue
             seen.add(part)
             full = ".".join(piece for piece in (name, path) if piece)
-            yield _Found(full, part, named, is_own)
+            yield _Found(full, part, parent, named, is_own)
 
 
 def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, str] | None, bool]:

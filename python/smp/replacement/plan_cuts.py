@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp.nn import layout as layouts
-from smp.nn.experts import SpreadExperts
+from smp.nn.experts import HoldsExperts
 from smp.nn.layout import Layout
 from smp.nn.planned.linear import PlannedColumn, PlannedHeads, PlannedPart
 from smp.replacement import plans
@@ -106,7 +106,7 @@ def draft_of(
     matches = plans.match(plan, [*modules, *(name for name, _ in root.named_parameters())])
     draft = Draft(root, prefix, layouts.current(), modules, out)
     draft.report.unused = matches.unused
-    spread = {name for name, module in modules.items() if isinstance(module, SpreadExperts)}
+    spread = {name for name, module in modules.items() if isinstance(module, HoldsExperts)}
     for path, word in matches.words.items():
         module = modules.get(path)
         if plans.holder(path, spread) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp.initial.originals import keep_original
-from smp.nn.experts import SpreadExperts
+from smp.nn.experts import HoldsExperts
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
 from smp.nn.planned.watch import Watch
@@ -77,7 +77,7 @@ def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
     for path in sorted(partial):
         if plans.holder(path, blocks) is None:
             draft.report.left[path] = "it is in no block that is split"
-    spread = {n for n, module in draft.modules.items() if isinstance(module, SpreadExperts)}
+    spread = {n for n, module in draft.modules.items() if isinstance(module, HoldsExperts)}
     for name, module in draft.modules.items():
         if plans.holder(name, blocks) is None or plans.holder(name, spread) is not None:
             continue
@@ -137,7 +137,7 @@ def _split(
 def _make_block(draft: Draft, path: str) -> None:
     block = draft.modules[path]
     for part in block.modules():
-        if isinstance(part, SpreadExperts):
+        if isinstance(part, HoldsExperts):
             part.get_common_tokens()  # all ranks have those of all samples in there
     block.__class__ = block_class(type(block))
     block.__dict__.update(

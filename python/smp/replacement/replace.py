@@ -14,8 +14,9 @@ from torch import nn
 import smp._C as _C
 from smp.initial.delay import on_meta
 from smp.nn import huggingface
-from smp.nn.experts import SpreadExperts
+from smp.nn.experts import HoldsExperts
 from smp.nn.gradient_checkpointing import take_over_checkpointing
+from smp.nn.listed_experts import SpreadMixture
 from smp.nn.module import DistributedModule
 from smp.partition import contexts
 from smp.partition.tree import READS_CHILDREN
@@ -153,7 +154,8 @@ class _Replacement:
         taken: dict[nn.Module, str] = {
             part: "it has a distributed form of its own"
             for part in module.modules()
-            if isinstance(part, DistributedModule) and not isinstance(part, SpreadExperts)
+            if isinstance(part, DistributedModule)
+            and not isinstance(part, HoldsExperts | SpreadMixture)
         }
         report = split_by_plan(module, name, plan, taken)
         self.num_planned += len(report.split)

@@ -1,0 +1,474 @@
+"""Experts that are modules of their own, in a list, and lie on different ranks.
+
+The code that calls such experts chooses their tokens itself. It runs twice: the first run shows
+which rows it gives to which expert, these go to the ranks of the experts and come back, and the
+second run gets the results. See docs/design/experts.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.activations.recompute import recompute
+from smp.modules import collected
+from smp.modules.flat import tensors_in
+from smp.modules.given import Given, fill
+from smp.modules.left_behind import Watch
+from smp.nn.experts import HoldsExperts, pairs_at_a_time
+from smp.nn.module import IndivisibleModule
+from smp.nn.planned.borders import draws_from
+from smp.tensor_parallel import regions, sharding, tokens
+
+#: dtype and width of what an expert makes of rows, by those of the rows and by the casts.
+_Kind = tuple[torch.dtype, int]
+
+
+@dataclass
+class Listed:
+    """The experts of one list, and how they are spread.
+
+    Attributes:
+        name: of the module that calls them in the model, for errors.
+        sizes: numbers of experts, by rank.
+        has_own_batches: the ranks hold different tokens; else all hold the same.
+        experts: all of them; those of other ranks have parameters without elements.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    has_own_batches: bool
+    experts: list[ListedExpert] = field(default_factory=list)
+    _kinds: dict[Any, _Kind] = field(default_factory=dict)
+
+    @property
+    def begin(self) -> int:
+        """The first expert of this rank."""
+        return sharding.begin_of(self.sizes)
+
+    @property
+    def own(self) -> list[ListedExpert]:
+        return self.experts[self.begin : self.begin + self.sizes[regions.rank()]]
+
+    def draws(self, device: torch.device) -> Any:
+        """A context in which experts draw random numbers of this rank; one is drawn for it here.
+
+        The second run has to draw what the first one has, and all ranks the same behind experts of
+        common tokens.
+        """
+        if not self.experts[0].training:
+            return contextlib.nullcontext()
+        return draws_from(regions.own_seed(), device)
+
+    def kind_of_results(self, rows: Tensor) -> _Kind:
+        """What dtype and width results have; the first time an expert is tried on a row of zeros.
+
+        Raises:
+            ValueError: it returns no tensor with a row for each of its rows.
+        """
+        device = rows.device.type
+        casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        first = next(self.own[0].parameters())
+        key = (rows.dtype, rows.shape[-1], casts, first.dtype)
+        if key not in self._kinds:
+            with torch.no_grad(), _random_state_kept(rows.device):
+                result: Any = self.own[0].compute(rows.new_zeros(1, rows.shape[-1]))
+            if not isinstance(result, Tensor) or result.dim() != 2 or result.shape[0] != 1:
+                told = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise ValueError(
+                    f"{_C.rank_prefix()}'{self.name}': an expert of a list that is spread makes "
+                    f"{told} of one row of {rows.shape[-1]} features; expected one tensor with a "
+                    "row for each row; leave the list out of the plan"
+                )
+            self._kinds[key] = (result.dtype, result.shape[1])
+        return self._kinds[key]
+
+
+@dataclass
+class _Asked:
+    """What the code of a mixture asks of its experts: which one, and rows ``[rows, H]``."""
+
+    experts: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+
+
+class _Call:
+    """One run of the code of a mixture, and what its experts do in it."""
+
+    def __init__(self, listed: Listed) -> None:
+        self.listed = listed
+
+    def result_of(self, number: int, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _Asking(_Call):
+    """The first run: notes what is asked, and gives zeros."""
+
+    def __init__(self, listed: Listed) -> None:
+        super().__init__(listed)
+        self.asked = _Asked()
+
+    def result_of(self, number: int, rows: Tensor) -> Tensor:
+        self.asked.experts.append(number)
+        self.asked.rows.append(rows)
+        dtype, width = self.listed.kind_of_results(rows)
+        return rows.new_zeros(rows.shape[0], width, dtype=dtype)
+
+
+class _Answering(_Call):
+    """The second run: gives results, of the same rows."""
+
+    def __init__(self, listed: Listed, asked: _Asked, results: Sequence[Tensor]) -> None:
+        super().__init__(listed)
+        self._asked, self._results = asked, results
+        self._next = 0
+        self._differences: list[Tensor] = []
+
+    def result_of(self, number: int, rows: Tensor) -> Tensor:
+        idx, self._next = self._next, self._next + 1
+        if idx == len(self._results) or self._asked.experts[idx] != number:
+            raise self._other()
+        before = self._asked.rows[idx]
+        if before.shape != rows.shape or before.dtype != rows.dtype:
+            raise self._other()
+        with torch.no_grad():
+            is_other = (before != rows) & ~(before.isnan() & rows.isnan())
+            self._differences.append(is_other.any())
+        return self._results[idx]
+
+    def check(self) -> None:
+        """Raises if the second run did not ask what the first one has."""
+        has_other = bool(self._differences) and bool(torch.stack(self._differences).any())
+        if has_other or self._next != len(self._results):
+            raise self._other()
+
+    def _other(self) -> ValueError:
+        return ValueError(
+            f"{_C.rank_prefix()}'{self.listed.name}' calls its experts with other rows in a second "
+            "run; expected that which rows go to which expert depends on no result of an expert, "
+            "and on nothing that a run leaves behind; leave the list out of the plan"
+        )
+
+
+class _Alone(_Call):
+    """A trial on one rank: each expert counts as one of this rank."""
+
+    def result_of(self, number: int, rows: Tensor) -> Tensor:
+        own = self.listed.own
+        return own[number % len(own)].compute(rows)
+
+
+_running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar(
+    "smp_listed_experts", default=None
+)
+
+
+class ListedExpert(HoldsExperts):
+    """Comes in front of the class of an expert of a list that is spread."""
+
+    _smp_listed: Listed
+    _smp_number: int
+
+    def get_common_tokens(self) -> None:
+        self._smp_listed.has_own_batches = False
+
+    def compute(self, rows: Tensor) -> Tensor:
+        """What the class makes of rows; on the rank of the expert."""
+        result: Tensor = super().forward(rows)
+        return result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as the class it comes in front of, as a part of the forward of its mixture."""
+        listed = self._smp_listed
+        call = _running.get()
+        if call is None or call.listed is not listed:
+            raise ValueError(
+                f"{_C.rank_prefix()}expert {self._smp_number} of '{listed.name}' is called from "
+                "elsewhere; expected that only the forward of this module calls the experts of the "
+                "list, which are on different ranks; leave the list out of the plan"
+            )
+        x = _only_argument(super().forward, args, kwargs, listed.name)
+        y = call.result_of(self._smp_number, x.reshape(-1, x.shape[-1]))
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class SpreadMixture(IndivisibleModule):
+    """Comes in front of the class of a module that calls experts of a list which is spread.
+
+    The class may choose tokens in any way, and call any of the experts with any numbers of rows,
+    none included. Collective over the tensor-parallel group.
+    """
+
+    _smp_listed: Listed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as the class it comes in front of."""
+        listed, run = self._smp_listed, super().forward
+        given = tensors_in([*args, *kwargs.values()])
+        if regions.is_alone() or any(_has_no_data(tensor) for tensor in given):
+            return _within(_Alone(listed), run, args, kwargs)
+        asking = _Asking(listed)
+        draws = listed.draws(_device_of(given))
+        _ask(self, asking, given, run, args, kwargs)
+        with draws:
+            results, end = _results_of(self, asking.asked, given)
+        answering = _Answering(listed, asking.asked, results)
+        output = _within(answering, run, args, kwargs)
+        answering.check()
+        # On a rank that has asked nothing backward has to reach the exchange as well.
+        return output if end is None else _tied(output, end, listed)
+
+
+def _within(
+    call: _Call, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    token = _running.set(call)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def _ask(
+    module: nn.Module,
+    asking: _Asking,
+    given: Sequence[Tensor],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """The first run; it leaves nothing behind."""
+    name = asking.listed.name
+    watch = Watch([module], copies=True, every=True)
+    containers = Given.to(args, kwargs)
+    versions = [tensor._version for tensor in given]
+    context = contextvars.copy_context()
+    for var, container in collected.in_context():
+        context.run(var.set, collected.outline(container))
+    try:
+        with _random_state_kept(_device_of(given)):
+            # Copies, as some routers change what they get in place.
+            copied = {key: _copied(value) for key, value in kwargs.items()}
+            context.run(_within, asking, run, tuple(map(_copied, args)), copied)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        raise RuntimeError(
+            f"{_C.rank_prefix()}in '{name}', whose experts are a list that is spread: {error}. Its "
+            "forward runs once with zeros as results of experts; parameters of experts on other "
+            "ranks have no elements, so experts have to be called, and not their parts; leave the "
+            "list out of the plan"
+        ) from error
+    finally:
+        watch.undo()
+        for number, contents in containers.changed_from():
+            fill(containers.containers[number], contents)
+    if [tensor._version for tensor in given] != versions:
+        raise ValueError(
+            f"{_C.rank_prefix()}'{name}' changes a tensor inside of one of its arguments in place, "
+            "which its second run would do again; expected an argument of its own, where the "
+            "experts of a list are spread; leave the list out of the plan"
+        )
+
+
+def _results_of(
+    module: SpreadMixture, asked: _Asked, given: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor | None]:
+    """Results for what was asked; if that is nothing, also a tensor on which backward hangs."""
+    listed = module._smp_listed
+    rows, codes = _rows_of(listed, asked, given)
+    kind = listed.kind_of_results(rows)
+    if torch.is_grad_enabled() and not rows.requires_grad:
+        rows = rows.detach().requires_grad_()  # backward issues the same collectives on all ranks
+    if listed.has_own_batches:
+        y = _exchanged(listed, rows, codes, kind)
+    else:
+        # All ranks ask the same: each sends some of it.
+        sizes = sharding.split(rows.shape[0])
+        own = codes.narrow(0, sharding.begin_of(sizes), sizes[regions.rank()])
+        y = _exchanged(listed, regions.scatter(rows, 0, sizes), own, kind)
+        y = regions.gather(y, 0, sizes, grad="own")
+    numbers = [part.shape[0] for part in asked.rows]
+    results = list(torch.unsafe_split_with_sizes(y[: sum(numbers)], numbers))
+    return results, None if sum(numbers) else y.narrow(0, 0, 0).sum()
+
+
+def _rows_of(listed: Listed, asked: _Asked, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What is sent: rows ``[rows, H]``, and for each twice the number of its expert.
+
+    Calls without rows are at the end, as a row of zeros and a number that is odd.
+    """
+    if not asked.rows:
+        like = next((tensor for tensor in given if tensor.is_floating_point()), None)
+        if like is None:
+            raise ValueError(
+                f"{_C.rank_prefix()}'{listed.name}' calls none of its experts here, and has no "
+                "argument of floating-point numbers, so the rank cannot take part in what others "
+                "do; leave the list out of the plan"
+            )
+        return like.reshape(-1, like.shape[-1])[:0], like.new_zeros(0, dtype=torch.int64)
+    kinds = {(part.dtype, part.shape[1]) for part in asked.rows}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{_C.rank_prefix()}'{listed.name}' calls its experts with rows of different dtypes or "
+            f"widths, {sorted(map(str, kinds))}; expected the same for all experts of a list that "
+            "is spread; leave the list out of the plan"
+        )
+    first = asked.rows[0]
+    empty = [n for n, part in zip(asked.experts, asked.rows, strict=True) if not part.shape[0]]
+    numbers = torch.tensor(
+        [2 * number for number in asked.experts] + [2 * number + 1 for number in empty]
+    )
+    repeats = torch.tensor([part.shape[0] for part in asked.rows] + [1] * len(empty))
+    codes = numbers.repeat_interleave(repeats).to(first.device)
+    return torch.cat([*asked.rows, first.new_zeros(len(empty), first.shape[1])]), codes
+
+
+def _exchanged(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind) -> Tensor:
+    """Results of rows of this rank ``[rows, width]``; those of calls without rows are zeros."""
+    routes = tokens.route((codes // 2).unsqueeze(1), listed.sizes)
+    came, numbers = tokens.dispatch((rows, codes), routes)
+    y = _computed(listed, came, numbers - 2 * listed.begin, kind, pairs_at_a_time(routes, 1))
+    return tokens.combine(y, routes)
+
+
+def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: int) -> Tensor:
+    """What the experts of this rank make of the rows that came."""
+    own = listed.own
+    dtype, width = kind
+    order = codes.argsort(stable=True)
+    # The host has to know how many rows each expert gets.
+    counts = codes.bincount(minlength=2 * len(own)).tolist()
+    parts = rows.index_select(0, order).split(counts)
+    results = []
+    for idx, expert in enumerate(own):
+        part, num_empty = parts[2 * idx], counts[2 * idx + 1]
+        if counts[2 * idx] + num_empty:
+            slices = part.split(limit) if rows.shape[0] > limit and part.shape[0] else (part,)
+            for piece in slices:
+                if len(slices) == 1:
+                    result = expert.compute(piece)
+                else:
+                    result = recompute(expert.compute, (piece,), modules=(expert,))
+                _check_result(listed, result, piece, kind)
+                results.append(result)
+        results.append(rows.new_zeros(num_empty, width, dtype=dtype))
+    y = torch.cat(results).index_select(0, order.argsort())
+    if torch.is_grad_enabled():
+        # Where no expert has run, backward goes on nevertheless.
+        y = y if y.requires_grad else y + rows[:0].sum().to(dtype)
+    return y
+
+
+def _check_result(listed: Listed, result: Any, rows: Tensor, kind: _Kind) -> None:
+    expected = (rows.shape[0], kind[1], kind[0])
+    if not isinstance(result, Tensor) or (*result.shape, result.dtype) != expected:
+        told = type(result).__name__
+        if isinstance(result, Tensor):
+            told = f"{result.dtype}{list(result.shape)}"
+        raise ValueError(
+            f"{_C.rank_prefix()}'{listed.name}': an expert makes {told} of {rows.shape[0]} rows; "
+            f"expected {kind[0]}[{rows.shape[0]}, {kind[1]}], as the first one of this rank does; "
+            "leave the list out of the plan"
+        )
+
+
+class _Tie(torch.autograd.Function):
+    """The first argument; backward reaches the second, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, end: Tensor) -> Tensor:
+        ctx.end = (end.shape, end.dtype, end.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        shape, dtype, device = ctx.end
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _tied(output: Any, end: Tensor, listed: Listed) -> Any:
+    """The output of a module, of which the first floating-point tensor hangs on another one."""
+    if not end.requires_grad:
+        return output
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return _Tie.apply(output, end)
+    if isinstance(output, tuple | list):
+        for idx, item in enumerate(output):
+            if isinstance(item, Tensor) and item.is_floating_point():
+                items = [*output[:idx], _Tie.apply(item, end), *output[idx + 1 :]]
+                return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    raise ValueError(
+        f"{_C.rank_prefix()}'{listed.name}' returns {type(output).__name__}, and calls none of its "
+        "experts here; expected a tensor, or a tuple or list with one, to which gradients come as "
+        "on the other ranks; leave the list out of the plan"
+    )
+
+
+def _only_argument(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> Tensor:
+    bound = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
+    x = bound[0] if len(bound) == 1 else None
+    if not isinstance(x, Tensor) or x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{_C.rank_prefix()}'{name}' calls an expert with "
+            f"{', '.join(type(value).__name__ for value in bound)}; expected one floating-point "
+            "tensor of rows, where the experts of a list are spread; leave the list out of the plan"
+        )
+    return x
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
+def _device_of(given: Sequence[Tensor]) -> torch.device:
+    return next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        yield
+
+
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _in_front(module: nn.Module, front: type[nn.Module]) -> None:
+    cls = type(module)
+    if (cls, front) not in _classes:
+        members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _classes[cls, front] = type(cls.__name__, (front, cls), members)
+    module.__class__ = _classes[cls, front]
+
+
+def spread_list(mixture: nn.Module, experts: Sequence[nn.Module], listed: Listed) -> None:
+    """Makes a module compute with experts of a list on different ranks.
+
+    Args:
+        mixture: whose forward calls them.
+        experts: of all ranks; the parameters of those of others have no elements.
+        listed: how they are spread; the experts are put in.
+    """
+    for number, expert in enumerate(experts):
+        _in_front(expert, ListedExpert)
+        assert isinstance(expert, ListedExpert)
+        expert.__dict__.update(_smp_listed=listed, _smp_number=number)
+        listed.experts.append(expert)
+    _in_front(mixture, SpreadMixture)
+    mixture.__dict__["_smp_listed"] = listed

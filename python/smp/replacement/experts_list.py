@@ -1,0 +1,149 @@
+"""Spreads experts that are modules of their own, in a list or a dictionary."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from smp.initial.originals import keep_original
+from smp.nn.listed_experts import Listed, SpreadMixture, spread_list
+from smp.nn.module import DistributedModule
+from smp.replacement.references import References
+from smp.tensor_parallel import regions, sharding
+
+
+def is_list(module: nn.Module) -> bool:
+    """Are the children of a module its experts?"""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def mixture_of(experts: nn.Module, parent: nn.Module | None) -> nn.Module | None:
+    """The module whose forward calls the experts of a list: the list itself, or what it is in."""
+    return experts if _has_forward(experts) else parent
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def problem_of_list(
+    experts: nn.Module, parent: nn.Module | None, references: References
+) -> str | None:
+    """Why the experts of a list cannot be spread; None if they can.
+
+    Args:
+        experts: the list.
+        parent: that it is in.
+        references: of the model.
+    """
+    mixture = mixture_of(experts, parent)
+    if mixture is None or not _has_forward(mixture):
+        return "neither it nor the module that it is in has a forward"
+    if "forward" in mixture.__dict__:
+        return f"the {type(mixture).__name__} that calls them has a forward set on the instance"
+    if isinstance(mixture, DistributedModule):
+        return f"the {type(mixture).__name__} that calls them has another list that is spread"
+    held = _experts_in(experts)
+    if len(held) < regions.size():
+        return f"it has {len(held)} experts, which {regions.size()} ranks cannot share"
+    if len(set(held.values())) < len(held):
+        return "it has one expert twice"
+    for key, expert in held.items():
+        problem = _problem_of_expert(expert) or references.problem_of(expert)
+        if problem is not None:
+            return f"expert '{key}': {problem}"
+    return None
+
+
+def _experts_in(experts: nn.Module) -> dict[str, nn.Module]:
+    """What has parameters in a list; a dropout beside the experts is a part of its code."""
+    return {
+        key: child
+        for key, child in experts._modules.items()
+        if child is not None and any(True for _ in child.parameters())
+    }
+
+
+def _problem_of_expert(expert: nn.Module) -> str | None:
+    if not _has_forward(expert):
+        return f"a {type(expert).__name__} has no forward"
+    if "forward" in expert.__dict__:
+        return "it has a forward of its own, set on the instance"
+    hooks = (
+        expert._forward_hooks, expert._forward_pre_hooks,
+        expert._backward_hooks, expert._backward_pre_hooks,
+    )  # fmt: skip
+    if any(hooks):
+        return "there is a hook on it, which would see rows of one rank only"
+    if any(isinstance(part, DistributedModule) for part in expert.modules()):
+        return "a part of it is split or spread"
+    for name, _ in expert.named_buffers():
+        return f"it has a buffer, '{name}', which other ranks would not see change"
+    for name, parameter in expert.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            return f"its parameter '{name}' is a {type(parameter).__name__}"
+        if parameter.dim() == 0 or parameter.shape[0] == 0:
+            return f"its parameter '{name}' has shape {list(parameter.shape)}"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"there is a hook on its parameter '{name}'"
+    return None
+
+
+def spread_listed(
+    experts: nn.Module, parent: nn.Module | None, name: str, own_batches: bool
+) -> None:
+    """Spreads a list in which `problem_of_list` found none, in place.
+
+    Args:
+        experts: the list.
+        parent: that it is in.
+        name: of the list in the model.
+        own_batches: the ranks have tokens of their own.
+    """
+    mixture = mixture_of(experts, parent)
+    assert mixture is not None
+    where = name if mixture is experts else name.rpartition(".")[0]
+    held = _experts_in(experts)
+    sizes = tuple(sharding.split(len(held)))
+    for number, (key, expert) in enumerate(held.items()):
+        _keep_own(expert, f"{name}.{key}", _owner_of(number, sizes))
+    spread_list(mixture, list(held.values()), Listed(where or "(root)", sizes, own_batches))
+    assert isinstance(mixture, SpreadMixture)
+
+
+def _owner_of(number: int, sizes: Sequence[int]) -> int:
+    return next(rank for rank in range(len(sizes)) if number < sum(sizes[: rank + 1]))
+
+
+def _keep_own(expert: nn.Module, name: str, owner: int) -> None:
+    """Leaves an expert its parameters on its rank, and no elements of them on others."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in list(expert.named_modules()):
+        wholes = {key: p for key, p in module._parameters.items() if p is not None}
+        if not wholes:
+            continue
+        original = copy.copy(module)
+        original.__dict__["_parameters"] = dict(module._parameters)
+        for key, whole in wholes.items():
+            if whole not in made:
+                made[whole] = _part(whole, owner)
+                sharding.mark_replaced(whole, ".".join(filter(None, (name, path, key))))
+            module._parameters[key] = made[whole]
+        if any(whole.is_meta for whole in wholes.values()):
+            keep_original(module, original, None)
+
+
+def _part(whole: nn.Parameter, owner: int) -> nn.Parameter:
+    """All of a parameter or nothing of it, marked as a slice of dim 0."""
+    extent = whole.shape[0]
+    begin = 0 if regions.rank() <= owner else extent
+    num = extent if regions.rank() == owner else 0
+    with torch.no_grad():
+        values = whole.detach().narrow(0, begin, num).clone()
+    part = nn.Parameter(values, whole.requires_grad)
+    part.__dict__.update(whole.__dict__)
+    sharding.mark_split(part, 0, begin, extent)
+    return part
