@@ -35,6 +35,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
     Command("estimate", "memory of each rank for a configuration", "smp.commands.estimate"),
+    Command("plan", "the fastest layouts of a model on so many devices", "smp.commands.plan"),
 )
 
 

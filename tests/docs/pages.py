@@ -13,8 +13,8 @@
   anything;
 * ``not run: REASON``: nobody can run it in a test.
 
-Commands are parsed by their programs; ``smp estimate`` is executed, and ``smp ckpt`` where its
-folder is there. Their marks, and those of text, may be missing.
+Commands are parsed by their programs; ``smp estimate`` and ``smp plan`` are executed, and
+``smp ckpt`` where its folder is there. Their marks, and those of text, may be missing.
 """
 
 from __future__ import annotations

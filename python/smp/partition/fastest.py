@@ -117,18 +117,36 @@ def step_ratio(
         time_ms = 1000 * time / total
         half_ms = (1 - share) * time_ms / 2
         stages.append(_C.StageCost(stage % num_partitions, share * time_ms, half_ms, half_ms, 0))
-    return _step_ms(stages, num_partitions, shape) * num_partitions / (1000 * shape.microbatches)
+    step_ms = simulated_step_ms(stages, [], num_partitions, shape)
+    return step_ms * num_partitions / (1000 * shape.microbatches)
 
 
-def _step_ms(stages: list[_C.StageCost], num_partitions: int, shape: StepShape) -> float:
+def simulated_step_ms(
+    stages: Sequence[_C.StageCost],
+    boundaries: Sequence[_C.BoundaryCost],
+    num_partitions: int,
+    shape: StepShape,
+) -> float:
+    """Time of a step; with many microbatches the simulator runs some, and the rest is linear.
+
+    Args:
+        stages: of the chain, with the times of one microbatch.
+        boundaries: between them; none for transfers that take no time.
+        num_partitions: pipeline ranks.
+        shape: of the step.
+    """
     if shape.lists:
         text = "\n".join(f"{rank}: {actions}" for rank, actions in enumerate(shape.lists))
-        return _C.simulate_lists(stages, [], shape.microbatches, shape.active, text).makespan_ms
+        return _C.simulate_lists(
+            stages, boundaries, shape.microbatches, shape.active, text
+        ).makespan_ms
     most = max(_FEWEST_SIMULATED, _SIMULATED_PER_RANK * num_partitions)
 
     def simulated_ms(microbatches: int) -> float:
         active = min(shape.active, microbatches)
-        return _C.simulate_policy(stages, [], microbatches, active, shape.policy).makespan_ms
+        return _C.simulate_policy(
+            stages, boundaries, microbatches, active, shape.policy
+        ).makespan_ms
 
     if shape.microbatches <= most:
         return simulated_ms(shape.microbatches)

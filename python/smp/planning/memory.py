@@ -6,7 +6,7 @@ with all activations, or where the backward ends, with all gradients.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 _MASTER = 4
 _MOMENTS = 8  # two, in FP32
@@ -84,8 +84,8 @@ class RankBytes:
     @property
     def peak(self) -> float:
         """On the device."""
-        total: float = sum(asdict(self).values())
-        return total - self.host
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.gathered + self.buckets + self.temporary
 
 
 def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankBytes:

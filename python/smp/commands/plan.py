@@ -1,0 +1,258 @@
+"""``smp plan``: the fastest layouts of a model on so many devices, predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
+from smp.commands.models import LoadedModel, load_model, quiet_transformers
+from smp.commands.printing import bytes_text, count_text, parse_bytes, print_json, print_table
+from smp.modules.materialize import cast
+from smp.partition.trace import TraceError
+from smp.planning import hardware
+from smp.planning.hardware import Hardware
+from smp.planning.profile import ModelProfile, profile
+from smp.planning.search import Found, Job, Plan, search
+
+_SHOWN = 10
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``plan``. Status 1: nothing fits; 2: bad use."""
+    text = "the fastest layouts of a model on so many devices"
+    parser = subparsers.add_parser(
+        "plan",
+        help=text,
+        description="Looks for the fastest layouts that fit into memory: one process, no device, "
+        "no weights. Times and memory are predictions.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or name of Hugging Face, or module:function"
+    )
+    parser.add_argument("--gpus", type=_positive, required=True, metavar="N", help="devices")
+    parser.add_argument("--per-host", type=_positive, metavar="N", help="of them; default: 8")
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="SIZE", help="of a device; default: the hardware's"
+    )
+    parser.add_argument(
+        "--batch", type=_positive, default=512, metavar="N", help="samples of a step; default: 512"
+    )
+    parser.add_argument("--seq", type=_positive, metavar="N", help="tokens of a sample")
+    parser.add_argument(
+        "--precision", choices=sorted(_DTYPES), default="bf16", help="default: bf16"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME|FILE",
+        help=f"{', '.join(hardware.names())} (data sheets), or a file; default: h200",
+    )
+    parser.add_argument("--explain", type=_positive, metavar="N", help="all about plan N")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(execute=guarded("plan", _run))
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a number above 0 expected, got {text!r}")
+    return int(text)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        device = hardware.load(arguments.hardware)
+        rate = device.flops_per_byte(arguments.precision)
+    except (ValueError, OSError) as error:
+        raise BadUse(str(error)) from None
+    except KeyError:
+        raise BadUse(
+            f"--precision {arguments.precision}: {device.name} has no rate for it"
+        ) from None
+    per_host = min(arguments.per_host or device.devices_per_host, arguments.gpus)
+    if arguments.gpus % per_host:
+        raise BadUse(f"--gpus {arguments.gpus} is no multiple of --per-host {per_host}")
+    with quiet_transformers(), _progress() as tell:
+        tell("tracing the model")
+        loaded = load_model(arguments.model)
+        traced = profiled(loaded, arguments.seq, arguments.precision, rate)
+        job = Job(
+            traced,
+            device,
+            arguments.gpus,
+            per_host,
+            arguments.memory or device.memory_bytes,
+            arguments.batch,
+            arguments.precision,
+        )
+        found = search(job, tell)
+    if not found.plans:
+        raise DoesNotFit(_nothing_fits(job, found))
+    plans = found.plans[:_SHOWN]
+    if arguments.explain is not None and arguments.explain > len(plans):
+        raise BadUse(f"--explain {arguments.explain}: there are {len(plans)} plans")
+    if arguments.json:
+        print_json({"hardware": device.to_json(), "plans": [facts(job, plan) for plan in plans]})
+    elif arguments.explain is not None:
+        _explain(job, plans[arguments.explain - 1])
+    else:
+        _print(loaded, job, found)
+    return DONE
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Tells people on a terminal what goes on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(text)
+
+
+def profiled(
+    loaded: LoadedModel, seq: int | None, precision: str, flops_per_byte: float
+) -> ModelProfile:
+    """The model as a plan sees it, in the precision that it computes in.
+
+    Raises:
+        BadUse: the model cannot be traced.
+    """
+    dtype = _DTYPES[precision]
+    for parameter in loaded.module.parameters():
+        if parameter.is_floating_point():
+            cast(parameter, dtype)
+    args, kwargs = loaded.call(1, seq)
+    if dtype != torch.float32:
+        loaded.module.to(dtype)  # buffers
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+        )
+    try:
+        return profile(loaded.module, args, kwargs, flops_per_byte)
+    except TraceError as error:
+        raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
+
+
+def _nothing_fits(job: Job, found: Found) -> str:
+    if found.nearest is None:
+        return (
+            f"no layout: a batch of {job.samples} samples cannot be divided over the replicas of "
+            f"{job.num_ranks} devices; choose another --batch"
+        )
+    nearest = found.nearest
+    return (
+        f"none of {found.tried} layouts fits into {bytes_text(0.9 * job.memory_bytes)} "
+        f"(0.9 of {bytes_text(job.memory_bytes)}); the nearest, {nearest.layout.text()}, needs "
+        f"{bytes_text(nearest.peak_bytes)}. Use more devices, shorter sequences, or a smaller model"
+    )
+
+
+def facts(job: Job, plan: Plan) -> dict[str, Any]:
+    """A plan for programs: seconds, bytes, shares of the step."""
+    time = plan.time
+    return {
+        "step_s": time.total,
+        "samples_per_s": job.samples / time.total,
+        "tokens_per_s": job.samples * job.profile.tokens / time.total,
+        "bubble": time.bubble,
+        "shares": plan.shares(),
+        "bound": plan.bound,
+        "sent_bytes": plan.sent(job.precision),
+        "peak_bytes": plan.peak_bytes,
+        "ranks": [{**asdict(held), "peak": held.peak} for held in plan.held],
+        "checkpoint_layers": plan.layout.checkpoints,
+        "samples_per_microbatch": plan.layout.microbatch,
+        "samples_per_rank": plan.layout.microbatch * plan.layout.microbatches,
+        "config": plan.layout.config(job.precision),
+    }
+
+
+def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
+    profile, device = job.profile, job.hardware
+    print(
+        f"{loaded.trained}, {count_text(profile.elements)} parameters on {job.num_ranks} x "
+        f"{device.name}"
+    )
+    print(f"{found.fitting} of {found.tried} layouts fit; all figures are predictions")
+    columns = (
+        "#",
+        "layout",
+        "step",
+        "tokens/s",
+        "memory",
+        "bubble",
+        "in hosts",
+        "between",
+        "bound",
+    )
+    rows = []
+    for number, plan in enumerate(found.plans[:_SHOWN], start=1):
+        sent = plan.sent(job.precision)
+        tokens = job.samples * profile.tokens / plan.time.total
+        rows.append(
+            (
+                str(number),
+                plan.layout.text(),
+                f"{plan.time.total:.3g} s",
+                count_text(tokens),
+                bytes_text(plan.peak_bytes),
+                f"{plan.time.bubble:.0%}",
+                bytes_text(sent["inside"]),
+                bytes_text(sent["between"]),
+                plan.bound,
+            )
+        )
+    print_table("", columns, rows, text_columns=2)
+    print("configuration of plan 1:")
+    print(json.dumps(found.plans[0].layout.config(job.precision)))
+    if found.plans[0].layout.checkpoints:
+        print("and smp.set_activation_checkpointing on each layer")
+
+
+def _explain(job: Job, plan: Plan) -> None:
+    layout = plan.layout
+    print(layout.text())
+    print(
+        f"step {plan.time.total:.4g} s, {job.samples / plan.time.total:.4g} samples/s (predicted)"
+    )
+    shares = sorted(plan.shares().items(), key=lambda item: -item[1])
+    print("busiest rank: " + ", ".join(f"{name} {share:.1%}" for name, share in shares))
+    rows = []
+    for stage, time in zip(plan.stages, plan.time.stages, strict=True):
+        held = plan.held[stage.rank]
+        first, last = stage.parts[0].name, stage.parts[-1].name
+        rows.append(
+            (
+                str(stage.rank),
+                first if first == last else f"{first} .. {last}",
+                f"{1e3 * time.forward:.3g} ms",
+                f"{1e3 * (time.backward + time.weight):.3g} ms",
+                bytes_text(held.parameters + held.gradients + held.optimizer),
+                bytes_text(held.activations),
+                bytes_text(held.peak),
+            )
+        )
+    columns = ("pp_rank", "from .. to", "forward", "backward", "state", "activations", "peak")
+    print_table("", columns, rows, text_columns=2)
+    print(describe(job.hardware))
+    print("configuration:")
+    print(json.dumps(layout.config(job.precision), indent=2))
+    if layout.checkpoints:
+        print("and smp.set_activation_checkpointing on each layer")
+    samples = layout.microbatch * layout.microbatches
+    print(f"each of {layout.rdp} replicas reads {samples} samples per step")
+
+
+def describe(device: Hardware) -> str:
+    """Where the numbers of a device come from."""
+    return f"hardware: {device.name}. {device.source}"

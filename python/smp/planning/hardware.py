@@ -1,0 +1,120 @@
+"""A device and its links as a few numbers: those of data sheets, or measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from importlib.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+_FOLDER = "devices"
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one device to others.
+
+    Attributes:
+        bytes_per_s: in one direction, for each device.
+        latency_s: of a small message.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan knows of a machine.
+
+    Attributes:
+        name: for people.
+        source: where the numbers come from.
+        flops: per second, by precision: "fp32", "bf16", "fp16".
+        product_share: of these, what large products reach; an assumption unless it was measured.
+        memory_bytes: of a device.
+        memory_bytes_per_s: of its memory.
+        inside: the link between devices of a host.
+        between: that of a device to other hosts.
+        host_copy_bytes_per_s: between the device and its host, in one direction.
+        at_once: devices of a host that run at full speed at the same time (cores of a CPU); 0: all.
+        devices_per_host: where ``--per-host`` is not given.
+    """
+
+    name: str
+    source: str
+    flops: dict[str, float]
+    product_share: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    inside: Link
+    between: Link
+    host_copy_bytes_per_s: float
+    at_once: int = 0
+    devices_per_host: int = 8
+
+    def rate(self, precision: str) -> float:
+        """FLOPs per second that large products reach."""
+        return self.flops[precision] * self.product_share
+
+    def flops_per_byte(self, precision: str) -> float:
+        """FLOPs that take as long as moving one byte through memory."""
+        return self.rate(precision) / self.memory_bytes_per_s
+
+    def to_json(self) -> dict[str, Any]:
+        """What `read` takes."""
+        return asdict(self)
+
+
+def names() -> list[str]:
+    """Devices that the package has data-sheet figures of."""
+    files = [path.name for path in _folder().iterdir()]
+    return sorted(name.removesuffix(".json") for name in files if name.endswith(".json"))
+
+
+def _folder() -> Traversable:
+    return resources.files("smp.planning").joinpath(_FOLDER)
+
+
+def load(name: str) -> Hardware:
+    """Of the package by name, or of a file.
+
+    Raises:
+        ValueError: there is no such device and no such file, or the file is not one.
+    """
+    if name in names():
+        return read(_folder().joinpath(f"{name}.json").read_text(), name)
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"no hardware {name!r}: expected one of {', '.join(names())}, or a file of "
+            "the same keys (docs/planning.md)"
+        )
+    return read(path.read_text(), name)
+
+
+def read(text: str, where: str) -> Hardware:
+    """Hardware of a JSON text.
+
+    Raises:
+        ValueError: it is not one; names what is wrong.
+    """
+    try:
+        values: dict[str, Any] = json.loads(text)
+        links: dict[str, Any] = {key: Link(**values.pop(key)) for key in ("inside", "between")}
+        hardware = Hardware(**values, **links)
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"hardware {where!r}: {error}") from None
+    for field in fields(Hardware):
+        value = getattr(hardware, field.name)
+        numbers = value.values() if isinstance(value, dict) else [value]
+        if isinstance(value, Link):
+            numbers = [value.bytes_per_s]
+        for number in numbers:
+            if isinstance(number, str) or (field.name == "at_once" and number == 0):
+                continue
+            if not isinstance(number, int | float) or number <= 0:
+                raise ValueError(f"hardware {where!r}: {field.name} has to be above 0")
+    return hardware

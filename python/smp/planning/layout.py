@@ -1,0 +1,159 @@
+"""One way to run a model on so many devices, and the groups of ranks that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import smp._C as _C
+from smp.planning.hardware import Hardware, Link
+from smp.planning.memory import Sharding
+from smp.planning.tensor_split import Shares
+
+BUCKET_BYTES = 128 << 20  # of gradients on a device; see smp.data_parallel.bucket_size
+PERSISTENT = 1_000_000  # default of sdp_param_persistence_threshold
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees and choices.
+
+    Attributes:
+        pp, tp, rdp: ranks along each axis.
+        shard: ranks that hold one copy of the optimizer state together; 1: nobody does.
+        shards_parameters: and of parameters and gradients.
+        microbatch: samples that a tensor-parallel group reads together.
+        microbatches: of a step.
+        schedule: name of a policy.
+        chunks: stages per rank.
+        active: microbatches in flight.
+        checkpoints: each repeated layer is computed again.
+        offload: inputs of checkpoints go to host memory.
+        in_memory: with tensor parallelism, activations between split layers are cut as well.
+        placement: axes from slow to fast.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    rdp: int = 1
+    shard: int = 1
+    shards_parameters: bool = False
+    microbatch: int = 1
+    microbatches: int = 1
+    schedule: str = _C.DEFAULT_POLICY
+    chunks: int = 1
+    active: int = 1
+    checkpoints: bool = False
+    offload: bool = False
+    in_memory: bool = False
+    placement: str = "DPT"
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices."""
+        return self.pp * self.tp * self.rdp
+
+    @property
+    def samples(self) -> int:
+        """Of a step, over all ranks."""
+        return self.microbatch * self.microbatches * self.rdp
+
+    @property
+    def shares(self) -> Shares:
+        """What a rank has of a tensor-parallel group's microbatch."""
+        return Shares(1 / self.tp, 1 / self.tp, 1 / self.tp if self.in_memory else 1.0)
+
+    def sharding(self, half: bool) -> Sharding:
+        """How state is kept."""
+        return Sharding(half, self.shard, self.shards_parameters, PERSISTENT, BUCKET_BYTES)
+
+    def config(self, precision: str) -> dict[str, Any]:
+        """The configuration of `smp.init`; only what differs from the defaults."""
+        values: dict[str, Any] = {
+            "pipeline_parallel_degree": self.pp,
+            "tensor_parallel_degree": self.tp,
+            "microbatches": self.microbatches,
+        }
+        if self.num_ranks > 1:
+            values["ddp"] = True
+        if self.pp > 1:
+            values |= {"pipeline": self.schedule, "active_microbatches": self.active}
+            if self.chunks > 1:
+                values["virtual_stages"] = self.chunks
+        if self.tp > 1:
+            values["prescaled_batch"] = True
+            if not self.in_memory:
+                values["optimize"] = "speed"
+        if self.shard > 1 and self.shards_parameters:
+            values["sharded_data_parallel_degree"] = self.shard
+        elif self.shard > 1:
+            values["shard_optimizer_state"] = True
+        if precision != "fp32":
+            values[precision] = True
+        if self.offload:
+            values["offload_activations"] = True
+        if self.num_ranks > 1:
+            values["placement_strategy"] = self.placement
+        return values
+
+    def text(self) -> str:
+        """For tables: degrees and choices in few words."""
+        words = [f"pp {self.pp}", f"tp {self.tp}", f"dp {self.rdp}"]
+        if self.shard > 1:
+            words.append(f"{'sdp' if self.shards_parameters else 'opt'} {self.shard}")
+        words.append(f"{self.microbatches} x {self.microbatch}")
+        if self.pp > 1:
+            words.append(self.schedule + (f" {self.chunks}" if self.chunks > 1 else ""))
+        if self.checkpoints:
+            words.append("ckpt+offload" if self.offload else "ckpt")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A group of ranks and how fast they exchange.
+
+    Attributes:
+        size: ranks.
+        crosses: hosts.
+        link: of the slowest place, for each rank.
+    """
+
+    size: int
+    crosses: bool
+    link: Link
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Seconds of a ring, 2 (n - 1) pieces of n."""
+        return 2 * self.gather_s(num_bytes)
+
+    def gather_s(self, num_bytes: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter of so many bytes in all."""
+        if self.size == 1:
+            return 0.0
+        pieces = self.size - 1
+        return pieces * (num_bytes / self.size / self.link.bytes_per_s + self.link.latency_s)
+
+    def sent_bytes(self, num_bytes: float) -> float:
+        """What a rank sends in an all-gather or a reduce-scatter."""
+        return num_bytes * (self.size - 1) / self.size
+
+
+def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardware) -> Reach:
+    """A group of `size` neighbours along an axis.
+
+    Args:
+        axis: "D", "P" or "T".
+    """
+    sizes = {"D": layout.rdp, "P": layout.pp, "T": layout.tp}
+    stride = 1
+    for letter in reversed(layout.placement):
+        if letter == axis:
+            break
+        stride *= sizes[letter]
+    if stride * size <= per_host or size == 1:
+        return Reach(size, False, hardware.inside)
+    # Ranks of a ring that share a host send between hosts once, over what all of them have.
+    together = max(1, per_host // stride)
+    speed = min(hardware.inside.bytes_per_s, hardware.between.bytes_per_s * min(together, size))
+    return Reach(size, True, Link(speed, hardware.between.latency_s))

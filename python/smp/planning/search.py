@@ -1,0 +1,286 @@
+"""Looks through layouts for the fastest ones that fit into memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import smp._C as _C
+from smp.planning.hardware import Hardware
+from smp.planning.layout import Layout
+from smp.planning.memory import RankBytes
+from smp.planning.profile import ModelProfile, Part
+from smp.planning.stages import Stage, cut, held_by_rank
+from smp.planning.step_time import Grid, StepTime, sent_bytes, step_time
+
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_SIMULATED = 24  # of the fastest by bound
+_USABLE = 0.9  # of a device's memory, as the library's own partition takes it
+_SKEW = 1.5  # time of a candidate's bound over the best one's that is still simulated
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan is for.
+
+    Attributes:
+        profile: of the model, traced for this hardware and precision.
+        hardware: of the devices.
+        num_ranks: devices.
+        per_host: of them.
+        memory_bytes: of a device.
+        samples: of a step, over all devices.
+        precision: "fp32", "bf16" or "fp16".
+    """
+
+    profile: ModelProfile
+    hardware: Hardware
+    num_ranks: int
+    per_host: int
+    memory_bytes: int
+    samples: int
+    precision: str
+
+    @property
+    def half(self) -> bool:
+        """Are parameters of 16 bits?"""
+        return self.precision != "fp32"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with what is predicted of it.
+
+    Attributes:
+        layout: itself.
+        stages: the cut.
+        time: of a step.
+        held: per pipeline rank, bytes at its peak.
+        grid: its groups.
+    """
+
+    layout: Layout
+    stages: tuple[Stage, ...]
+    time: StepTime
+    held: tuple[RankBytes, ...]
+    grid: Grid
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(rank.peak for rank in self.held)
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the step on the busiest rank, by what it does; together 1."""
+        time, rounds = self.time, self.layout.microbatches
+        own = [
+            t
+            for s, t in zip(self.stages, time.stages, strict=True)
+            if s.rank == self.stages[time.busiest].rank
+        ]
+        exchanged = rounds * sum(t.exchanged for t in own)
+        gathered = rounds * sum(t.gathered for t in own)
+        copied = rounds * sum(t.copied for t in own)
+        again = rounds * sum(t.again for t in own)
+        busy = rounds * sum(t.total for t in own)
+        parts = {
+            "compute": busy - exchanged - gathered - copied - again,
+            "second forward": again,
+            "tensor exchange": exchanged,
+            "gathers": gathered,
+            "offloading": copied,
+            "gradient sums": time.reduced,
+            "optimizer": time.updated,
+        }
+        waits = max(0.0, time.total - sum(parts.values()))
+        is_shared = time.shared >= time.total
+        parts["cores" if is_shared else "bubble"] = waits
+        return {name: seconds / time.total for name, seconds in parts.items() if seconds > 0}
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step, besides computing once."""
+        others = {name: share for name, share in self.shares().items() if name != "compute"}
+        most = max(others, key=others.__getitem__, default="compute")
+        return most if others and others[most] >= 0.05 else "compute"
+
+    def sent(self, precision: str) -> dict[str, float]:
+        """Bytes per step that the rank which sends most sends, by link: "inside", "between"."""
+        grid = self.grid
+        crosses = {
+            "tensor": grid.tensor.crosses,
+            "gather": grid.shard.crosses,
+            "reduce": grid.replicas.crosses or grid.shard.crosses,
+            "pipeline": grid.next_stage.crosses,
+        }
+        result = {"inside": 0.0, "between": 0.0}
+        for kind, num_bytes in sent_bytes(self.stages, self.layout, grid, precision).items():
+            result["between" if crosses[kind] else "inside"] += num_bytes
+        return result
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        plans: the fastest first; of equal degrees and choices the best microbatches and placement.
+        tried: layouts that were looked at.
+        fitting: of these, that fit.
+        nearest: where nothing fits, what needs least memory.
+    """
+
+    plans: tuple[Plan, ...]
+    tried: int
+    fitting: int
+    nearest: Plan | None
+
+
+def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
+    """Time and memory of one layout.
+
+    Raises:
+        ValueError: the model has fewer parts than the layout has stages.
+    """
+    stages = _cuts(job.profile, layout)
+    return _predicted(job, layout, stages, simulated)
+
+
+def _cuts(profile: ModelProfile, layout: Layout) -> tuple[Stage, ...]:
+    again = 1.0 if layout.checkpoints else 0.0
+    shares = layout.shares
+
+    def weight(part: Part) -> float:
+        runs = 1 + (again if part.is_layer else 0)
+        split = runs * part.split_forward + part.split_backward
+        whole = runs * part.whole_forward + part.whole_backward
+        return split * shares.split + whole * shares.whole
+
+    return tuple(cut(profile, layout.pp, layout.chunks, weight))
+
+
+def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: bool) -> Plan:
+    grid = Grid.of(layout, job.per_host, job.hardware)
+    time = step_time(
+        stages, layout, grid, job.hardware, job.precision, job.per_host, simulated=simulated
+    )
+    return Plan(layout, stages, time, tuple(held_by_rank(stages, layout, job.half)), grid)
+
+
+def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
+    """The fastest layouts that fit.
+
+    Args:
+        job: what for.
+        tell: is told how far the search is.
+    """
+    usable = _USABLE * job.memory_bytes
+    fitting: list[Plan] = []
+    closest: Layout | None = None
+    least = math.inf
+    tried = 0
+    cuts: dict[tuple[int, int, int, bool, bool], tuple[Stage, ...]] = {}
+    for layout in layouts(job):
+        key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
+        if key not in cuts:
+            cuts[key] = _cuts(job.profile, layout)
+            tell(f"pp {layout.pp}, tp {layout.tp}: {tried} layouts looked at, {len(fitting)} fit")
+        tried += 1
+        held = held_by_rank(cuts[key], layout, job.half)
+        peak = max(rank.peak for rank in held)
+        if peak <= usable:
+            fitting.append(_predicted(job, layout, cuts[key], simulated=False))
+        elif peak < least:
+            least, closest = peak, layout
+    tell(f"simulating the best of {len(fitting)}")
+    nearest = None if fitting or closest is None else predict(job, closest, simulated=False)
+    return Found(tuple(_best(job, fitting)), tried, len(fitting), nearest)
+
+
+def _best(job: Job, fitting: Sequence[Plan]) -> list[Plan]:
+    """The fastest by simulation, one of each kind: kinds differ in more than microbatches."""
+    kinds: dict[Layout, list[Plan]] = {}
+    for plan in sorted(fitting, key=lambda plan: plan.time.total):
+        kind = replace(plan.layout, microbatch=1, microbatches=1, placement="DPT")
+        kinds.setdefault(kind, []).append(plan)
+    by_bound = [plans[0] for plans in kinds.values()]  # in the order of their bounds
+    most = _SKEW * by_bound[0].time.total if by_bound else 0.0
+    runs = [plan for plan in by_bound[:_SIMULATED] if plan.time.total <= most]
+    simulated = [_predicted(job, plan.layout, plan.stages, simulated=True) for plan in runs]
+    return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
+
+
+def layouts(job: Job) -> Iterator[Layout]:
+    """All that are worth a look, in a fixed order."""
+    num_parts = len(job.profile.parts)
+    for tp in _tensor_degrees(job):
+        for pp in _divisors(job.num_ranks // tp):
+            rdp = job.num_ranks // (tp * pp)
+            if pp > num_parts or job.samples % rdp:
+                continue
+            per_replica = job.samples // rdp
+            for microbatch in _MICROBATCHES:
+                if per_replica % microbatch:
+                    continue
+                base = Layout(
+                    pp=pp, tp=tp, rdp=rdp, microbatch=microbatch,
+                    microbatches=per_replica // microbatch,
+                )  # fmt: skip
+                yield from _choices(base, job, num_parts)
+
+
+def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
+    shardings = [(1, False), (base.rdp, False)]
+    inside = max(1, job.per_host // base.tp)
+    shardings += [(q, True) for q in sorted({inside, base.rdp}) if base.rdp % q == 0]
+    has_layers = any(part.is_layer for part in job.profile.parts)
+    keeping = [(False, False)] + ([(True, False), (True, True)] if has_layers else [])
+    placements = ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",)
+    for schedule, policy in _policies(base.pp).items():
+        chunks = policy.default_chunks if base.pp > 1 else 1
+        if base.pp * chunks > num_parts or (chunks > 1 and base.microbatches % base.pp):
+            continue
+        active = policy.default_active_microbatches(base.pp, base.microbatches)
+        actives = {min(active, base.microbatches)}
+        if chunks == 1:
+            actives.add(min(base.pp, base.microbatches))
+        for count in sorted(actives):
+            for shard, shards_parameters in dict.fromkeys(shardings):
+                if shards_parameters and shard == 1:
+                    continue
+                for checkpoints, offload in keeping:
+                    for in_memory in (True, False) if base.tp > 1 else (False,):
+                        for placement in placements:
+                            yield replace(
+                                base,
+                                schedule=schedule,
+                                chunks=chunks,
+                                active=count,
+                                shard=shard,
+                                shards_parameters=shards_parameters,
+                                checkpoints=checkpoints,
+                                offload=offload,
+                                in_memory=in_memory,
+                                placement=placement,
+                            )
+
+
+def _policies(pp: int) -> dict[str, _C.Policy]:
+    """By name; those that keep all microbatches are of no use here."""
+    if pp == 1:
+        return {_C.DEFAULT_POLICY: _C.make_policy(_C.DEFAULT_POLICY)}
+    policies = {name: _C.make_policy(name) for name in _C.policy_names()}
+    return {name: p for name, p in policies.items() if not p.forwards_come_first}
+
+
+def _tensor_degrees(job: Job) -> list[int]:
+    """Divisors of a host that leave whole heads to each rank."""
+    if job.profile.heads == 0:
+        return [1]
+    degrees = _divisors(min(job.per_host, job.num_ranks))
+    return [t for t in degrees if job.num_ranks % t == 0 and job.profile.heads % t == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

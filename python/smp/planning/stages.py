@@ -1,0 +1,182 @@
+"""Cuts a chain of parts into stages, and says what each rank of them holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import smp._C as _C
+from smp.planning.layout import PERSISTENT, Layout
+from smp.planning.memory import Holding, RankBytes, rank_bytes
+from smp.planning.profile import ModelProfile, Part
+from smp.planning.tensor_split import Shares
+
+_ROUNDS = 40  # of a bisection
+_LEAVING, _HORIZON = 2, 4  # inputs of checkpoints on the device while they are offloaded
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Neighbouring parts that one rank runs.
+
+    Attributes:
+        rank: pipeline rank.
+        parts: in order.
+        kinds: those that differ in more than their names, and how often each is there; the same
+            object in all stages.
+        input_bytes: of one sample, what comes from the stage before.
+    """
+
+    rank: int
+    parts: tuple[Part, ...]
+    kinds: tuple[tuple[Part, int], ...]
+    input_bytes: float
+
+    def elements(self, shares: Shares) -> float:
+        """Of the parameters that a rank computes with."""
+        split, whole = self._elements
+        return split * shares.split_state + whole
+
+    @cached_property
+    def _elements(self) -> tuple[int, int]:
+        return sum(p.split_elements for p in self.parts), sum(p.whole_elements for p in self.parts)
+
+
+def cut(
+    profile: ModelProfile, num_ranks: int, chunks: int, weight: Callable[[Part], float]
+) -> list[Stage]:
+    """Cuts the chain such that the heaviest stage is as light as can be.
+
+    Args:
+        profile: the chain; a tail becomes a last stage on rank 0.
+        num_ranks: pipeline ranks.
+        chunks: stages of each.
+        weight: what a part weighs.
+    Raises:
+        ValueError: there are fewer parts than stages.
+    """
+    parts = profile.parts
+    num_stages = num_ranks * chunks
+    if len(parts) < num_stages:
+        raise ValueError(f"{len(parts)} parts cannot be {num_stages} stages")
+    weights = [weight(part) for part in parts]
+    tail = weight(profile.tail) if profile.tail is not None else 0.0
+    low, high = max(weights), (sum(weights) + tail) * (1 + 1e-9)
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        if _ends(weights, num_stages, middle, tail) is None:
+            low = middle
+        else:
+            high = middle
+    ends = _ends(weights, num_stages, high, tail)
+    assert ends is not None, "everything fits into what everything weighs"
+    first_of: dict[tuple[object, ...], Part] = {}
+    kind_of = {part: first_of.setdefault(part.costs, part) for part in parts}
+    stages = []
+    begin = 0
+    for idx, end in enumerate(ends):
+        own = parts[begin:end]
+        kinds = tuple(Counter(kind_of[part] for part in own).items())
+        stages.append(Stage(idx % num_ranks, own, kinds, _input(parts, begin)))
+        begin = end
+    if profile.tail is not None:
+        tail_kind = ((profile.tail, 1),)
+        stages.append(Stage(0, (profile.tail,), tail_kind, _input(parts, len(parts))))
+    return stages
+
+
+def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
+    """Ends of stages of which none weighs more than `most`; None where that cannot be.
+
+    The first stage has the tail beside it.
+    """
+    ends: list[int] = []
+    begin = 0
+    for stage in range(num_stages):
+        left = num_stages - stage - 1  # stages that still have to get a part
+        load = weights[begin] + (tail if stage == 0 else 0.0)
+        if load > most and stage > 0:
+            return None
+        end = begin + 1
+        while end < len(weights) - left and load + weights[end] <= most:
+            load += weights[end]
+            end += 1
+        ends.append(end)
+        begin = end
+    return ends if begin == len(weights) else None
+
+
+def _input(parts: Sequence[Part], begin: int) -> float:
+    """What crosses in front of a part: what the next layer takes, or the last one has given."""
+    if begin == 0:
+        return 0.0
+    for part in (*parts[begin:], *reversed(parts[:begin])):
+        if part.is_layer:
+            return part.input_bytes
+    return parts[begin - 1].largest_bytes
+
+
+def held_by_rank(stages: Sequence[Stage], layout: Layout, half: bool) -> list[RankBytes]:
+    """What each pipeline rank holds at its peak."""
+    kept = _C.make_policy(layout.schedule).kept_microbatches(
+        layout.pp, layout.chunks, layout.microbatches, layout.active
+    )
+    sharding = layout.sharding(half)
+    by_rank: list[Counter[Part]] = [Counter() for _ in range(layout.pp)]
+    for stage in stages:
+        by_rank[stage.rank].update(dict(stage.kinds))
+    known: dict[tuple[object, int], RankBytes] = {}
+    result = []
+    for rank, kinds in enumerate(by_rank):
+        key = (frozenset(kinds.items()), kept[rank])
+        if key not in known:
+            holding = _holding(list(kinds.items()), layout, kept[rank])
+            known[key] = rank_bytes(holding, sharding, layout.microbatches)
+        result.append(known[key])
+    return result
+
+
+def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int) -> Holding:
+    shares = layout.shares
+    elements = small = largest = per_microbatch = temporary = largest_input = 0.0
+    units: list[float] = []
+    layers = 0
+    for part, count in kinds:
+        unit = 0.0
+        for numel, is_split in part.tensors:
+            own = numel * (shares.split_state if is_split else 1.0)
+            elements += count * own
+            largest = max(largest, own)
+            if own < PERSISTENT:
+                small += count * own
+            else:
+                unit += own
+        units += [unit] * min(count, 2)
+        activations = part.split_kept * shares.split + part.whole_kept * shares.whole
+        if layout.checkpoints and part.is_layer:
+            temporary = max(temporary, activations)
+            activations = min(activations, part.input_bytes * shares.whole)
+            largest_input = max(largest_input, activations)
+            layers += count
+        per_microbatch += count * activations
+        temporary = max(temporary, 2 * part.largest_bytes * shares.split)
+    samples = layout.microbatch
+    activations = kept * samples * per_microbatch
+    host = 0.0
+    if layout.offload:
+        inputs = kept * samples * layers * largest_input
+        near = min(inputs, (_LEAVING + _HORIZON) * samples * largest_input)
+        host = inputs - near
+        activations = max(near, activations - host)
+    return Holding(
+        elements=elements,
+        trainable=elements,
+        small=small,
+        largest=largest,
+        units=sum(sorted(units, reverse=True)[:2]),
+        activations=activations,
+        temporary=samples * temporary,
+        host=host,
+    )
