@@ -230,9 +230,14 @@ class Recorder(TorchDispatchMode):
         return self._known.numbers(args)
 
     @contextmanager
-    def at_home_of(self, tensor: Tensor) -> Iterator[None]:
-        """What runs inside is left to the rank that has ``tensor``, if that is not the caller's."""
-        value_idx = self._value_of.get(_key(tensor)) if self._stack else None
+    def at_home_of(self, value: Any) -> Iterator[None]:
+        """What runs inside is left to the rank that has a tensor, if that is not the caller's.
+
+        Args:
+            value: the tensor, or what stands for it.
+        """
+        found = _tensors(value) if self._stack else []
+        value_idx = self._value_of.get(_key(found[0])) if found else None
         if value_idx is not None and not self._is_of_the_caller(value_idx):
             self._home = value_idx
         try:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from smp.tensor_parallel import regions
+
 _aten = torch.ops.aten
 
 
@@ -141,6 +143,7 @@ SHIPPED: dict[Any, str] = {
     functional.softmax: "softmax",
     functional.dropout: "dropout",
     functional.cross_entropy: "cross_entropy",
+    regions.vocabulary_cross_entropy: "vocabulary_cross_entropy",
     functional.nll_loss: "nll_loss",
     functional.mse_loss: "mse_loss",
     functional.l1_loss: "l1_loss",
@@ -163,7 +166,8 @@ SHIPPED: dict[Any, str] = {
 _BY_NAME: dict[str, Callable[..., Any]] = {
     name: getattr(functional if hasattr(functional, name) else Tensor, name)
     for name in (*SHIPPED.values(), *ARITHMETIC.values())
-}
+    if name != "vocabulary_cross_entropy"
+} | {"vocabulary_cross_entropy": regions.vocabulary_cross_entropy}
 
 #: Names of views and their arguments after the first, in the order of application.
 Recipe = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]

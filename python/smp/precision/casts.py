@@ -23,12 +23,23 @@ def cast_inputs(arguments: Any, dtype: torch.dtype) -> Any:
 def cast_outputs(outputs: Any) -> Any:
     """Results with 16-bit tensors in float32, at any depth of containers.
 
-    Attention caches stay as they are. Handles of tensors on other ranks are cast there.
+    Attention caches stay as they are. Handles of tensors on other ranks are cast there, and what
+    stands for tensors that nobody may read when it is read.
     """
-    return pytree.tree_map(_to_float32, outputs, is_leaf=is_cache)
+    return pytree.tree_map(_to_float32, outputs, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_cache(value) or _is_cast_when_read(value)
+
+
+def _is_cast_when_read(value: Any) -> bool:
+    return getattr(type(value), "is_cast_when_read", False)
 
 
 def _to_float32(value: Any) -> Any:
+    if _is_cast_when_read(value):
+        return value.float() if value.dtype in _HALVES else value
     if isinstance(value, Tensor) and value.dtype in _HALVES:
         return value.float()
     return value

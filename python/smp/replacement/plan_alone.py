@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from smp.nn.planned.embedding import PlannedTableColumns, PlannedTableRows
+from smp.nn.planned.head import PlannedHead
 from smp.nn.planned.linear import PlannedGatheredColumn, PlannedPart, PlannedSplitRow
 from smp.replacement import plans
-from smp.replacement.plan_cuts import Dim, Draft, problem_in, standalone_cut
+from smp.replacement.plan_cuts import Dim, Draft, is_model, output_head, problem_in, standalone_cut
 from smp.tensor_parallel import sharding
 
 _STANDALONE: Mapping[str, tuple[type[PlannedPart], int]] = {
@@ -32,10 +33,19 @@ def decide_standalone(draft: Draft) -> None:
             extent = module.get_parameter("weight").shape[dim]
             sizes = sharding.split(extent)
             if sizes[-1] > 0:
+                cls = PlannedHead if _is_head(draft, path) else cls
                 draft.cuts[path] = standalone_cut(module, cls, dim, tuple(sizes))
                 continue
             problem = f"has a size of {extent}, which {len(sizes)} ranks cannot share"
         draft.report.left[path] = problem
+
+
+def _is_head(draft: Draft, path: str) -> bool:
+    """Is it what the model of transformers around it makes its logits with?"""
+    place = plans.holder(path, [p for p, module in draft.modules.items() if is_model(module)])
+    if draft.words[path] != plans.GATHERED_COLUMN or place is None:
+        return False
+    return output_head(draft.modules[place]) is draft.modules[path]
 
 
 def keep_shared_whole(draft: Draft) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,6 +142,22 @@ def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
     if "weight" not in module._parameters:
         return "has no parameter 'weight'"
     return None
+
+
+def is_model(module: nn.Module) -> bool:
+    """Is it a model of transformers? That is never imported for it."""
+    models = sys.modules.get("transformers.modeling_utils")
+    model_cls = getattr(models, "PreTrainedModel", None)
+    return model_cls is not None and isinstance(module, model_cls)
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """What a model of transformers makes its logits with, as far as it says."""
+    try:
+        head: nn.Module | None = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head
 
 
 def _calls_super(cls: type[nn.Module]) -> bool:

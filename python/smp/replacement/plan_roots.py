@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,12 @@ from torch import nn
 
 import smp._C as _C
 from smp.nn import layout as layouts
+from smp.nn.planned.head import PlannedHead, hand_out_whole
 from smp.nn.planned.masks import agree_on_masks
 from smp.replacement import plans
 from smp.replacement.marks import Mark, mark_of
 from smp.replacement.plan_adapters import is_adapted
-from smp.replacement.plan_cuts import Report
+from smp.replacement.plan_cuts import Report, is_model, output_head
 from smp.replacement.plan_exceptions import unfit_parts
 from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
@@ -71,13 +71,6 @@ def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
     return (getattr(module, "_tp_plan", None) or None) if is_model(module) else None
 
 
-def is_model(module: nn.Module) -> bool:
-    """Is it a model of transformers? That is never imported for it."""
-    models = sys.modules.get("transformers.modeling_utils")
-    model_cls = getattr(models, "PreTrainedModel", None)
-    return model_cls is not None and isinstance(module, model_cls)
-
-
 def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:
     """Why a plan is not for a part of the module that it is for."""
     mark = mark_of(module)
@@ -115,6 +108,9 @@ def split_by_plan(
         _refuse_rest(module, report)
     if report.split and layouts.current().has_own_batches:
         agree_on_masks(module)
+    for part in module.modules():
+        if is_model(part) and isinstance(output_head(part), PlannedHead):
+            hand_out_whole(part)
     _say(module, name, found, report)
     return report
 

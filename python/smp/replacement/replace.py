@@ -24,7 +24,8 @@ from smp.replacement.adapters import adapter_in
 from smp.replacement.carried import Carried, carried_by
 from smp.replacement.experts import spread_experts
 from smp.replacement.marks import Mark, is_candidate, mark_of
-from smp.replacement.plan_roots import PlanOf, is_model, plan_of, split_by_plan
+from smp.replacement.plan_cuts import is_model
+from smp.replacement.plan_roots import PlanOf, plan_of, split_by_plan
 from smp.replacement.references import References, has_tensors
 from smp.replacement.values import Values, take_over_values, values_for
 from smp.tensor_parallel import sharding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ else:
 _LOGITS = "logits"
 
 
+class Source(Protocol):
+    """What has logits that are gathered when they are read, on all ranks of the group."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+
 class _Unread:
     """Stands in a dictionary for logits that nobody has read yet.
 
@@ -28,7 +35,7 @@ class _Unread:
         keep: which positions, see `keep_logits`.
     """
 
-    def __init__(self, source: LMHeadOutput, keep: int | Tensor) -> None:
+    def __init__(self, source: Source, keep: int | Tensor) -> None:
         self.source, self.keep = source, keep
 
     def read(self) -> Tensor:
@@ -160,6 +167,21 @@ def lazy_output(base: type[Any], source: LMHeadOutput, keep: int | Tensor) -> An
         keep: positions of logits, see `keep_logits`.
     """
     return _rebuild(base, {"loss": source.loss, _LOGITS: _Unread(source, keep)})
+
+
+def lazy_result(base: type[Any], entries: dict[str, Any]) -> Any:
+    """A result of a model's own, with logits that are gathered when they are read.
+
+    Args:
+        base: its class; the result is an instance of it.
+        entries: by name; "logits" is what has them.
+    """
+    return _rebuild(base, {**entries, _LOGITS: _Unread(entries[_LOGITS], 0)})
+
+
+def is_lazy(output: Any) -> bool:
+    """Has somebody made this result already, with logits that are gathered when they are read?"""
+    return isinstance(output, _LazyOutput)
 
 
 def keep_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
