@@ -27,7 +27,7 @@ TINY = {"num_layers": 2, "hidden": 32, "num_heads": 2, "vocab_size": 64, "seq_le
 BLOCKS = {"num_layers": 6, "hidden": 256, "vocab_size": 2048, "batch_size": 4, "seq_len": 128}
 SPLIT = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 64, "seq_len": 128}
 TIMEOUT_S = 900
-HIDDEN = ("shape", "mixtral", "llama", "payload_bytes", "messages")  # in headlines
+HIDDEN = ("shape", "mixtral", "llama", "qwen3", "payload_bytes", "messages")  # in headlines
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,18 @@ def planned_job(optimizer: bool) -> Job:
     return Job("planned", 2, config, 10)
 
 
+# One layer below a head that is most of the model.
+WORDY = {
+    "vocab_size": 32768, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+
+
+def head_job(dtype: str, prescaled: bool) -> Job:
+    config = {"dtype": dtype, "prescaled": prescaled, "batch_size": 4, "sequence": 128}
+    return Job("planned_head", 2, {"qwen3": WORDY, **config}, 10)
+
+
 def memory_job(subject: str, num_ranks: int) -> Job:
     config = {"subject": subject, "num_ranks": num_ranks, "shape": WIDE, "batch_size": 2}
     return Job("memory", num_ranks, config, 15)
@@ -93,6 +105,8 @@ JOBS = (
     planned_job(optimizer=False),
     planned_job(optimizer=True),
     Job("experts", 2, {"mixtral": MIXTURE, "batch_size": 4, "sequence": 128}, 15),
+    *(head_job("float32", prescaled) for prescaled in (False, True)),
+    head_job("bfloat16", False),
     *(Job("compiled", 1, {"model": name, **BLOCKS}, 10) for name in ("gpt2", "gptj", "llama")),
     memory_job("replicas", 2),
     memory_job("sharded_optimizer", 2),
@@ -136,7 +150,7 @@ def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
     """Results of one benchmark."""
     arguments = [f"--repeats={repeats}"]
     environment: Mapping[str, str] = os.environ
-    if job.script == "memory":
+    if job.script in ("memory", "planned_head"):
         environment = preloaded(environment, REPO / "build" / "bench")
     return launch(job.script, job.num_processes, job.config, environment, TIMEOUT_S, arguments)
 
