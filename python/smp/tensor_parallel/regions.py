@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 import smp._C as _C
@@ -121,6 +123,42 @@ def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"]
     if grad not in ("sum", "own"):
         raise ValueError(f"gather: grad must be 'sum' or 'own', got {grad!r}")
     return _group().gather(x, dim, _sizes(sizes), grad == "sum")
+
+
+@_of_data
+def gathered(x: Tensor, whole: Tensor) -> Tensor:
+    """What `gather` has made of a tensor, for those who go on with other weights on each rank.
+
+    Backward: reduce-scatter, as of `gather` with `grad="sum"`; it goes to `x` and not to `whole`.
+    Forward communicates nothing.
+
+    Args:
+        x: the part of this rank along dim 0; all parts are alike.
+        whole: what `gather` gave for it; unchanged since.
+    Raises:
+        ValueError: the part is not one of this whole.
+    """
+    if whole.shape != (x.shape[0] * size(), *x.shape[1:]):
+        raise ValueError(
+            f"{_C.rank_prefix()}gathered: expected the tensors of {size()} ranks of shape "
+            f"{list(x.shape)} along dim 0, got {list(whole.shape)}"
+        )
+    # Without an edge to the whole: the gradient takes one way.
+    result: Tensor = _Gathered.apply(x, whole.detach())
+    return result
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor) -> Tensor:
+        ctx.was_alone = is_alone()
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with alone() if ctx.was_alone else nullcontext():
+            return reduce_scatter(grads[0], 0), None
 
 
 @_of_data

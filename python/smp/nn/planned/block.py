@@ -14,7 +14,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
-from smp.nn.planned.calls import call_of_block
+from smp.nn.planned.calls import Call, call_of_block
+from smp.nn.planned.linear import has_hooks
 from smp.nn.planned.watch import Watch
 from smp.tensor_parallel import regions
 
@@ -30,6 +31,8 @@ class PlannedBlock(DistributedModule):
         _smp_name: of the block in the model.
         _smp_heads: of attention: how many heads of queries this rank has, and all have.
         _smp_rates: where rates of dropout are inside, once somebody has looked.
+        _smp_sums_late: with own batches: rows inside may leave their sums to whom reads them,
+            because no rank has hooks there; None: nobody has asked.
         _smp_watch: of its whole parameters; None: they were looked at.
     """
 
@@ -39,6 +42,7 @@ class PlannedBlock(DistributedModule):
     _smp_name: str
     _smp_heads: tuple[int, int] | None = None
     _smp_rates: list[tuple[nn.Module, str]] | None = None
+    _smp_sums_late: bool | None = None
     _smp_watch: Watch | None = None
 
 
@@ -74,15 +78,25 @@ def _run(
     if watch is not None and watch.is_due() and not regions.is_alone():
         block.__dict__["_smp_watch"] = None
         watch.check()
+    call = Call(sums_late=_sums_late(block))
     if layout.has_own_batches:
-        args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs)
-    with call_of_block(), _drawing(block, (*args, *kwargs.values())):
+        args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs, call)
+    with call_of_block(call), _drawing(block, (*args, *kwargs.values())):
         output = inner(*args, **kwargs)
     if block._smp_heads is not None:
         output = _without_weights(output, *block._smp_heads)
     if layout.has_own_batches:
         output = borders.leave(layout, block._smp_name, output, num_samples)
     return output
+
+
+def _sums_late(block: Any) -> bool:
+    if not block._smp_layout.has_own_batches or regions.is_alone():
+        return False
+    if block._smp_sums_late is None:
+        is_free = not any(has_hooks(x) for x in block.modules() if x is not block)
+        block.__dict__["_smp_sums_late"] = regions.all_say(is_free, "hooks in a block of a plan")
+    return bool(block._smp_sums_late)
 
 
 def _without_weights(output: Any, num_own: int, num_all: int) -> Any:

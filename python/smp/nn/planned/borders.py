@@ -11,6 +11,8 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.nn.layout import Layout
+from smp.nn.planned.calls import Call
+from smp.nn.planned.late import LateSum
 from smp.tensor_parallel import regions
 
 #: Arguments that are the same for all samples, and on all ranks.
@@ -22,7 +24,7 @@ _GATHERED = "_smp_gathered"  # of a tensor: what was made of it, and of which ve
 
 
 def enter(
-    layout: Layout, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    layout: Layout, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Call
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """Arguments of a block with the samples of all ranks.
 
@@ -30,6 +32,7 @@ def enter(
         layout: says how many ranks there are.
         where: name of the block.
         args, kwargs: as the code around it gives them.
+        call: gets to know what is gathered of what.
 
     Returns:
         the same with gathered tensors, and the number of samples of this rank.
@@ -47,7 +50,7 @@ def enter(
             f"{_C.rank_prefix()}{where}: is split by a plan and was called without a tensor of "
             "activations, so its samples cannot be told; use prescaled_batch, or leave it out"
         )
-    gather = _Gather(layout, where, first)
+    gather = _Gather(layout, where, first, call)
     given = [gather(name, value) for name, value in named]
     num_args = len(args)
     return tuple(given[:num_args]), dict(zip(kwargs, given[num_args:], strict=True)), first.shape[0]
@@ -60,8 +63,8 @@ def _is_data(value: Any) -> bool:
 class _Gather:
     """Gathers the samples of arguments."""
 
-    def __init__(self, layout: Layout, where: str, first: Tensor) -> None:
-        self._layout, self._where = layout, where
+    def __init__(self, layout: Layout, where: str, first: Tensor, call: Call) -> None:
+        self._layout, self._where, self._call = layout, where, call
         self._num_samples, self._first = first.shape[0], first
 
     def __call__(self, name: str, value: Any) -> Any:
@@ -94,6 +97,8 @@ class _Gather:
         gathered = self._layout.expand_to_all(x, self._num_samples)
         if may_keep:  # layers read the same masks and angles one after the other
             setattr(x, _GATHERED, (x._version, self._num_samples, gathered))
+        elif x.requires_grad and x.shape[0] == self._num_samples and type(gathered) is Tensor:
+            self._call.note(gathered, x)
         return gathered
 
 
@@ -108,20 +113,36 @@ def leave(layout: Layout, where: str, output: Any, num_samples: int) -> Any:
     Raises:
         RuntimeError: a tensor has no samples along dim 0.
     """
-    if isinstance(output, Tensor):
-        if output.dim() == 0 or output.shape[0] != num_samples * layout.num_ranks:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}{where}: gives a tensor of shape {list(output.shape)}; "
-                f"expected {num_samples * layout.num_ranks} samples of all ranks along dim 0. What "
-                "a plan splits has to keep samples there; use prescaled_batch, or leave it out"
-            )
-        # A copy, which the code around may write to, and which keeps no samples of other ranks.
-        return regions.scatter(output, 0).clone()
-    if type(output) in (tuple, list):
-        return type(output)(leave(layout, where, item, num_samples) for item in output)
-    if type(output) is dict:
-        return {key: leave(layout, where, v, num_samples) for key, v in output.items()}
-    return output
+    known: dict[int, Tensor] = {}  # what it gives twice is one tensor outside, too
+
+    def own(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in known:
+                known[id(x)] = _own_samples(layout, where, x, num_samples)
+            return known[id(x)]
+        if type(x) in (tuple, list):
+            return type(x)(map(own, x))
+        if type(x) is dict:
+            return {key: own(item) for key, item in x.items()}
+        return x
+
+    return own(output)
+
+
+def _own_samples(layout: Layout, where: str, x: Tensor, num_samples: int) -> Tensor:
+    if x.dim() == 0 or x.shape[0] != num_samples * layout.num_ranks:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}{where}: gives a tensor of shape {list(x.shape)}; expected "
+            f"{num_samples * layout.num_ranks} samples of all ranks along dim 0. What a plan "
+            "splits has to keep samples there; use prescaled_batch, or leave it out"
+        )
+    if isinstance(x, LateSum):
+        own = x.own_samples()
+        if own is not None:  # a view could not be written to behind a node of autograd
+            return own.clone() if own._is_view() else own
+        x = x.read()
+    # A copy, which the code around may write to, and which keeps no samples of other ranks.
+    return regions.scatter(x, 0).clone()
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module
 
 import smp._C as _C
 from smp.nn.layout import Layout, uneven
 from smp.nn.module import DistributedModule
-from smp.nn.planned.calls import for_columns
+from smp.nn.planned.calls import for_columns, sums_late
+from smp.nn.planned.late import LateSum, OfFirstRank
 from smp.tensor_parallel import reading, regions
 
 
@@ -53,7 +55,14 @@ class PlannedColumn(PlannedPart, nn.Linear):
 
 
 class PlannedRow(PlannedPart, nn.Linear):
-    """``nn.Linear`` with some of the input features and the whole bias: ``rowwise``."""
+    """``nn.Linear`` with some of the input features and the whole bias: ``rowwise``.
+
+    Attributes:
+        _smp_sums_late: in a block with own batches its result may be a :class:`LateSum`; False once
+            code in the block has read one, which costs more than a sum at once.
+    """
+
+    _smp_sums_late: bool = True
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
@@ -65,8 +74,18 @@ class PlannedRow(PlannedPart, nn.Linear):
                 f"({list(self._smp_sizes)} of {self.in_features}): code in between makes something "
                 "else of what the columns give; leave these parts out of the plan"
             )
+        if self._smp_sums_late and sums_late() and not has_hooks(self):
+            bias = None if self.bias is None else OfFirstRank.apply(self.bias)
+            term = F.linear(input, self.weight, bias)
+            return LateSum.of(term, self) if type(term) is Tensor else regions.reduce(term)
         y = regions.reduce(F.linear(input, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def has_hooks(part: nn.Module) -> bool:
+    """Do hooks see what it gives?"""
+    hooks = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(getattr(part, f"_{name}") or getattr(module, f"_global_{name}") for name in hooks)
 
 
 class PlannedGatheredColumn(PlannedPart, nn.Linear):
