@@ -319,3 +319,40 @@ def losses_with_dropout(rank: int) -> list[float]:
 
     torch.manual_seed(7)
     return [float(train_step(make_batch("loop", 0, 0)["x"]).reduce_mean()) for _ in range(3)]
+
+
+def initial_state(rank: int, tp: int) -> dict[str, Tensor]:
+    """Of a model whose parameters are made when it is partitioned."""
+    import smp
+
+    smp.init(
+        {
+            "tensor_parallel_degree": tp, "expert_parallel_degree": tp, "ddp": True,
+            "delayed_parameter_initialization": True,
+        }
+    )  # fmt: skip
+    torch.manual_seed(100 + rank)  # of creation, which does not matter
+    with smp.delay_param_initialization():
+        plain = Model("loop")
+    assert all(p.is_meta for p in plain.parameters())
+    smp.set_tensor_parallelism(plain, plan=PLAN)
+    torch.manual_seed(3)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def evaluate(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)["loss"]
+        return loss
+
+    with torch.no_grad():
+        loss = evaluate(make_batch("loop", 0, 0)["x"].float())
+    assert bool(torch.as_tensor(loss.reduce_mean()).isfinite())
+    return {k: v.clone() for k, v in model.state_dict().items() if "counts" not in k}
+
+
+def test_delayed_experts_have_the_values_of_their_names(pool: Pool) -> None:
+    [expected] = pool.run(1, initial_state, 1)
+    for state in pool.run(2, initial_state, 2):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert bool(value.any()) and torch.equal(state[name], value), name
