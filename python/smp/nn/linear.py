@@ -157,13 +157,17 @@ class DistributedLinear(ReadAsWhole):
         sizes = uneven(self._sizes)
         if self._layout.has_own_batches:
             x = regions.exchange(x, x.dim() - 1, 0, split_sizes=sizes)
-            y = regions.reduce_scatter(F.linear(x, self.weight), 0)
+            y = regions.reduce_scatter(F.linear(x, self._matrix()), 0)
         else:
             x = regions.scatter(x, x.dim() - 1, sizes)
-            y = regions.reduce(F.linear(x, self.weight))
+            y = regions.reduce(F.linear(x, self._matrix()))
         if self.bias is not None:
             y = y + self.bias
         return y if input.dim() > 1 else y[0]
+
+    def _matrix(self) -> Tensor:
+        """``[out_features, own part of in_features]``."""
+        return self.weight
 
     def extra_repr(self) -> str:
         return _describe(self)

@@ -54,13 +54,14 @@ class IndivisibleModule(DistributedModule):
 
 
 class ReadAsWhole(DistributedModule):
-    """A module with a weight split along dim 1, which code outside of it gets whole.
+    """A module with a weight split along one dim, which code outside of it gets whole.
 
     Such code was written for the module whose place this one has taken. A module that was made as a
     distributed one gives everybody the part of this rank.
     """
 
     _smp_split: reading.Split | None = None
+    _split_dim = 1
     _sizes: list[int]
     _layout: Layout
 
@@ -70,7 +71,7 @@ class ReadAsWhole(DistributedModule):
         if len(self._sizes) > 1 and type(self).__module__.startswith("smp."):
             weight = f"{name}.weight" if name else "weight"
             self.__dict__["_smp_split"] = reading.Split(
-                weight, 1, tuple(self._sizes), self._layout.has_own_batches
+                weight, self._split_dim, tuple(self._sizes), self._layout.has_own_batches
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,15 @@ from smp.nn.planned.embedding import PlannedTableColumns, PlannedTableRows
 from smp.nn.planned.head import PlannedHead
 from smp.nn.planned.linear import PlannedGatheredColumn, PlannedPart, PlannedSplitRow
 from smp.replacement import plans
-from smp.replacement.plan_cuts import Dim, Draft, is_model, output_head, problem_in, standalone_cut
+from smp.replacement.plan_cuts import (
+    Dim,
+    Draft,
+    is_model,
+    output_head,
+    problem_in,
+    standalone_cut,
+    weight_dim,
+)
 from smp.tensor_parallel import sharding
 
 _STANDALONE: Mapping[str, tuple[type[PlannedPart], int]] = {
@@ -30,7 +38,7 @@ def decide_standalone(draft: Draft) -> None:
         base = nn.Linear if issubclass(cls, nn.Linear) else nn.Embedding
         problem = problem_in(module, base)
         if problem is None:
-            extent = module.get_parameter("weight").shape[dim]
+            extent = module.get_parameter("weight").shape[weight_dim(module, dim)]
             sizes = sharding.split(extent)
             if sizes[-1] > 0:
                 cls = PlannedHead if _is_head(draft, path) else cls

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp.nn import layout as layouts
+from smp.nn.conv1d import Conv1DPart, conv1d_class, is_conv1d
 from smp.nn.experts import HoldsExperts
 from smp.nn.layout import Layout
 from smp.nn.planned.linear import PlannedColumn, PlannedHeads, PlannedPart
@@ -122,9 +123,10 @@ def draft_of(
 def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
     """Why a module cannot be split, as the end of a sentence that begins with it."""
     cls = type(module)
-    if not isinstance(module, base):
+    is_other = base is nn.Linear and is_conv1d(module)
+    if not (is_other or isinstance(module, base)):
         return f"is a {cls.__name__}; expected {base.__name__}"
-    if cls is not base and not _calls_super(cls):
+    if cls is not base and not is_other and not _calls_super(cls):
         return f"is a {cls.__name__}, a subclass of {base.__name__} that computes something else"
     if "forward" in module.__dict__:
         return "has a forward of its own, set on the instance"
@@ -180,8 +182,9 @@ def joined_class(cls: type[nn.Module], planned: type[PlannedPart]) -> type[nn.Mo
     if cls in (nn.Linear, nn.Embedding):
         return planned
     if (cls, planned) not in _joined:
+        bases = (Conv1DPart, planned, cls) if cls is conv1d_class() else (cls, planned)
         members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _joined[cls, planned] = type(cls.__name__, (cls, planned), members)
+        _joined[cls, planned] = type(cls.__name__, bases, members)
     return _joined[cls, planned]
 
 
@@ -192,13 +195,18 @@ def behind(planned: type[PlannedPart]) -> Callable[[type[nn.Module]], type[nn.Mo
     return functools.partial(joined_class, planned=planned)
 
 
-def column_cut(module: nn.Linear, share: Share, num: int) -> Cut:
+def weight_dim(module: nn.Module, dim: int) -> int:
+    """Where the weight has its output features (0) or input features (1)."""
+    return 1 - dim if is_conv1d(module) else dim
+
+
+def column_cut(module: nn.Module, share: Share, num: int) -> Cut:
     if not share.sizes:
         own = share.heads[regions.rank()]
         attributes = {"_smp_sizes": (), "_smp_heads": own, "_smp_unit": share.unit}
         return Cut(behind(PlannedHeads), {}, frozenset({"weight", "bias"}), attributes)
-    dims = {"weight": Dim(0, share.sizes, num)}
-    if module.bias is not None:
+    dims = {"weight": Dim(weight_dim(module, 0), share.sizes, num)}
+    if module._parameters.get("bias") is not None:
         dims["bias"] = Dim(0, share.sizes, num)
     return Cut(behind(PlannedColumn), dims, attributes={"_smp_sizes": share.sizes})
 
@@ -206,7 +214,7 @@ def column_cut(module: nn.Linear, share: Share, num: int) -> Cut:
 def standalone_cut(
     module: nn.Module, cls: type[PlannedPart], dim: int, sizes: tuple[int, ...]
 ) -> Cut:
-    dims = {"weight": Dim(dim, sizes)}
+    dims = {"weight": Dim(weight_dim(module, dim), sizes)}
     if dim == 0 and module._parameters.get("bias") is not None:
         dims["bias"] = Dim(0, sizes)
     return Cut(behind(cls), dims, attributes={"_smp_sizes": sizes})

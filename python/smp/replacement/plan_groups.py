@@ -9,7 +9,7 @@ from torch import nn
 
 from smp.nn.planned.linear import PlannedLatent, PlannedRow
 from smp.replacement import plan_sizes, plans
-from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in
+from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in, weight_dim
 from smp.replacement.plan_sizes import CannotCut, Shares
 from smp.tensor_parallel import regions
 
@@ -63,8 +63,8 @@ def _problem_of(draft: Draft, group: plans.Group) -> str | None:
 def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
     owner = draft.modules[path]
     num = {p: 2 if draft.words[p] == plans.PACKED_COLUMN else 1 for p in group.columns}
-    columns = {p: _linear(draft, p).out_features // num[p] for p in group.columns}
-    rows = {p: _linear(draft, p).in_features for p in group.rows}
+    columns = {p: _features(draft, p, 0) // num[p] for p in group.columns}
+    rows = {p: _features(draft, p, 1) for p in group.rows}
     attributes = _numbers_of(owner)
     heads = plan_sizes.heads_of(attributes, columns, next(iter(rows.values())))
     shares = plan_sizes.shares_of(columns, rows, heads, draft.layout.num_ranks)
@@ -73,10 +73,10 @@ def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
         if max(num.values()) > 1:
             raise CannotCut("has packed columns in attention, whose order is not known")
     for part, share in shares.columns.items():
-        draft.cuts[part] = column_cut(_linear(draft, part), share, num[part])
+        draft.cuts[part] = column_cut(draft.modules[part], share, num[part])
     for part, share in shares.rows.items():
         sizes = {"_smp_sizes": share.sizes}
-        dims = {"weight": Dim(1, share.sizes)}
+        dims = {"weight": Dim(weight_dim(draft.modules[part], 1), share.sizes)}
         draft.cuts[part] = Cut(behind(PlannedRow), dims, attributes=sizes)
     if heads is not None:
         _cut_by_heads(draft, path, heads, shares)
@@ -115,10 +115,10 @@ def _same_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def _linear(draft: Draft, path: str) -> nn.Linear:
+def _features(draft: Draft, path: str, dim: int) -> int:
+    """Output features (0) or input features (1) of a linear layer."""
     module = draft.modules[path]
-    assert isinstance(module, nn.Linear)
-    return module
+    return module.get_parameter("weight").shape[weight_dim(module, dim)]
 
 
 def is_complete(draft: Draft, group: plans.Group) -> bool:

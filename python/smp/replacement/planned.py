@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp.initial.originals import keep_original
+from smp.nn.conv1d import is_linear
 from smp.nn.experts import HoldsExperts
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
@@ -116,7 +117,7 @@ def _split(
         own = f"{draft.prefix}{plans.join(path, name)}"
         splits[name] = reading.Split(own, how.dim, how.sizes, has_own, how.num)
     bias = module._parameters.get("bias")
-    is_part = isinstance(module, nn.Linear)
+    is_part = is_linear(module)
     if not is_inside and is_part and bias is not None and "bias" not in cut.dims:
         sharding.mark_whole(bias, partial=has_own)
     module.__class__ = cut.make_class(type(module))

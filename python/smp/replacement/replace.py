@@ -14,6 +14,7 @@ from torch import nn
 import smp._C as _C
 from smp.initial.delay import on_meta
 from smp.nn import huggingface
+from smp.nn.conv1d import is_conv1d
 from smp.nn.experts import HoldsExperts
 from smp.nn.gradient_checkpointing import take_over_checkpointing
 from smp.nn.listed_experts import SpreadMixture
@@ -174,7 +175,8 @@ class _Replacement:
 
     def _may_replace(self, module: nn.Module) -> bool:
         """Single layers of a model with a plan stay whole, if the plan does not name them."""
-        return self._planned is None or type(module) not in (nn.Linear, nn.Embedding)
+        is_single = type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module)
+        return self._planned is None or not is_single
 
     def _is_near_miss(self, module: nn.Module) -> bool:
         """Might the user have thought that a marked module would be split?"""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from smp.nn.conv1d import DistributedConv1D, arguments_of_conv1d, conv1d_class
 from smp.nn.huggingface import (
     bert,
     gpt2,
@@ -54,6 +55,9 @@ def register_available(modules: Mapping[str, ModuleType | None] | None = None) -
     if model_cls is None:  # not there, or being imported just now
         return
     pretrained.watch(model_cls)
+    conv1d = conv1d_class()
+    if conv1d is not None and not is_registered(conv1d):
+        register(Registration(conv1d, DistributedConv1D, arguments_of=arguments_of_conv1d))
     for family in FAMILIES:
         modeling = imported.get(family.modeling)
         for kind, name in family.classes.items():

@@ -26,7 +26,7 @@ class PlannedHead(PlannedGatheredColumn):
             return super().forward(input)
         dim = 0 if self._has_own else None
         layout = self._smp_layout
-        [local] = regions.gathered_linears(input, [self.weight], [self.bias], dim)
+        [local] = regions.gathered_linears(input, [self._matrix()], [self.bias], dim)
         return SplitLogits(local, Vocabulary(layout, tuple(self._smp_sizes)))
 
 

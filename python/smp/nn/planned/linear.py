@@ -38,6 +38,11 @@ class PlannedPart(DistributedModule):
         """Does it read samples that other ranks do not have?"""
         return self._smp_layout.has_own_batches and not self._smp_inside
 
+    def _matrix(self) -> Tensor:
+        """What this rank has of the weight of a linear layer, ``[out, in]``."""
+        weight: Tensor = self.weight
+        return weight
+
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in self._smp_splits and value is not None and reading.is_outside():
@@ -51,7 +56,7 @@ class PlannedColumn(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in]``, common, to ``[*, own part of out]``. Collective in backward."""
-        return F.linear(for_columns(input), self.weight, self.bias)
+        return F.linear(for_columns(input), self._matrix(), self.bias)
 
 
 class PlannedRow(PlannedPart, nn.Linear):
@@ -67,18 +72,18 @@ class PlannedRow(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, own part of in]`` to ``[*, out]``, common. Collective."""
-        if input.shape[-1] != self.weight.shape[1]:
+        if input.shape[-1] != self._matrix().shape[1]:
             raise RuntimeError(
                 f"{_C.rank_prefix()}a layer that a plan splits by input features (rowwise) got "
-                f"{input.shape[-1]} features; expected the {self.weight.shape[1]} of this rank "
+                f"{input.shape[-1]} features; expected the {self._matrix().shape[1]} of this rank "
                 f"({list(self._smp_sizes)} of {self.in_features}): code in between makes something "
                 "else of what the columns give; leave these parts out of the plan"
             )
         if self._smp_sums_late and sums_late() and not has_hooks(self):
             bias = None if self.bias is None else OfFirstRank.apply(self.bias)
-            term = F.linear(input, self.weight, bias)
+            term = F.linear(input, self._matrix(), bias)
             return LateSum.of(term, self) if type(term) is Tensor else regions.reduce(term)
-        y = regions.reduce(F.linear(input, self.weight))
+        y = regions.reduce(F.linear(input, self._matrix()))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -98,10 +103,10 @@ class PlannedGatheredColumn(PlannedPart, nn.Linear):
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
             x = regions.gather(x, 0, grad="sum")
-            y = F.linear(x, self.weight, self.bias)
+            y = F.linear(x, self._matrix(), self.bias)
             y = regions.exchange(y, 0, last, concat_sizes=sizes)
         else:
-            y = F.linear(for_columns(x), self.weight, self.bias)
+            y = F.linear(for_columns(x), self._matrix(), self.bias)
             y = regions.gather(y, last, sizes, grad="own")
         return y if input.dim() > 1 else y[0]
 
@@ -116,9 +121,9 @@ class PlannedSplitRow(PlannedPart, nn.Linear):
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
             x = regions.exchange(x, last, 0, split_sizes=sizes)
-            y = regions.reduce_scatter(F.linear(x, self.weight), 0)
+            y = regions.reduce_scatter(F.linear(x, self._matrix()), 0)
         else:
-            y = regions.reduce(F.linear(regions.scatter(x, last, sizes), self.weight))
+            y = regions.reduce(F.linear(regions.scatter(x, last, sizes), self._matrix()))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y if input.dim() > 1 else y[0]
@@ -141,11 +146,11 @@ class PlannedHeads(PlannedPart, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in]``, common, to ``[*, features of the heads]``. Collective in backward."""
         bias = None if self.bias is None else self._rows(self.bias)
-        return F.linear(for_columns(input), self._rows(self.weight), bias)
+        return F.linear(for_columns(input), self._rows(self._matrix()), bias)
 
     def _rows(self, whole: Tensor) -> Tensor:
         heads = torch.tensor(self._smp_heads, device=whole.device)
-        grouped = whole.view(-1, self._smp_unit, *whole.shape[1:])
+        grouped = whole.reshape(-1, self._smp_unit, *whole.shape[1:])
         return grouped.index_select(0, heads).flatten(0, 1)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +175,7 @@ class PlannedLatent(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in]`` to ``[*, out]``, common. Collective in backward."""
-        y = F.linear(input, self.weight, self.bias)
+        y = F.linear(input, self._matrix(), self.bias)
         num = self._smp_num_direct
         latent, direct = y.split([y.shape[-1] - num, num], dim=-1)
         return torch.cat([latent, regions.copy(direct)], dim=-1)
