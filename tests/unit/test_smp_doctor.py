@@ -17,6 +17,7 @@ from smp_cli.doctor.probes import PROBES, Probe, run_probe
 from smp_cli.doctor.report import Section
 from smp_cli.main import main
 
+from smp.planning import hardware
 from tests.conftest import REPO
 
 HERE = "tests.unit.test_smp_doctor"
@@ -228,3 +229,33 @@ def test_slow_transports_are_problems() -> None:
 
 def test_probes_have_limits() -> None:
     assert all(0 < probe.limit_s <= 120 for probe in probes.PROBES)
+
+
+def test_calibration_is_hardware_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smp_cli.doctor.calibration.count_gpus", lambda environ: 0)
+    file = tmp_path / "here.json"
+    assert main(["doctor", "--calibrate", str(file)]) == 0
+    found = hardware.load(str(file))
+    assert json.loads(capsys.readouterr().out) == found.to_json()
+    assert found.at_once == found.devices_per_host == cores.usable_cores()
+    assert found.flops_per_byte("fp32") > 0 and found.inside.latency_s > 0
+    assert found.source.startswith("measured by")
+
+
+def test_calibration_into_no_folder_is_bad_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--calibrate", str(tmp_path / "no" / "here.json")]) == 2
+    assert "is no file in a folder that is there" in capsys.readouterr().err
+
+
+def test_calibration_that_cannot_measure_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Section("calibration", problems=["1 ranks could not talk to each other: no torch"])
+    monkeypatch.setattr("smp_cli.doctor.calibration.run_link", lambda *_: (broken, None))
+    file = tmp_path / "here.json"
+    assert main(["doctor", "--calibrate", str(file)]) == 1
+    assert "no torch" in capsys.readouterr().err and not file.exists()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from smp_cli.doctor.calibration import calibrate
 from smp_cli.doctor.probes import PROBES, Probe, run_probe
 from smp_cli.doctor.report import Section, to_text
 
@@ -30,6 +31,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
         "--only", metavar="PROBE,...", help=f"of {', '.join(p.name for p in PROBES)}"
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure the device and its links instead, for smp plan --hardware FILE",
     )
     parser.add_argument("--limit-s", type=float, metavar="S", help="seconds for each probe")
     parser.set_defaults(execute=execute)
@@ -53,6 +59,8 @@ def _run(probes: Sequence[Probe], limit_s: float | None) -> list[Section]:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the probes; 1 when something is wrong, 2 for a probe that there is not."""
+    if arguments.calibrate:
+        return calibrate(arguments.calibrate)
     probes: Sequence[Probe] = PROBES
     if arguments.only:
         names = arguments.only.split(",")

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +51,16 @@ PROBES: tuple[Probe, ...] = (
 )
 
 
+def python_path(env: Mapping[str, str]) -> str:
+    """``PYTHONPATH`` with which another process finds the packages of this one."""
+    return os.pathsep.join([_PACKAGES, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
 def run_probe(probe: Probe, limit_s: float) -> Section:
     """What a probe found; a section with a problem if it crashed or took too long."""
     reader, writer = os.pipe()
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join([_PACKAGES, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env["PYTHONPATH"] = python_path(env)
     process = subprocess.Popen(
         [sys.executable, "-m", "smp_cli.doctor", probe.function, str(writer)],
         pass_fds=(writer,),

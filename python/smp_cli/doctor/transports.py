@@ -61,7 +61,7 @@ def lanes() -> Section:
 
 def measure_lanes(settings: dict[str, str], size: int, num_bytes: int) -> Section:
     """The lane of each pair of ``size`` ranks, and bytes per second of tensors of ``num_bytes``."""
-    section, found = _run("lanes between devices", settings, ["lanes", str(num_bytes)], size)
+    section, found = run_link("lanes between devices", settings, ["lanes", str(num_bytes)], size)
     if found is None:
         return section
     for source, destination, lane, why, bytes_per_s in found["pairs"]:
@@ -79,14 +79,14 @@ def measure_lanes(settings: dict[str, str], size: int, num_bytes: int) -> Sectio
 
 def _measure(name: str, settings: dict[str, str], kind: str = "messages") -> Section:
     """Two ranks; the first one's result."""
-    section, found = _run(name, settings, [kind], 2)
+    section, found = run_link(name, settings, [kind], 2)
     if found is not None:
         section.values = found
         _judge(section)
     return section
 
 
-def _run(
+def run_link(
     name: str, settings: dict[str, str], arguments: list[str], size: int
 ) -> tuple[Section, dict[str, Any] | None]:
     """What the first of some ranks has found; None with the problem in the section."""

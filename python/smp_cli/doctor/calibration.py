@@ -1,0 +1,85 @@
+"""``smp doctor --calibrate``: the numbers that ``smp plan`` asks of a machine, measured here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from smp_cli.cores import usable_cores
+from smp_cli.doctor.probes import python_path
+from smp_cli.doctor.transports import run_link
+from smp_cli.sagemaker import count_gpus
+
+
+def calibrate(path: str) -> int:
+    """Writes a file for ``smp plan --hardware``; prints what it has measured.
+
+    Args:
+        path: of the file; its folder has to be there.
+
+    Returns:
+        0; 1 if something could not be measured; 2 if the file cannot be written.
+    """
+    target = Path(path)
+    if not target.parent.is_dir() or target.is_dir():
+        print(f"smp doctor: {path!r} is no file in a folder that is there", file=sys.stderr)
+        return 2
+    try:
+        found = measure(count_gpus(os.environ))
+    except RuntimeError as error:
+        print(f"smp doctor: {error}", file=sys.stderr)
+        return 1
+    target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=2))
+    return 0
+
+
+def measure(num_gpus: int) -> dict[str, Any]:
+    """Rates of one device, and of the ways between two ranks.
+
+    Args:
+        num_gpus: of this machine; without any its cores count as devices, one thread each.
+
+    Raises:
+        RuntimeError: ranks cannot start or talk; says why.
+    """
+    device = {"SMP_DEVICE": "cuda" if num_gpus else "cpu"}
+    rates = _result(device, "rates", 1)
+    several = {**device, "SMP_SHM": "1"} if num_gpus > 1 else {"SMP_SHM": "1"}
+    near = _result(several, "nccl" if num_gpus > 1 else "messages", 2)
+    far = _result({"SMP_SHM": "0"}, "messages", 2)
+    count = num_gpus or usable_cores()
+    return {
+        "name": f"{platform.node() or 'this machine'}, {rates['device']}",
+        "source": "measured by smp doctor --calibrate; 'between' is TCP over the loopback device, "
+        "as one machine has no other host: replace it for several",
+        "flops": rates["flops"],
+        "product_share": 1.0,
+        "memory_bytes": rates["memory"] if num_gpus else _host_bytes() // count,
+        "memory_bytes_per_s": rates["moved"],
+        "inside": _link(near),
+        "between": _link(far),
+        "host_copy_bytes_per_s": rates["copied"],
+        "at_once": 0 if num_gpus else count,
+        "devices_per_host": count,
+    }
+
+
+def _result(settings: dict[str, str], kind: str, size: int) -> dict[str, Any]:
+    settings = {**settings, "PYTHONPATH": python_path(os.environ)}
+    section, found = run_link("calibration", settings, [kind], size)
+    if found is None:
+        raise RuntimeError("; ".join(section.problems))
+    return found
+
+
+def _link(found: dict[str, Any]) -> dict[str, float]:
+    return {"bytes_per_s": found["bytes per s"], "latency_s": found["round trip us"] / 2e6}
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
