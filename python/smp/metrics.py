@@ -14,6 +14,7 @@ from smp.observe.metrics import (
     server_stats,
     transformer_flops_per_token,
 )
+from smp.observe.step_log import log, to
 
 __all__ = [
     "Counters",
@@ -24,8 +25,10 @@ __all__ = [
     "executed_order",
     "executed_schedule",
     "format_line",
+    "log",
     "offload_stats",
     "resident_bytes",
     "server_stats",
+    "to",
     "transformer_flops_per_token",
 ]

@@ -65,7 +65,11 @@ def server_stats() -> dict[str, float]:
     Raises:
         RuntimeError: before ``smp.init``.
     """
-    current = _run()
+    return stats_of(_run())
+
+
+def stats_of(current: runtime.Runtime) -> dict[str, float]:
+    """`server_stats` of a runtime."""
     stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
     if current.server is not None:
         stats.update(current.server.stats())

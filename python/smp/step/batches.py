@@ -20,6 +20,7 @@ class Batch:
         arguments: those to cut, by name.
         count: microbatches that they make.
         weights: of the microbatches; None if all are 1.
+        num_samples: of the call, on the driver; 0 elsewhere.
     """
 
     args: tuple[Any, ...]
@@ -27,6 +28,7 @@ class Batch:
     arguments: dict[str, Any]
     count: int
     weights: Sequence[float] | None
+    num_samples: int
 
     @classmethod
     def of(
@@ -40,11 +42,12 @@ class Batch:
         """Counts the microbatches of a call."""
         count = microbatch.num_microbatches(arguments, axes, current.rank.config.microbatches)
         # Arguments of other ranks than the driver may be dummies of any shape.
-        weights = None
+        weights, num_samples = None, 0
         if current.rank.ranks["pp"] == 0:
             sizes = microbatch.batch_sizes(arguments, axes)
             weights = microbatch.weights(sizes, count, strict=trains)
-        return cls(*call, arguments, count, weights)
+            num_samples = max((size for _, size in sizes), default=0)
+        return cls(*call, arguments, count, weights, num_samples)
 
 
 def joined_weights(batches: Sequence[Batch]) -> Sequence[float] | None:

@@ -14,6 +14,7 @@ import torch
 from smp.model import DistributedModel, engine_of
 from smp.model.share import Share, set_share
 from smp.modules import autocast
+from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batches import Batch, Bodies, joined_weights, make_bodies
@@ -115,7 +116,10 @@ class StepFunction:
         if verification is not None:
             counts = [batch.count for batch in batches] if len(batches) > 1 else [count]
             verification.step_done(trains, result, counts)
-        current.steps.finished(time.perf_counter() - started_s)
+        duration_s = time.perf_counter() - started_s
+        current.steps.finished(duration_s)
+        num_samples = sum(batch.num_samples for batch in batches)
+        step_log_of(current).finished(duration_s, trains=trains, num_samples=num_samples)
         return result
 
     def _bodies(

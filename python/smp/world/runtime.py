@@ -16,9 +16,10 @@ import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
-from smp.world.attached import Detection, Pipeline, Verification
+from smp.world.attached import Detection, Pipeline, StepLog, Verification
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
+from smp.world.placement_map import placement_map
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
@@ -39,6 +40,7 @@ class Runtime:
         pipeline: what the partitioned models of several pipeline ranks share.
         detection: of NaN and infinities, while somebody wants it.
         verification: records what it computes, where `smp verify` has started it.
+        step_log: figures of training steps, from the first step on.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -50,6 +52,7 @@ class Runtime:
         self.pipeline: Pipeline | None = None
         self.detection: Detection | None = None
         self.verification: Verification | None = None
+        self.step_log: StepLog | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
@@ -95,9 +98,21 @@ class Runtime:
         )
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
+        first_rank_log.info("%s", self._placement(meeting))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
+
+    def _placement(self, meeting: Sequence[Hello]) -> str:
+        hosts, grid = [other.host for other in meeting], self.rank.grid
+        devices = [
+            str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
+            for rank, other in enumerate(meeting)
+        ]
+        places = [grid.coordinates(rank) for rank in range(len(meeting))]
+        return placement_map(
+            hosts, devices, [(at.pp, at.tp, at.rdp) for at in places], grid.placement
+        )
 
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""

@@ -11,6 +11,7 @@ from smp.world.fault_injection import InjectedFault, read_fault
 
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_HANG_S = 600.0
+DEFAULT_METRICS_EVERY = 100
 DEFAULT_RING_MB = 8
 MAX_RING_MB = 4096
 DEFAULT_SLOT_MB = 128
@@ -39,6 +40,8 @@ class Settings:
     """`SMP_LANE_SLOT_MB`: MiB of one slot between devices."""
     hang_s: float = DEFAULT_HANG_S
     """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
+    metrics_every: int = DEFAULT_METRICS_EVERY
+    """`SMP_METRICS_EVERY`: training steps of a line of figures in the log; 0: no lines."""
     preemption_path: str | None = None
     """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
     fault: InjectedFault | None = None
@@ -69,6 +72,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         lane=_choice(env, "SMP_LANE", "auto", "ipc", "nccl", "host"),
         lane_slot_mb=_mib(env, "SMP_LANE_SLOT_MB", DEFAULT_SLOT_MB, MAX_SLOT_MB),
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
+        metrics_every=_count(env, "SMP_METRICS_EVERY", DEFAULT_METRICS_EVERY),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
@@ -96,6 +100,13 @@ def _mib(env: Mapping[str, str], name: str, default: int, most: int) -> int:
     text = env.get(name) or str(default)
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise ValueError(f"smp: {name}={text!r} is not a whole number from 1 to {most}; correct it")
+    return int(text)
+
+
+def _count(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal():
+        raise ValueError(f"smp: {name}={text!r} is not a whole number from 0 on; correct it")
     return int(text)
 
 

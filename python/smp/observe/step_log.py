@@ -1,0 +1,241 @@
+"""Figures of training steps that come by themselves: a line in the log, and to trackers.
+
+Each rank measures itself, and nothing talks to other ranks. A step costs some additions; counters
+are read, and numbers of the script fetched from their device, when a stretch of steps ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.observe import metrics, trackers
+from smp.observe.device_use import device_utilisation
+from smp.world import runtime
+from smp.world.log import first_rank_log
+
+_log = logging.getLogger("smp")
+_FORMATS = {
+    "step_ms": ".2f",
+    "in_step": ".3f",
+    "samples_per_s": ".1f",
+    "bubble": ".4f",
+    "sent_mb": ".3f",
+    "rss_mb": ".1f",
+    "device_mb": ".1f",
+    "device_util": ".0f",
+}
+
+
+def format_figures(step: int, values: Mapping[str, float]) -> str:
+    """``"step=100 step_ms=12.50 ..."``."""
+    parts = [f"{key}={value:{_FORMATS.get(key, '.6g')}}" for key, value in values.items()]
+    return " ".join([f"step={step}", *parts])
+
+
+class _Stretch:
+    """Figures of every so many training steps, for one taker.
+
+    Args:
+        current: the runtime.
+        every: training steps of a stretch.
+        take: gets the number of the last step, and the figures.
+        clock: seconds, increasing.
+    """
+
+    def __init__(
+        self,
+        current: runtime.Runtime,
+        every: int,
+        take: Callable[[int, dict[str, float]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self._current, self._every, self._take, self._clock = current, every, take, clock
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began_s = self._clock()
+        self._in_step_s = 0.0
+        self._num_samples = self._num_steps = 0
+        self._before = metrics.stats_of(self._current)
+
+    def add(self, duration_s: float, trains: bool, num_samples: int) -> None:
+        """A step function returned."""
+        self._in_step_s += duration_s
+        self._num_steps += trains
+        self._num_samples += num_samples if trains else 0
+
+    def end_if_full(self, step: int, extra: Mapping[str, Any]) -> bool:
+        """Hands the figures on if the stretch is over."""
+        if self._num_steps < self._every:
+            return False
+        values = self._figures() | {name: _number(value) for name, value in extra.items()}
+        self._begin()
+        self._take(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        return True
+
+    def _figures(self) -> dict[str, float]:
+        rank, count = self._current.rank, self._num_steps
+        passed_s = max(self._clock() - self._began_s, 1e-9)
+        after = metrics.stats_of(self._current)
+        values = {"step_ms": passed_s / count * 1e3, "in_step": self._in_step_s / passed_s}
+        if self._num_samples:
+            own_batches = "rdp" if rank.config.prescaled_batch else "dp"
+            values["samples_per_s"] = self._num_samples * rank.sizes[own_batches] / passed_s
+        if rank.sizes["pp"] > 1:
+            idle_s = after["idle_s"] - self._before["idle_s"]
+            values["bubble"] = idle_s / max(self._in_step_s, 1e-9)
+        if rank.world_size > 1:
+            values["sent_mb"] = (after["bytes_sent"] - self._before["bytes_sent"]) / count * 1e-6
+        values["rss_mb"] = metrics.resident_bytes() * 1e-6
+        if rank.device.type == "cuda":
+            values["device_mb"] = torch.cuda.max_memory_allocated(rank.device) * 1e-6
+            if (busy := device_utilisation(rank.device)) is not None:
+                values["device_util"] = busy
+        return values
+
+
+class StepLog:
+    """The training steps of a rank, and who wants to know of them.
+
+    The first step counts for nothing: in it models are traced, partitioned and compared.
+
+    Args:
+        current: the runtime.
+        clock: seconds, increasing.
+    """
+
+    def __init__(
+        self, current: runtime.Runtime, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._current, self._clock = current, clock
+        self._step = 0
+        self._stretches: list[_Stretch] = []
+        self._trackers: list[trackers.Tracker] = []
+        self._wanted: list[tuple[int, Callable[[int, dict[str, float]], object]]] = []
+        self._extra: dict[str, Any] = {}
+        every = current.rank.settings.metrics_every
+        if every and current.rank.global_rank == 0:
+            self._want(every, self._write_line)
+        current.on_shutdown(self.close)
+
+    def _want(self, every: int, take: Callable[[int, dict[str, float]], object]) -> None:
+        self._wanted.append((every, take))
+        if self._step:
+            self._stretches.append(_Stretch(self._current, every, take, self._clock))
+
+    def finished(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
+        """A step function returned.
+
+        Args:
+            duration_s: of the call.
+            trains: gradients were enabled.
+            num_samples: of the batch of this rank; 0: not known.
+        """
+        self._step += trains
+        if self._step and len(self._stretches) < len(self._wanted):
+            self._stretches = [
+                _Stretch(self._current, every, take, self._clock) for every, take in self._wanted
+            ]
+            return
+        told = False
+        for stretch in self._stretches:
+            stretch.add(duration_s, trains, num_samples)
+            told |= stretch.end_if_full(self._step, self._extra)
+        if told:
+            self._extra = {}
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Numbers of the script, for the next figures."""
+        self._extra.update(values)
+
+    def track(self, tracker: trackers.Tracker, every: int) -> None:
+        """Hands figures to a tracker from now on."""
+        self._trackers.append(tracker)
+        self._want(every, tracker.write)
+
+    def close(self) -> None:
+        """Ends what trackers have begun. May be called twice."""
+        closing, self._trackers = self._trackers, []
+        self._stretches, self._wanted = [], []
+        for tracker in closing:
+            try:
+                tracker.close()
+            except Exception as error:  # a tracker's trouble is not the end of a run
+                _log.warning("smp.metrics.to: %s did not close: %s", type(tracker).__name__, error)
+
+    @staticmethod
+    def _write_line(step: int, values: dict[str, float]) -> None:
+        first_rank_log.info("smp: %s", format_figures(step, values))
+
+
+def step_log_of(current: runtime.Runtime) -> StepLog:
+    """That of the runtime, made when it is first asked for."""
+    if not isinstance(current.step_log, StepLog):
+        current.step_log = StepLog(current)
+    return current.step_log
+
+
+def to(target: Any, *, every: int | None = None, all_ranks: bool = False, **options: Any) -> None:
+    """Sends figures of training steps to a tracker, from the next stretch of steps on.
+
+    Not collective. Figures are those of the line in the log: ``step_ms`` (mean time of a training
+    step, with what lies between steps, ms), ``in_step`` (part of it within step functions),
+    ``samples_per_s`` (over all replicas, if their batches are alike), ``bubble`` (part of the time
+    in steps in which this rank could run nothing; pipelines), ``sent_mb`` (10^6 bytes per step,
+    between ranks without the data-parallel reduction), ``rss_mb``, on GPUs ``device_mb`` (peak of
+    tensors) and ``device_util`` (percent, by NVML), and what `log` was given. Names get ``smp/`` in
+    front. What the tracker began is ended by `smp.shutdown` or at the end of the process.
+
+    Args:
+        target: "tensorboard" (options of ``SummaryWriter``, such as ``log_dir``), "wandb" (of
+            ``wandb.init``), "mlflow" (of ``mlflow.start_run``); or a ``SummaryWriter``, a run of
+            wandb, or a function ``(step, values)``.
+        every: training steps of a stretch; by default ``SMP_METRICS_EVERY``, or 100 if that is 0.
+        all_ranks: each rank sends figures of its own; else global_rank 0 alone does.
+
+    Raises:
+        ValueError: ``every`` is not positive, or ``target`` is nothing that figures can go to.
+        ImportError: the package of ``target`` is not installed.
+        RuntimeError: before ``smp.init``.
+    """
+    current = metrics._run()
+    if every is None:
+        every = current.rank.settings.metrics_every or 100
+    if every < 1:
+        raise ValueError(f"smp.metrics.to: every={every}; expected a number of steps above 0")
+    if all_ranks or current.rank.global_rank == 0:
+        step_log_of(current).track(trackers.make_tracker(target, options), every)
+
+
+def log(**values: float | Tensor) -> None:
+    """Numbers of the script for the next line and the trackers, such as ``log(loss=loss)``.
+
+    The last value of a stretch counts. Tensors of one element are read when the stretch ends, so
+    that no step waits for the device. Not collective; ranks without a taker forget them.
+
+    Raises:
+        ValueError: a value is no number and no tensor of one element.
+        RuntimeError: before ``smp.init``.
+    """
+    current = metrics._run()
+    for name, value in values.items():
+        is_one = isinstance(value, Tensor) and value.numel() == 1
+        if not is_one and not isinstance(value, int | float):
+            raise ValueError(
+                f"smp.metrics.log: {name} is {type(value).__name__}; expected a number or a tensor "
+                "of one element"
+            )
+    step_log_of(current).note(
+        {name: v.detach() if isinstance(v, Tensor) else v for name, v in values.items()}
+    )
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)

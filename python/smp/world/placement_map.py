@@ -1,0 +1,83 @@
+"""Where the ranks of a run are, in a few lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_RANKS = 16  # with a line each
+_MAX_HOSTS = 12  # with a line each
+_AXES = ("pp", "tp", "rdp")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``"0-3 6 8-9"``."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def placement_map(
+    hosts: Sequence[str],
+    devices: Sequence[str],
+    coordinates: Sequence[tuple[int, int, int]],
+    placement: str,
+) -> str:
+    """A table of ranks, or of hosts if there are many ranks.
+
+    Args:
+        hosts: host of each rank, index = global rank.
+        devices: device of each rank, such as "cuda:1".
+        coordinates: places of each rank on the axes pp, tp and rdp.
+        placement: order of the axes, the last of which varies fastest.
+    """
+    names = list(dict.fromkeys(hosts))
+    sizes = ", ".join(
+        f"{axis} {len({place[i] for place in coordinates})}" for i, axis in enumerate(_AXES)
+    )
+    head = (
+        f"smp: {len(hosts)} ranks on {len(names)} host{'s' * (len(names) > 1)}: {sizes} "
+        f"(placement {placement})"
+    )
+    ranks_of = {name: [r for r, host in enumerate(hosts) if host == name] for name in names}
+    if len(hosts) <= _MAX_RANKS:
+        rows = [
+            (f"global_rank {rank}", hosts[rank], devices[rank], _places([coordinates[rank]]))
+            for rank in range(len(hosts))
+        ]
+    else:
+        shown = names if len(names) <= _MAX_HOSTS else [*names[: _MAX_HOSTS - 2], names[-1]]
+        rows = [_row_of_host(name, ranks_of[name], devices, coordinates) for name in shown]
+        if len(shown) < len(names):
+            num_left_out = len(names) - len(shown)
+            rows.insert(-1, (f"({num_left_out} more hosts)", "...", "...", "..."))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def _row_of_host(
+    host: str,
+    ranks: Sequence[int],
+    devices: Sequence[str],
+    coordinates: Sequence[tuple[int, int, int]],
+) -> tuple[str, str, str, str]:
+    kinds = list(dict.fromkeys(devices[rank].partition(":")[0] for rank in ranks))
+    own = [devices[rank] for rank in ranks]
+    numbers = [int(device.partition(":")[2]) for device in own if ":" in device]
+    device = f"{kinds[0]}:{ranges(numbers)}" if numbers else " ".join(kinds)
+    places = _places([coordinates[rank] for rank in ranks])
+    return f"global_ranks {ranges(ranks)}", host, device, places
+
+
+def _places(coordinates: Sequence[tuple[int, int, int]]) -> str:
+    return " ".join(
+        f"{axis} {ranges([place[i] for place in coordinates]).replace(' ', ',')}"
+        for i, axis in enumerate(_AXES)
+    )

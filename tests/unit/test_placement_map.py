@@ -1,0 +1,52 @@
+"""The map of ranks that rank 0 prints: whole for small worlds, by host for large ones."""
+
+from __future__ import annotations
+
+from smp.world.placement_map import placement_map, ranges
+
+
+def test_numbers_are_written_as_ranges() -> None:
+    assert ranges([0, 1, 2, 3, 6, 9, 8]) == "0-3 6 8-9"
+    assert ranges([5]) == "5"
+
+
+def test_small_world_has_a_line_for_each_rank() -> None:
+    text = placement_map(
+        ["a", "a", "bb", "bb"],
+        ["cuda:0", "cuda:1", "cuda:0", "cuda:1"],
+        [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)],
+        "DPT",
+    )
+    assert text.splitlines() == [
+        "smp: 4 ranks on 2 hosts: pp 2, tp 1, rdp 2 (placement DPT)",
+        "  global_rank 0  a   cuda:0  pp 0 tp 0 rdp 0",
+        "  global_rank 1  a   cuda:1  pp 1 tp 0 rdp 0",
+        "  global_rank 2  bb  cuda:0  pp 0 tp 0 rdp 1",
+        "  global_rank 3  bb  cuda:1  pp 1 tp 0 rdp 1",
+    ]
+
+
+def test_large_world_has_a_line_for_each_host_and_few_hosts_are_shown() -> None:
+    num_hosts, per_host = 120, 8
+    ranks = range(num_hosts * per_host)
+    text = placement_map(
+        [f"host{rank // per_host}" for rank in ranks],
+        [f"cuda:{rank % per_host}" for rank in ranks],
+        [(rank // per_host % 6, rank % per_host, rank // 48) for rank in ranks],
+        "DPT",
+    )
+    lines = text.splitlines()
+    assert lines[0] == "smp: 960 ranks on 120 hosts: pp 6, tp 8, rdp 20 (placement DPT)"
+    assert len(lines) == 13, "however many hosts there are"
+    assert lines[1].split() == "global_ranks 0-7 host0 cuda:0-7 pp 0 tp 0-7 rdp 0".split()
+    assert lines[-2].split()[:3] == ["(109", "more", "hosts)"]
+    assert lines[-1].split() == "global_ranks 952-959 host119 cuda:0-7 pp 5 tp 0-7 rdp 19".split()
+
+
+def test_host_of_scattered_ranks_is_written_in_ranges() -> None:
+    hosts = ["a" if rank % 2 else "b" for rank in range(20)]
+    places = [(rank % 2, 0, rank // 2) for rank in range(20)]
+    text = placement_map(hosts, ["cpu"] * 20, places, "DPT")
+    row = text.splitlines()[1].split()
+    assert row[:2] == ["global_ranks", "0"] and "b" in row and "cpu" in row
+    assert row[-6:] == ["pp", "0", "tp", "0", "rdp", "0-9"]
