@@ -1,6 +1,9 @@
 #include <pybind11/stl.h>
+#include <signal.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -68,10 +71,11 @@ py::dict activity(FaultBoard& board) {
 std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
                                       std::string token,
                                       double deadlock_after_s,
-                                      double hang_after_s) {
+                                      double hang_after_s, bool hang_raises) {
   LivenessHub::Options options;
   options.deadlock_after = to_ms(deadlock_after_s);
   options.hang_after = to_ms(hang_after_s);
+  options.hang_raises = hang_raises;
   return end_without_gil(
       new LivenessHub(world_size, loopback_only, std::move(token), options));
 }
@@ -80,18 +84,25 @@ std::shared_ptr<LivenessClient> make_client(
     const std::string& host, int port, std::string token, int global_rank,
     std::shared_ptr<FaultBoard> board, double connect_timeout_s,
     std::shared_ptr<StopAgreement> stops,
-    std::optional<std::pair<int, int>> stacks_signals, int stacks_fd,
-    double hang_after_s, const std::string& device) {
+    std::optional<std::array<int, 3>> stacks_signals, int stacks_fd,
+    double hang_after_s, bool hang_raises, int interrupt_signal,
+    const std::string& device) {
   LivenessClient::Options options;
   options.begin_thread = [device = c10::Device(device)] {
     memory::enter_device(device);
   };
   options.hang_after = to_ms(hang_after_s);
+  options.hang_raises = hang_raises;
+  if (interrupt_signal > 0) {
+    options.interrupt_script = [interrupt_signal] {
+      ::kill(::getpid(), interrupt_signal);  // its handler is Python's
+    };
+  }
   options.connect_timeout = to_ms(connect_timeout_s);
   options.stops = std::move(stops);
   if (stacks_signals) {
-    options.stacks = health::StackDump(stacks_signals->first,
-                                       stacks_signals->second, stacks_fd);
+    const auto [all, own, native] = *stacks_signals;
+    options.stacks = health::StackDump(all, own, stacks_fd, native);
   }
   py::gil_scoped_release release;
   return end_without_gil(new LivenessClient(
@@ -148,7 +159,8 @@ void bind_liveness(py::module_& m) {
       "Hosted by rank 0: tells all ranks which of them have died.")
       .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
            py::arg("loopback_only"), py::arg("token"),
-           py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0)
+           py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0,
+           py::arg("hang_raises") = false)
       .def_property_readonly("port", &LivenessHub::port)
       .def(
           "close",
@@ -163,6 +175,7 @@ void bind_liveness(py::module_& m) {
            py::arg("board"), py::arg("connect_timeout_s") = 60.0,
            py::arg("stops") = nullptr, py::arg("stacks_signals") = py::none(),
            py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0,
+           py::arg("hang_raises") = false, py::arg("interrupt_signal") = -1,
            py::arg("device") = "cpu")
       .def("request_stop", &LivenessClient::request_stop, release_gil(),
            "Asks all ranks to stop at one boundary.")

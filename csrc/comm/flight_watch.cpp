@@ -79,6 +79,7 @@ void FlightWatch::run() {
 // What is in flight ends with the groups; nobody looks at it any more.
 void FlightWatch::abort_groups(std::unique_lock<std::mutex>& lock) {
   is_aborted_ = true;
+  faults_->waits().set_device_waits(false);
   const std::vector<std::weak_ptr<Communicator>> groups = groups_;
   std::vector<Entry> dropped = std::exchange(entries_, {});
   lock.unlock();
@@ -137,7 +138,7 @@ std::optional<int> FlightWatch::who_left(const Flight& flight) const {
 }
 
 void FlightWatch::look_at_oldest(std::unique_lock<std::mutex>& lock) {
-  if (entries_.empty()) return;
+  if (entries_.empty()) return faults_->waits().set_device_waits(false);
   Entry& oldest = entries_.front();
   const Clock::time_point now = Clock::now();
   if (const std::optional<int> left = who_left(oldest.flight)) {
@@ -155,6 +156,7 @@ void FlightWatch::look_at_oldest(std::unique_lock<std::mutex>& lock) {
   }
   const auto still = std::chrono::duration_cast<milliseconds>(
       now - std::max(oldest.since, moved_at_));
+  faults_->waits().set_device_waits(still >= options_.waits_after);
   const std::string text = detail::concat(
       "the device has waited ", still.count(), " ms for the ",
       oldest.flight.what, ", the first of ", entries_.size(),

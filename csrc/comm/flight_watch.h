@@ -27,6 +27,9 @@ class FlightWatch {
     /// How long nothing that is watched may end while something is in flight.
     /// A large collective has more time, as in `wait_for`.
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
+    /// The device counts as waiting for other ranks when nothing has ended for
+    /// so long.
+    std::chrono::milliseconds waits_after = std::chrono::seconds(5);
     /// Tell people when nothing has ended for so long. 0: never.
     std::chrono::milliseconds report_after{0};
     std::chrono::milliseconds look_every{100};

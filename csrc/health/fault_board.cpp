@@ -23,6 +23,8 @@ std::string Fault::describe() const {
     case Kind::kLeft:
       return who + " has left (its script has finished)" +
              (text.empty() ? "" : " " + text);
+    case Kind::kStuck:
+      return who + " is stuck: " + text;
     default:
       return who + " raised" + (where.empty() ? "" : " in " + where) + ": " +
              text;

@@ -19,6 +19,7 @@ struct Fault {
     kDied,      ///< connection lost without a word: killed, crashed
     kLeft,      ///< exited normally although somebody still waits for it
     kDeadlock,  ///< every rank waits; `text` holds the table
+    kStuck,     ///< neither waits nor moves while others wait for it
   };
   Kind kind = Kind::kRaised;
   int global_rank = -1;    ///< the culprit; -1 when not known, or all of them
@@ -26,6 +27,12 @@ struct Fault {
   std::string text = {};
   std::string coordinates = {};  ///< of `global_rank`; filled by the board
   bool is_found_here = false;    ///< the wait that finds it raises it
+  std::vector<int> stuck = {};   ///< of kStuck, from the hub: all of them
+
+  /// The rank has, or soon has, an exception of its own.
+  bool is_raised_by(int rank) const {
+    return rank == global_rank && kind != Kind::kStuck;
+  }
 
   /// One or more lines for people, naming rank, place and reason.
   std::string describe() const;

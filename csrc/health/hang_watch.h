@@ -3,29 +3,44 @@
 #include <chrono>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
+#include <vector>
 
 #include "csrc/health/liveness_frame.h"
+#include "csrc/health/standstill.h"
 
 namespace smp::health {
 
 /// Part of the hub: notices that some ranks have waited for long while nothing
 /// moves anywhere, and collects words and stacks of all ranks. That is a
-/// report and no fault, because a slow rank looks the same. One thread.
+/// report, because a slow rank looks the same. When it goes on for twice the
+/// time, the ranks that neither wait nor move are a fault, if that is wanted.
+/// One thread.
 class HangWatch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// @param after  how long nothing moves before a report; 0: never
-  HangWatch(int world_size, std::chrono::milliseconds after)
-      : world_size_(world_size), after_(after) {}
+  /// The ranks that are stuck, for all ranks.
+  struct Stuck {
+    std::vector<int> global_ranks;  ///< ascending, at least one
+    std::string text;               ///< with their stacks
+  };
 
+  /// @param after   how long nothing moves before a report; 0: never
+  /// @param raises  a rank that is stuck for twice as long is a fault
+  HangWatch(int world_size, std::chrono::milliseconds after,
+            bool raises = false)
+      : world_size_(world_size), after_(after), raises_(raises) {}
+
+  /// A rank is a process of this machine.
+  void on_process(int global_rank, int pid) { pids_[global_rank] = pid; }
   /// A status of a rank has come.
   void on_status(int global_rank, const LivenessFrame& status,
                  Clock::time_point now);
   void on_stacks(int global_rank, const std::string& stacks);
   void on_gone(int global_rank);
+  /// The thread was not run for so long, which says nothing of other ranks.
+  void on_pause(Clock::duration pause);
 
   /// @return a report when it is time for one; all ranks are to be asked for
   ///         their stacks then
@@ -34,22 +49,34 @@ class HangWatch {
   /// @return the stacks, once those of all ranks are there or have had time
   std::optional<std::string> due_stacks(Clock::time_point now);
 
+  /// @return the ranks that are stuck, when it is time to end the run: twice
+  ///         the time is over, and their stacks have been shown
+  std::optional<Stuck> due_fault(Clock::time_point now) const;
+
  private:
   struct Rank {
     LivenessFrame status;
     Clock::time_point status_at;
     Clock::time_point changed_at;  ///< progress, or whether it waits
+    Clock::time_point waits_since;
     bool is_gone = false;
   };
 
-  static std::string describe(const Rank& rank, Clock::time_point now);
+  std::optional<Standstill> standstill(Clock::time_point now) const;
+  std::string describe(int global_rank, Clock::time_point now) const;
 
   const int world_size_;
   const std::chrono::milliseconds after_;
+  const bool raises_;
   std::map<int, Rank> ranks_;
+  std::map<int, int> pids_;
   std::optional<Clock::time_point> reported_at_;
+  std::chrono::milliseconds reported_{0};  // how long it had lasted then
   std::optional<Clock::time_point> stacks_asked_at_;
   std::map<int, std::string> stacks_;
 };
+
+/// The innermost lines of each thread in the stacks of a rank, for an error.
+std::string innermost_lines(const std::string& stacks);
 
 }  // namespace smp::health

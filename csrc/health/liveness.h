@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -22,8 +24,8 @@ namespace smp::health {
 /// a collective that all of its ranks have entered, which goes on by itself,
 /// however slow the network is. A rank that computes, or is stopped, is slow
 /// and no deadlock; when others wait for it for long, that is worth a report
-/// (see HangWatch). That rank 0 is stopped, and the hub with it, is reported
-/// by the clients.
+/// and, after twice the time, a fault (see HangWatch). That rank 0 is stopped,
+/// and the hub with it, is found by the clients.
 class LivenessHub {
  public:
   struct Options {
@@ -31,8 +33,10 @@ class LivenessHub {
     /// Reports older than this count for nothing in the search for deadlocks.
     std::chrono::milliseconds status_valid{3500};
     /// Ranks wait and nothing moves for so long: report it, with the stacks
-    /// of all ranks, and go on. 0: never.
+    /// of all ranks. 0: never.
     std::chrono::milliseconds hang_after{0};
+    /// After twice the time a rank that neither waits nor moves is a fault.
+    bool hang_raises = false;
   };
 
   /// @param token  shared secret; connections without it are refused
@@ -68,8 +72,16 @@ class LivenessClient {
     /// Without one it has no stacks to show.
     std::optional<StackDump> stacks = std::nullopt;
     /// This rank waits and the hub has said nothing for so long: report it,
-    /// with the stacks of this rank, and go on. 0: never.
+    /// with the stacks of this rank. 0: never.
     std::chrono::milliseconds hang_after{0};
+    /// After twice the time the silence of the hub is a fault.
+    bool hang_raises = false;
+    /// Makes the script raise; called when this rank is the one that is stuck
+    /// and the fault alone has changed nothing for a second.
+    std::function<void()> interrupt_script = [] {};
+    /// Called when that has changed nothing for so long either.
+    std::chrono::milliseconds exit_after{10000};
+    std::function<void()> exit_process = [] { ::_exit(1); };
   };
 
   /// Connects and waits to be welcomed.

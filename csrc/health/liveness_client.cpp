@@ -4,14 +4,17 @@
 #include <array>
 #include <condition_variable>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
+#include "csrc/health/file_meter.h"
 #include "csrc/health/fork_guard.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
+#include "csrc/health/process_words.h"
 #include "csrc/health/socket.h"
 #include "csrc/health/thread_name.h"
 #include "csrc/health/transport_meter.h"
@@ -28,6 +31,9 @@ constexpr milliseconds kFlushTimeout{2000};
 constexpr milliseconds kPollSlice{200};
 // So many ranks watch the hub; two, because one may be stopped with rank 0.
 constexpr int kNumWatchers = 2;
+// Between two looks: this process was stopped.
+constexpr milliseconds kPause{3000};
+constexpr milliseconds kBeforeInterrupt{1000};
 
 }  // namespace
 
@@ -40,8 +46,14 @@ struct LivenessClient::Impl {
   void start();
   void run();
   void serve();
+  LivenessFrame make_status(const WaitRegistry::Snapshot& snapshot);
   void send_status();
   void watch_hub(const WaitRegistry::Snapshot& snapshot);
+  void fail_for_hub(Clock::duration silence, const std::string& what);
+  void report_stuck(const LivenessFrame& frame);
+  bool is_stuck_here() const;
+  void end_if_stuck(const LivenessFrame& status);
+  void outlive_hub();
   bool is_watcher() const;
   void send_answer(Type type, int64_t number = 0, std::string text = {});
   void handle(LivenessFrame frame);
@@ -65,9 +77,15 @@ struct LivenessClient::Impl {
   // Of the thread only.
   std::string in;
   TransportMeter meter;
+  FileMeter files;
+  Clock::time_point looked_at = Clock::now();
   Clock::time_point heard_at = Clock::now();  // of the hub
   std::optional<Clock::time_point> blocked_since;
   Clock::time_point silence_reported_at;
+  // Of this rank, from when it was found to be stuck.
+  std::optional<LivenessFrame> stuck_status;
+  Clock::time_point stuck_since;
+  bool is_interrupted = false;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -90,6 +108,8 @@ void LivenessClient::Impl::connect(const std::string& host, int port,
   hello.type = Type::kHello;
   hello.global_rank = global_rank;
   hello.text = token;
+  hello.where = process_space();
+  hello.progress = ::getpid();
   out = encode_frame(hello);
   const std::string address = host + ":" + std::to_string(port);
   await_welcome(address);
@@ -138,6 +158,7 @@ void LivenessClient::Impl::run() {
     is_expected = stopping || leaving;
   }
   changed.notify_all();
+  if (!is_expected) outlive_hub();
   // The hub ends with rank 0; rank 0 itself just closed it.
   if (is_expected || global_rank == kHubRank || faults->has_left(kHubRank)) {
     return;
@@ -180,8 +201,8 @@ void LivenessClient::Impl::serve() {
   }
 }
 
-void LivenessClient::Impl::send_status() {
-  const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
+LivenessFrame LivenessClient::Impl::make_status(
+    const WaitRegistry::Snapshot& snapshot) {
   LivenessFrame status;
   status.type = Type::kStatus;
   status.global_rank = global_rank;
@@ -192,11 +213,21 @@ void LivenessClient::Impl::send_status() {
     status.progress += meter.look();
     status.collectives =
         faults->waits().collectives().state(snapshot.collective).encode();
+  } else {
+    status.progress += files.look();
   }
+  status.device_waits = snapshot.device_waits;
   status.num_unsent = snapshot.num_unsent;
   status.where = faults->coordinates(global_rank);
   status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
+  return status;
+}
+
+void LivenessClient::Impl::send_status() {
+  const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
+  const LivenessFrame status = make_status(snapshot);
   watch_hub(snapshot);
+  end_if_stuck(status);
   std::lock_guard lock(mutex);
   if (!leaving) queue(status);
 }
@@ -204,14 +235,19 @@ void LivenessClient::Impl::send_status() {
 // The hub looks after all ranks, and cannot tell that its own is stopped.
 void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
   const Clock::time_point now = Clock::now();
+  const Clock::duration pause = now - std::exchange(looked_at, now);
+  if (pause > std::max(kPause, 3 * options.status_every)) {
+    heard_at += pause;  // nobody could be heard meanwhile
+  }
   if (!snapshot.is_blocked || faults->fault()) return blocked_since.reset();
   if (!blocked_since) blocked_since = now;
   const Clock::time_point since =
       std::max({heard_at, *blocked_since, silence_reported_at});
-  if (options.hang_after == milliseconds(0) ||
-      now - since < options.hang_after || !is_watcher()) {
-    return;
+  if (options.hang_after == milliseconds(0)) return;
+  if (options.hang_raises && now - heard_at >= 2 * options.hang_after) {
+    return fail_for_hub(now - heard_at, snapshot.what);
   }
+  if (now - since < options.hang_after || !is_watcher()) return;
   silence_reported_at = now;
   const std::string coordinates = faults->coordinates(kHubRank);
   log_line(LogLevel::kWarning,
@@ -223,6 +259,66 @@ void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
                (options.stacks
                     ? "\nPython stacks of this rank:\n" + options.stacks->take()
                     : std::string()));
+}
+
+// Each rank finds that by itself, when it waits: nobody can tell the others.
+void LivenessClient::Impl::fail_for_hub(Clock::duration silence,
+                                        const std::string& what) {
+  faults->report({.kind = Fault::Kind::kStuck,
+                  .global_rank = kHubRank,
+                  .text = "it has said nothing for " + seconds_text(silence) +
+                          " (stopped, or cut off) while this rank waits in " +
+                          what + " (SMP_HANG_S, SMP_HANG_ACTION)"});
+}
+
+void LivenessClient::Impl::report_stuck(const LivenessFrame& frame) {
+  std::istringstream numbers(frame.where);
+  Fault fault{.kind = Fault::Kind::kStuck, .text = frame.text};
+  for (int rank = -1; numbers >> rank;) fault.stuck.push_back(rank);
+  SMP_CHECK(!fault.stuck.empty(), "liveness frame of stuck ranks without one");
+  fault.global_rank = fault.stuck.front();
+  faults->report(std::move(fault));
+}
+
+bool LivenessClient::Impl::is_stuck_here() const {
+  const std::optional<Fault> fault = faults->fault();
+  return fault &&
+         std::count(fault->stuck.begin(), fault->stuck.end(), global_rank) > 0;
+}
+
+// The other ranks, rank 0 among them, end before a rank that is stuck.
+void LivenessClient::Impl::outlive_hub() {
+  while (is_stuck_here()) {
+    {
+      std::lock_guard lock(mutex);
+      if (stopping) return;
+    }
+    end_if_stuck(make_status(faults->waits().snapshot()));
+    pollfd entry{wake.get(), POLLIN, 0};
+    ::poll(&entry, 1, static_cast<int>(options.status_every.count()));
+    if (entry.revents != 0) wake.clear();
+  }
+}
+
+// A rank that is stuck does not look at the fault, and would stay behind when
+// the others have ended. What it does in the end is progress, too.
+void LivenessClient::Impl::end_if_stuck(const LivenessFrame& status) {
+  if (!is_stuck_here()) return;
+  const Clock::time_point now = Clock::now();
+  if (!stuck_status || status.progress != stuck_status->progress ||
+      status.is_blocked != stuck_status->is_blocked) {
+    stuck_status = status;
+    stuck_since = now;
+  } else if (now - stuck_since >= options.exit_after) {
+    log_line(LogLevel::kError,
+             "this rank ends without its script, which "
+             "does not come back: " +
+                 faults->fault()->describe());
+    options.exit_process();
+  } else if (now - stuck_since >= kBeforeInterrupt && !is_interrupted) {
+    is_interrupted = true;
+    options.interrupt_script();
+  }
 }
 
 bool LivenessClient::Impl::is_watcher() const {
@@ -248,6 +344,9 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
     case Type::kDeadlock:
       faults->report(
           {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
+      break;
+    case Type::kStuck:
+      report_stuck(frame);
       break;
     case Type::kLeft:
       faults->mark_left(frame.global_rank,

@@ -22,7 +22,8 @@ struct Prefix {
   int64_t num_unsent;
   uint8_t type;
   uint8_t is_blocked;
-  uint8_t reserved[6];
+  uint8_t device_waits;
+  uint8_t reserved[5];
 };
 
 constexpr size_t kFixedBytes = sizeof(Prefix) - sizeof(uint32_t);
@@ -49,6 +50,7 @@ std::string encode_frame(const LivenessFrame& frame) {
   prefix.num_unsent = frame.num_unsent;
   prefix.type = static_cast<uint8_t>(frame.type);
   prefix.is_blocked = frame.is_blocked ? 1 : 0;
+  prefix.device_waits = frame.device_waits ? 1 : 0;
   std::string bytes(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
   bytes.append(where);
   bytes.append(text);
@@ -80,6 +82,7 @@ std::optional<LivenessFrame> take_frame(std::string& buffer) {
   frame.type = static_cast<LivenessFrame::Type>(prefix.type);
   frame.global_rank = prefix.global_rank;
   frame.is_blocked = prefix.is_blocked != 0;
+  frame.device_waits = prefix.device_waits != 0;
   frame.blocked_ms = prefix.blocked_ms;
   frame.progress = prefix.progress;
   frame.num_unsent = prefix.num_unsent;

@@ -11,7 +11,8 @@ namespace smp::health {
 /// What the hub and its clients say to each other.
 struct LivenessFrame {
   enum class Type : uint8_t {
-    kHello = 1,    ///< client: global_rank, text = token
+    kHello = 1,    ///< client: global_rank, text = token, progress = its
+                   ///< process, where = process_space()
     kWelcome,      ///< hub: the hello was right
     kRefused,      ///< hub: it was not; text = why
     kStatus,       ///< client, regularly: whether it waits, and where
@@ -29,12 +30,15 @@ struct LivenessFrame {
     kAlive,        ///< hub, regularly: rank 0 is not stopped
     kMissed,       ///< client, then hub to the others: somebody needs a rank
                    ///< that has left; progress = that rank, text = where
+    kStuck,        ///< hub: some ranks neither wait nor move while others
+                   ///< wait; where = their numbers, text = what is known
     kCount,
   };
 
   Type type = Type::kStatus;
   int32_t global_rank = -1;
   bool is_blocked = false;
+  bool device_waits = false;  ///< of kStatus: for other ranks
   int64_t blocked_ms = 0;
   int64_t progress = 0;
   int64_t num_unsent = 0;

@@ -16,6 +16,7 @@
 #include "csrc/health/hang_watch.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
+#include "csrc/health/process_words.h"
 #include "csrc/health/socket.h"
 #include "csrc/health/thread_name.h"
 
@@ -27,6 +28,8 @@ using Type = LivenessFrame::Type;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kTick{250};
+// Between two ticks: the process was stopped.
+constexpr milliseconds kPause{3000};
 constexpr milliseconds kAliveEvery{1000};
 constexpr milliseconds kTellTimeout{2000};
 constexpr milliseconds kHelloTimeout{10000};
@@ -63,7 +66,7 @@ struct LivenessHub::Impl {
         token(std::move(token)),
         options(options),
         listener(listen_tcp(loopback_only)),
-        hangs(world_size, options.hang_after) {
+        hangs(world_size, options.hang_after, options.hang_raises) {
     thread = std::thread([this] { run(); });
   }
 
@@ -94,11 +97,13 @@ struct LivenessHub::Impl {
   const ForkGuard fork_guard;
   const Listener listener;
   const WakeFd wake;
+  const std::string space = process_space();
 
   // Of the thread only.
   std::vector<std::unique_ptr<Connection>> connections;
-  std::map<int, LivenessFrame> left;     // their goodbyes
-  Clock::time_point alive_at;            // when the others were told last
+  std::map<int, LivenessFrame> left;  // their goodbyes
+  Clock::time_point alive_at;         // when the others were told last
+  Clock::time_point polled_at = Clock::now();
   std::set<int> gone;                    // left or died
   std::optional<LivenessFrame> a_fault;  // the first one, for late comers
   HangWatch hangs;
@@ -148,6 +153,9 @@ void LivenessHub::Impl::poll_once() {
     entries.push_back({connection->fd.get(), static_cast<short>(events), 0});
   }
   ::poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
+  const Clock::time_point now = Clock::now();
+  if (now - polled_at > kPause) hangs.on_pause(now - polled_at);
+  polled_at = now;
   if (entries[1].revents != 0) wake.clear();
   for (size_t i = 2; i < entries.size(); ++i) {
     if (entries[i].revents != 0) serve(*connections[i - 2]);
@@ -250,6 +258,9 @@ void LivenessHub::Impl::handle_hello(Connection& connection,
   } else {
     connection.global_rank = rank;
     connection.stuck_since = Clock::now();
+    if (!space.empty() && hello.where == space) {
+      hangs.on_process(rank, static_cast<int>(hello.progress));
+    }
   }
   connection.out += encode_frame(answer);
   if (answer.type == Type::kRefused) return;
@@ -357,6 +368,16 @@ void LivenessHub::Impl::report_hang() {
   }
   if (const auto stacks = hangs.due_stacks(now)) {
     log_line(LogLevel::kWarning, *stacks);
+  }
+  if (a_fault) return;
+  if (const auto stuck = hangs.due_fault(now)) {
+    LivenessFrame frame;
+    frame.type = Type::kStuck;
+    for (const int rank : stuck->global_ranks) {
+      frame.where += std::to_string(rank) + " ";
+    }
+    frame.text = stuck->text;
+    tell_fault(-1, frame);  // those that are stuck, too
   }
 }
 

@@ -29,11 +29,13 @@ std::string_view body_of(std::string_view block) {
 
 }  // namespace
 
-StackDump::StackDump(int all_signal, int own_signal, int fd)
+StackDump::StackDump(int all_signal, int own_signal, int fd, int native_signal)
     : all_signal_(all_signal),
       own_signal_(own_signal),
       fd_(fd),
-      script_thread_(static_cast<pid_t>(::syscall(SYS_gettid))) {}
+      script_thread_(static_cast<pid_t>(::syscall(SYS_gettid))) {
+  if (native_signal > 0) native_.emplace(native_signal, fd);
+}
 
 std::string StackDump::take() const {
   // Of the script first, by itself: the other dump ends after a number of
@@ -54,7 +56,10 @@ std::string StackDump::take() const {
       ::pthread_kill(::pthread_self(), all_signal_) == 0) {
     all = read();
   }
-  return join_stacks(script, all);
+  std::string text = join_stacks(script, all);
+  if (!native_) return text;
+  if (!text.empty()) text.push_back('\n');
+  return text + native_->take(script_thread_);
 }
 
 std::string StackDump::read() const {

@@ -2,11 +2,14 @@
 
 #include <sys/types.h>
 
+#include <optional>
 #include <string>
+
+#include "csrc/health/native_stacks.h"
 
 namespace smp::health {
 
-/// The Python stacks of this process, also while one of its threads keeps the
+/// The stacks of this process, also while one of its threads keeps the
 /// interpreter for itself. Somebody has registered handlers that write to `fd`
 /// (Python's faulthandler does so without the interpreter's lock).
 class StackDump {
@@ -16,10 +19,11 @@ class StackDump {
   ///                    number; it is run on the thread that calls `take`
   /// @param own_signal  its handler writes the stack of the thread that runs
   ///                    it; it is run on the thread of the script
-  StackDump(int all_signal, int own_signal, int fd);
+  /// @param native_signal  for NativeStacks; -1: none
+  StackDump(int all_signal, int own_signal, int fd, int native_signal = -1);
 
-  /// The stack of the script, and those of threads that run Python besides.
-  /// One thread at a time.
+  /// The stack of the script, those of threads that run Python besides, and
+  /// what threads that run do below Python. One thread at a time.
   std::string take() const;
 
  private:
@@ -29,6 +33,7 @@ class StackDump {
   int own_signal_;
   int fd_;  ///< of a file that can be cut and read again; not ours
   pid_t script_thread_;
+  std::optional<NativeStacks> native_;
 };
 
 /// What `take` makes of the two dumps; for tests.

@@ -8,6 +8,7 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
   Snapshot result;
   result.progress = progress_.load(std::memory_order_relaxed);
   result.num_unsent = num_unsent_.load();
+  result.device_waits = device_waits_;
   std::lock_guard lock(mutex_);
   result.activity = activity_;
   if (entries_.empty()) return result;
@@ -23,6 +24,7 @@ WaitRegistry::Snapshot WaitRegistry::snapshot() const {
 
 void WaitRegistry::set_activity(std::string text) {
   std::lock_guard lock(mutex_);
+  if (entries_.empty() && text != activity_) add_progress();
   activity_ = std::move(text);
 }
 

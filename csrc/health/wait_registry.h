@@ -27,6 +27,7 @@ class WaitRegistry {
     int64_t progress = 0;  ///< grows with each message and each wait that ends
     int64_t num_unsent = 0;  ///< messages that are still on their way out
     std::optional<CollectiveId> collective;  ///< that the newest wait is for
+    bool device_waits = false;  ///< for other ranks, and no host need wait
   };
 
   Snapshot snapshot() const;
@@ -43,7 +44,12 @@ class WaitRegistry {
   void add_source(std::function<int64_t()> count);
 
   /// What the process works on, in words, for reports; empty: nothing of ours.
+  /// Other words than before are progress, unless the process waits.
   void set_activity(std::string text);
+
+  /// The device has waited for other ranks for seconds, or does so no more.
+  /// The host may then hang in a wait for the device, which is none of ours.
+  void set_device_waits(bool waits) { device_waits_ = waits; }
 
   void add_progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
   void add_unsent(int64_t delta) { num_unsent_.fetch_add(delta); }
@@ -62,6 +68,7 @@ class WaitRegistry {
   int64_t next_id_ = 0;
   std::atomic<int64_t> progress_{0};
   std::atomic<int64_t> num_unsent_{0};
+  std::atomic<bool> device_waits_{false};
   std::string activity_;
   std::vector<std::function<int64_t()>> sources_;
   CollectiveLog collectives_;

@@ -131,7 +131,7 @@ void Server::on_message(mailbox::Message&& message) {
 
 void Server::on_fault() {
   const auto fault = faults_->fault();
-  if (!fault || fault->global_rank == options_.global_rank) return;
+  if (!fault || fault->is_raised_by(options_.global_rank)) return;
   scheduler_.cancel(
       std::make_exception_ptr(PeerFailure(rank_prefix() + fault->describe())));
   steps_.wake();

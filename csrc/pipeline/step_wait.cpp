@@ -49,7 +49,7 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
     faults_->check_interrupt();
     // This rank's own failure arrives with its context, as the real exception.
     if (const auto fault = faults_->fault();
-        fault && fault->global_rank != options_.global_rank) {
+        fault && !fault->is_raised_by(options_.global_rank)) {
       faults_->raise_if_faulted();
     }
     const auto now = SteadyClock::now();

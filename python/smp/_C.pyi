@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import Backend
 
 from smp._C_checkpoint import *  # noqa: F403 - all of it
 from smp._C_data_parallel import *  # noqa: F403 - all of it
+from smp._C_health import *  # noqa: F403 - all of it
 from smp._C_memory import *  # noqa: F403 - all of it
 from smp._C_pipeline import (
     RefState as RefState,
@@ -298,49 +299,6 @@ class FaultBoard:
     def set_coordinates(self, per_global_rank: Sequence[str]) -> None: ...
     @property
     def global_rank(self) -> int: ...
-
-class StopAgreement:
-    def __init__(self, board: FaultBoard) -> None: ...
-    def arrive(self, timeout_s: float) -> bool: ...
-    def decide(self, boundary: int) -> None: ...
-    def freeze(self) -> int: ...
-    @property
-    def is_asked(self) -> bool: ...
-
-class LivenessHub:
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        loopback_only: bool,
-        token: str,
-        deadlock_after_s: float = 5.0,
-        hang_after_s: float = 0.0,
-    ) -> None: ...
-    def close(self, linger_s: float = 0.0) -> None: ...
-    @property
-    def port(self) -> int: ...
-
-class LivenessClient:
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        token: str,
-        global_rank: int,
-        board: FaultBoard,
-        connect_timeout_s: float = 60.0,
-        stops: StopAgreement | None = None,
-        stacks_signals: tuple[int, int] | None = None,
-        stacks_fd: int = -1,
-        hang_after_s: float = 0.0,
-        device: str = "cpu",
-    ) -> None: ...
-    def close(self) -> None: ...
-    def leave(self) -> None: ...
-    def request_stop(self) -> None: ...
-    def report_raised(self, where: str, text: str) -> None: ...
 
 class SharedMemory:
     @property

@@ -109,6 +109,72 @@ def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
     assert "in misbehave" in next(stack for stack in stacks if stack.startswith("1\n")), text
 
 
+# ---- and end the run ------------------------------------------------------------------
+
+
+def wait_for_others(pool: Pool, started: Started, victim: int) -> list[Ended]:
+    """The ends of the other ranks; the victim, which is stopped, is killed then."""
+    others = [pid for rank, pid in enumerate(started.pids) if rank != victim]
+    while any(pool.zygote().ended(pid) is None for pid in others):
+        assert time.monotonic() < started.deadline, output(started, 1 - victim)
+        time.sleep(0.02)
+    pool.zygote().kill(started.pids[victim])
+    return [result for result in wait_for_ranks(pool, started) if result.rank != victim]
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("pp", [2, 1])
+def test_looping_rank_ends_the_run_with_its_lines_in_the_error(pool: Pool, pp: int) -> None:
+    results = run_ranks(pool, SCRIPT, 2, ["loop", "1", f"--pp={pp}"], env={"SMP_HANG_S": "2"})
+    for result in results:
+        text = f"rank {result.rank} ({result.returncode}):\n{result.output}"
+        assert not result.hung and result.returncode == 1, text
+    error = results[0].output.split("PeerFailure: ")[-1]
+    place = "pp 1 tp 0 rdp 0" if pp == 2 else "pp 0 tp 0 rdp 1"
+    assert f"global_rank 1 ({place}) is stuck: it has neither waited nor moved for" in error, error
+    assert re.search(r"alarm.py.* in misbehave", error), error
+    assert "microbatch 0" in error, "what it worked on"
+    assert "Native stack of " in results[0].output, "below Python it runs"
+    assert "the run ends when this has lasted 4.0 s" in results[0].output
+    own = results[1].output
+    if pp == 2:  # the loop is in a thread of the pipeline, which nothing can interrupt
+        assert "this rank ends without its script" in own, own
+    else:
+        assert "in misbehave" in own and "PeerFailure" in own, own
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("victim", [1, 0])
+def test_stopped_rank_ends_the_others(pool: Pool, victim: int) -> None:
+    started = start_ranks(pool, SCRIPT, 3, ["stop", str(victim), "--pp=3"], env={"SMP_HANG_S": "3"})
+    for result in wait_for_others(pool, started, victim):
+        text = f"rank {result.rank} ({result.returncode}):\n{result.output}"
+        assert not result.hung and result.returncode == 1, text
+        error = result.output.split("PeerFailure: ")[-1]
+        named = rf"(?<!\[)global_rank {victim} " + r"\(pp \d tp 0 rdp 0\) is stuck"
+        assert re.search(named, error), text
+        if victim:
+            pid = started.pids[victim]
+            assert f"process {pid} is stopped; kill -CONT {pid} lets it go on" in error, text
+
+
+def test_slow_rank_is_not_ended_and_report_alone_ends_nothing(pool: Pool) -> None:
+    """The slow one moves within the time; without an end, a loop is reported again and again."""
+    looping = start_ranks(
+        pool, SCRIPT, 2, ["loop", "1", "--pp=2"],
+        env={"SMP_HANG_S": "1", "SMP_HANG_ACTION": "report"},
+    )  # fmt: skip
+    slow = run_ranks(pool, SCRIPT, 2, ["slow", "1"], env={"SMP_HANG_S": "1"})
+    for result in slow:
+        assert result.returncode == 0 and "FINISHED" in result.output, result.output
+        assert "is stuck" not in result.output
+    while output(looping, 0).count("DOES NOT WAIT") < 4:
+        assert pool.zygote().ended(looping.pids[0]) is None, output(looping, 0)
+        time.sleep(0.05)
+    text = end(pool, looping)[0].output
+    assert "is stuck" not in text and "the run ends when" not in text
+
+
 # ---- ranks that leave --------------------------------------------------------------
 
 

@@ -134,14 +134,19 @@ def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
 def test_variables_of_robustness_are_read() -> None:
     env = {
         "SMP_HANG_S": "0",
+        "SMP_HANG_ACTION": "report",
         "SMP_PREEMPTION_PATH": "checkpoints",
         "SMP_FAULT": "rank=1,step=2,kind=kill",
     }
     found = settings.read_settings(env)
     assert (found.hang_s, found.preemption_path) == (0.0, "checkpoints")
+    assert found.hang_action == "report"
     assert found.fault is not None and found.fault.step == 2
     defaults = settings.read_settings({})
-    assert (defaults.hang_s, defaults.preemption_path, defaults.fault) == (600.0, None, None)
+    assert (defaults.hang_s, defaults.preemption_path, defaults.fault) == (300.0, None, None)
+    assert defaults.hang_action == "raise"
+    with pytest.raises(ValueError, match="SMP_HANG_ACTION"):
+        settings.read_settings({"SMP_HANG_ACTION": "end"})
     with pytest.raises(ValueError, match="SMP_HANG_S"):
         settings.read_settings({"SMP_HANG_S": "-1"})
     with pytest.raises(ValueError, match="SMP_FAULT"):

@@ -31,6 +31,7 @@ class Connections:
         coordinates: Sequence[str],
         timeout_s: float,
         hang_s: float,
+        hang_raises: bool,
         device: torch.device,
         meter: _C.DeviceMeter,
     ) -> None:
@@ -40,13 +41,14 @@ class Connections:
             coordinates: words for each rank, index = global rank.
             timeout_s: bound of every wait.
             hang_s: when nothing has moved for so long it is reported; 0: never.
+            hang_raises: a rank that is stuck for twice as long ends the run.
             device: of this rank, on which the threads of the connections work.
             meter: what that device gets done while this rank waits is no standstill.
         """
         self._global_rank = global_rank
         self._world_size = len(coordinates)
         self._timeout_s = timeout_s
-        self._hang_s = hang_s
+        self._hang_s, self._hang_raises = hang_s, hang_raises
         self._device = str(device)
         self.board = _C.FaultBoard(global_rank)
         meter.count_on(self.board)
@@ -91,7 +93,11 @@ class Connections:
         if rank == 0:
             token = secrets.token_hex(16)
             self._hub = _C.LivenessHub(
-                size, loopback_only=loopback, token=token, hang_after_s=self._hang_s
+                size,
+                loopback_only=loopback,
+                token=token,
+                hang_after_s=self._hang_s,
+                hang_raises=self._hang_raises,
             )
             host = "127.0.0.1" if loopback else own_host
             store.set("liveness", f"{host} {self._hub.port} {token}")
@@ -107,6 +113,8 @@ class Connections:
             stacks_signals=stacks_signals,
             stacks_fd=stacks_fd,
             hang_after_s=self._hang_s,
+            hang_raises=self._hang_raises,
+            interrupt_signal=process_hooks.register_interrupt(self._raise_if_stuck),
             device=self._device,
         )
         if transport == "mpi":
@@ -162,6 +170,11 @@ class Connections:
     def is_healthy(self) -> bool:
         """No rank has failed as far as is known."""
         return not self.has_failed and self.board.fault_text() is None
+
+    def _raise_if_stuck(self) -> None:
+        """Ends a loop of the script for which other ranks have waited in vain."""
+        if not self.has_failed:
+            self.board.raise_if_faulted()
 
     def report_raised(self, where: str, text: str) -> None:
         """Tells all other ranks that this one cannot go on."""

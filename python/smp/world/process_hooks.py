@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -77,12 +78,13 @@ def install(
 
 # Nobody else's, as far as signals without a name can be.
 _STACKS_SIGNAL, _STACK_SIGNAL = signal.SIGRTMAX - 1, signal.SIGRTMAX - 2
+_INTERRUPT_SIGNAL, _NATIVE_SIGNAL = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 _stacks_fd = -1
 
 
-def register_stack_dump() -> tuple[tuple[int, int], int]:
-    """Signals on which this process writes the Python stacks of all threads, and of the one that
-    gets the signal, and the file.
+def register_stack_dump() -> tuple[tuple[int, int, int], int]:
+    """Signals on which this process writes the Python stacks of all threads, that of the one that
+    gets the signal, and its native stack (whose handler is not installed here), and the file.
 
     It does so without the interpreter's lock, hence also while a thread hangs that holds it.
     """
@@ -91,7 +93,17 @@ def register_stack_dump() -> tuple[tuple[int, int], int]:
         _stacks_fd = os.memfd_create("smp-stacks", os.MFD_CLOEXEC)
     faulthandler.register(_STACKS_SIGNAL, file=_stacks_fd, all_threads=True, chain=False)
     faulthandler.register(_STACK_SIGNAL, file=_stacks_fd, all_threads=False, chain=False)
-    return (_STACKS_SIGNAL, _STACK_SIGNAL), _stacks_fd
+    return (_STACKS_SIGNAL, _STACK_SIGNAL, _NATIVE_SIGNAL), _stacks_fd
+
+
+def register_interrupt(callback: Callable[[], None]) -> int:
+    """A signal on which the thread of the script calls back between two lines of Python; -1 where
+    `smp.init` runs on another thread, which Python does not allow.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return -1
+    signal.signal(_INTERRUPT_SIGNAL, lambda number, frame: callback())
+    return _INTERRUPT_SIGNAL
 
 
 def keep_forever(owner: object) -> None:

@@ -88,6 +88,7 @@ class Rank:
             [self.grid.describe(rank) for rank in range(self.world_size)],
             self.timeout_s,
             self.settings.hang_s,
+            self.settings.hang_action == "raise",
             self.device,
             self.meter,
         )

@@ -10,7 +10,7 @@ import torch
 from smp.world.fault_injection import InjectedFault, read_fault
 
 DEFAULT_TIMEOUT_S = 1800.0
-DEFAULT_HANG_S = 600.0
+DEFAULT_HANG_S = 300.0
 DEFAULT_METRICS_EVERY = 100
 DEFAULT_RING_MB = 8
 MAX_RING_MB = 4096
@@ -42,6 +42,8 @@ class Settings:
     """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
     metrics_every: int = DEFAULT_METRICS_EVERY
     """`SMP_METRICS_EVERY`: training steps of a line of figures in the log; 0: no lines."""
+    hang_action: str = "raise"
+    """`SMP_HANG_ACTION`: raise ends the run after twice that time, report does not."""
     preemption_path: str | None = None
     """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
     fault: InjectedFault | None = None
@@ -73,6 +75,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         lane_slot_mb=_mib(env, "SMP_LANE_SLOT_MB", DEFAULT_SLOT_MB, MAX_SLOT_MB),
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         metrics_every=_count(env, "SMP_METRICS_EVERY", DEFAULT_METRICS_EVERY),
+        hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),

@@ -65,6 +65,22 @@ TEST(FlightWatch, ACollectiveThatEndsIsProgressAndNoFault) {
   EXPECT_FALSE(watched.board->fault());
 }
 
+TEST(FlightWatch, DeviceThatWaitsForLongIsToldToTheRegistry) {
+  Watched watched(
+      {.timeout = milliseconds(60'000), .waits_after = milliseconds(50)});
+  const auto waits = [&] {
+    return watched.board->waits().snapshot().device_waits;
+  };
+  EXPECT_FALSE(waits());
+  std::atomic<bool> is_over = false;
+  watched.fly([&] { return is_over.load(); });
+  EXPECT_TRUE(becomes_true(waits));
+  EXPECT_FALSE(watched.board->waits().snapshot().is_blocked)
+      << "the host may do other things";
+  is_over = true;
+  EXPECT_TRUE(becomes_true([&] { return !waits(); }));
+}
+
 TEST(FlightWatch, OneThatDoesNotEndIsAFaultOfThisRank) {
   Watched watched({.timeout = milliseconds(100)});
   watched.fly([] { return false; });

@@ -289,6 +289,25 @@ TEST(Liveness, StoppedHubIsReportedByARankThatWaits) {
   EXPECT_NE(text.find("this rank waits in a gate"), std::string::npos);
 }
 
+TEST(Liveness, SilentHubIsAFaultAfterTwiceTheTime) {
+  StoppedHub hub;
+  auto board = std::make_shared<FaultBoard>(2);
+  board->set_coordinates({"pp 0", "pp 1", "pp 2"});
+  LivenessClient client("127.0.0.1", hub.port(), kToken, 2, board,
+                        {.status_every = milliseconds(50),
+                         .hang_after = milliseconds(300),
+                         .hang_raises = true});
+  std::this_thread::sleep_for(milliseconds(900));
+  EXPECT_FALSE(board->fault()) << "it does not wait";
+  BlockedScope waits(board->waits(), "a gate");
+  ASSERT_TRUE(becomes_true([&] { return board->fault().has_value(); }));
+  EXPECT_EQ(board->fault()->kind, Kind::kStuck);
+  EXPECT_EQ(board->fault()->describe().find(
+                "global_rank 0 (pp 0) is stuck: it has said nothing for"),
+            0U)
+      << board->fault()->describe();
+}
+
 TEST(Liveness, HubThatLivesIsNotReported) {
   World world(2, false);
   world.connect(0);
@@ -409,6 +428,7 @@ TEST(LivenessFrame, RoundTripInPieces) {
   sent.is_blocked = true;
   sent.blocked_ms = 1500;
   sent.progress = int64_t{1} << 40;
+  sent.device_waits = true;
   sent.num_unsent = 2;
   sent.where = "pp 1";
   sent.text = "barrier";
@@ -423,6 +443,7 @@ TEST(LivenessFrame, RoundTripInPieces) {
     EXPECT_EQ(got->type, sent.type);
     EXPECT_EQ(got->global_rank, 3);
     EXPECT_TRUE(got->is_blocked);
+    EXPECT_TRUE(got->device_waits);
     EXPECT_EQ(got->progress, sent.progress);
     EXPECT_EQ(got->where, "pp 1");
     EXPECT_EQ(got->text, "barrier");

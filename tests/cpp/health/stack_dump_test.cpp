@@ -1,12 +1,15 @@
 #include "csrc/health/stack_dump.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <string>
 #include <thread>
 
@@ -61,6 +64,44 @@ TEST(StackDump, ScriptIsShownHoweverManyThreadsAreIdle) {
             "Thread of the script (most recent call first):\n"
             "  File \"user.py\", line 7 in loop\n\n"
             "Thread 0x2 (most recent call first):\n  File \"other.py\"\n");
+}
+
+constexpr std::chrono::milliseconds kLoop{1500};
+
+TEST(StackDump, ThreadThatRunsShowsWhatItDoesBelowPython) {
+  const int fd = ::memfd_create("stacks", MFD_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  const NativeStacks stacks(SIGRTMAX - 5, fd);
+  std::atomic<pid_t> loops = 0;
+  std::thread thread([&] {
+    ::pthread_setname_np(::pthread_self(), "that loops");
+    loops = static_cast<pid_t>(::syscall(SYS_gettid));
+    std::atomic<bool> never = false;
+    const auto until = std::chrono::steady_clock::now() + kLoop;
+    while (!never && std::chrono::steady_clock::now() < until) {
+    }
+  });
+  while (loops == 0) std::this_thread::yield();
+  const std::string text = stacks.take(::getpid());
+  thread.join();
+  ::close(fd);
+  EXPECT_NE(
+      text.find("Native stack of thread that loops, which runs (innermost "
+                "first):\n  "),
+      std::string::npos)
+      << text;
+  EXPECT_NE(text.find("libc"), std::string::npos) << text;
+}
+
+TEST(StackDump, FrameIsNamedByLibraryAndFunction) {
+  EXPECT_EQ(frame_words("/usr/lib/libtorch.so.2(_ZN2at2mmEi+0x1f) [0x7f]"),
+            "libtorch.so.2: at::mm(int)");
+  EXPECT_EQ(frame_words("/lib/libc.so.6(nanosleep+0x1f) [0x7f]"),
+            "libc.so.6: nanosleep");
+  EXPECT_EQ(frame_words("/lib/libc.so.6(+0x1f) [0x7f]"), "libc.so.6: ?");
+  EXPECT_EQ(frame_words("/usr/bin/python3.11(_PyEval+0x1f) [0x7f]"),
+            "python3.11: the interpreter");
+  EXPECT_EQ(frame_words("[0x7f]"), "[0x7f]");
 }
 
 TEST(StackDump, StackOfTheScriptIsNotShownTwice) {

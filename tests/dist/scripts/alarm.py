@@ -3,7 +3,8 @@
 Usage: alarm.py ACTION VICTIM [--pp P] [--tp T] [--call C] [--step S]
 
 Prints ``AT <monotonic time>`` where the test, or the victim itself, acts: `stop`, `loop`, `kill`,
-`raise` and `exit` (sys.exit) in call C of a module of the victim; `leave` (sys.exit), `die` and
+`raise` and `exit` (sys.exit) in call C of a module of the victim; `slow`: it takes 1.2 s in the
+six calls from C on; `leave` (sys.exit), `die` and
 `throw` between two steps, before step S; `spawn` (all ranks): a worker of a DataLoader runs this
 file again.
 """
@@ -38,6 +39,8 @@ class Layer(torch.nn.Module):
         self.num_calls += self.training
         if self.num_calls == self.faulty_call:
             self.misbehave()
+        if self.action == "slow" and 0 <= self.num_calls - self.faulty_call < 6:
+            time.sleep(1.2)
         return self.linear(x)
 
     def misbehave(self) -> None:
