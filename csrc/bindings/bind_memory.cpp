@@ -109,10 +109,20 @@ void bind_host_memory(py::module_& m) {
         result["reused"] = stats.num_reused;
         result["live_bytes"] = stats.live_bytes;
         result["cached_bytes"] = stats.cached_bytes;
+        result["failures"] = stats.num_failures;
+        result["failed_bytes"] = stats.failed_bytes;
+        result["live_at_failure_bytes"] = stats.live_at_failure_bytes;
         return result;
       },
       "Blocks that came from the system and that were used again; bytes in "
-      "use and free.");
+      "use and free; of the last time that there was no memory, what was asked "
+      "for and was in use.");
+  m.def(
+      "limit_host_memory",
+      [](int64_t num_bytes) { HostAllocator::instance().set_limit(num_bytes); },
+      py::arg("num_bytes"),
+      "A testing aid: large CPU tensors find no memory beyond so much; 0: no "
+      "limit.");
 }
 
 void bind_recompute(py::module_& m) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "csrc/common/check.h"
 #include "csrc/memory/host_pages.h"
 #include "csrc/memory/host_pool.h"
 
@@ -82,12 +83,27 @@ void* HostAllocator::take(int64_t size) {
     }
   }
   unmap(unneeded);
-  void* const block = map_pages(size);
+  void* const block = map_or_note(size);
   const std::lock_guard lock(mutex_);
   sizes_.emplace(block, size);
   ++stats_.num_mapped;
   stats_.live_bytes += size;
   return block;
+}
+
+void* HostAllocator::map_or_note(int64_t size) {
+  try {
+    const int64_t limit = limit_bytes_;
+    SMP_CHECK(limit == 0 || stats().live_bytes + size <= limit, "expected ",
+              size, " bytes of host memory, and SMP_TEST_HOST_MB has no more");
+    return map_pages(size);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    ++stats_.num_failures;
+    stats_.failed_bytes = size;
+    stats_.live_at_failure_bytes = stats_.live_bytes;
+    throw;
+  }
 }
 
 void HostAllocator::give(void* block) {

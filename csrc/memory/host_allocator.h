@@ -36,6 +36,11 @@ class HostAllocator final : public c10::Allocator {
     int64_t num_reused = 0;    ///< those that came from here
     int64_t live_bytes = 0;    ///< of large tensors
     int64_t cached_bytes = 0;  ///< of nobody, for later ones
+    /// The last time that there was no memory: how often so far, what was asked
+    /// for, and what was in use then. Later nobody knows: what failed is freed.
+    int64_t num_failures = 0;
+    int64_t failed_bytes = 0;
+    int64_t live_at_failure_bytes = 0;
   };
 
   /// The one of this process; lives as long as it.
@@ -59,6 +64,9 @@ class HostAllocator final : public c10::Allocator {
 
   Stats stats() const;
 
+  /// A testing aid: large tensors find no memory beyond so much; 0: no limit.
+  void set_limit(int64_t num_bytes) { limit_bytes_ = num_bytes; }
+
  private:
   // Free blocks of one size.
   struct Shelf {
@@ -72,12 +80,14 @@ class HostAllocator final : public c10::Allocator {
   HostAllocator();
   static void free(void* block);
   void* take(int64_t size);
+  void* map_or_note(int64_t size);
   void give(void* block);
   void take_oldest(Shelf& shelf, int64_t size, Blocks& into);
   static void unmap(const Blocks& blocks);
 
   c10::Allocator* const below_;
   std::atomic<bool> is_installed_ = false;
+  std::atomic<int64_t> limit_bytes_ = 0;
   mutable std::mutex mutex_;                  // guards all that follows
   std::unordered_map<void*, int64_t> sizes_;  // of blocks in use
   std::map<int64_t, Shelf> shelves_;          // by size

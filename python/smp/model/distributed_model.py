@@ -34,6 +34,7 @@ from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
 from smp.observe import nonfinite, verification
+from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decision import Decision
 from smp.partition.trace_choice import TraceOptions, check_tracing
@@ -250,6 +251,11 @@ class DistributedModel(ModelViews):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    @property
+    def _expected_memory(self) -> Expected | None:
+        """Of this rank, by the partition; None before."""
+        return self._engine.partitioning.expected
 
     @property
     def _decision(self) -> Decision | None:

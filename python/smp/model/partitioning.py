@@ -10,6 +10,8 @@ from torch import nn
 import smp._C as _C
 from smp import activations
 from smp.activations import HonouredModules
+from smp.model.expected_memory import expect
+from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
@@ -34,6 +36,7 @@ class Partitioning:
 
     Attributes:
         decision: None before it is made.
+        expected: memory of this rank by it.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Partitioning:
         self._honoured = honoured
         self._followed: Path | None = None  # partition of a checkpoint
         self.decision: Decision | None = None
+        self.expected: Expected | None = None
 
     @property
     def wants_trace(self) -> bool:
@@ -96,6 +100,9 @@ class Partitioning:
             wishes,
         )
         self.decision = decision
+        self.expected = expect(
+            current.rank, self._root, decision, trace, schedule.kept_microbatches
+        )
         if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
             _log.info("%s", decision.text)
         activations.note_placement(decision)

@@ -11,6 +11,7 @@ from torch import Tensor
 import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
+from smp.observe.memory.out_of_memory import explaining
 from smp.optim import grad_norm
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
@@ -200,7 +201,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if skips(self.optimizer) or not overflow:
             self._take_given_scale()
             self._clip_shards()
-            result = self._update()
+            with explaining(self._runtime, "the update of the optimizer"):
+                result = self._update()
         self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
         self._gradients_used(are_applied=True)
         return result

@@ -20,7 +20,7 @@ class Batch:
         arguments: those to cut, by name.
         count: microbatches that they make.
         weights: of the microbatches; None if all are 1.
-        num_samples: of the call, on the driver; 0 elsewhere.
+        num_samples: of the call; 0 where dummies have no batch dimension.
     """
 
     args: tuple[Any, ...]
@@ -42,11 +42,11 @@ class Batch:
         """Counts the microbatches of a call."""
         count = microbatch.num_microbatches(arguments, axes, current.rank.config.microbatches)
         # Arguments of other ranks than the driver may be dummies of any shape.
-        weights, num_samples = None, 0
+        weights = None
         if current.rank.ranks["pp"] == 0:
             sizes = microbatch.batch_sizes(arguments, axes)
             weights = microbatch.weights(sizes, count, strict=trains)
-            num_samples = max((size for _, size in sizes), default=0)
+        num_samples = microbatch.num_samples(arguments, axes)
         return cls(*call, arguments, count, weights, num_samples)
 
 

@@ -14,6 +14,7 @@ import torch
 from smp.model import DistributedModel, engine_of
 from smp.model.share import Share, set_share
 from smp.modules import autocast
+from smp.observe.memory.out_of_memory import explaining
 from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
@@ -84,23 +85,26 @@ class StepFunction:
         ]
         count = sum(batch.count for batch in batches)
         weights = joined_weights(batches)
+        current.steps.samples = sum(batch.num_samples for batch in batches)
 
         def bodies_of(num_microbatches: int) -> Bodies:
             make = functools.partial(self._bodies, current)
             return make_bodies(current, batches, num_microbatches, weights, seed, make)
 
-        partition_used(current, models, self, lambda: bodies_of(count)(0))
+        with explaining(current, "the partition of a model"):
+            partition_used(current, models, self, lambda: bodies_of(count)(0))
         engines = [engine_of(model) for model in models if model.partitioned]
         step_run = StepRun(current, engines, self._name, trains)
         try:
-            count = step_run.begin(count, weights)
-            bodies = bodies_of(count)
-            if models:
-                step_run.run(count, bodies)
-            else:
-                for mb in range(count):
-                    bodies(mb)
-            step_run.end()
+            with explaining(current, f"step '{self._name}'"):
+                count = step_run.begin(count, weights)
+                bodies = bodies_of(count)
+                if models:
+                    step_run.run(count, bodies)
+                else:
+                    for mb in range(count):
+                        bodies(mb)
+                step_run.end()
         except BaseException:
             step_run.abandon()
             raise
@@ -116,10 +120,10 @@ class StepFunction:
         if verification is not None:
             counts = [batch.count for batch in batches] if len(batches) > 1 else [count]
             verification.step_done(trains, result, counts)
+        samples = current.steps.samples if current.rank.ranks["pp"] == 0 else 0
         duration_s = time.perf_counter() - started_s
         current.steps.finished(duration_s)
-        num_samples = sum(batch.num_samples for batch in batches)
-        step_log_of(current).finished(duration_s, trains=trains, num_samples=num_samples)
+        step_log_of(current).finished(duration_s, trains=trains, num_samples=samples)
         return result
 
     def _bodies(

@@ -59,6 +59,14 @@ def batch_sizes(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> list[t
     return sizes
 
 
+def num_samples(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int:
+    """Of the largest tensor that is cut; 0 where dummies have no batch dimension."""
+    try:
+        return max((size for _, size in batch_sizes(arguments, axes)), default=0)
+    except ValueError:
+        return 0
+
+
 def weights(sizes: Sequence[tuple[str, int]], count: int, *, strict: bool) -> list[float] | None:
     """Weight of each microbatch in a mean over the whole batch, 1 on average.
 

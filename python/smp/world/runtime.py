@@ -41,6 +41,7 @@ class Runtime:
         detection: of NaN and infinities, while somebody wants it.
         verification: records what it computes, where `smp verify` has started it.
         step_log: figures of training steps, from the first step on.
+        memory_observer: notes what was in use when there was no memory: `smp.observe.memory`.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -53,6 +54,7 @@ class Runtime:
         self.detection: Detection | None = None
         self.verification: Verification | None = None
         self.step_log: StepLog | None = None
+        self.memory_observer: object | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
@@ -236,6 +238,7 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
     _current, rank = runtime, runtime.rank
     thread_device.enter(rank.device)
     _C.use_host_allocator(rank.settings.host_pool and rank.device.type == "cpu")
+    _C.limit_host_memory(rank.settings.test_host_mb << 20)
     if rank.world_size > 1 and not _has_hooks:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)

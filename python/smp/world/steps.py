@@ -17,6 +17,7 @@ class Steps:
         running: name of the step function that runs now.
         has_trained: a step computed gradients.
         has_gradients: a step did so after the last update of an optimizer.
+        samples: of the batch of the last step on this rank; 0: not known.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
     """
 
@@ -25,7 +26,7 @@ class Steps:
         self.num_begun = self.num_finished = 0
         self.running: str | None = None
         self.has_trained = self.has_gradients = False
-        self.num_scaled_backwards = 0
+        self.num_scaled_backwards = self.samples = 0
         self._on_finished: list[Callable[[float], None]] = []
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:

@@ -55,6 +55,22 @@ TEST_F(HostAllocation, memory_is_used_again_by_the_same_size) {
   EXPECT_EQ(live(), 0);
 }
 
+TEST_F(HostAllocation, want_of_memory_is_noted_before_anything_is_freed) {
+  const int64_t at_first = allocator_.stats().live_bytes;
+  allocator_.set_limit(at_first + 20 * kMiB);
+  {
+    const at::Tensor held = filled(12);
+    EXPECT_ANY_THROW(filled(9));
+    EXPECT_NO_THROW(filled(8));
+  }
+  allocator_.set_limit(0);
+  const HostAllocator::Stats after = allocator_.stats();
+  EXPECT_EQ(after.num_failures, before_.num_failures + 1);
+  EXPECT_EQ(after.failed_bytes, 9 * kMiB);
+  EXPECT_EQ(after.live_at_failure_bytes, at_first + 12 * kMiB);
+  EXPECT_NO_THROW(filled(40));
+}
+
 TEST_F(HostAllocation, small_tensors_are_made_as_before) {
   const at::Tensor small = at::empty({kMiB}, at::kByte);
   EXPECT_EQ(num_mapped() + num_reused(), 0);

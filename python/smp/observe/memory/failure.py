@@ -1,0 +1,90 @@
+"""That there was no memory: how to tell, and what was in use at that moment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import smp._C as _C
+
+_ON_HOST = re.compile(
+    r"DefaultCPUAllocator: (?:can't|not enough memory).*?(?:allocate (\d+) bytes|$)"
+    r"|expected (\d+) bytes of host memory",
+    re.DOTALL,
+)
+_ON_DEVICE = "CUDA out of memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of tensors had no memory. Backwards and C++ change the type."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if isinstance(error, _C.PeerFailure):
+        return False  # it has the words of another rank
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        _ON_HOST.search(text) is not None or _ON_DEVICE in text
+    )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An allocation that failed. Bytes.
+
+    Attributes:
+        asked: for so much; 0: not known.
+        in_use: by tensors at that moment.
+        cached: that the allocator had for later tensors then, or has now on the CPU.
+        counted_from: the smallest tensor that ``in_use`` counts.
+    """
+
+    asked: int
+    in_use: int
+    cached: int
+    counted_from: int = 0
+
+
+class Observer:
+    """Notes what was in use when an allocation failed; an exception frees it on its way.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noted: Failure | None = None
+        self._num_failures = _failures()
+        if device.type == "cuda":
+            torch._C._cuda_attach_out_of_memory_observer(self._note)  # type: ignore[attr-defined]
+
+    def _note(self, device: int, asked: int, in_use: int, free: int) -> None:
+        if device == (self._device.index or 0):
+            held = torch.cuda.memory_allocated(device)
+            self._noted = Failure(asked, held, torch.cuda.memory_reserved(device) - held)
+
+    def failure(self, error: BaseException) -> Failure:
+        """That of an error for which `is_out_of_memory` holds."""
+        if self._device.type == "cuda":
+            noted, self._noted = self._noted, None
+            if noted is not None:
+                return noted
+            held = torch.cuda.memory_allocated(self._device)
+            return Failure(0, held, torch.cuda.memory_reserved(self._device) - held)
+        stats = _C.host_memory_stats()
+        found = _ON_HOST.search(str(error))
+        asked = int(next((text for text in found.groups() if text), 0)) if found else 0
+        if stats["failures"] > self._num_failures:
+            self._num_failures = stats["failures"]
+            in_use, asked = stats["live_at_failure_bytes"], stats["failed_bytes"]
+        else:
+            in_use = stats["live_bytes"]
+        return Failure(asked, in_use, stats["cached_bytes"], counted_from=2 << 20)
+
+
+def _failures() -> int:
+    stats: dict[str, Any] = _C.host_memory_stats()
+    return int(stats["failures"])
