@@ -226,6 +226,7 @@ def test_each_plan_is_a_configuration_that_is_accepted_and_fits() -> None:
         check_world(config, 16)
         assert plan.layout.samples == 16 and plan.peak_bytes <= 0.9 * job.memory_bytes
         assert config.microbatches == plan.layout.microbatches
+        assert config.active_microbatches == plan.layout.active
 
 
 def test_nothing_that_fits_names_the_nearest() -> None:

@@ -76,8 +76,10 @@ class Layout:
         }
         if self.num_ranks > 1:
             values["ddp"] = True
+        if self.microbatches > 1:
+            values["active_microbatches"] = self.active
         if self.pp > 1:
-            values |= {"pipeline": self.schedule, "active_microbatches": self.active}
+            values["pipeline"] = self.schedule
             if self.chunks > 1:
                 values["virtual_stages"] = self.chunks
         if self.tp > 1:
