@@ -34,6 +34,12 @@ COMMANDS: tuple[Command, ...] = (
         "smp.commands.verify",
     ),
     Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
+    Command(
+        "explain",
+        "why a partition is as it is, and what another would cost",
+        "smp.commands.explain",
+    ),
+    Command("simulate", "the schedule of a configuration as a timeline", "smp.commands.simulate"),
     Command("estimate", "memory of each rank for a configuration", "smp.commands.estimate"),
     Command("plan", "the fastest layouts of a model on so many devices", "smp.commands.plan"),
 )

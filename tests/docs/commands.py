@@ -67,7 +67,14 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
 
 
 #: Subcommands of `smp` that are executed, and the place of the file that they need, if any.
-_EXECUTED = {"ckpt": 3, "estimate": None, "plan": None, "verify": -1}
+_EXECUTED = {
+    "ckpt": 3,
+    "estimate": None,
+    "plan": None,
+    "explain": None,
+    "simulate": None,
+    "verify": -1,
+}
 
 
 def is_executed(words: list[str], folder: Path) -> bool:

@@ -199,7 +199,7 @@ def _decide_fastest(
             best.options.state_factor,
         )
     decision = Decision.of(index, best.assignment, best.options)
-    return replace(decision, step_ratio=best.step_ratio)
+    return replace(decision, step_ratio=best.step_ratio, considered=tuple(found))
 
 
 class WishError(ValueError):

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import nn
 
 import smp._C as _C
+from smp.partition.fastest import Candidate
 from smp.partition.tree import ModuleIndex
 from smp.tensor_parallel.sharding import whole_shape
 
@@ -30,6 +31,7 @@ class Decision:
         decided_by: "auto", "marks" or "file".
         step_ratio: where the shortest step was looked for, its estimated time over that of ranks
             which are always busy, and all alike.
+        considered: partitions of which the fastest was taken; empty where none was looked for.
     """
 
     index: ModuleIndex
@@ -43,6 +45,7 @@ class Decision:
     options: _C.PartitionOptions | None = None
     decided_by: str = "auto"
     step_ratio: float | None = None
+    considered: tuple[Candidate, ...] = ()
 
     @classmethod
     def of(

@@ -86,21 +86,34 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return min(fast, key=lambda c: c.memory_bytes)
 
 
-def step_ratio(
-    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int, shape: StepShape
-) -> float | None:
-    """Time of a step over the least possible: no rank waits, and all have as much to do.
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one microbatch in one stage of the chain; 1000 is all of it without a pipeline.
 
-    Compute and transfers of each stage are as the partitioner sees them; half of a backward are
-    gradients of weights. Only the arguments matter, so all ranks find the same.
+    Attributes:
+        pp_rank: that runs the stage.
+        forward, backward, weight: the backward without gradients of weights, and these.
+    """
+
+    pp_rank: int
+    forward: float
+    backward: float
+    weight: float
+
+
+def stage_times(
+    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int
+) -> list[StageTimes]:
+    """Compute and transfers of each stage, as the partitioner sees them.
+
+    Half of a backward are gradients of weights.
 
     Args:
         evaluation: of the partition.
         compute_per_byte: what a byte over a boundary costs in the unit of compute.
         num_partitions: pipeline ranks.
-        shape: the step.
     Returns:
-        None where no costs are known.
+        nothing where no costs are known.
     """
     times = [
         compute + compute_per_byte * num_bytes
@@ -108,7 +121,7 @@ def step_ratio(
     ]
     total = sum(times)
     if total <= 0 or sum(evaluation.compute) <= 0:
-        return None
+        return []
     known = sum(evaluation.forward) > 0
     stages = []
     for stage, time in enumerate(times):
@@ -116,7 +129,27 @@ def step_ratio(
         share = evaluation.forward[stage] / compute if known and compute > 0 else _FORWARD_SHARE
         time_ms = 1000 * time / total
         half_ms = (1 - share) * time_ms / 2
-        stages.append(_C.StageCost(stage % num_partitions, share * time_ms, half_ms, half_ms, 0))
+        stages.append(StageTimes(stage % num_partitions, share * time_ms, half_ms, half_ms))
+    return stages
+
+
+def step_ratio(
+    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int, shape: StepShape
+) -> float | None:
+    """Time of a step over the least possible: no rank waits, and all have as much to do.
+
+    Only the arguments matter, so all ranks find the same.
+
+    Args:
+        evaluation, compute_per_byte, num_partitions: see `stage_times`.
+        shape: the step.
+    Returns:
+        None where no costs are known.
+    """
+    times = stage_times(evaluation, compute_per_byte, num_partitions)
+    if not times:
+        return None
+    stages = [_C.StageCost(t.pp_rank, t.forward, t.backward, t.weight, 0) for t in times]
     step_ms = simulated_step_ms(stages, [], num_partitions, shape)
     return step_ms * num_partitions / (1000 * shape.microbatches)
 

@@ -50,7 +50,7 @@ def write(decision: Decision, path: str | Path) -> None:
     if decision.num_chunks > 1:
         lines.append(f"chunks {decision.num_chunks}")
     lines += [f"# {line}" for line in decision.text.splitlines()[1:]]
-    entries = list(_collapsed(_top_most(decision)))
+    entries = list(_collapsed(top_most(decision)))
     width = max((len(pattern) for pattern, _ in entries), default=0)
     lines += [f"{pattern:<{width}}  {place}" for pattern, place in entries]
     path = Path(path)
@@ -59,7 +59,7 @@ def write(decision: Decision, path: str | Path) -> None:
     partial.replace(path)
 
 
-def _top_most(decision: Decision) -> Iterator[tuple[str, str]]:
+def top_most(decision: Decision) -> Iterator[tuple[str, str]]:
     """Name and place of the modules that stand for everything below them, in order."""
     index = decision.index
     units = _C.unit_places(index.tree)

@@ -1,0 +1,151 @@
+"""``smp simulate``: the schedule of a plan as a timeline, and why it cannot deadlock."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from smp.commands.decided import Decided, add_arguments, decide, write_page
+from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
+from smp.commands.printing import bytes_text, print_json, print_table
+from smp.pipeline.schedules import Simulation
+from smp.planning import pages
+from smp.planning.simulation import Proof, Stops, proof_in_words, prove, simulate, stages_of
+
+_COLUMNS = ("pp_rank", "busy", "idle", "bubble", "most microbatches", "activations")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``simulate``. Status 1: the schedule stops; 2: bad use."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="the schedule of a configuration as a timeline",
+        description="Simulates one step of a model under a configuration: one process, no device, "
+        "no weights. Times are estimates from FLOPs and bytes.",
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--microbatch-ms",
+        type=float,
+        metavar="T",
+        help="measured time of forward and backward of one microbatch of the whole model in one "
+        "process; without it that counts as 1000 units",
+    )
+    parser.set_defaults(execute=guarded("simulate", _run))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.microbatch_ms is not None and not arguments.microbatch_ms > 0:
+        raise BadUse(f"--microbatch-ms {arguments.microbatch_ms:g} is no time above 0")
+    decided = decide(arguments)
+    config = decided.config
+    unit = "units" if arguments.microbatch_ms is None else "ms"
+    active = min(config.active_microbatches or config.microbatches, config.microbatches)
+    try:
+        stages = stages_of(decided.decision, config, arguments.microbatch_ms)
+        simulation = simulate(stages, config)
+        proof = prove(simulation, len(stages), config.microbatches, active)
+    except Stops as stops:
+        raise DoesNotFit(str(stops)) from None
+    except (ValueError, OSError) as error:
+        raise BadUse(str(error)) from None
+    policy = config.pipeline if config.schedule_file is None else config.schedule_file
+    words = proof_in_words(proof, policy, active, is_list=config.schedule_file is not None)
+    if arguments.page is not None:
+        write_page(arguments.page, _page(decided, simulation, proof, words, unit))
+    if arguments.json:
+        print_json(_facts(decided, simulation, proof, words, unit))
+    else:
+        print(_title(decided, simulation, unit))
+        print_table("", _COLUMNS, _rows(simulation), text_columns=0)
+        print(f"\n{simulation.executed.rstrip()}\n")
+        print("\n".join(words))
+    return DONE
+
+
+def _title(decided: Decided, simulation: Simulation, unit: str) -> str:
+    config = decided.config
+    return (
+        f"{decided.loaded.trained}: a step of {config.microbatches} microbatches takes "
+        f"{simulation.makespan_ms:.4g} {unit}, and ranks are idle for "
+        f"{100 * _bubble(simulation):.1f} % of it (predicted)"
+    )
+
+
+def _bubble(simulation: Simulation) -> float:
+    total = simulation.makespan_ms * len(simulation.ranks)
+    return sum(rank.bubble_ms for rank in simulation.ranks) / total if total else 0.0
+
+
+def _rows(simulation: Simulation) -> list[list[str]]:
+    return [
+        [
+            str(pp_rank),
+            f"{rank.busy_ms:.4g}",
+            f"{rank.bubble_ms:.4g}",
+            f"{100 * rank.bubble_ms / simulation.makespan_ms:.1f} %",
+            str(rank.peak_activations),
+            bytes_text(rank.peak_activation_bytes),
+        ]
+        for pp_rank, rank in enumerate(simulation.ranks)
+    ]
+
+
+def _order_lines(proof: Proof) -> list[str]:
+    lines = []
+    for number, (rank, action, waits) in enumerate(proof.order, start=1):
+        after = "; ".join(f"{w.action} of rank {w.rank} ({w.why})" for w in waits)
+        lines.append(f"{number}. {action} of rank {rank}" + (f": behind {after}" if after else ""))
+    return lines
+
+
+def _page(
+    decided: Decided, simulation: Simulation, proof: Proof, words: list[str], unit: str
+) -> str:
+    return pages.page(
+        f"Schedule of {decided.loaded.trained}",
+        [
+            pages.paragraph(_title(decided, simulation, unit)),
+            pages.timeline(simulation, unit),
+            pages.paragraph(
+                "F: forward, B: backward, W: gradients of weights; the number is the microbatch, "
+                "the one behind a dot the stage of its rank. A box tells its times."
+            ),
+            pages.table(_COLUMNS, _rows(simulation)),
+            pages.heading("Why it cannot deadlock"),
+            *(pages.paragraph(text) for text in words),
+            pages.folded("All actions, each behind what it waits for", _order_lines(proof)),
+        ],
+    )
+
+
+def _facts(
+    decided: Decided, simulation: Simulation, proof: Proof, words: list[str], unit: str
+) -> dict[str, Any]:
+    return {
+        "model": decided.loaded.name,
+        "unit": unit,
+        "makespan": simulation.makespan_ms,
+        "bubble": _bubble(simulation),
+        "ranks": [
+            {
+                "pp_rank": pp_rank,
+                "busy": rank.busy_ms,
+                "idle": rank.bubble_ms,
+                "peak_microbatches": rank.peak_activations,
+                "peak_activation_bytes": rank.peak_activation_bytes,
+            }
+            for pp_rank, rank in enumerate(simulation.ranks)
+        ],
+        "schedule": simulation.executed.splitlines(),
+        "timeline": [
+            [entry.rank, entry.stage, entry.action, entry.start_ms, entry.end_ms]
+            for entry in simulation.timeline
+        ],
+        "deadlock": {
+            "free": True,
+            "actions": len(proof.order),
+            "waits": proof.num_waits,
+            "proof": words,
+        },
+    }

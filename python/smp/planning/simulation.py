@@ -1,0 +1,223 @@
+"""The schedule of a plan, simulated, and why it cannot stop half-way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import smp._C as _C
+from smp.config.schema import Config
+from smp.partition.decide import partition_options
+from smp.partition.decision import Decision
+from smp.partition.fastest import stage_times
+from smp.pipeline import schedules
+
+#: What the simulator counts as one microbatch of the whole model on one rank.
+WHOLE = 1000.0
+_NEXT = re.compile(r"rank (\d+): next is (\S+), which waits for (?:(\S+) of rank (\d+)|(.*))")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One thing that an action waits for.
+
+    Attributes:
+        rank, action: what has to be over first.
+        why: in words.
+    """
+
+    rank: int
+    action: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """An order of all actions in which each stands behind everything that it waits for.
+
+    Attributes:
+        order: rank, action and its waits.
+        num_waits: of all actions.
+    """
+
+    order: tuple[tuple[int, str, tuple[Wait, ...]], ...]
+    num_waits: int
+
+
+class Stops(Exception):
+    """The schedule comes to a stop; the text says who waits for whom."""
+
+
+def stages_of(
+    decision: Decision, config: Config, microbatch_ms: float | None
+) -> list[schedules.Stage]:
+    """The chain that a microbatch passes, with times of a partition.
+
+    Args:
+        decision: the partition, with costs.
+        config: its schedule says what ranks keep.
+        microbatch_ms: of forward and backward of one microbatch in one process; None: `WHOLE`.
+
+    Raises:
+        ValueError: no costs are known.
+    """
+    size, chunks = decision.num_partitions, decision.num_chunks
+    options = decision.options or partition_options(config, size, chunks)
+    tree = decision.index.tree
+    evaluation = _C.evaluate_partition(tree, decision.assignment, options)
+    times = stage_times(evaluation, tree.compute_per_byte, size)
+    if not times:
+        raise ValueError("the model computes nothing that was traced, so stages have no times")
+    unit = (microbatch_ms or WHOLE) / WHOLE
+    return [
+        schedules.Stage(
+            time.pp_rank,
+            unit * time.forward,
+            unit * time.backward,
+            unit * time.weight,
+            int(num_bytes),
+        )
+        for time, num_bytes in zip(times, evaluation.activation_bytes, strict=True)
+    ]
+
+
+def simulate(stages: Sequence[schedules.Stage], config: Config) -> schedules.Simulation:
+    """A step under the schedule of a configuration.
+
+    Raises:
+        Stops: it cannot finish.
+        ValueError: the schedule does not fit the stages.
+        OSError: its file cannot be read.
+    """
+    active: int | None = min(config.active_microbatches or config.microbatches, config.microbatches)
+    schedule = config.pipeline
+    if config.schedule_file is not None:
+        schedule = schedules.normalize(Path(config.schedule_file).read_text())
+    try:
+        return schedules.simulate(stages, config.microbatches, schedule, active_microbatches=active)
+    except RuntimeError as error:
+        raise Stops(_circle(str(error))) from None
+
+
+def prove(
+    simulation: schedules.Simulation, num_stages: int, num_microbatches: int, active: int
+) -> Proof:
+    """Looks at every action of a simulated step whether all that it waits for stands before it.
+
+    The waits are those of the server: the action before on its rank, the same microbatch in the
+    stage before (forward) or behind (backward), and a place among those in flight. This function
+    shares no code with the simulator.
+
+    Args:
+        simulation: the step.
+        num_stages: of the chain.
+        num_microbatches: of the step.
+        active: most microbatches in flight.
+
+    Raises:
+        Stops: some action stands before what it waits for, or is not there.
+    """
+    entries = simulation.timeline
+    done: set[tuple[str, int, int]] = set()  # kind, stage, microbatch
+    last: dict[int, str] = {}
+    name_of: dict[tuple[str, int, int], tuple[int, str]] = {}
+    order, num_waits, entered, left = [], 0, 0, 0
+    has_weights = any(entry.action[0] == "W" for entry in entries)
+    for entry in _by_dependency(entries):
+        kind, mb = entry.action[0], int(entry.action[1:].split(".")[0])
+        waits = []
+        if entry.rank in last:
+            waits.append(Wait(entry.rank, last[entry.rank], "the rank runs one at a time"))
+        for needed, why in _needs(kind, entry.stage, mb, num_stages):
+            if needed not in done:
+                raise Stops(f"rank {entry.rank} runs {entry.action} before {needed[0]}{mb}")
+            waits.append(Wait(*name_of[needed], why))
+        if kind == "F" and entry.stage == 0:
+            if entered - left >= active:
+                raise Stops(f"rank {entry.rank} lets {active + 1} microbatches in")
+            entered += 1
+        if kind == "B" and entry.stage == 0:
+            left += 1
+        done.add((kind, entry.stage, mb))
+        name_of[kind, entry.stage, mb] = (entry.rank, entry.action)
+        last[entry.rank] = entry.action
+        order.append((entry.rank, entry.action, tuple(waits)))
+        num_waits += len(waits)
+    expected = num_stages * num_microbatches * (3 if has_weights else 2)
+    if len(done) != expected:
+        raise Stops(f"{len(done)} of {expected} actions are there")
+    return Proof(tuple(order), num_waits)
+
+
+def _by_dependency(
+    entries: Sequence[schedules.TimelineEntry],
+) -> list[schedules.TimelineEntry]:
+    """By begin; of actions that begin together those that take no time are first."""
+    return sorted(entries, key=lambda e: (e.start_ms, e.end_ms, "FBW".index(e.action[0]), e.rank))
+
+
+def _needs(
+    kind: str, stage: int, mb: int, num_stages: int
+) -> list[tuple[tuple[str, int, int], str]]:
+    if kind == "W":
+        return [(("B", stage, mb), "gradients of weights come after the backward")]
+    if kind == "B":
+        needs = [(("F", stage, mb), "its activations")]
+        if stage + 1 < num_stages:
+            needs.append((("B", stage + 1, mb), "the gradient of what it gave on"))
+        return needs
+    return [(("F", stage - 1, mb), "its input")] if stage > 0 else []
+
+
+def proof_in_words(proof: Proof, schedule: str, active: int, *, is_list: bool) -> list[str]:
+    """Why ranks cannot wait for each other for ever, for a reader who checks it.
+
+    Args:
+        proof: of a step.
+        schedule: what it is called.
+        active: most microbatches in flight.
+        is_list: the order is given; otherwise a policy picks among what is ready.
+    """
+    ranks = len({rank for rank, _, _ in proof.order})
+    lines = [
+        f"Each of the {ranks} ranks runs its actions in the order that is shown ({schedule}). An "
+        "action waits for three things only: for the one before it on its rank; for data of the "
+        "same microbatch (a forward for that of the stage before, a backward for that of the stage "
+        "behind and for its own forward, gradients of weights for their backward); and a first "
+        f"forward for a place, since at most {active} microbatches are in flight.",
+        f"A deadlock is a circle of waits. In one order of all {len(proof.order)} actions each "
+        f"stands behind everything that it waits for: the {proof.num_waits} waits for actions were "
+        "followed one by one, and each points backward. A circle would have to point forward "
+        "somewhere, so there is none, however long actions take and however late data come.",
+    ]
+    if not is_list:
+        lines.append(
+            "The order is that of the estimated times. Where data come later the policy picks "
+            "another action that is ready; that its steps end with any times is tested, not proved "
+            "here (tests/cpp/schedule)."
+        )
+    return lines
+
+
+def _circle(text: str) -> str:
+    """The circle in what the simulator says of a schedule that stops."""
+    waits: Mapping[int, tuple[str, str, int]] = {
+        int(m[1]): (m[2], m[3], int(m[4])) for m in _NEXT.finditer(text) if m[4] is not None
+    }
+    for start in waits:
+        path = [start]
+        while path[-1] in waits:
+            after = waits[path[-1]][2]
+            if after in path:
+                ring = path[path.index(after) :]
+                words = "; ".join(
+                    f"rank {rank} is at {waits[rank][0]} and waits for {waits[rank][1]} of rank "
+                    f"{waits[rank][2]}"
+                    for rank in ring
+                )
+                return f"the schedule deadlocks: {words}: a circle"
+            path.append(after)
+    lines = " ".join(line.strip() for line in text.splitlines())
+    return f"the schedule deadlocks: {lines}"
