@@ -35,9 +35,10 @@ class WorkEnd final : public Mark::Event {
         faults_(std::move(faults)),
         tensor_(std::move(tensor)) {}
 
-  // Also when the operation is over: one that has failed throws here.
+  // Also when the operation is over: one that has failed throws here. Without
+  // the lock: a backend may hold the host here until the watch, which asks
+  // whether it is over, aborts its group.
   void block(const c10::Stream& stream) const override {
-    const std::lock_guard lock(mutex_);
     const memory::DeviceScope scope(
         stream.device().is_cpu() ? std::nullopt : std::optional(stream));
     try {
@@ -49,8 +50,8 @@ class WorkEnd final : public Mark::Event {
   }
 
   bool is_over() const override {
-    const std::lock_guard lock(mutex_);
     if (!work_->done()) return false;
+    const std::lock_guard lock(mutex_);
     tensor_.reset();
     return true;
   }
@@ -58,7 +59,7 @@ class WorkEnd final : public Mark::Event {
  private:
   const comm::WorkPtr work_;
   const std::shared_ptr<health::FaultBoard> faults_;
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // of the tensor
   mutable at::Tensor tensor_;
 };
 

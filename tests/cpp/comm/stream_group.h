@@ -80,10 +80,12 @@ class StreamedWork final : public Work {
 
  private:
   static bool same(const at::Tensor& a, const at::Tensor& b) {
-    return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+    return a.nbytes() == 0 ||
+           std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
   }
   // NaN in every floating dtype.
   void poison() {
+    if (output_.nbytes() == 0) return;
     std::memset(output_.mutable_data_ptr(), 0xff, output_.nbytes());
   }
   bool is_poisoned() const {

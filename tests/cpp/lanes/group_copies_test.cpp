@@ -136,6 +136,9 @@ TEST_F(GroupCopiesTest, end_with_a_fault_and_name_the_culprit) {
     }
     return "no failure";
   });
+  // While somebody waits for the copy the watch looks at it, and goes on.
+  wait_for_it([&] { return rooms.of(kWay)->num_waiting == 1; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   sender.board->report(
       {.kind = health::Fault::Kind::kDied, .global_rank = 1, .text = "gone"});
   EXPECT_NE(text.get().find("global_rank 1"), std::string::npos);

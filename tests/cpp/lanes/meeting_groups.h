@@ -33,6 +33,7 @@ struct MeetingRoom {
   std::deque<Part> sends;
   std::deque<Part> receives;
   std::atomic<bool> is_aborted{false};
+  std::atomic<int> num_waiting{0};  // streams
 
   std::shared_ptr<std::atomic<bool>> ask(const at::Tensor& tensor,
                                          bool is_send) {
@@ -69,7 +70,9 @@ class MeetingWork final : public comm::Work {
   }
   bool order_stream() override {
     std::unique_lock lock(room_->mutex);
+    ++room_->num_waiting;
     room_->changed.wait(lock, [&] { return *is_over_ || room_->is_aborted; });
+    --room_->num_waiting;
     SMP_CHECK(*is_over_, "send or recv: aborted");
     return true;
   }
@@ -103,7 +106,10 @@ class MeetingGroup final : public comm::Communicator {
     return ask(tensor, false);
   }
   void abort() override {
-    room_->is_aborted = true;
+    {
+      const std::lock_guard lock(room_->mutex);
+      room_->is_aborted = true;
+    }
     room_->changed.notify_all();
   }
 
