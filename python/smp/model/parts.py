@@ -135,8 +135,20 @@ class ModelParts:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.root.named_modules():
-            if self._partition_of[module] == self._pp_rank:
+            if self._partition(name, module) == self._pp_rank:
                 yield name, module
+
+    def _partition(self, name: str, module: nn.Module) -> int:
+        found = self._partition_of.get(module)
+        if found is not None:
+            return found
+        if not any(self._partition_of.values()):  # all is in one place: some models exchange layers
+            return self._pp_rank
+        raise RuntimeError(
+            f"{_C.rank_prefix()}module '{name}' ({type(module).__name__}) was put into the model "
+            "after it had been partitioned, so it is on no pipeline rank; build the model with it, "
+            "or set pipeline_parallel_degree to 1"
+        )
 
     # ---- state by name
 
@@ -146,11 +158,19 @@ class ModelParts:
         for prefix, module in self.root.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    partitions[dot + name] = self._parameter_partition[parameter]
+                if parameter is None:
+                    continue
+                if parameter not in self._parameter_partition:
+                    raise RuntimeError(
+                        f"{_C.rank_prefix()}parameter '{dot}{name}' was put into the model after "
+                        "it had been partitioned, so nothing reduces its gradients; build the "
+                        "model with it"
+                    )
+                partitions[dot + name] = self._parameter_partition[parameter]
+            partition = self._partition(prefix, module)
             for name in module._buffers:
-                partitions[dot + name] = self._partition_of[module]
-            partitions[dot + _EXTRA_STATE] = self._partition_of[module]
+                partitions[dot + name] = partition
+            partitions[dot + _EXTRA_STATE] = partition
         return partitions
 
     def meet(self, rank: Rank, what: str, is_merged: bool, **call: Any) -> None:

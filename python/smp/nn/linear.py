@@ -163,6 +163,8 @@ class DistributedLinear(ReadAsWhole):
             y = regions.reduce(F.linear(x, self._matrix()))
         if self.bias is not None:
             y = y + self.bias
+        elif y._is_view():  # nobody could write to it behind a node of autograd
+            y = y.clone()
         return y if input.dim() > 1 else y[0]
 
     def _matrix(self) -> Tensor:
