@@ -110,7 +110,7 @@ def test_what_the_device_gets_done_counts_on_the_board_of_the_rank() -> None:
             counted.append(board)
 
     meter: Any = Meter()
-    connections = Connections(0, ["pp 0", "pp 1"], 10.0, 0.0, torch.device("cpu"), meter)
+    connections = Connections(0, ["pp 0", "pp 1"], 10.0, 0.0, False, torch.device("cpu"), meter)
     assert counted == [connections.board]
 
 

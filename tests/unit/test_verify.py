@@ -97,7 +97,7 @@ def test_floating_point_arguments_are_cast_and_others_are_not(dtype: torch.dtype
 
 
 def batch(count: int, weights: list[float] | None = None) -> Batch:
-    return Batch((), {}, {}, count, weights)
+    return Batch((), {}, {}, count, weights, num_samples=0)
 
 
 def test_batches_count_alike_whatever_their_sizes() -> None:
