@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,14 +101,15 @@ class _Asked:
     rows: list[Tensor] = field(default_factory=list)
 
 
-class _Call:
+class _Call(ABC):
     """One run of the code of a mixture, and what its experts do in it."""
 
     def __init__(self, listed: Listed) -> None:
         self.listed = listed
 
+    @abstractmethod
     def result_of(self, number: int, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What an expert gives for the rows that it is called with."""
 
 
 class _Asking(_Call):
