@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants as hub_constants
 from torch import nn
 
 from smp.commands import ending, printing
@@ -93,6 +99,38 @@ def test_model_that_cannot_be_built_is_one_line(name: str, text: str) -> None:
     with pytest.raises(BadUse) as raised:
         load_model(name)
     assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_hub_that_cannot_be_reached_is_an_error_at_once(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the retries of the client: neither of a closed port nor of one that is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not answers:
+            server.close()
+        monkeypatch.setattr(hub_constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        began = time.monotonic()
+        with pytest.raises(BadUse, match=f"http://127.0.0.1:{port} cannot be reached") as raised:
+            load_model("nobody/has-this-model")
+        assert time.monotonic() - began < 4  # half a minute with retries
+    assert "\n" not in str(raised.value) and "expected a folder" in str(raised.value)
+
+
+def test_what_was_downloaded_is_there_without_a_connection(tmp_path: Path) -> None:
+    folder = tmp_path / "models--somebody--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(GPT2))
+    code = "from smp.commands.models import load_model; print(load_model('somebody/tiny').trained)"
+    away = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **away}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "GPT2LMHeadModel", done.stderr
 
 
 def test_too_many_tokens_are_refused(gpt2: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp.commands.ending import BadUse
+from smp.commands.hub import why_unreachable
 
 DEFAULT_SEQ = 2048
 
@@ -120,12 +121,15 @@ def _of_huggingface(name: str) -> LoadedModel:
             f"model {name!r} needs transformers, which is not installed; install it, or give "
             "module:function"
         ) from None
+    away = why_unreachable() if _can_be_of_hub(name) else None
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        # What was downloaded before is there without a connection, too.
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=away is not None)
     except Exception as error:
+        reason = _first_line(error) if away is None else f"{away}; {_first_line(error)}"
         raise BadUse(
-            f"no model {name!r}: {_first_line(error)}; expected a folder with config.json, a name "
-            "of Hugging Face, or module:function"
+            f"no model {name!r}: {reason}; expected a folder with config.json, a name of Hugging "
+            "Face, or module:function"
         ) from None
     if getattr(config, "use_cache", False):
         config.use_cache = False  # of no use in training
@@ -142,6 +146,11 @@ def _of_huggingface(name: str) -> LoadedModel:
     module.train()
     call, seq = _call_of_huggingface(name, module)
     return LoadedModel(name, module, call, seq, type(module).__name__)
+
+
+def _can_be_of_hub(name: str) -> bool:
+    """Is it no folder, and a name as models have them there, NAME or OWNER/NAME?"""
+    return not Path(name).exists() and name.count("/") <= 1 and name[:1] not in "./~"
 
 
 def _call_of_huggingface(
