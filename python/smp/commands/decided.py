@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp.commands.arguments import add_memory, add_microbatch, add_model, check_counts
 from smp.commands.configuration import add_configuration, read_configuration
 from smp.commands.ending import BadUse
 from smp.commands.estimate import traced_estimate
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
-from smp.commands.printing import parse_bytes
 from smp.config.schema import Config
 from smp.partition.decision import Decision
 from smp.planning.estimate import Run
@@ -27,20 +27,12 @@ class Decided:
 
 
 def add_arguments(parser: Any) -> None:
-    """Adds what `decide` reads, ``--page`` and ``--json``."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="folder or name of Hugging Face, or module:function"
-    )
+    """Adds what `decide` reads, ``--json`` and ``--page``."""
+    add_model(parser)
     add_configuration(parser)
-    parser.add_argument(
-        "--microbatch", type=int, default=1, metavar="N", help="samples of a microbatch (1)"
-    )
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample")
-    parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help="of a device (80GiB): a limit"
-    )
+    add_microbatch(parser)
+    add_memory(parser, "a limit")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write a page (HTML)")
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def decide(arguments: argparse.Namespace) -> Decided:
@@ -49,8 +41,7 @@ def decide(arguments: argparse.Namespace) -> Decided:
     Raises:
         BadUse, DoesNotFit: there is none.
     """
-    if arguments.microbatch < 1 or (arguments.seq is not None and arguments.seq < 1):
-        raise BadUse("--microbatch and --seq must be at least 1")
+    check_counts(arguments, "microbatch", "seq")
     configuration = read_configuration(arguments)
     config = configuration.config
     if config.pipeline_parallel_degree == 1:

@@ -6,10 +6,11 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from smp.commands.arguments import add_memory, add_microbatch, add_model, check_counts
 from smp.commands.configuration import add_configuration, read_configuration
 from smp.commands.ending import DONE, NO, BadUse, DoesNotFit, guarded
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
-from smp.commands.printing import bytes_text, count_text, parse_bytes, print_json, print_table
+from smp.commands.printing import bytes_text, count_text, print_json, print_table
 from smp.partition.trace import TraceError
 from smp.planning.estimate import Estimate, Run, estimate
 from smp.planning.memory import RankBytes
@@ -35,36 +36,23 @@ def add_parser(subparsers: Any) -> None:
         description="Estimates what each rank of a run holds at its peak with Adam: one process, "
         "no device, no weights. Figures are predictions.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="folder or name of Hugging Face, or module:function"
-    )
+    add_model(parser)
     add_configuration(parser)
-    parser.add_argument(
-        "--microbatch",
-        type=int,
-        default=1,
-        metavar="N",
-        help="samples of a microbatch that a rank reads; default: 1",
-    )
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample")
+    add_microbatch(parser)
+    add_memory(parser, "does it fit?")
     parser.add_argument(
         "--checkpoint-layers",
         action="store_true",
         help="activation checkpointing of each layer of the model's lists",
     )
     parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help="of a device (80GiB): does it fit?"
-    )
-    parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="sizes of buckets; default: cpu"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(execute=guarded("estimate", _run))
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.microbatch < 1 or (arguments.seq is not None and arguments.seq < 1):
-        raise BadUse("--microbatch and --seq must be at least 1")
+    check_counts(arguments, "microbatch", "seq")
     configuration = read_configuration(arguments)
     run = Run(
         configuration.config,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from smp.commands.arguments import add_memory, add_model, check_counts
 from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
-from smp.commands.printing import bytes_text, count_text, parse_bytes, print_json, print_table
+from smp.commands.printing import bytes_text, count_text, print_json, print_table
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
@@ -35,18 +36,13 @@ def add_parser(subparsers: Any) -> None:
         description="Looks for the fastest layouts that fit into memory: one process, no device, "
         "no weights. Times and memory are predictions.",
     )
+    add_model(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
+    parser.add_argument("--per-host", type=int, metavar="N", help="of them; default: 8")
+    add_memory(parser, "to fit into; default: the hardware's")
     parser.add_argument(
-        "model", metavar="MODEL", help="folder or name of Hugging Face, or module:function"
+        "--batch", type=int, default=512, metavar="N", help="samples of a step; default: 512"
     )
-    parser.add_argument("--gpus", type=_positive, required=True, metavar="N", help="devices")
-    parser.add_argument("--per-host", type=_positive, metavar="N", help="of them; default: 8")
-    parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help="of a device; default: the hardware's"
-    )
-    parser.add_argument(
-        "--batch", type=_positive, default=512, metavar="N", help="samples of a step; default: 512"
-    )
-    parser.add_argument("--seq", type=_positive, metavar="N", help="tokens of a sample")
     parser.add_argument(
         "--precision", choices=sorted(_DTYPES), default="bf16", help="default: bf16"
     )
@@ -56,18 +52,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(hardware.names())} (data sheets), or a file; default: h200",
     )
-    parser.add_argument("--explain", type=_positive, metavar="N", help="all about plan N")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--explain", type=int, metavar="N", help="all about plan N")
     parser.set_defaults(execute=guarded("plan", _run))
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a number above 0 expected, got {text!r}")
-    return int(text)
-
-
 def _run(arguments: argparse.Namespace) -> int:
+    check_counts(arguments, "gpus", "per-host", "batch", "seq", "explain")
     try:
         device = hardware.load(arguments.hardware)
         rate = device.flops_per_byte(arguments.precision)
