@@ -27,6 +27,8 @@ def test_names_of_layouts() -> None:
     (layout,) = parse_layouts("pp2tp2dp4")
     assert (layout.pp, layout.tp, layout.dp, layout.num_processes) == (2, 2, 4, 16)
     assert [one.name for one in parse_layouts("all")] == list(ALL)
+    (partly,) = parse_layouts("sdp2dp4")
+    assert (partly.dp, partly.sdp, partly.num_processes) == (4, 2, 4)
     sharded, state, experts = parse_layouts("sdp2, os4,ep2,sdp2")
     assert (sharded.dp, sharded.sdp) == (2, 2)
     assert (state.dp, state.shards_state) == (4, True)
@@ -43,7 +45,8 @@ def test_names_of_layouts() -> None:
         ("pp1", "has 1 processes"),
         ("pp8dp4", "has 32 processes"),
         ("sdp2os2", "give one of both"),
-        ("dp4sdp2", "over all 4 replicas or none"),
+        ("dp4sdp3", "over a divisor of the 4 replicas"),
+        ("dp4os2", "over all 4 replicas"),
         ("tp2ep4", "over all tensor-parallel ranks"),
     ],
 )

@@ -170,6 +170,8 @@ class DistributedModel(ModelViews):
         compiled = compiled_around(self)
         if compiled is not None:
             self._engine.compile_root(request_behind(compiled))
+        if self._runtime.verification is not None:
+            return self._runtime.verification.call(self._calls.forward, args, kwargs)
         return self._calls.forward(args, kwargs)
 
     def backward(
@@ -185,6 +187,10 @@ class DistributedModel(ModelViews):
             tensors: scalar or list of tensors that depend on the model's output.
             grad_tensors: their gradients, as in ``torch.autograd.backward``.
         """
+        if self._runtime.verification is not None:
+            with self._runtime.verification.backward():
+                self._calls.backward(tensors, grad_tensors)
+            return
         self._calls.backward(tensors, grad_tensors)
 
     def prepare(self, trace: Trace | None = None) -> None:

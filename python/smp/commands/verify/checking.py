@@ -137,7 +137,14 @@ def _differing(result: Verdict, found: Comparison, real: Records, one: Records) 
 
 
 def _notes(real: Records, one: Records, found: Comparison) -> tuple[str, ...]:
-    notes = [*real.notes]
+    notes = list(dict.fromkeys([*real.notes, *one.notes]))
+    if one.taken:
+        more = f", and {len(one.taken) - 1} more" if len(one.taken) > 1 else ""
+        notes.append(
+            "data that are no arguments of the step function (a closure, a global or an iterator "
+            f"brings them) are others here than in one process, which was given those of this "
+            f"layout ({one.taken[0]}{more}); what makes them is not compared"
+        )
     if found.unknown:
         notes.append(
             f"{len(found.unknown)} quantities have other names in this layout and are not compared "

@@ -96,8 +96,12 @@ def _parse(name: str) -> Layout:
         raise BadUse(
             f"--layouts: {name!r}: sdp shards the optimizer state already; give one of both"
         )
-    if sdp not in (1, dp) or shards not in (1, dp):
-        raise BadUse(f"--layouts: {name!r}: verify shards over all {dp} replicas or none")
+    if dp % sdp != 0:
+        raise BadUse(
+            f"--layouts: {name!r}: parameters are sharded over a divisor of the {dp} replicas"
+        )
+    if shards not in (1, dp):
+        raise BadUse(f"--layouts: {name!r}: the optimizer state is sharded over all {dp} replicas")
     layout = Layout(name, degrees.get("pp", 1), tp, dp, sdp, shards > 1, "ep" in degrees)
     if not 2 <= layout.num_processes <= _MOST_PROCESSES:
         raise BadUse(

@@ -95,10 +95,15 @@ class Records:
     def notes(self) -> list[str]:
         return list(dict.fromkeys(note for facts in self.facts for note in facts["notes"]))
 
+    @property
+    def taken(self) -> list[str]:
+        """Places where this process was given data of others that were no arguments."""
+        return [place for facts in self.facts for place in facts["taken"]]
+
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Of the inputs of all steps and data-parallel ranks."""
-        return [path.read_text() for path in sorted(self.folder.glob("inputs-*.digest"))]
+        """Of the inputs of all steps and data-parallel ranks, whatever way they come by."""
+        return [path.read_text() for path in sorted(self.folder.glob("*-*.digest"))]
 
     @property
     def num_batches(self) -> int:
@@ -108,11 +113,10 @@ class Records:
     @property
     def replicas(self) -> list[list[int]]:
         """Ranks that hold one whole copy together."""
-        if self.facts[0]["is_sharded"]:
-            return [list(range(len(self.facts)))]
         groups: dict[int, list[int]] = {}
         for rank, facts in enumerate(self.facts):
-            groups.setdefault(facts["ranks"]["rdp"], []).append(rank)
+            # Neighbours share parameters: `smp.world.groups`.
+            groups.setdefault(facts["ranks"]["rdp"] // facts["sizes"]["shard"], []).append(rank)
         return list(groups.values())
 
     def batch_of(self, rank: int) -> int:

@@ -6,10 +6,10 @@ the command puts the parts together. See docs/design/verify.md.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.observe.first_step.records import watch_modules
 from smp.observe.verification.arguments import KeptArguments
+from smp.observe.verification.entering import Entering
 from smp.observe.verification.module_records import ModuleRecords, Row, row_of
 from smp.observe.verification.order import Order
 from smp.precision.holdings import holding_of, master_of
@@ -67,8 +68,9 @@ class Recording:
         self._notes: list[str] = []
         self._dtypes: set[str] = set()
         self._in_step = False
-        self._outside: dict[str, None] = {}  # step functions that draw outside of modules
         self._is_split = current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1
+        self._entering = Entering(self._dtype, self._buffers, current.rank.world_size == 1)
+        self._entering.keeps = self._has_batch
         self._write_facts()
 
     # ---- models
@@ -115,6 +117,8 @@ class Recording:
         number = self._num_calls
         self._num_calls += 1
         self._in_step = True
+        replay = self._order.replay
+        self._entering.begin(number, None if replay is None else Path(replay))
         for records in self._records.values():
             records.is_on = True
         try:
@@ -129,7 +133,7 @@ class Recording:
             self._notes.append(f"arguments of a step function cannot be kept: {error}")
             return [(args, kwargs)]
         if self._order.replay is None:
-            self._keep_inputs(number, kept)
+            self._keep_inputs("inputs", number, kept.data)
             return [(args, kwargs) if self._dtype is None else kept.restored()]
         files = sorted(Path(self._order.replay).glob(f"inputs-*-{number}.pickle"))
         if not files:
@@ -155,31 +159,39 @@ class Recording:
             )
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The step function, watched for random numbers that no module draws."""
-        if self._current.rank.world_size > 1:
-            return function
+        """The step function, watched for data that are no arguments, and for random numbers."""
+        return self._entering.around(function)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = torch.get_rng_state()
-            result = function(*args, **kwargs)
-            if not self._draws() and not torch.equal(before, torch.get_rng_state()):
-                self._outside.setdefault(f"the step function '{function.__qualname__}'")
-            return result
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a model."""
+        return self._entering.call(forward, args, kwargs)
 
-        return functools.update_wrapper(watched, function)
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward of a model."""
+        return self._entering.backward()
+
+    def _buffers(self) -> Iterator[Tensor]:
+        models: list[Any] = self._current.wrapped.models
+        for model in models:
+            yield from model.buffers()
 
     def _draws(self) -> list[str]:
         inside = [name for records in self._records.values() for name in records.draws]
-        return inside + list(self._outside)
+        return inside + self._entering.draws
 
-    def _keep_inputs(self, number: int, kept: KeptArguments) -> None:
+    @property
+    def _has_batch(self) -> bool:
+        """Is the batch of this rank one that counts?"""
         ranks = self._current.rank.ranks
-        kind = "rdp" if self._is_split else "dp"
-        if ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split):
-            path = Path(self._order.folder) / f"inputs-{ranks[kind]:04d}-{number}.pickle"
-            path.write_bytes(kept.data)
-            digest = hashlib.sha256(kept.data).hexdigest()
-            path.with_suffix(".digest").write_text(digest)
+        return ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split)
+
+    def _keep_inputs(self, what: str, number: int, data: bytes) -> None:
+        if not self._has_batch:
+            return
+        idx = self._current.rank.ranks["rdp" if self._is_split else "dp"]
+        path = Path(self._order.folder) / f"{what}-{idx:04d}-{number}.pickle"
+        path.write_bytes(data)
+        path.with_suffix(".digest").write_text(hashlib.sha256(data).hexdigest())
 
     def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None:
         """A step function has ended, and gradients are reduced.
@@ -190,6 +202,8 @@ class Recording:
             counts: microbatches by data-parallel rank.
         """
         self._in_step = False
+        if self._order.replay is None:
+            self._keep_inputs("entering", self._num_calls - 1, self._entering.take())
         rows: dict[tuple[int, str, int], list[Row]] = {}
         for records in self._records.values():
             records.is_on = False
@@ -267,13 +281,13 @@ class Recording:
             "place": f"global_rank {rank.global_rank} ({rank.place})",
             "ranks": rank.ranks,
             "sizes": rank.sizes,
-            "is_sharded": rank.sizes["shard"] > 1,
             "half": str(rank.config.half_dtype) if rank.config.half_dtype else None,
             "dtypes": sorted(self._dtypes),
             "num_steps": self._num_calls,
             "num_updates": self._num_updates,
             "draws": self._draws(),
-            "notes": self._notes,
+            "taken": self._entering.taken,
+            "notes": [*self._notes, *self._entering.notes],
         }
         (self._folder / "facts.json").write_text(json.dumps(facts))
 

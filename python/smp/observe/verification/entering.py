@@ -1,0 +1,376 @@
+"""What reaches the computation of a step function by another way than its arguments.
+
+A batch may come by a closure, a global or an iterator. It meets the model in one of two places: as
+an argument of the model's call, or in an operator that also takes what the model has returned (a
+loss, for one). Tensors are recorded there, and one process that is to compute with the data of
+several ranks is given them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+import smp._C as _C
+from smp.modules.flat import Flat
+from smp.modules.tracing import is_tracing
+from smp.observe.verification.arguments import KeptArguments
+
+_CALL = "the model's call"
+_NEAR = 1e-6  # of a norm: the same data, computed by another number of threads
+_SETTERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+@dataclass
+class Entry:
+    """What enters in one place.
+
+    Attributes:
+        name: of the operator, or of the model's call.
+        tensors: in the order of the arguments.
+        numbers: among the arguments of an operator; compared only.
+    """
+
+    name: str
+    tensors: list[Any] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+
+
+class Entering:
+    """Of one rank.
+
+    Args:
+        dtype: that floating-point tensors are cast to on their way in; None: they stay as they are.
+        own_tensors: buffers of the wrapped models, which are no data.
+        notes_draws: look whether operators on results of a model draw random numbers; where one
+            thread runs at a time.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        own_tensors: Callable[[], Iterator[Tensor]],
+        notes_draws: bool,
+    ) -> None:
+        self.dtype = dtype
+        self.notes_draws = notes_draws
+        self._own_tensors = own_tensors
+        self._own: frozenset[int] = frozenset()
+        self._threads = threading.local()
+        self._records: dict[int, list[Entry]] = {}  # by microbatch
+        self._given: list[list[Entry]] | None = None
+        self._where = ""
+        self.keeps = True
+        #: places where one process was given other data than it has itself
+        self.taken: list[str] = []
+        #: step functions that draw, each once
+        self.draws: list[str] = []
+        #: numbers that are others, and data that cannot be followed
+        self.notes: list[str] = []
+
+    # ---- a step
+
+    def begin(self, number: int, replay: Path | None) -> None:
+        """A step begins.
+
+        Args:
+            number: of the call, counted from 0.
+            replay: folder of a job whose data one process computes with.
+        """
+        self._records.clear()
+        self._where = f"step {number}"
+        self._own = frozenset(id(tensor) for tensor in self._own_tensors())
+        self._given = None
+        if replay is not None:
+            files = sorted(replay.glob(f"entering-*-{number}.pickle"))
+            self._given = [entries for path in files for entries in _read(path)]
+
+    def take(self) -> bytes:
+        """What has entered in all microbatches of the step, which is forgotten."""
+        found = [self._records[mb] for mb in sorted(self._records)]
+        self._records.clear()
+        plain = [[(e.name, e.tensors, e.numbers) for e in entries] for entries in found]
+        return KeptArguments(plain).data
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The step function, watched."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            mb = -1 if is_tracing() else _C.current_microbatch()
+            given = None
+            if mb >= 0 and self._given is not None:
+                if mb >= len(self._given):
+                    raise ValueError(_other_steps(f"microbatch {mb} of {self._where}"))
+                given = self._given[mb]
+            where = f"microbatch {max(mb, 0)} of {self._where}"
+            body = _Body(self, where, given)
+            body.function = function.__qualname__
+            self._threads.body = body
+            try:
+                with body:
+                    result = function(*args, **kwargs)
+                body.end()
+            finally:
+                self._threads.body = None
+            if mb >= 0 and self.keeps and given is None:
+                self._records[mb] = body.entries
+            return result
+
+        return functools.update_wrapper(watched, function)
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's call, whose operators are the model's own."""
+        body: _Body | None = getattr(self._threads, "body", None)
+        if body is None:
+            return forward(args, kwargs)
+        args, kwargs = body.entered_call(args, kwargs)
+        with body.paused():
+            result = forward(args, kwargs)
+        body.follow(result)
+        return result
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """The model's backward, in which checkpoints run a second time."""
+        body: _Body | None = getattr(self._threads, "body", None)
+        with contextlib.nullcontext() if body is None else body.paused():
+            yield
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Is it of a model?"""
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._own
+
+
+class _Body(overrides.TorchFunctionMode):
+    """Watches the operators of one microbatch, in its thread."""
+
+    def __init__(self, owner: Entering, where: str, given: Sequence[Entry] | None) -> None:
+        super().__init__()
+        self._owner = owner
+        self._where = where
+        self._given = given
+        self._results: Any = WeakIdKeyDictionary()  # tensors that depend on a model
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._is_paused = False
+        self._number = 0
+        self.function = ""
+        self._bare: list[Entry] = []  # with numbers alone
+        self._entries: list[Entry] = []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is watched inside, and as far as possible nothing notices this mode."""
+        self._is_paused, was_paused = True, self._is_paused
+        try:
+            is_top = overrides._get_current_function_mode() is self
+            with overrides._pop_mode_temporarily() if is_top else contextlib.nullcontext():
+                yield
+        finally:
+            self._is_paused = was_paused
+
+    def end(self) -> None:
+        """Has all entered that entered on the other rank?"""
+        if self._given is None:
+            return
+        given = [entry for entry in self._given if entry.tensors]
+        if self._number != len(given):
+            missing = given[self._number].name
+            raise ValueError(_other_steps(f"{self._where}: '{missing}' is missing"))
+        bare = [entry for entry in self._given if not entry.tensors]
+        if [entry.name for entry in bare] != [entry.name for entry in self._bare]:
+            return  # what a script only prints on some ranks, for one
+        for other, mine in zip(bare, self._bare, strict=True):
+            place = f"{self._where}: '{mine.name}'"
+            _compare_numbers(self._owner.notes, place, other.numbers, mine.numbers)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What has entered: with tensors, and then with numbers alone."""
+        return self._entries + self._bare
+
+    def follow(self, result: Any) -> None:
+        """What a model has returned, or was computed from it."""
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._results[leaf] = True
+
+    def _depends(self, tensor: Tensor) -> bool:
+        if tensor in self._results or self._owner.is_own(tensor):
+            return True
+        return tensor.requires_grad and not tensor.is_leaf
+
+    # ---- operators
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results = [tensor for tensor in tensors if self._depends(tensor)]
+        if not results:
+            return func(*args, **kwargs)
+        data = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not self._depends(x)]
+        numbers = [leaf for leaf in leaves if type(leaf) in (bool, int, float)]
+        name = getattr(func, "__name__", str(func))
+        if numbers and not data:
+            self._bare.append(Entry(name, [], numbers))
+        if data:
+            cast = all(t.dtype == torch.float64 for t in results if t.is_floating_point())
+            others = self._entered(name, [leaves[i] for i in data], numbers, cast)
+            written = _written(name, args, kwargs)
+            for i, other in zip(data, others, strict=True):
+                if leaves[i] is written and other is not written:
+                    with torch.no_grad():
+                        written.copy_(other)
+                else:
+                    leaves[i] = other
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        before = torch.get_rng_state() if self._owner.notes_draws else None
+        result = func(*args, **kwargs)
+        self.follow((result, _written(name, args, kwargs)))
+        draws = self._owner.draws
+        words = f"the step function '{self.function}'"
+        if before is not None and words not in draws and not is_tracing():
+            if not torch.equal(before, torch.get_rng_state()):
+                draws.append(words)
+        return result
+
+    # ---- the model's call
+
+    def entered_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments that the model is called with."""
+        try:
+            flat = Flat((args, kwargs), lambda tensor: not self._depends(tensor))
+        except ValueError as error:
+            note = f"an argument of the model's call cannot be followed ({error})"
+            if note not in self._owner.notes:
+                self._owner.notes.append(note)
+            return args, kwargs
+        tensors = flat.take()
+        data = [i for i, tensor in enumerate(tensors) if not self._depends(tensor)]
+        if not data:
+            return args, kwargs
+        others = self._entered(_CALL, [tensors[i] for i in data], [], cast=True)
+        if all(tensors[i] is other for i, other in zip(data, others, strict=True)):
+            return args, kwargs
+        for i, other in zip(data, others, strict=True):
+            tensors[i] = other
+        found: tuple[Any, Any] = flat.filled(tensors)
+        return found
+
+    # ---- both
+
+    def _entered(
+        self, name: str, tensors: Sequence[Tensor], numbers: Sequence[Any], cast: bool
+    ) -> list[Tensor]:
+        """The tensors to compute with."""
+        dtype = self._owner.dtype if cast else None
+        own = [_cast(tensor, dtype) for tensor in tensors]
+        if self._given is None:
+            if self._owner.keeps:
+                kept = [self._copy(tensor) for tensor in own]
+                self._entries.append(Entry(name, kept, list(numbers)))
+            return own
+        place = f"{self._where}: '{name}'"
+        given = [entry for entry in self._given if entry.tensors]
+        if self._number >= len(given):
+            raise ValueError(_other_steps(place))
+        entry = given[self._number]
+        self._number += 1
+        if entry.name != name or len(entry.tensors) != len(own):
+            raise ValueError(_other_steps(f"{place} instead of '{entry.name}'"))
+        _compare_numbers(self._owner.notes, place, entry.numbers, numbers)
+        return [
+            self._chosen(place, mine, _cast(other, dtype))
+            for mine, other in zip(own, entry.tensors, strict=True)
+        ]
+
+    def _chosen(self, place: str, own: Tensor, given: Tensor) -> Tensor:
+        if _are_equal(own, given):
+            return own
+        if not _are_near(own, given):
+            self._owner.taken.append(place)
+        if not own.requires_grad:
+            return given.to(own.device)
+        if own.shape != given.shape:
+            raise ValueError(_other_steps(f"{place}: {tuple(own.shape)} requires gradients"))
+        with torch.no_grad():
+            own.copy_(given)
+        return own
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """As it is now; one for all places where it enters."""
+        key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        if key not in self._copies:
+            self._copies[key] = (tensor, tensor.detach().to("cpu", copy=True))
+        return self._copies[key][1]
+
+
+def _read(path: Path) -> list[list[Entry]]:
+    return [[Entry(*entry) for entry in entries] for entries in pickle.loads(path.read_bytes())]
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that an operator writes, if it does."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    is_inplace = name.endswith("_") and not name.endswith("__")
+    return args[0] if args and (is_inplace or name in _SETTERS) else None
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point() or tensor.requires_grad:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _are_equal(own: Tensor, given: Tensor) -> bool:
+    if own.shape != given.shape or own.dtype != given.dtype:
+        return False
+    if own.layout is not torch.strided or given.layout is not torch.strided:
+        return False
+    return bool(((own == given.to(own.device)) | ((own != own) & (given != given))).all())
+
+
+def _are_near(own: Tensor, given: Tensor) -> bool:
+    if own.shape != given.shape or own.dtype != given.dtype or not own.is_floating_point():
+        return False
+    if own.layout is not torch.strided or given.layout is not torch.strided:
+        return False
+    own, given = own.detach().to("cpu", torch.float64), given.to(torch.float64)
+    return float((own - given).norm()) <= _NEAR * float(given.norm())
+
+
+def _compare_numbers(
+    notes: list[str], place: str, given: Sequence[Any], own: Sequence[Any]
+) -> None:
+    for number, mine in zip(given, own, strict=False):
+        if number == mine or number != number:
+            continue
+        if not any(note.startswith("the step function computes with") for note in notes):
+            notes.append(
+                f"the step function computes with {number} in this layout where one process has "
+                f"{mine}, and each went on with its own ({place})"
+            )
+
+
+def _other_steps(text: str) -> str:
+    return (
+        f"{_C.rank_prefix()}smp verify: the step function computes in another order in one process "
+        f"than in the other layout, so neither can be given the data of the other ({text}); pass "
+        "the batch as an argument, and do not let the layout decide which operators run"
+    )
