@@ -57,6 +57,16 @@ class Pieces(Reader):
         return self.last(hidden) + F.linear(hidden, b).sum()
 
 
+class Views(Reader):
+    """As models that deal out one table of queries do: views that do not lie in one piece."""
+
+    def read(self, hidden: Tensor) -> Tensor:
+        queries = self.table.weight.unsqueeze(0).expand(SAMPLES, -1, -1)
+        left, right = self.first.weight.split(4, dim=1)
+        narrow = F.linear(hidden[..., :4], left) + F.linear(hidden[..., 4:], right)
+        return self.last(narrow) + self.last(self.first(queries)).sum()
+
+
 class Probing(Reader):
     """Knows dtype, device and shape of a layer, and asks for nothing else."""
 
@@ -136,7 +146,7 @@ class WritingToResults(Reader):
 
 
 READERS: tuple[type[Reader], ...] = (
-    Decoder, Transposed, Pieces, Probing, Penalised, Recomputed, Reentrant, Own, Listening,
+    Decoder, Transposed, Pieces, Views, Probing, Penalised, Recomputed, Reentrant, Own, Listening,
     WritingToResults,
 )  # fmt: skip
 
@@ -192,7 +202,7 @@ def test_reading_a_split_weight_is_reading_the_whole(
 
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_it_is_in_a_pipeline_as_well(pool: Pool, prescaled: bool) -> None:
-    readers = [Decoder, Transposed, Pieces, Probing, Recomputed, Own]  # others read all there is
+    readers = [Decoder, Transposed, Pieces, Views, Probing, Recomputed, Own]  # others read all there is
     check(pool.run(4, train_once, readers, "memory", prescaled, True, 2), readers, prescaled)
 
 

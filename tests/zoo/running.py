@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,44 +124,68 @@ def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
 def train_alone(job: Job, jitter: float = 0.0) -> list[Record]:
     """Plain PyTorch over the same microbatches; one record for each replica's losses.
 
+    What a model keeps from one forward to the next, each replica keeps for itself; a step begins
+    with the first replica's buffers, as `torch.nn.parallel.DistributedDataParallel` has it.
+
     Args:
         job: the model and its batches.
         jitter: how far parameters are moved before, by their own size.
     """
-    model = _model(job)
-    if jitter:
-        _move(model, jitter)
-    if job.mode.checkpointed and hasattr(model, "gradient_checkpointing_disable"):
-        model.gradient_checkpointing_disable()
+    models = [_alone(job, jitter) for _ in range(job.mode.replicas)]
+    model = models[0]
     optimizer = make_optimizer(model.parameters())
     records = [Record(replica=replica) for replica in range(job.mode.replicas)]
     seed_everything(3)
     for step in range(STEPS):
         start = time.perf_counter()
-        total: dict[nn.Parameter, Tensor] = {}
-        for record in records:
+        for replica in models[1:]:
+            _copy_into(replica.buffers(), model.buffers())
+        total: dict[str, Tensor] = {}
+        for record, replica in zip(records, models, strict=True):
             losses = []
             for inputs in job.batches[record.replica][step]:
-                loss = _loss(job, model, model, inputs)
+                loss = _loss(job, replica, replica, inputs)
                 loss.backward()
                 losses.append(loss.item())
             record.losses.append(losses)
-            for parameter in model.parameters():
+            for name, parameter in replica.named_parameters():
                 if parameter.grad is not None:
-                    before = total.get(parameter)
+                    before = total.get(name)
                     grad = parameter.grad
-                    total[parameter] = grad if before is None else before + grad
+                    total[name] = grad if before is None else before + grad
                     parameter.grad = None
-        for parameter, grad in total.items():
-            parameter.grad = grad / (MICROBATCHES * len(records))
+        for name, parameter in model.named_parameters():
+            if name in total:
+                parameter.grad = total[name] / (MICROBATCHES * len(records))
         records[0].grads.append(_grads(model.named_parameters()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        for replica in models[1:]:
+            _copy_into(_trained(replica), _trained(model))
         records[0].seconds.append(time.perf_counter() - start)
     records[0].elements = sum(p.numel() for p in model.parameters())
     records[0].params = _copies(model.named_parameters())
     records[0].buffers = _copies(model.named_buffers())
     return records
+
+
+def _alone(job: Job, jitter: float) -> nn.Module:
+    model = _model(job)
+    if jitter:
+        _move(model, jitter)
+    if job.mode.checkpointed and hasattr(model, "gradient_checkpointing_disable"):
+        model.gradient_checkpointing_disable()
+    return model
+
+
+def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _copy_into(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
 
 def _move(model: nn.Module, jitter: float) -> None:

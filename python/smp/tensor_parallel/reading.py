@@ -170,8 +170,10 @@ class WholeParameter(Tensor):
         shape = list(like.shape)
         if values is None:
             shape[split.dim] = split.num_packed * sum(split.sizes)
+        # A view says how it lies in memory: operators choose by that what they may do with it.
+        strides = None if values is None else values.stride()
         self: WholeParameter = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
+            cls, shape, strides, dtype=like.dtype, device=like.device
         )
         self._split, self._part, self._whole = split, part, values
         return self
