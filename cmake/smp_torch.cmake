@@ -26,7 +26,7 @@ if(NOT facts_are_fresh)
   set(SMP_TORCH_PYTHON ${Python_EXECUTABLE} CACHE INTERNAL "")
   # What was found next to another Python does not count.
   foreach(name LIB_torch_cpu LIB_c10 LIB_torch_python
-      TORCH_HAS_NATIVE_HANDLES MPICC MPI_INCLUDE_DIR MPI_LIBRARY)
+      MPICC MPI_INCLUDE_DIR MPI_LIBRARY)
     unset(SMP_${name} CACHE)
   endforeach()
 endif()
@@ -57,18 +57,6 @@ smp_find_torch_library(torch_python torch_python)
 add_library(smp_torch INTERFACE)
 target_include_directories(smp_torch SYSTEM INTERFACE ${SMP_TORCH_INCLUDE_DIRS})
 target_link_libraries(smp_torch INTERFACE ${torch_cpu} ${c10})
-
-# Newer ones tell under which handle CUDA knows a stream: 2.11 does, 2.6 does not.
-include(CheckCXXSourceCompiles)
-function(smp_find_native_handles)
-  set(CMAKE_REQUIRED_INCLUDES ${SMP_TORCH_INCLUDE_DIRS})
-  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)  # nothing is linked
-  check_cxx_source_compiles("
-    #include <c10/core/Stream.h>
-    void* handle_of(const c10::Stream& s) { return s.native_handle(); }"
-    SMP_TORCH_HAS_NATIVE_HANDLES)
-endfunction()
-smp_find_native_handles()
 
 add_library(smp_torch_python INTERFACE)
 target_link_libraries(smp_torch_python INTERFACE smp_torch ${torch_python}

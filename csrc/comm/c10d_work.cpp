@@ -15,6 +15,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
+#include "csrc/common/torch_releases.h"
 #include "csrc/common/without_gil.h"
 
 namespace smp::comm {
@@ -52,13 +53,9 @@ std::string reason_of(const std::exception_ptr& failure) {
 
 namespace {
 
-// Releases of torch before 2.7 have `abort` in the class of NCCL only, whose
-// header needs that of NCCL.
-template <typename Backend>
-void end_connections(Backend& backend, const std::function<void()>& end) {
-  if constexpr (requires { backend.abort(); }) {
-    backend.abort();
-  } else if (end) {
+void end_connections(c10d::Backend& backend, const std::function<void()>& end) {
+  if (abort_if_offered(backend)) return;
+  if (end) {
     end();
   } else {
     SMP_LOG(kWarning, "torch offers no abort for backend ",

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "csrc/common/torch_releases.h"
 #include "csrc/memory/copy_stream.h"
 
 namespace smp::memory {
@@ -12,6 +13,18 @@ void go_on_after(const c10::Stream& waiting, const c10::Stream& until) {
 }
 
 }  // namespace
+
+const bool kHasNativeHandles = kTellsHandle<c10::Stream>;
+
+NativeStream native_stream(const c10::Stream& current) {
+  return by_handle(
+      current, [&](void* handle) { return NativeStream{current, handle}; },
+      [&] {
+        // Only the default stream has a handle that is known: null.
+        const c10::impl::VirtualGuardImpl impl(current.device_type());
+        return NativeStream{impl.getDefaultStream(current.device()), nullptr};
+      });
+}
 
 KernelStream::KernelStream(c10::Device device)
     : guard_(device),

@@ -14,8 +14,7 @@ struct NativeStream {
 };
 
 /// Whether torch gives the handle of any stream, so that kernels run on the
-/// caller's own and a CUDA graph can record them. CMake asks the torch it
-/// builds for, and chooses the file that answers.
+/// caller's own and a CUDA graph can record them.
 extern const bool kHasNativeHandles;
 /// `current`, or what kernels have to run on instead of it: where torch gives
 /// no handle, the default stream of the device, whose handle is null.

@@ -37,20 +37,6 @@ def test_a_way_takes_few_blocks_of_a_device() -> None:
         assert nccl.group_options(12.0).config.max_ctas != nccl.WAY_CTAS
 
 
-def test_a_backend_whose_base_class_cannot_abort_is_asked_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Old:
-        def abort(self) -> None: ...
-
-    class OldBase: ...
-
-    old = Old()
-    assert nccl.end_of(old) is None or not hasattr(nccl.Backend, "abort")
-    monkeypatch.setattr(nccl, "Backend", OldBase)
-    assert nccl.end_of(old) == old.abort
-
-
 def test_buckets_suit_the_device_unless_a_size_is_given() -> None:
     default = data_parallel.DEFAULT_MB
     assert default == 25

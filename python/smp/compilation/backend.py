@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp._torch_releases import keep_device_guard, known
 from smp.compilation.trial import is_local, try_out
 from smp.modules.compiled import CompileRequest, request_of
 
@@ -58,8 +59,7 @@ class SteadyBackend:
             "donated_buffer": False,
             "force_non_lazy_backward_lowering": True,
         }
-        known = {name: value for name, value in options.items() if hasattr(functorch, name)}
-        with functorch.patch(known), inductor.patch(fallback_random=True):
+        with functorch.patch(known(options, functorch)), inductor.patch(fallback_random=True):
             compiled: Callable[..., Any] = self._inner(graph, inputs)
             return compiled
 
@@ -178,12 +178,6 @@ def max_variants() -> int:
     return int(getattr(config, "recompile_limit", 0) or config.cache_size_limit)
 
 
-def is_limit(error: Exception) -> bool:
-    """Has PyTorch compiled a code for as many kinds of arguments as it does?"""
-    kinds = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # by release
-    return isinstance(error, tuple(getattr(torch._dynamo.exc, kind, ()) for kind in kinds))
-
-
 def prepare_threads() -> None:
     """Lets several threads compile, one after the other; called in the thread of the script.
 
@@ -191,8 +185,7 @@ def prepare_threads() -> None:
     its own as the device guard of the process. Contexts of a step compile in threads that end
     before the process, and the next one would use what is gone.
     """
-    if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()
+    keep_device_guard()
 
 
 def is_operator(module: nn.Module) -> bool:

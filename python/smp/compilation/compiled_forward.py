@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from smp._torch_releases import is_recompile_limit
 from smp.compilation.backend import (
     LateFailure,
     compile_forward,
-    is_limit,
     max_variants,
     noted_failures,
     stage_request,
@@ -95,7 +95,7 @@ class CompiledForward:
 
     def _run_eager(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After a failure. What the module raises by itself is the user's to see first."""
-        is_at_limit = is_limit(error)
+        is_at_limit = is_recompile_limit(error)
         is_unsupported = isinstance(error, torch._dynamo.exc.Unsupported) and not is_at_limit
         if is_unsupported and not self._is_strict:
             # As PyTorch does: several graphs, and Python in between.

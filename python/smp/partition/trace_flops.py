@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
+from smp._torch_releases import operators
+
 aten = torch.ops.aten
 
 # FLOPs that fit into the time of moving one byte through memory, per device type. CPU: one core of
@@ -153,9 +155,8 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     aten._cudnn_rnn: _cudnn_rnn,
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,
+    **dict.fromkeys(operators("_grouped_mm"), _grouped_mm),
 }
-if hasattr(aten, "_grouped_mm"):  # not before torch 2.7
-    _OWN_FORMULAS[aten._grouped_mm] = _grouped_mm
 # Their backward recomputes the scores: five products instead of two.
 _ATTENTION = {packet for packet in flop_registry if "attention" in str(packet)} | {
     aten._scaled_dot_product_flash_attention_for_cpu

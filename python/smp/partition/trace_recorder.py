@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp._torch_releases import operators
 from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
 from smp.partition.trace_state import written_tensors
@@ -50,9 +51,8 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
 # PyTorch's own shape functions of these refuse dtypes that the operators take, or read values.
 _SHAPES_ONLY: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    **{packet.default: _grouped_mm for packet in operators("_grouped_mm")},
 }
-if hasattr(torch.ops.aten, "_grouped_mm"):  # not before torch 2.7
-    _SHAPES_ONLY[torch.ops.aten._grouped_mm.default] = _grouped_mm
 
 
 @dataclass

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from smp._torch_releases import minor
+
 
 def load() -> None:
     """Imports ``smp._C``; afterwards ``from smp import _C`` works.
@@ -21,17 +23,12 @@ def load() -> None:
         raise ImportError(
             f"the C++ extension of smp is missing in {Path(__file__).parent}; {_rebuild_hint()}"
         ) from error
-    if _minor(built_for) != _minor(torch.__version__):
+    if minor(built_for) != minor():
         raise ImportError(
             f"smp was built for torch {built_for}, but torch {torch.__version__} is installed; "
-            f"install torch {_minor(built_for)} or {_rebuild_hint()}"
+            f"install torch {minor(built_for)} or {_rebuild_hint()}"
         )
     importlib.import_module("smp._C")
-
-
-def _minor(version: str) -> str:
-    """``"2.11.0+cu130"`` -> ``"2.11"``."""
-    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def _rebuild_hint() -> str:

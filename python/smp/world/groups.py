@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import smp._C as _C
+from smp._torch_releases import abort_of
 from smp.config.sources import ReadConfig
 from smp.world import nccl
 
@@ -373,4 +374,4 @@ def _make_nccl(
         len(ranks),
         nccl.group_options(timeout_s, max_ctas),
     )
-    return _C.make_c10d_communicator(backend, f"nccl:{name}", nccl.end_of(backend))
+    return _C.make_c10d_communicator(backend, f"nccl:{name}", abort_of(backend))

@@ -1,14 +1,15 @@
-"""How NCCL is set up: one order of several communicators, streams, and its end."""
+"""How NCCL is set up: one order of several communicators, and streams."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+
+from smp._torch_releases import limit_ctas
 
 # Kernels of several communicators start on the device in the order in which the host has issued
 # them. Without it two ranks may each start what the other one starts second, and both wait. All
@@ -46,18 +47,6 @@ def group_options(timeout_s: float, max_ctas: int | None = None) -> Any:
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.is_high_priority_stream = True
-    if max_ctas is not None and hasattr(options, "config"):
-        options.config.max_ctas = max_ctas
+    if max_ctas is not None:
+        limit_ctas(options, max_ctas)
     return options
-
-
-def end_of(backend: Any) -> Callable[[], None] | None:
-    """What ends the kernels of a process group; None where its base class can be asked for that.
-
-    Args:
-        backend: of NCCL.
-    """
-    if hasattr(Backend, "abort"):
-        return None
-    end: Callable[[], None] = backend.abort  # releases of torch before 2.7
-    return end

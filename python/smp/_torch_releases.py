@@ -1,0 +1,64 @@
+"""What PyTorch offers in some releases from 2.6 on and not in others.
+
+Nothing else of the package asks which release is installed (``tests/lint`` sees to it). What can be
+asked for by name is, since numbers of releases are those of the day on which this was written;
+the C++ core has ``csrc/common/torch_releases.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend
+
+
+def minor(version: str = torch.__version__) -> str:
+    """``"2.11.0+cu130"`` -> ``"2.11"``: releases with one of these have one binary interface."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def operators(*names: str) -> list[Any]:
+    """Packets of ``torch.ops.aten`` by name, without those that this release does not have.
+
+    ``_grouped_mm`` is there from 2.7 on.
+    """
+    return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+def known(settings: Mapping[str, Any], module: Any) -> dict[str, Any]:
+    """Those of ``settings`` that a module of configuration has: ``torch._functorch.config``."""
+    return {name: value for name, value in settings.items() if hasattr(module, name)}
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Has PyTorch compiled a code for as many kinds of arguments as it does?"""
+    names = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # by release
+    return isinstance(error, tuple(getattr(torch._dynamo.exc, name, ()) for name in names))
+
+
+def keep_device_guard() -> None:
+    """Without a CUDA device: makes the guard that the first tensor without memory would make, in
+    the thread of the caller, where this release has one."""
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
+def limit_ctas(options: Any, max_ctas: int) -> None:
+    """Sets how many blocks a kernel of NCCL has, where options of a group can say it."""
+    if hasattr(options, "config"):
+        options.config.max_ctas = max_ctas
+
+
+def abort_of(backend: Any, base: type = Backend) -> Callable[[], None] | None:
+    """What ends the kernels of a group's backend, where C++ cannot ask the base class for it.
+
+    Args:
+        backend: of NCCL, whose class has had it before the base class, which has it from 2.7 on.
+        base: of backends.
+    """
+    if hasattr(base, "abort"):
+        return None
+    abort: Callable[[], None] = backend.abort
+    return abort
