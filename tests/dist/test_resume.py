@@ -57,7 +57,7 @@ def sample() -> dict[Job, list[Job]]:
 PAIRS = sample()
 
 
-def run_all(pool: Pool, folder: Path, pairs: dict[Job, list[Job]]) -> Iterator[Any]:
+def run_all(pool: Any, folder: Path, pairs: dict[Job, list[Job]]) -> Iterator[Any]:
     """Yields source, target and what their ranks saw."""
     saved: dict[Job, list[Seen]] = {}
     for world_size, group in by_world_size(pairs):

@@ -38,11 +38,12 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_CLONE_NEWNET = 0x40000000
-NETWORK_VARIABLE = "TEST_NETWORK_NAMESPACE"
-"""File of the namespace that a script runs in."""
+# Flags of `setns`: the network, the host name, mounts.
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
+HOST_VARIABLE = "TEST_HOST_PID"
+"""A process whose namespaces a script runs in."""
 # Whatever a launcher or an earlier run may have left behind.
-_RANK_VARIABLES = (
+RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -93,11 +94,12 @@ def redirect_output(path: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)
 
 
-def enter_network(path: str) -> None:
-    """Moves this process, which has one thread yet, into a network namespace."""
-    with open(path, "rb") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {path}")
+def enter_host(pid: str) -> None:
+    """Moves this process, which has one thread yet, into the namespaces of another one."""
+    for name, flag in _NAMESPACES.items():
+        with open(f"/proc/{pid}/ns/{name}", "rb") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), flag) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {name} of process {pid}")
 
 
 class Zygote:
@@ -169,12 +171,12 @@ class Script:
         self._path, self._argv, self._env, self._output = path, argv, env, output
 
     def main(self) -> None:
-        for name in _RANK_VARIABLES:
+        for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(self._env)
         redirect_output(self._output)
-        if namespace := os.environ.pop(NETWORK_VARIABLE, None):
-            enter_network(namespace)
+        if host_pid := os.environ.pop(HOST_VARIABLE, None):
+            enter_host(host_pid)
         sys.argv = [self._path, *self._argv]
         runpy.run_path(self._path, run_name="__main__")
 
@@ -203,7 +205,7 @@ class Worker:
 
     def _execute(self, task: dict[str, Any]) -> dict[str, Any]:
         saved = dict(os.environ)
-        for name in _RANK_VARIABLES:
+        for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(task["env"])
         outcome: dict[str, Any] = {"error": None}

@@ -1,63 +1,103 @@
-"""Hosts made of network namespaces: N of them with M ranks each, and links of a given speed.
+"""Hosts made of namespaces, and links between them that are slow, lossy, or broken.
 
-A host is a namespace with one interface, `eth0`; all are joined by a bridge in a namespace of their
-own. So nothing outside is touched or reached, and `Network` needs no more than the right to make
-namespaces (root, or the capability CAP_SYS_ADMIN) and the programs `ip` and `tc`.
+A host is a process that sleeps in namespaces of its own: of the network, with one interface `eth0`;
+of the host name; of mounts, with an `/etc/hosts` that names all hosts and an own `/dev/shm`. All
+are joined by a bridge in a namespace of its own, so nothing outside is touched or reached, and
+nothing is left once these processes have ended, which the kernel sees to when the test is killed.
+Needed are the right to make namespaces (root, or the capability CAP_SYS_ADMIN) and the programs
+`ip` and `tc`. Processor, files and the wall clock are those of the machine.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from tests.dist.pool import Pool
-from tests.dist.processes import Ended, Started, wait_for_ranks
-from tests.dist.zygote import NETWORK_VARIABLE
+from tests.dist.zygote import die_with_parent
+from tests.hosts.wire import Quality, Wire
 
-_PORT = 29511
-_NUM_NETWORKS = [0]
-
-
-def _call(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+_NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_NOBODY = "02:00:00:00:00:fe"  # an address that no interface has
+# $1: name of the host, $2: its /etc/hosts. It says when it is done, and sleeps.
+_SETTLE = """
+set -e
+echo "$1" > /proc/sys/kernel/hostname
+mount --bind "$2" /etc/hosts
+mount -t tmpfs -o size=512m tmpfs /dev/shm
+echo settled
+exec sleep infinity
+"""
 
 
 @cache
 def why_not() -> str | None:
     """Why this machine cannot have such hosts; None if it can."""
-    for program in ("ip", "tc"):
+    for program, package in _NEEDED.items():
         if shutil.which(program) is None:
-            return f"no program {program} (package iproute2)"
+            return f"no program {program} (package {package})"
     try:
-        with Network(2, mbit=100.0):
+        with Network(2):
             return None
     except OSError as error:
         return f"network namespaces are not permitted here: {error}"
 
 
-class Network:
-    """Hosts that last as long as the block. Addresses are 10.231.0.1 and following."""
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of an interface, with all headers."""
 
-    def __init__(self, num_hosts: int, *, mbit: float, latency_ms: float = 0.0) -> None:
+    received: int
+    sent: int
+
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(self.received - before.received, self.sent - before.sent)
+
+
+def read_traffic(device: str, path: str = "/proc/self/net/dev") -> Traffic:
+    """What went through an interface of the host that asks."""
+    for line in Path(path).read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == device:
+            words = counts.split()
+            return Traffic(int(words[0]), int(words[8]))
+    raise ValueError(f"{path} has no interface {device}")
+
+
+class Network:
+    """Hosts that last as long as the block: `host0` is 10.231.0.1 and so on."""
+
+    def __init__(
+        self,
+        num_hosts: int,
+        *,
+        mbit: float | None = None,
+        latency_ms: float = 0.0,
+        loss_percent: float = 0.0,
+        is_degradable: bool = False,
+        has_names: bool = True,
+    ) -> None:
         """
         Args:
-            num_hosts: namespaces to make.
-            mbit: Mbit/s that a host can send.
+            num_hosts: to make.
+            mbit: Mbit/s that a host can send; None: what the machine can.
             latency_ms: of each packet that a host sends; 0: what the machine needs.
+            loss_percent: of the packets that a host sends.
+            is_degradable: `degrade` is to be called later.
+            has_names: hosts find each other's addresses by name, and their own.
         """
-        _NUM_NETWORKS[0] += 1
-        self._prefix = f"smp{os.getpid()}n{_NUM_NETWORKS[0]}"
-        self._num_hosts, self._mbit, self._latency_ms = num_hosts, mbit, latency_ms
-        self._namespaces: list[str] = []
+        self.num_hosts = num_hosts
+        self._mbit, self._has_names = mbit, has_names
+        self._latency_ms, self._loss_percent = latency_ms, loss_percent
+        self._wire = Wire() if is_degradable or latency_ms or loss_percent else None
+        self._qualities: list[Quality] = []
+        self._keepers: list[subprocess.Popen[str]] = []
+        self._folder: Path | None = None
 
     def __enter__(self) -> Network:
         try:
@@ -75,93 +115,145 @@ class Network:
     ) -> None:
         self._remove()
 
-    def _make(self) -> None:
-        middle = f"{self._prefix}m"
-        for name in (middle, *(self.host(index) for index in range(self._num_hosts))):
-            _call("ip", "netns", "add", name)
-            self._namespaces.append(name)
-        _call("ip", "-n", middle, "link", "add", "bridge", "type", "bridge")
-        _call("ip", "-n", middle, "link", "set", "bridge", "up")
-        for index in range(self._num_hosts):
-            self._join(index, middle)
+    # ---- making ------------------------------------------------------------
 
-    def _join(self, index: int, middle: str) -> None:
-        host, port = self.host(index), f"port{index}"
-        pair = ("type", "veth", "peer", "name", "eth0", "netns", host)
-        _call("ip", "-n", middle, "link", "add", port, *pair)
-        _call("ip", "-n", middle, "link", "set", port, "master", "bridge", "up")
-        _call("ip", "-n", host, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+    def _make(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="smp-network-"))
+        lines = ["127.0.0.1 localhost"]
+        if self._has_names:
+            lines += [f"{self.address(i)} {self.name(i)}" for i in range(self.num_hosts)]
+        hosts_file = self._folder / "hosts"
+        hosts_file.write_text("\n".join(lines) + "\n")
+        for index in range(self.num_hosts):
+            own = ("--uts", "--mount")
+            self._keep(*own, "sh", "-c", _SETTLE, "sh", self.name(index), str(hosts_file))
+        self._keep("sh", "-c", "echo settled; exec sleep infinity")
+        self._in_middle("ip", "link", "add", "bridge", "type", "bridge")
+        self._in_middle("ip", "link", "set", "bridge", "up")
+        for index in range(self.num_hosts):
+            self._join(index)
+        if self._wire is not None:
+            self._wire.start()
+
+    def _keep(self, *words: str) -> None:
+        keeper = subprocess.Popen(
+            ["unshare", "--net", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=die_with_parent,
+        )
+        self._keepers.append(keeper)
+        assert keeper.stdout is not None
+        line = keeper.stdout.readline()
+        if line != "settled\n":
+            raise OSError(line.strip() or "unshare ended without a word")
+
+    def _join(self, index: int) -> None:
+        if self._wire is not None:
+            middle = self._keepers[-1].pid
+            self._qualities.append(self._wire.add(self.pid(index), middle, f"port{index}"))
+            self.degrade(index, latency_ms=self._latency_ms, loss_percent=self._loss_percent)
+        else:
+            pair = ("type", "veth", "peer", "name", "eth0", "netns", str(self.pid(index)))
+            self._in_middle("ip", "link", "add", f"port{index}", *pair)
+        self._in_middle("ip", "link", "set", f"port{index}", "master", "bridge", "up")
+        self.call(index, "ip", "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
-            _call("ip", "-n", host, "link", "set", device, "up")
-        # What a port may hold: 50 ms of its speed, as switches do, and at least some packets.
-        limit = max(64_000, int(self._mbit * 1e6 / 8 * 0.05))
-        burst = max(16_000, int(self._mbit * 1e6 / 8 / 250))
-        shape = ("rate", f"{self._mbit:g}mbit", "burst", str(burst), "limit", str(limit))
-        tc = ("tc", "-n", host, "qdisc", "add", "dev", "eth0")
-        _call(*tc, "root", "handle", "1:", "tbf", *shape)
-        if self._latency_ms:
-            delay = ("netem", "delay", f"{self._latency_ms:g}ms", "limit", "100000")
-            _call(*tc, "parent", "1:1", *delay)
+            self.call(index, "ip", "link", "set", device, "up")
+        if self._mbit is not None:
+            # What a port may hold: 50 ms of its speed, as switches do, and at least some packets.
+            bytes_per_s = self._mbit * 1e6 / 8
+            limit, burst = max(64_000, int(bytes_per_s / 20)), max(16_000, int(bytes_per_s / 250))
+            shape = ("rate", f"{self._mbit:g}mbit", "burst", str(burst), "limit", str(limit))
+            tc = ("tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "tbf")
+            self.call(index, *tc, *shape)
 
     def _remove(self) -> None:
-        while self._namespaces:
-            subprocess.run(["ip", "netns", "del", self._namespaces.pop()], check=False)
+        if self._wire is not None:
+            self._wire.close()
+        for keeper in self._keepers:
+            keeper.kill()
+            keeper.communicate()
+        self._keepers = []
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
 
-    def host(self, index: int) -> str:
-        """The name of a namespace."""
-        return f"{self._prefix}h{index}"
+    def _in_middle(self, *words: str) -> None:
+        _call("nsenter", "-t", str(self._keepers[-1].pid), "--net", *words)
+
+    # ---- hosts -------------------------------------------------------------
+
+    def name(self, index: int) -> str:
+        """The name that a host has for itself and others."""
+        return f"host{index}"
 
     def address(self, index: int) -> str:
         """Where a host is reached by the others."""
         return f"10.231.0.{index + 1}"
 
+    def pid(self, index: int) -> int:
+        """A process in the namespaces of a host."""
+        return self._keepers[index].pid
+
+    def command(self, index: int, words: Sequence[str]) -> list[str]:
+        """What runs a command on a host."""
+        return ["nsenter", "-t", str(self.pid(index)), "--net", "--uts", "--mount", *words]
+
+    def call(self, index: int, *words: str) -> None:
+        """Runs a short command on a host.
+
+        Raises:
+            OSError: with what it says, if it fails.
+        """
+        _call(*self.command(index, words))
+
+    def traffic(self, index: int, device: str = "eth0") -> Traffic:
+        """What went through an interface of a host so far."""
+        return read_traffic(device, f"/proc/{self.pid(index)}/net/dev")
+
+    # ---- links -------------------------------------------------------------
+
+    def degrade(self, index: int, *, latency_ms: float = 0.0, loss_percent: float = 0.0) -> None:
+        """From now on a host sends so late, and so much of it gets lost."""
+        quality = self._qualities[index]
+        quality.latency_s, quality.loss = latency_ms / 1e3, loss_percent / 1e2
+
+    @property
+    def num_lost(self) -> int:
+        """Packets that `degrade` has lost."""
+        return 0 if self._wire is None else self._wire.num_lost
+
     def cut(self, index: int) -> None:
-        """Takes the cable of a host out."""
-        _call("ip", "-n", self.host(index), "link", "set", "eth0", "down")
+        """Takes the cable of a host out: its interface has no carrier any more."""
+        self._in_middle("ip", "link", "set", f"port{index}", "down")
 
-    def start(
-        self,
-        pool: Pool,
-        script: Path,
-        argv: Sequence[str],
-        *,
-        ranks_per_host: int = 1,
-        timeout: float = 60.0,
-        env: Mapping[str, str] | None = None,
-    ) -> Started:
-        """Starts a script on all hosts, as a launcher would; the same as `start_ranks` else."""
-        folder = Path(tempfile.mkdtemp(prefix="smp-hosts-"))
-        world_size = self._num_hosts * ranks_per_host
-        pids = []
-        for rank in range(world_size):
-            host, local_rank = divmod(rank, ranks_per_host)
-            settings = {
-                NETWORK_VARIABLE: f"/run/netns/{self.host(host)}",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
-                "MASTER_ADDR": self.address(0),
-                "MASTER_PORT": str(_PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
-                **(env or {}),
-            }
-            output = str(folder / f"rank{rank}.log")
-            pids += pool.zygote().start("script", str(script), list(argv), settings, output)
-        return Started(pids, folder, time.monotonic() + timeout)
+    def mend(self, index: int) -> None:
+        """Puts it back in."""
+        self._in_middle("ip", "link", "set", f"port{index}", "up")
 
-    def run(
-        self,
-        pool: Pool,
-        script: Path,
-        argv: Sequence[str],
-        *,
-        ranks_per_host: int = 1,
-        timeout: float = 60.0,
-        env: Mapping[str, str] | None = None,
-    ) -> list[Ended]:
-        """`start`, and the end of all; what lives longer than `timeout` seconds is killed."""
-        started = self.start(
-            pool, script, argv, ranks_per_host=ranks_per_host, timeout=timeout, env=env
-        )
-        return wait_for_ranks(pool, started)
+    def silence(self, index: int) -> None:
+        """What a host sends and what is sent to it gets lost, as behind a firewall or a switch
+        that died: interfaces, addresses and connections look as before."""
+        for other in range(self.num_hosts):
+            if other != index:
+                self.part(index, other)
+
+    def part(self, one: int, other: int) -> None:
+        """Two hosts do not reach each other any more, and all others do."""
+        for here, there in ((one, other), (other, one)):
+            wrong = ("lladdr", _NOBODY, "nud", "permanent", "dev", "eth0")
+            self.call(here, "ip", "neigh", "replace", self.address(there), *wrong)
+
+    def remove(self, index: int) -> None:
+        """A host is gone with its interface; its processes do not hear of it by a signal."""
+        self._in_middle("ip", "link", "del", f"port{index}")
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or done.stdout.strip()
+        raise OSError(f"{' '.join(words)}: {said or f'status {done.returncode}'}")

@@ -15,6 +15,7 @@ import pytest
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, wait_for_ranks
 from tests.hosts.network import Network, why_not
+from tests.hosts.ranks import HostRanks
 
 pytestmark = [
     pytest.mark.alone,
@@ -56,7 +57,9 @@ def check_trained(results: list[Ended], name: str, at_least_s: float) -> None:
 def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str) -> None:
     """4 MiB at 4.5 Mbit/s: 7.5 s for the broadcast, and as much for the reduction."""
     with Network(2, mbit=4.5) as network:
-        results = network.run(pool, SCRIPT, ["1024"], timeout=70, env={"SMP_SHM": shared})
+        results = HostRanks(network, pool).run_script(
+            SCRIPT, ["1024"], timeout=70, env={"SMP_SHM": shared}
+        )
     check_trained(results, f"1024 x 1024 at 4.5 Mbit/s (SMP_SHM={shared})", DEADLOCK_S)
 
 
@@ -64,7 +67,7 @@ def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str) -> No
 @pytest.mark.parametrize(("rows", "mbit", "at_least_s"), TABLE)
 def test_table_of_slow_networks(pool: Pool, rows: int, mbit: float, at_least_s: float) -> None:
     with Network(2, mbit=mbit) as network:
-        results = network.run(pool, SCRIPT, [str(rows)], timeout=500)
+        results = HostRanks(network, pool).run_script(SCRIPT, [str(rows)], timeout=500)
     check_trained(results, f"{rows} x {rows} at {mbit:g} Mbit/s", at_least_s)
 
 
@@ -72,14 +75,18 @@ def test_table_of_slow_networks(pool: Pool, rows: int, mbit: float, at_least_s: 
 def test_time_out_shorter_than_a_collective_grows_with_its_size(pool: Pool) -> None:
     """16 MiB at 6 Mbit/s take 22 s; SMP_TIMEOUT_S is for what the size does not explain."""
     with Network(2, mbit=6.0) as network:
-        results = network.run(pool, SCRIPT, ["2048"], timeout=200, env={"SMP_TIMEOUT_S": "15"})
+        results = HostRanks(network, pool).run_script(
+            SCRIPT, ["2048"], timeout=200, env={"SMP_TIMEOUT_S": "15"}
+        )
     check_trained(results, "2048 x 2048 at 6 Mbit/s, SMP_TIMEOUT_S=15", 20.0)
 
 
 @pytest.mark.parametrize("fault", ["barrier", "receive"])
 def test_deadlock_on_a_slow_link_is_found_as_soon_as_on_a_fast_one(pool: Pool, fault: str) -> None:
     with Network(2, mbit=50.0) as network:
-        results = network.run(pool, SCRIPT, ["64", "--steps", "3", "--fault", fault], timeout=60)
+        results = HostRanks(network, pool).run_script(
+            SCRIPT, ["64", "--steps", "3", "--fault", fault], timeout=60
+        )
     began = re.search(r"^FAULT ([\d.]+)", results[1].output, re.MULTILINE)
     assert began, results[1].output
     for result in results:
@@ -98,7 +105,7 @@ def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
 ) -> None:
     """The rest of the broadcast would take a minute; nobody waits for it."""
     with Network(2, mbit=0.6) as network:
-        started = network.start(pool, SCRIPT, ["1024"], timeout=60)
+        started = HostRanks(network, pool).start_script(SCRIPT, ["1024"], timeout=60)
         log = started.folder / "rank1.log"
         while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):
             assert time.monotonic() < started.deadline, log.read_text()
@@ -116,7 +123,9 @@ def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
 def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:
     """Nothing moves; but all are in one collective, so no rank has called another thing."""
     with Network(2, mbit=4.5) as network:
-        started = network.start(pool, SCRIPT, ["1024"], timeout=40, env={"SMP_HANG_S": "8"})
+        started = HostRanks(network, pool).start_script(
+            SCRIPT, ["1024"], timeout=40, env={"SMP_HANG_S": "8"}
+        )
         log = started.folder / "rank1.log"
         deadline = time.monotonic() + 30
         while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):

@@ -1,0 +1,193 @@
+"""The ranks of a job on the hosts of a network, started by the tests or by real launchers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, Ended, Started, wait_for_ranks
+from tests.dist.zygote import HOST_VARIABLE, RANK_VARIABLES, die_with_parent
+from tests.hosts.network import Network
+
+TASK = REPO / "tests" / "hosts" / "task.py"
+PORT = 29511
+
+
+class HostRanks:
+    """So many ranks on each host of a network; `run` is that of a `Pool`."""
+
+    def __init__(self, network: Network, pool: Pool, ranks_per_host: int = 1) -> None:
+        self.network, self._pool, self._per_host = network, pool, ranks_per_host
+
+    @property
+    def world_size(self) -> int:
+        return self.network.num_hosts * self._per_host
+
+    def host_of(self, rank: int) -> int:
+        """Index of the host of a rank."""
+        return rank // self._per_host
+
+    def start_script(
+        self,
+        script: Path,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        env_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    ) -> Started:
+        """Starts a script on all hosts, as a launcher would; the same as `start_ranks` else.
+
+        Args:
+            script: to run.
+            argv: of the script.
+            timeout: seconds that the ranks have.
+            env: of all ranks, in addition.
+            env_of: of one rank, in addition.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="smp-hosts-"))
+        pids = []
+        for rank in range(self.world_size):
+            host, local_rank = divmod(rank, self._per_host)
+            settings = {
+                HOST_VARIABLE: str(self.network.pid(host)),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(self._per_host),
+                "MASTER_ADDR": self.network.address(0),
+                "MASTER_PORT": str(PORT),
+                **(env or {}),
+                **env_of(rank),
+            }
+            output = str(folder / f"rank{rank}.log")
+            zygote = self._pool.zygote()
+            pids += zygote.start("script", str(script), list(argv), settings, output)
+        return Started(pids, folder, time.monotonic() + timeout)
+
+    def run_script(self, script: Path, argv: Sequence[str], **how: Any) -> list[Ended]:
+        """`start_script`, and the end of all; what lives longer than `timeout` s is killed."""
+        return wait_for_ranks(self._pool, self.start_script(script, argv, **how))
+
+    def wait(self, started: Started) -> list[Ended]:
+        """The end of all ranks."""
+        return wait_for_ranks(self._pool, started)
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, **how: Any
+    ) -> list[Any]:
+        """Results of ``function(rank, *args)`` on all ranks; `how` as of `start_script`."""
+        assert world_size == self.world_size, "a layout of another number of ranks"
+        with Task(function, args) as task:
+            ended = self.run_script(TASK, [str(task.folder)], **how)
+            for one in ended:
+                assert one.returncode == 0, f"rank {one.rank} ended with {one.returncode}:\n" + (
+                    "\n".join(f"rank {other.rank}:\n{other.output}" for other in ended)
+                )
+            return task.results(world_size)
+
+
+class Launched:
+    """A `Pool` whose ranks are those of a launcher."""
+
+    def __init__(self, network: Network, commands: Sequence[Sequence[str]]) -> None:
+        """
+        Args:
+            network: to run on.
+            commands: what to start on its first hosts, in front of script and arguments.
+        """
+        self._network, self._commands = network, commands
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Results of ``function(rank, *args)`` on all ranks."""
+        with Task(function, args) as task:
+            started = [
+                start_command(
+                    self._network,
+                    index,
+                    [*words, str(TASK), str(task.folder)],
+                    task.folder / f"host{index}.log",
+                    env or {},
+                )
+                for index, words in enumerate(self._commands)
+            ]
+            deadline = time.monotonic() + timeout
+            try:
+                codes = [one.wait(max(0.0, deadline - time.monotonic())) for one in started]
+            except subprocess.TimeoutExpired:
+                codes = [-signal.SIGALRM]
+            finally:
+                for one in started:
+                    end_session(one)
+            logs = "\n".join(
+                f"host{index}:\n{(task.folder / f'host{index}.log').read_text()}"
+                for index in range(len(self._commands))
+            )
+            assert not any(codes), f"{codes}\n{logs}"
+            return task.results(world_size)
+
+
+class Task:
+    """A function for `task.py`, and what its ranks have returned."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="smp-task-"))
+        task = {"module": function.__module__, "function": function.__name__, "args": args}
+        (self.folder / "task.pkl").write_bytes(pickle.dumps(task))
+
+    def results(self, world_size: int) -> list[Any]:
+        files = [self.folder / f"result{rank}.pkl" for rank in range(world_size)]
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+    def __enter__(self) -> Task:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder)
+
+
+def start_command(
+    network: Network, index: int, words: Sequence[str], log: Path, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a command on a host, in a session of its own."""
+    settings = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
+    paths = [] if settings.get("SMP_TEST_INSTALLED") else [str(REPO / "python")]
+    paths += [str(REPO), settings.get("PYTHONPATH", "")]
+    settings |= {"PYTHONPATH": os.pathsep.join(paths).rstrip(":"), "OMP_NUM_THREADS": "1", **env}
+    settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            network.command(index, words),
+            env=settings,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and what it has started, as far as that is in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
