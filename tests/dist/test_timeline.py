@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from smp.observe.timeline import recorded
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
 from tests.reference.data import compute_loss, make_batch
@@ -78,6 +79,7 @@ def test_trace_shows_what_the_ranks_executed(pool: Pool, tmp_path: Path, run: Ru
     events, data = read(path)
     check_boxes(data, orders, first_step=1)
     check_transfers(data)
+    check_recorded(recorded.read(path.with_name("steps.json").read_text()), run, data)
     assert data["notes"] == [], "nothing was dropped, every tensor has its arrow, a plan was made"
     assert {e["pid"] for e in events} == set(range(run.world_size))
     starts = sorted(e["id"] for e in events if e["ph"] == "s")
@@ -104,6 +106,16 @@ def check_boxes(data: dict[str, Any], orders: list[list[list[str]]], first_step:
         # Waiting and idle times have a reason.
         assert row["waits"] and all(words[w[5]] for w in row["waits"])
         assert all(words[i[2]] for i in row["idles"])
+
+
+def check_recorded(found: recorded.Recorded, run: Run, data: dict[str, Any]) -> None:
+    """What `smp explain` reads of the file is what the page shows as busy."""
+    assert (found.num_steps, found.microbatches) == (STEPS, run.microbatches)
+    assert len(found.forward_ms) == len(found.backward_ms) == run.pp
+    busy_ms = sum(figures["busy"] for row in data["rows"] for figures in row["bySteps"]) / 1e3
+    rounds = STEPS * run.microbatches * run.world_size / run.pp
+    assert found.total_ms == pytest.approx(busy_ms / rounds, rel=0.01)
+    assert all(0 < bubble < 1 for bubble in found.bubbles)
 
 
 def check_transfers(data: dict[str, Any]) -> None:

@@ -125,6 +125,104 @@ def test_bad_questions_are_one_line(
     assert text in run(capsys, "explain", *config, *words, status=status)
 
 
+# ---- explain, with a recorded run
+
+
+def recorded(rank_ms: dict[int, tuple[float, float]], microbatches: int = 4) -> dict[str, Any]:
+    """As `smp.trace` writes it: forwards and backwards of two steps, and what is no task."""
+    boxes = [
+        {
+            "ph": "X",
+            "pid": rank,
+            "tid": tid,
+            "dur": 1e3 * ms * (1 if tid == 0 else 100),
+            "cat": kind,
+            "args": {"step": step, "microbatch": microbatch},
+        }
+        for rank, times in rank_ms.items()
+        for category, ms in zip(("forward", "backward"), times, strict=True)
+        for step in (3, 4)
+        for microbatch in range(microbatches)
+        for tid, kind in ((0, category), (1, "planned"))
+    ]
+    other = {"pp_rank": {str(r): r % 2 for r in rank_ms}, "bubble": {str(r): 0.25 for r in rank_ms}}
+    return {"traceEvents": [{"ph": "M", "name": "process_name"}, *boxes], "otherData": other}
+
+
+def test_modules_cost_what_their_rank_was_recorded_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two replicas of which one is slower; rank 1 takes three times as long as rank 0."""
+    file, page = tmp_path / "steps.json", tmp_path / "page.html"
+    times = {0: (1.0, 2.0), 1: (3.0, 6.0), 2: (1.5, 3.5), 3: (4.5, 9.5)}
+    file.write_text(json.dumps(recorded(times)))
+    before = facts(capsys, "explain", "--config", *TWO)
+    words = ("--trace", str(file), "--page", str(page), "--what-if", "blocks.5=0")
+    found = facts(capsys, "explain", "--config", *TWO, *words)
+    ranks = found["trace"]["ranks"]
+    assert [rank["forward_ms"] for rank in ranks] == pytest.approx([1.25, 3.75])
+    assert [rank["backward_ms"] for rank in ranks] == pytest.approx([2.75, 7.75])
+    assert [rank["bubble"] for rank in ranks] == [0.25, 0.25]
+    assert [r["estimated_share"] for r in ranks] == pytest.approx(
+        [r["compute_share"] for r in before["ranks"]]
+    )
+    shares = [4 / 15.5, 11.5 / 15.5]
+    assert [rank["compute_share"] for rank in found["ranks"]] == pytest.approx(shares)
+    by_rank = [
+        sum(m["compute_share"] for m in found["modules"] if m["pp_rank"] == rank) for rank in (0, 1)
+    ]
+    assert by_rank == pytest.approx(shares, abs=0.02)
+    place = [(m["name"], m["pp_rank"]) for m in found["modules"]]
+    assert place == [(m["name"], m["pp_rank"]) for m in before["modules"]]
+    assert found["bounds"]["largest_rank"] == 1 and found["considered"] == []
+    assert found["step_ratio"] == found["bounds"]["step_ratio"] > before["step_ratio"]
+    assert before["trace"] is None
+    assert f"Recorded in {file}: 2 steps of 4 microbatches" in page.read_text()
+    text = run(capsys, "explain", "--config", *TWO, "--trace", str(file))
+    assert "work as recorded" in text and "25.8 %" in text
+
+
+def test_work_that_was_recorded_on_a_rank_is_cheaper_elsewhere_by_estimate_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A what-if that FLOPs call worse is better where the recorded rank is late."""
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(recorded({0: (1.0, 2.0), 1: (3.0, 6.0)})))
+    place = {m["name"]: m["pp_rank"] for m in facts(capsys, "explain", "--config", *TWO)["modules"]}
+    first_of_last = next(name for name, rank in place.items() if rank == 1)
+    moved = ("--what-if", f"{first_of_last}=0")
+    by_flops = facts(capsys, "explain", "--config", *TWO, *moved)
+    by_times = facts(capsys, "explain", "--config", *TWO, *moved, "--trace", str(file))
+    assert by_flops["what_if"]["step_ratio"] > by_flops["step_ratio"]
+    assert by_times["what_if"]["step_ratio"] < by_times["step_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot read"),
+        ("[]", "is no JSON file of smp.trace"),
+        ("<html>", "is no JSON file of smp.trace"),
+        (json.dumps(recorded({0: (1, 1)})), "1 pipeline ranks were recorded, expected 2"),
+        (json.dumps(recorded({0: (1, 1), 1: (1, 1)}, 3)), "has 3 microbatches; expected the 4"),
+        (
+            json.dumps(
+                {"traceEvents": [], "otherData": recorded({0: (1, 1), 1: (1, 1)})["otherData"]}
+            ),
+            "has no forwards of all 2 pipeline ranks",
+        ),
+    ],
+)
+def test_file_that_is_no_trace_of_this_configuration_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None, text: str
+) -> None:
+    file = tmp_path / "steps.json"
+    if content is not None:
+        file.write_text(content)
+    words = ("--config", *TWO, "--trace", str(file))
+    assert text in run(capsys, "explain", *words, status=2)
+
+
 # ---- simulate
 
 

@@ -13,17 +13,19 @@ from smp.commands.ending import BadUse
 from smp.commands.estimate import traced_estimate
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.config.schema import Config
+from smp.partition.costs import Trace
 from smp.partition.decision import Decision
 from smp.planning.estimate import Run
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A model, its configuration, and where its modules are."""
+    """A model, its configuration, where its modules are, and the costs that decided it."""
 
     loaded: LoadedModel
     config: Config
     decision: Decision
+    costs: Trace
 
 
 def add_arguments(parser: Any) -> None:
@@ -59,7 +61,7 @@ def decide(arguments: argparse.Namespace) -> Decided:
         loaded = load_model(arguments.model)
         call = loaded.call(arguments.microbatch, arguments.seq)
         found = traced_estimate(loaded, *call, run)
-    return Decided(loaded, config, found.decision)
+    return Decided(loaded, config, found.decision, found.costs)
 
 
 def write_page(path: Path, text: str) -> None:

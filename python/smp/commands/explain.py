@@ -10,6 +10,8 @@ from typing import Any
 from smp.commands.decided import Decided, add_arguments, decide, write_page
 from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import bytes_text, print_json, print_table
+from smp.commands.recorded import COLUMNS as RECORDED
+from smp.commands.recorded import Comparison, compare
 from smp.partition import partition_file
 from smp.partition.decision import Decision
 from smp.partition.explain import Explanation, explain
@@ -47,6 +49,13 @@ def add_parser(subparsers: Any) -> None:
         help="what the partition would cost with these modules on other ranks",
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a JSON file of smp.trace of a run with this partition: modules cost what their rank "
+        "took there, instead of what their FLOPs say",
+    )
+    parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write a partition file, to be edited"
     )
     parser.set_defaults(execute=guarded("explain", _run))
@@ -55,6 +64,9 @@ def add_parser(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     moves = dict(_move(word) for word in arguments.what_if)
     decided = decide(arguments)
+    comparison = None
+    if arguments.trace is not None:
+        comparison, decided = compare(arguments.trace, decided)
     decision = decided.decision
     try:
         found = explain(decision, arguments.module)
@@ -65,11 +77,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise BadUse(str(error)) from None
     changed = None if other is None else explain(other)
     if arguments.page is not None:
-        write_page(arguments.page, _page(decided, found, other, changed))
+        write_page(arguments.page, _page(decided, found, other, changed, comparison))
     if arguments.json:
-        print_json(_facts(decided, found, other, changed))
+        print_json(_facts(decided, found, other, changed, comparison))
     else:
-        _print(decided, found, other, changed)
+        _print(decided, found, other, changed, comparison)
     limit = arguments.memory
     is_too_large = changed is not None and any(
         limit is not None and rank.memory_bytes > limit for rank in changed.ranks
@@ -170,20 +182,28 @@ def _why(found: Explanation) -> list[str]:
     return lines
 
 
-def _title(decided: Decided) -> str:
+def _title(decided: Decided, comparison: Comparison | None) -> str:
     how = {
         "auto": "found automatically",
         "file": "from a partition file",
         "marks": "from marks in the model",
     }[decided.decision.decided_by]
-    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} (predicted)"
+    costs = "predicted" if comparison is None else "work as recorded, else predicted"
+    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} ({costs})"
 
 
 def _print(
-    decided: Decided, found: Explanation, other: Decision | None, changed: Explanation | None
+    decided: Decided,
+    found: Explanation,
+    other: Decision | None,
+    changed: Explanation | None,
+    comparison: Comparison | None,
 ) -> None:
     decision, config = decided.decision, decided.config
-    print(_title(decided))
+    if comparison is not None:
+        print_table(comparison.title, RECORDED, comparison.rows, text_columns=0)
+        print()
+    print(_title(decided, comparison))
     print_table("", _RANKS, _rank_rows(found), text_columns=0)
     words = bounds_in_words(bounds_of(decision, config), config.microbatches)
     print("\n" + "\n".join([*_boundaries(found), *words]))
@@ -200,11 +220,23 @@ def _print(
 
 
 def _page(
-    decided: Decided, found: Explanation, other: Decision | None, changed: Explanation | None
+    decided: Decided,
+    found: Explanation,
+    other: Decision | None,
+    changed: Explanation | None,
+    comparison: Comparison | None,
 ) -> str:
     decision, config = decided.decision, decided.config
     costs = module_costs(decision)
+    recorded: list[str] = []
+    if comparison is not None:
+        recorded = [
+            pages.paragraph(comparison.title),
+            pages.table(RECORDED, comparison.rows),
+            pages.heading("Partition"),
+        ]
     parts = [
+        *recorded,
         pages.table(_RANKS, _rank_rows(found)),
         *(pages.paragraph(text) for text in _boundaries(found)),
         pages.heading("What bounds it"),
@@ -227,17 +259,22 @@ def _page(
             pages.table(_COMPARED, _compared_rows(found, changed)),
             pages.table(_RANKS, _rank_rows(changed)),
         ]
-    return pages.page(f"Partition of {_title(decided)}", parts)
+    return pages.page(f"Partition of {_title(decided, comparison)}", parts)
 
 
 def _facts(
-    decided: Decided, found: Explanation, other: Decision | None, changed: Explanation | None
+    decided: Decided,
+    found: Explanation,
+    other: Decision | None,
+    changed: Explanation | None,
+    comparison: Comparison | None,
 ) -> dict[str, Any]:
     decision = decided.decision
     bounds = bounds_of(decision, decided.config)
     facts = {
         "model": decided.loaded.name,
         "decided_by": decision.decided_by,
+        "trace": None if comparison is None else comparison.facts,
         **_in_figures(found),
         "bounds": asdict(bounds),
         "considered": [

@@ -57,11 +57,13 @@ class Estimate:
         elements: of the whole model, shared parameters once.
         stages: by pipeline rank.
         decision: where modules are.
+        costs: of modules, by which that was decided.
     """
 
     elements: int
     stages: tuple[StageEstimate, ...]
     decision: Decision
+    costs: Trace
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
             for pp_rank in range(config.pipeline_parallel_degree)
         ),
         decision,
+        costs,
     )
 
 

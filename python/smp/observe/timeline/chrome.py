@@ -12,8 +12,8 @@ from smp.observe.timeline.events import PHASES, Event, RankRecording
 
 # "device" is named where it has boxes only. Behind these, if there are any, those of lanes follow.
 _THREADS = ("executed", "planned", "idle", "tensors sent", "tensors received", "device")
-_EXECUTED, _PLANNED, _IDLE, _SENT, _RECEIVED, _DEVICE = range(len(_THREADS))
-_CATEGORIES = ("forward", "backward", "weight gradients")
+EXECUTED, _PLANNED, _IDLE, _SENT, _RECEIVED, DEVICE = range(len(_THREADS))
+CATEGORIES = ("forward", "backward", "weight gradients")
 # An arrow has to start and end on a box; those of tensors are as narrow as possible.
 _ARROW_END_US = 1.0
 
@@ -35,6 +35,7 @@ def to_chrome(document: Document) -> dict[str, Any]:
             "bubble": {str(r.rank): round(document.bubble(r.rank), 6) for r in document.ranks},
             "clock_uncertainty_us": {str(r.rank): r.uncertainty_ns / 1e3 for r in document.ranks},
             "notes": list(document.notes),
+            "pp_rank": {str(r.rank): r.pp_rank for r in document.ranks},
         },
     }
 
@@ -46,7 +47,7 @@ def _us(time_ns: float, origin_ns: float) -> float:
 def _metadata(rank: RankRecording, index: int) -> list[dict[str, Any]]:
     base = {"ph": "M", "pid": rank.rank, "tid": 0}
     process = f"rank {rank.rank} ({rank.place})"
-    names = list(_THREADS if rank.of_kind("device") else _THREADS[:_DEVICE])
+    names = list(_THREADS if rank.of_kind("device") else _THREADS[:DEVICE])
     threads = [*enumerate(names), *_lane_names(rank)]
     return [
         base | {"name": "process_name", "args": {"name": process}},
@@ -72,12 +73,12 @@ def _of_rank(
     args = {"step": event.step, "microbatch": event.mb, "module": name, "task": event.task}
     awaited = event.what + (f" of rank {event.peer}" if event.peer >= 0 else "")
     if event.kind == "run":
-        category = _CATEGORIES[event.phase]
-        box = {"ph": "X", "tid": _EXECUTED, "dur": duration, "name": label, "cat": category}
+        category = CATEGORIES[event.phase]
+        box = {"ph": "X", "tid": EXECUTED, "dur": duration, "name": label, "cat": category}
         return [base | box | {"args": args}]
     if event.kind == "device":
-        category = _CATEGORIES[event.phase]
-        box = {"ph": "X", "tid": _DEVICE, "dur": duration, "name": label, "cat": category}
+        category = CATEGORIES[event.phase]
+        box = {"ph": "X", "tid": DEVICE, "dur": duration, "name": label, "cat": category}
         args["uncertainty_us"] = event.uncertainty_ns / 1e3
         return [base | box | {"args": args}]
     if event.kind == "idle":
@@ -88,8 +89,8 @@ def _of_rank(
         shared = {"name": f"{label} waits for {awaited}", "cat": "wait", "id": identifier}
         end = {"pid": rank.rank, "ts": _us(event.end_ns, origin_ns)}
         return [
-            base | shared | {"ph": "b", "tid": _EXECUTED, "args": args},
-            end | shared | {"ph": "e", "tid": _EXECUTED},
+            base | shared | {"ph": "b", "tid": EXECUTED, "args": args},
+            end | shared | {"ph": "e", "tid": EXECUTED},
         ]
     return []
 
