@@ -1,0 +1,228 @@
+"""Fetches files of a generation into a folder of this machine, when they are needed.
+
+Imports no torch. Any number of processes may do so at the same time: each file is fetched by one of
+them, and what one of them reads is not deleted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+
+from smp.checkpoint import file_system
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.locks import OwnerLock
+from smp.checkpoint.manifest import FILE_NAME, Manifest, ManifestError
+from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.objects import ObjectStore
+
+FOLDER = ".fetched"
+_LOCK = ".lock"
+_WORK = ".work"
+_POLL_S = 0.05
+
+
+class Fetched:
+    """A generation of a store as a folder that fills when files are asked for.
+
+    As long as this object lives the folder stays.
+
+    Args:
+        store: that has it.
+        key: of the generation, which is complete.
+        root: folder of the checkpoints of this address on this machine.
+        timeout_s: how long another process may take for one file.
+
+    Attributes:
+        folder: has the manifest, and files that were asked for.
+        manifest: of the generation.
+        fetched: names of files that this object has fetched.
+
+    Raises:
+        FileNotFoundError: the store does not have it any more.
+    """
+
+    def __init__(self, store: ObjectStore, key: Key, root: Path, timeout_s: float) -> None:
+        self._store, self._key, self._timeout_s = store, key, timeout_s
+        self.folder = root / FOLDER / key.folder()
+        self.fetched: list[str] = []
+        self._use = _Use(self.folder, timeout_s)
+        try:
+            self.folder.mkdir(exist_ok=True)
+            _work(self.folder).mkdir(exist_ok=True)
+            self.manifest = self._read_manifest()
+        except BaseException:
+            self._use.end()
+            raise
+
+    def get(self, name: str) -> Path:
+        """A file of the manifest, whole, with the checksums that the manifest has for it.
+
+        Raises:
+            FileNotFoundError: the store does not have it any more.
+            ManifestError: the object is damaged.
+            TimeoutError: another process of this machine fetches it, and does not come to an end.
+        """
+        record = self.manifest.files[name]
+        path = self.folder / name
+        if _has(path, record.num_bytes):
+            return path
+        lock = self._lock(name)
+        try:
+            if not _has(path, record.num_bytes):
+                self._fetch(name, path)
+        finally:
+            lock.release(delete=False)
+        return path
+
+    def get_all(self) -> None:
+        """All files, for what reads everything."""
+        for name in self.manifest.files:
+            self.get(name)
+
+    def close(self) -> None:
+        """From now on the folder may be deleted."""
+        self._use.end()
+
+    def _read_manifest(self) -> Manifest:
+        path = self.folder / FILE_NAME
+        if not path.exists():
+            text = self._read(FILE_NAME)
+            Manifest.from_text(text, self._where(FILE_NAME))  # or raises
+            file_system.write_file(path, text, secrets.token_hex(4))
+        return manifests.read(self.folder)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return self._store.read(self._key, name)
+        except FileNotFoundError as error:
+            raise self._gone(name) from error
+
+    def _where(self, name: str) -> str:
+        return f"{self._store.address}/{self._key.folder()}/{name}"
+
+    def _gone(self, name: str) -> FileNotFoundError:
+        return FileNotFoundError(
+            f"{self._where(name)} is not there any more: the checkpoint was deleted, perhaps by a "
+            "job that keeps fewer; resume once more, from a newer one"
+        )
+
+    def _fetch(self, name: str, path: Path) -> None:
+        """The caller has the lock, so that what others were fetching is left over."""
+        record = self.manifest.files[name]
+        temporary = _work(self.folder) / f"{name}.fetching"
+        try:
+            try:
+                self._store.get(self._key, name, temporary)
+            except FileNotFoundError as error:
+                raise self._gone(name) from error
+            if manifests.record_of(temporary, record.chunk_bytes) != record:
+                raise ManifestError(
+                    f"{self._where(name)} is damaged: its bytes are not those that were written; "
+                    "resume from another checkpoint"
+                )
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        file_system.sync_folder(path.parent)
+        self.fetched.append(name)
+
+    def _lock(self, name: str) -> OwnerLock:
+        path = _work(self.folder) / f"{name}{_LOCK}"
+        deadline = time.monotonic() + self._timeout_s
+        while (lock := OwnerLock.take(path)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"another process of this machine has fetched {name} of {self._key.folder()} "
+                    f"from {self._store.address} for {self._timeout_s:g} s and is not done"
+                )
+            time.sleep(_POLL_S)
+        return lock
+
+
+def tidy(root: Path, keep: Key | None) -> list[str]:
+    """Deletes fetched generations that no process uses.
+
+    Args:
+        root: folder of the checkpoints of an address.
+        keep: one that stays.
+
+    Returns:
+        their names.
+    """
+    parent, deleted = root / FOLDER, []
+    for name in sorted(os.listdir(parent)) if parent.is_dir() else ():
+        folder = parent / name
+        if not folder.is_dir() or name.endswith(_WORK) or (keep and name == keep.folder()):
+            continue
+        descriptor = os.open(_use_path(folder), os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # it is used, or nobody can tell
+            os.close(descriptor)
+            continue
+        try:
+            file_system.delete(folder)
+            file_system.delete(_work(folder))
+            _use_path(folder).unlink(missing_ok=True)
+            deleted.append(name)
+        finally:
+            os.close(descriptor)
+    return deleted
+
+
+class _Use:
+    """A shared lock on a folder: as long as it is held the folder is not deleted."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        path = _use_path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if _is_at(path, descriptor):
+                    break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise TimeoutError(f"{folder} is being deleted for {timeout_s:g} s") from None
+                time.sleep(_POLL_S)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+        self._file = os.fdopen(descriptor, "rb")
+
+    def end(self) -> None:
+        self._file.close()
+
+
+def _work(folder: Path) -> Path:
+    """Locks of its files, and files that are not whole yet; the folder itself has neither."""
+    return folder.with_name(f"{folder.name}{_WORK}")
+
+
+def _use_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{_LOCK}")
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _has(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.stat().st_size == num_bytes
+    except FileNotFoundError:
+        return False

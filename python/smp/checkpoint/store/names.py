@@ -1,0 +1,112 @@
+"""Addresses of stores, and what objects in them are called. Pure; imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+#: What is understood, and what other name fsspec has for it.
+PROTOCOLS = ("s3", "gs", "file", "memory")
+#: Of an object or file that is not complete yet; stores without renames never have one.
+SENDING_SUFFIX = ".sending"
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
+_GENERATION = re.compile(r"[0-9a-f]{24}\Z")
+_SAFE = "+=@,-_ "
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where checkpoints are kept in a store: ``s3://bucket/prefix``.
+
+    Attributes:
+        protocol: one of `PROTOCOLS`.
+        path: without the protocol and without a slash at the end.
+    """
+
+    protocol: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol}://{self.path}"
+
+    def local_name(self) -> str:
+        """A name for the folder of this address: for people, and different for each address."""
+        words = re.sub(r"[^A-Za-z0-9.-]+", "-", self.path).strip("-.")[-40:].lstrip("-.")
+        return f"{self.protocol}-{words}-{zlib.crc32(str(self).encode()):08x}"
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """One generation of a checkpoint. Keys are ordered by the time of the save.
+
+    Attributes:
+        generation: 24 hexadecimal digits that begin with the time, see `folder.new_generation`.
+        name: of the folder, ``<tag>_partial``.
+    """
+
+    generation: str
+    name: str
+
+    def folder(self) -> str:
+        """The name of its folder in the store."""
+        return f"{quote(self.name, safe=_SAFE)}.{self.generation}"
+
+    @classmethod
+    def of_folder(cls, folder: str) -> Key | None:
+        """The key with this `folder`; None: it is somebody else's."""
+        name, dot, generation = folder.rpartition(".")
+        if not dot or not name or not is_ordered(generation):
+            return None
+        key = cls(generation, unquote(name))
+        return key if key.folder() == folder else None
+
+
+def is_ordered(generation: str) -> bool:
+    """Do generations like this one tell which of two was saved later?"""
+    return _GENERATION.match(generation) is not None
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Is this an address of a store, and not a folder?"""
+    return isinstance(path, str) and _ADDRESS.match(path) is not None
+
+
+def parse(text: str) -> Address:
+    """The address that a text names.
+
+    Raises:
+        ValueError: no store that is known, or no place in it.
+    """
+    match = _ADDRESS.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no address of a store; give s3://bucket/prefix or the like")
+    protocol, path = match[1].lower(), match[2].rstrip("/")
+    if protocol not in PROTOCOLS:
+        raise ValueError(
+            f"{text!r}: checkpoints can be kept in {', '.join(f'{p}://' for p in PROTOCOLS)}, not "
+            f"in {protocol}://; give one of these, or a folder"
+        )
+    if "::" in text or any(ord(letter) < 32 for letter in text):
+        raise ValueError(f"{text!r}: chains of stores and control characters are not for addresses")
+    parts = path.split("/")
+    if protocol == "file" and not path.startswith("/"):
+        raise ValueError(f"{text!r}: give the whole path, file:///folder")
+    rest = parts[1:] if path.startswith("/") else parts
+    if not path or any(part in ("", ".", "..") for part in rest):
+        raise ValueError(f"{text!r}: name a place in the store without empty parts, '.' and '..'")
+    return Address(protocol, path)
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """What all ranks compare: the address or folder as it was given."""
+    return os.fspath(path)
+
+
+def local_folder(root: Path, address: Address) -> Path:
+    """Where checkpoints of an address lie on the machine, before they are sent."""
+    return root / address.local_name()

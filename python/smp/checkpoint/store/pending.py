@@ -1,0 +1,187 @@
+"""What waits in a folder to be sent: links to complete checkpoints. Imports no torch.
+
+Beside the checkpoints of a folder lies ``.sending/<name>.<generation>/`` with hard links to the
+files of each generation that is not in the store yet. So a checkpoint may be pruned or replaced
+while it is sent, and what a job that was killed has left is found by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp.checkpoint import file_system
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.locks import OwnerLock, take_from_the_dead
+from smp.checkpoint.manifest import FILE_NAME
+from smp.checkpoint.store.names import Key
+
+FOLDER = ".sending"
+_LINKING = ".linking-"
+_FAILED = re.compile(r"failed_(\d+)\.txt\Z")
+_SEE_SECONDS = 5.0  # network file systems show a new folder late
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A generation that is to be sent. All ranks see it; the first one owns it.
+
+    Attributes:
+        key: of the generation.
+        folder: with links to all its files and to its manifest, and what ranks say besides.
+    """
+
+    key: Key
+    folder: Path
+
+    @classmethod
+    def of(cls, root: Path, key: Key) -> Pending:
+        """That of a key, whether it is there or not.
+
+        Args:
+            root: folder of the checkpoints.
+        """
+        return cls(key, root / FOLDER / key.folder())
+
+    def wait_until_seen(self) -> None:
+        """Until this host sees what the first rank has made.
+
+        Raises:
+            FileNotFoundError: it does not within seconds.
+        """
+        deadline = time.monotonic() + _SEE_SECONDS
+        while not self.folder.is_dir():
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(
+                    f"{self.folder}, which the first rank has made, is not seen here"
+                )
+            time.sleep(0.05)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name, as the manifest tells them; without the manifest.
+
+        Raises:
+            FileNotFoundError: the generation is not pending any more.
+        """
+        manifest = manifests.read(self.folder)
+        return {name: record.num_bytes for name, record in manifest.files.items()}
+
+    def is_there(self) -> bool:
+        """Whether it still waits; it does not once it is in the store."""
+        return self.folder.is_dir()
+
+    def say_failed(self, rank: int, reason: str) -> None:
+        """Says that a rank cannot send its share; the first rank gives up then."""
+        try:
+            file_system.write_file(
+                self.folder / f"failed_{rank}.txt", reason.encode(), f"{rank}-{os.getpid()}"
+            )
+        except FileNotFoundError:
+            pass  # it is in the store, or was given up and deleted
+
+    def failures(self) -> dict[int, str]:
+        """Ranks that said :meth:`say_failed`, and why."""
+        result = {}
+        try:
+            for name in os.listdir(self.folder):
+                if match := _FAILED.match(name):
+                    text = (self.folder / name).read_bytes()
+                    result[int(match[1])] = text.decode(errors="replace")
+        except FileNotFoundError:
+            return {}
+        return dict(sorted(result.items()))
+
+    def forget_failures(self) -> None:
+        """Before it is tried again. First rank."""
+        for rank in self.failures():
+            (self.folder / f"failed_{rank}.txt").unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """It is in the store, or not wanted any more. First rank."""
+        # In one step, so that nobody sees half of it.
+        gone = self.folder.with_name(f"{_LINKING}{self.key.folder()}")
+        try:
+            self.folder.rename(gone)
+        except FileNotFoundError:
+            pass
+        file_system.delete(gone)
+
+
+def lock_path(root: Path, key: Key) -> Path:
+    """Locked by the process that sends it: the first rank's."""
+    return root / FOLDER / f"{key.folder()}.lock"
+
+
+def hold(root: Path, source: Path, key: Key) -> tuple[Pending, OwnerLock]:
+    """Makes a complete checkpoint pending. First rank, before the checkpoint gets its name.
+
+    Args:
+        root: folder of the checkpoints.
+        source: with the files and the manifest, all of them synchronised.
+
+    Raises:
+        RuntimeError: the file system has no hard links.
+        ValueError: another process sends this generation.
+    """
+    pending = Pending.of(root, key)
+    parent = pending.folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    lock = OwnerLock.take(lock_path(root, key))
+    if lock is None:
+        raise ValueError(f"generation {key.generation} of {root} is sent by another process")
+    lock.sign()
+    linking = parent / f"{_LINKING}{key.folder()}"
+    try:
+        file_system.delete(linking)
+        linking.mkdir()
+        for name in (*manifests.read(source).files, FILE_NAME):
+            _link(source / name, linking / name)
+        file_system.sync_folder(linking)
+        linking.rename(pending.folder)
+        file_system.sync_folder(parent)
+    except BaseException:
+        file_system.delete(linking)
+        lock.release(delete=True)
+        raise
+    return pending, lock
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        raise RuntimeError(
+            f"{source} cannot get a second name ({error.strerror}): checkpoints that go to a store "
+            "are written to a folder whose file system has hard links"
+        ) from error
+
+
+def left_by_the_dead(root: Path) -> list[tuple[Pending, OwnerLock]]:
+    """What jobs that have ended did not send, oldest first, with their locks. First rank."""
+    parent = root / FOLDER
+    names = sorted(os.listdir(parent)) if parent.is_dir() else []
+    result = []
+    for name in names:
+        if name.startswith(_LINKING):
+            key = Key.of_folder(name.removeprefix(_LINKING))
+            if key is not None and f"{key.folder()}.lock" not in names:
+                file_system.delete(parent / name)
+            continue
+        key = Key.of_folder(name.removesuffix(".lock"))
+        if key is None or (name.endswith(".lock") and key.folder() in names):
+            continue  # with its folder
+        pending = Pending.of(root, key)
+        linking = parent / f"{_LINKING}{key.folder()}"
+        lock = take_from_the_dead(lock_path(root, key), [pending.folder, linking])
+        if lock is None:
+            continue
+        file_system.delete(linking)
+        if not pending.is_there():
+            lock.release(delete=True)
+            continue
+        lock.sign()
+        result.append((pending, lock))
+    return sorted(result, key=lambda one: one[0].key)

@@ -1,0 +1,162 @@
+"""Sends a pending generation: files by all ranks, the manifest last. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+
+from smp.checkpoint.manifest import FILE_NAME
+from smp.checkpoint.store import plan
+from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.objects import ObjectStore, Stopped
+from smp.checkpoint.store.pending import Pending
+
+#: What was never completed counts as dead when nothing of it has changed for so long.
+QUIET_S = 3600.0
+_PAUSES_S = (1.0, 4.0, 16.0)
+_POLL_S = 0.5
+#: No later attempt helps.
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+class NotSent(RuntimeError):
+    """A generation is not complete in the store; says why."""
+
+
+@dataclass
+class Progress:
+    """What one rank has of a generation to send.
+
+    Attributes:
+        total_bytes: of this rank's share, what the store had already left out.
+        sent_bytes: so far; what is tried again counts again.
+        sent: files that this process has sent.
+        skipped: files of the share that the store had already.
+    """
+
+    total_bytes: int = 0
+    sent_bytes: int = 0
+    sent: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def add(self, num_bytes: int) -> None:
+        self.sent_bytes += num_bytes
+
+
+def send_share(
+    store: ObjectStore,
+    pending: Pending,
+    rank: int,
+    num_ranks: int,
+    progress: Progress,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Sends what one rank has to send; files that are in the store already are left alone.
+
+    Args:
+        pause: waits for so many seconds before another attempt; may raise `Stopped`.
+
+    Raises:
+        NotSent: a file could not be sent; names it.
+        Stopped: nobody waits any more.
+        FileNotFoundError: the generation is not pending any more.
+    """
+    sizes = pending.sizes()
+    mine = plan.shares(sizes, num_ranks)[rank]
+    there = store.look(pending.key).sizes
+    missing = plan.missing({name: sizes[name] for name in mine}, there)
+    progress.skipped = [name for name in mine if name not in missing]
+    progress.total_bytes = sum(sizes[name] for name in missing)
+    for name in missing:
+        _send(store, pending, name, progress, pause)
+        progress.sent.append(name)
+    there = store.look(pending.key).sizes if missing else there
+    if lost := plan.missing({name: sizes[name] for name in mine}, there):
+        raise NotSent(
+            f"{store.address}: {lost[0]} was sent with {sizes[lost[0]]} bytes, and the store has "
+            f"{there.get(lost[0], 'nothing')}"
+        )
+
+
+def _send(
+    store: ObjectStore,
+    pending: Pending,
+    name: str,
+    progress: Progress,
+    pause: Callable[[float], None],
+) -> None:
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            store.put(pending.key, name, pending.folder / name, progress.add)
+            return
+        except Stopped:
+            raise
+        except Exception as error:
+            if not pending.is_there():
+                raise FileNotFoundError(f"{pending.folder} is gone") from error
+            if pause_s is None or isinstance(error, _FINAL):
+                raise NotSent(
+                    f"{store.address}: {name} could not be sent: {type(error).__name__}: {error}"
+                ) from error
+            pause(pause_s)
+
+
+def complete(
+    store: ObjectStore,
+    pending: Pending,
+    wait: Callable[[], None],
+    timeout_s: float,
+) -> None:
+    """Writes the manifest when the files of all ranks are in the store. First rank.
+
+    Args:
+        wait: called while files are missing; raises if it is of no use to go on.
+        timeout_s: for so long nothing may change in the store.
+
+    Raises:
+        NotSent: a rank has failed, or nothing came any more.
+    """
+    sizes = pending.sizes()
+    seen: list[str] | None = None
+    deadline = time.monotonic() + timeout_s
+    while missing := plan.missing(sizes, (found := store.look(pending.key)).sizes):
+        if failures := pending.failures():
+            rank, reason = next(iter(failures.items()))
+            raise NotSent(f"global_rank {rank}: {reason}")
+        if missing != seen:
+            seen, deadline = missing, time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise NotSent(
+                f"{store.address}: {len(missing)} files of {pending.key.folder()} have not come in "
+                f"{timeout_s:g} s, {missing[0]} among them"
+            )
+        wait()
+    for name in plan.surplus(found.sizes, sizes):
+        store.delete(pending.key, name)
+    store.end_uploads(pending.key)
+    if not found.is_complete:
+        store.put(pending.key, FILE_NAME, pending.folder / FILE_NAME)
+
+
+def prune(
+    store: ObjectStore, done: Key, keep: int | None, held: Set[Key], quiet_s: float = QUIET_S
+) -> list[Key]:
+    """Deletes old generations and those that were never completed. First rank.
+
+    Returns:
+        what was deleted.
+    """
+    found = {key: store.look(key) for key in store.generations()}
+    keys = plan.doomed(found.values(), done, keep, held, time.time(), quiet_s)
+    for key in keys:
+        delete(store, key, found[key].sizes)
+    return keys
+
+
+def delete(store: ObjectStore, key: Key, names: Iterable[str]) -> None:
+    """Deletes a generation; it is none from the first moment on."""
+    names = list(names)
+    if FILE_NAME in names:
+        store.delete(key, FILE_NAME)  # half a checkpoint would still have its manifest
+    store.delete_folder(key, [name for name in names if name != FILE_NAME])
