@@ -30,6 +30,7 @@ from smp.checkpoint import (  # noqa: E402
     resume_from_checkpoint,
     save,
     save_checkpoint,
+    wait_for_uploads,
 )
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
@@ -192,4 +193,5 @@ __all__ = [
     "tp_size",
     "trace",
     "utils",
+    "wait_for_uploads",
 ]

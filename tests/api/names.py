@@ -131,6 +131,8 @@ NAMES: dict[str, tuple[str | None, str]] = {
     "resume_from_checkpoint": (
         "path, tag=None, partial=True, strict=True, load_optimizer=True, "
         "load_sharded_optimizer_state=True, translate_function=None", RESUME),
+    "wait_for_uploads": (
+        "timeout_s=None", f"{DIST}test_stores.py::test_what_ranks_send_goes_on_elsewhere"),
     "sharded_data_parallel_checkpoint": (
         None, f"{LEGACY_UNIT}test_shards_are_merged_to_the_whole_model"),
     "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint": (

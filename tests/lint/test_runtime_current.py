@@ -18,7 +18,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "activations/recompute.py": frozenset({"recompute"}),
     "checkpoint/files.py": frozenset({"load", "save"}),
     "checkpoint/loading.py": frozenset({"resume_from_checkpoint"}),
-    "checkpoint/saving.py": frozenset({"save_checkpoint"}),
+    "checkpoint/saving.py": frozenset({"save_checkpoint", "wait_for_uploads"}),
     "integrations/accelerator.py": frozenset({"SMPAccelerator.__init__", "distributed_optimizer"}),
     "integrations/trainer.py": frozenset({"SMPTrainer.__init__"}),
     "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),
@@ -36,7 +36,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "tensor_parallel/reading.py": frozenset({"is_outside"}),
     "tensor_parallel/regions.py": frozenset({"_group"}),
     "world/comm.py": frozenset({"_run"}),
-    "world/preemption.py": frozenset({"on_signal", "request", "requested"}),
+    "world/preemption.py": frozenset({"_run", "on_signal"}),
     "world/state.py": frozenset({"_run"}),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,6 +30,7 @@ def test_values_are_read() -> None:
         "SMP_DETECT_NONFINITE": "raise",
         "SMP_CHECK_FIRST_STEP": "1",
         "SMP_VERIFY": "order.json",
+        "SMP_STORE_FOLDER": "~/checkpoints",
     }
     expected = settings.Settings(
         2.5,
@@ -42,6 +45,7 @@ def test_values_are_read() -> None:
         detect_nonfinite="raise",
         check_first_step="1",
         verify="order.json",
+        store_root=Path("~/checkpoints"),
     )
     assert settings.read_settings(env) == expected
 

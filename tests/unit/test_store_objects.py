@@ -169,7 +169,7 @@ def test_a_file_is_tried_again_and_an_error_names_it(
     sending.send_share(store, held, 0, 1, Progress(), pauses.append)
     assert pauses == [1.0, 4.0]
     (tmp_path / "store" / held.key.folder() / "f3.pt").unlink()
-    errors += [OSError("reset")] * 4
+    errors += [OSError("reset")] * 6
     with pytest.raises(NotSent, match="f3.pt could not be sent: OSError: reset"):
         sending.send_share(store, held, 0, 1, Progress(), pauses.append)
     errors[:] = [PermissionError("denied")]

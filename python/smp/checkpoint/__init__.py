@@ -3,6 +3,13 @@
 from smp.checkpoint.files import load, save
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.loading import resume_from_checkpoint
-from smp.checkpoint.saving import save_checkpoint
+from smp.checkpoint.saving import save_checkpoint, wait_for_uploads
 
-__all__ = ["SaveHandle", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
+__all__ = [
+    "SaveHandle",
+    "load",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
+    "wait_for_uploads",
+]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,11 @@ class Generation:
         return dict(sorted(result.items()))
 
     def commit(
-        self, manifest: Manifest | None, keep: int | None = None, name_newest: bool = True
+        self,
+        manifest: Manifest | None,
+        keep: int | None = None,
+        name_newest: bool = True,
+        when_complete: Callable[[Path], None] | None = None,
     ) -> None:
         """Gives the folder its name, and makes it the newest. First rank.
 
@@ -126,6 +132,8 @@ class Generation:
             keep: at most so many partial checkpoints stay, this one included; the others are
                 deleted, oldest first. None: all stay.
             name_newest: write its name into ``newest``.
+            when_complete: is given the folder when all is in it and synchronised, before it gets
+                its name.
         Raises:
             ManifestError: if a file of the manifest is missing or has another size.
         """
@@ -141,6 +149,8 @@ class Generation:
                 self.folder / FILE_NAME, manifest.to_text(), unique=self.generation
             )
         file_system.sync_folder(self.folder)
+        if when_complete is not None:
+            when_complete(self.folder)
         replaced = self._rename()
         file_system.sync_folder(path)
         if name_newest:
@@ -203,6 +213,11 @@ class Generation:
             aside = left_over.temporary(folder.parent, folder.name, self.generation, "deleted")
             folder.rename(aside)
             file_system.delete(aside)
+
+
+def new_generation() -> str:
+    """One that no other save has; 24 hexadecimal digits that begin with the time."""
+    return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def partial_checkpoints(path: Path) -> list[Path]:

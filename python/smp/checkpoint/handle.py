@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
 
-from smp.world import thread_device
+from smp.world import runtime, thread_device
+
+#: The last save in the background, by runtime; None once somebody has waited for it.
+_running: weakref.WeakKeyDictionary[runtime.Runtime, SaveHandle | None]
+_running = weakref.WeakKeyDictionary()
 
 
 class SaveHandle:
@@ -88,3 +93,21 @@ class SaveHandle:
         """Waits, unless somebody has; raises as :meth:`wait`."""
         if not self._has_waited:
             self.wait()
+
+
+def set_running(current: runtime.Runtime, handle: SaveHandle) -> None:
+    """Notes the save that the next one and the end of the job wait for."""
+    _running[current] = handle
+
+
+def running(current: runtime.Runtime) -> SaveHandle | None:
+    """The save that :func:`finish_running` waits for."""
+    return _running.get(current)
+
+
+def finish_running(current: runtime.Runtime) -> None:
+    """Waits for the save in the background, once; raises as `SaveHandle.wait`."""
+    handle = _running.get(current)
+    if handle is not None:
+        _running[current] = None
+        handle.finish()

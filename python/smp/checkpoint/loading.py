@@ -20,6 +20,9 @@ from smp.checkpoint.filling import fill_groups, fill_masters, fill_model, fill_o
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
 from smp.checkpoint.reader import FolderReader
+from smp.checkpoint.store import names as store_names
+from smp.checkpoint.store.fetching import Fetched
+from smp.checkpoint.store.job import JobStore, store_of
 from smp.checkpoint.whole_files import WholeModel
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
@@ -59,8 +62,10 @@ def resume_from_checkpoint(
     takes over the partition of the checkpoint if that has as many pipeline ranks.
 
     Args:
-        path: folder that was given to :func:`smp.save_checkpoint`; with ``partial=False`` also one
-            of Hugging Face's.
+        path: folder or address that was given to :func:`smp.save_checkpoint`; with
+            ``partial=False`` a folder, also one of Hugging Face's. Of an address it is the newest
+            that the store has, or that lies complete in its folder on this machine; each rank
+            fetches the files that it reads.
         tag: of the checkpoint; None: the newest of the partial ones, or with ``partial=False`` the
             whole model that ``path/newest`` names, else the weights of Hugging Face in ``path``.
         partial: False: only the model, from a file of :func:`smp.save_checkpoint`, a state dict of
@@ -90,9 +95,12 @@ def resume_from_checkpoint(
         load_optimizer = load_optimizer_states
     current = runtime.current()
     error: BaseException | None = None
+    store: JobStore | None = None
     try:
         model = _model(current, model)
-    except (RuntimeError, ValueError) as caught:
+        if store_names.is_address(path):
+            store = _store(current, os.fspath(path), partial)
+    except (RuntimeError, ValueError, ImportError) as caught:
         error = caught
     call = {
         "path": os.fspath(path),
@@ -114,8 +122,11 @@ def resume_from_checkpoint(
     wants_state = load_optimizer and (load_sharded_optimizer_state or not is_sharded)
     resumption = _Resumption(current, strict, load_optimizer, wants_state)
     content = None
+    source = None if store is None else store.find(tag, WHAT)
     try:
-        content = resumption.open(Path(path), tag, unsafe_user_content)
+        if source is None:
+            source = folders.find(Path(path), tag)
+        content = resumption.open(source, unsafe_user_content)
     except Exception as caught:
         error = caught
     agree(current.rank, WHAT, error)
@@ -128,6 +139,12 @@ def _model(current: runtime.Runtime, given: DistributedModel | None) -> Distribu
     if not isinstance(model, DistributedModel):
         raise ValueError("wrap the model in smp.DistributedModel first")
     return model
+
+
+def _store(current: runtime.Runtime, address: str, partial: bool) -> JobStore:
+    if not partial:
+        raise ValueError(f"whole models are read from folders, not from {address}")
+    return store_of(current, address)
 
 
 def _resume_whole(
@@ -185,13 +202,19 @@ class _Resumption:
     wants_optimizer: bool  # hyperparameters, loss scale, random states
     wants_state: bool  # of the optimizer
 
-    def open(self, path: Path, tag: str | None, unsafe: bool) -> Any:
-        """Reads the manifest and returns the user content. Not collective."""
-        self.folder = folders.find(path, tag)
+    def open(self, source: Path | Fetched, unsafe: bool) -> Any:
+        """Reads the manifest and returns the user content. Not collective.
+
+        Args:
+            source: a complete folder, or one that fills when files are asked for.
+        """
+        self._source = source  # what is fetched stays as long as this lives
+        self.folder = source if isinstance(source, Path) else source.folder
+        self._get = source.joinpath if isinstance(source, Path) else source.get
         self.manifest: Manifest = manifests.read(self.folder)
         self._check_files()
         told = self.manifest.values.get("user_content", {})
-        content = user_contents.read(self.folder / USER_CONTENT_FILE, unsafe)
+        content = user_contents.read(self._get(USER_CONTENT_FILE), unsafe)
         for key in told.get("added", ()):
             del content[key]
         return content
@@ -200,7 +223,7 @@ class _Resumption:
         """Looks at the files that are read as a whole; tensors are checked when they are read."""
         for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file()):
             if name in self.manifest.files:
-                manifests.check_file(self.folder / name, self.manifest.files[name])
+                manifests.check_file(self._get(name), self.manifest.files[name])
 
     def _random_file(self) -> str | None:
         """This rank's random states; None on another layout.
@@ -230,7 +253,7 @@ class _Resumption:
             self.current.wrapped.on_next_optimizer(self._meet)
 
     def _fill_model(self, model: DistributedModel) -> None:
-        with FolderReader(self.folder, self.manifest) as reader:
+        with FolderReader(self.folder, self.manifest, self._get) as reader:
             fill_model(model, reader, self.strict, self.current.rank)
 
     def _meet(self, optimizer: Any) -> None:
@@ -256,7 +279,7 @@ class _Resumption:
 
     def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
         state = model_state(model, self.current.rank.ranks["pp"])
-        with FolderReader(self.folder, self.manifest) as reader:
+        with FolderReader(self.folder, self.manifest, self._get) as reader:
             if not self.manifest.values["has"]["model"]:  # else they came with the model
                 fill_masters(optimizer, reader, model, state)
             if self.wants_state:
@@ -267,7 +290,7 @@ class _Resumption:
         rank = self.current.rank
         is_equal = self.manifest.layout.sizes["pp"] == rank.sizes["pp"] > 1
         if told is not None and is_equal and rank.config.partition_file is None:
-            engine_of(model).partitioning.follow(self.folder / PARTITION_FILE, told["chunks"])
+            engine_of(model).partitioning.follow(self._get(PARTITION_FILE), told["chunks"])
 
     def _restore_random_states(self) -> None:
         rank, steps = self.current.rank, self.manifest.values["steps"]
@@ -275,8 +298,7 @@ class _Resumption:
         self.current.steps.num_begun = steps["begun"]
         name = self._random_file()
         if name is not None:
-            path = self.folder / name
-            states = torch.load(path, map_location="cpu", weights_only=True)
+            states = torch.load(self._get(name), map_location="cpu", weights_only=True)
             random_states.restore(states, rank.device)
         else:
             seed = self.manifest.values["seed"]

@@ -17,9 +17,12 @@ from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import ModelState, model_state
 from smp.checkpoint.handle import SaveHandle
+from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_files import PlannedFile, RankState, plan_files, sharded_names
 from smp.checkpoint.staging import LaterCopies, Staging
+from smp.checkpoint.store.job import JobStore
+from smp.checkpoint.store.names import Key
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import partition_file
@@ -48,6 +51,7 @@ class PartialSave:
         staging: where this rank's state is copied to, for :meth:`run_in_background`; None: for
             :meth:`run`.
         rank, steps: of this process.
+        store: to which it goes when it is complete; None: it stays in the folder.
     """
 
     def __init__(
@@ -62,12 +66,15 @@ class PartialSave:
         staging: Staging | None,
         rank: Rank,
         steps: Steps,
+        store: JobStore | None = None,
     ) -> None:
-        self._rank, self._steps = rank, steps
+        self._rank, self._steps, self._store = rank, steps, store
         self._is_first = rank.global_rank == 0
         self._num_kept = num_kept
         self._optimizer = None if optimizer is None else optimizer.optimizer
         name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
+        self._key = Key(generation, name)
+        self._store_lock: OwnerLock | None = None  # of the first rank
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._generation = self._open(path, name, generation)
         error: BaseException | None = None
@@ -171,6 +178,7 @@ class PartialSave:
         except Exception as caught:
             error = caught
         self._agreed(error)
+        self._send()
 
     def _agreed(self, error: BaseException | None) -> None:
         try:
@@ -235,6 +243,7 @@ class PartialSave:
             self._wait_for(generation.is_over)
             if not generation.committed():
                 raise RuntimeError("the first rank has given up; its error says why")
+        self._send()
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._rank.timeout_s
@@ -281,7 +290,22 @@ class PartialSave:
             Layout(self._rank.config.to_dict(), dict(self._rank.sizes)),
             [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
         )
-        self._generation.commit(manifest, self._num_kept)
+        hold = None if self._store is None else self._hold
+        try:
+            self._generation.commit(manifest, self._num_kept, when_complete=hold)
+        except BaseException:
+            if self._store is not None and self._store_lock is not None:
+                self._store.let_go(self._key, self._store_lock)
+            raise
+
+    def _hold(self, source: Path) -> None:
+        assert self._store is not None
+        self._store_lock = self._store.hold(source, self._key)
+
+    def _send(self) -> None:
+        """The checkpoint is complete in its folder."""
+        if self._store is not None:
+            self._store.send(self._key, self._store_lock, self._num_kept)
 
 
 def with_sharded_names(content: Any, names: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,11 +18,22 @@ class FolderReader:
     """Opens files when they are needed and checks the bytes that it reads.
 
     One thread uses it. Memory: one chunk (4 MiB) per file that is open.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of it, if it has been read.
+        get: makes sure that a file is there, and returns its path; None: all are there.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest | None = None,
+        get: Callable[[str], Path] | None = None,
+    ) -> None:
         self.folder = folder
         self.manifest = manifests.read(folder) if manifest is None else manifest
+        self._get = get or folder.joinpath
         self._files: dict[str, _C.FileReader] = {}
 
     def __enter__(self) -> FolderReader:
@@ -76,7 +88,7 @@ class FolderReader:
         if name not in self._files:
             record = self.manifest.files[name]
             self._files[name] = _C.FileReader(
-                str(self.folder / name), record.num_bytes, record.chunk_bytes, record.crc32
+                str(self._get(name)), record.num_bytes, record.chunk_bytes, record.crc32
             )
         return self._files[name]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from smp.checkpoint import archive
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
-from smp.checkpoint.folder import Generation
+from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
 from smp.tensor_parallel.parts import Part
@@ -38,7 +37,7 @@ def reshard(source: Path, target: Path, num_parts: int = 1) -> Manifest:
         raise ValueError(f"{num_parts} parts: give at least 1")
     if target.exists():
         raise FileExistsError(f"{target} is there already; give a new folder")
-    generation = Generation.begin(target.parent, target.name, f"reshard-{uuid.uuid4().hex[:12]}")
+    generation = Generation.begin(target.parent, target.name, new_generation())
     try:
         with FolderReader(source) as reader:
             manifest = _write(reader, generation, num_parts)

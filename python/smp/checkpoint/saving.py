@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.handle import SaveHandle
+from smp.checkpoint import folder
+from smp.checkpoint.handle import SaveHandle, finish_running, running, set_running
 from smp.checkpoint.partial_save import WHAT, PartialSave
 from smp.checkpoint.staging import Staging
+from smp.checkpoint.store import names
+from smp.checkpoint.store.job import JobStore, store_of, stores_in_use
 from smp.checkpoint.whole_model import save_whole
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.world import runtime
 from smp.world.roll_call import roll_call
 
-#: The last save in the background, by runtime; None once somebody has waited for it.
-_running: weakref.WeakKeyDictionary[runtime.Runtime, SaveHandle | None]
-_running = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[runtime.Runtime, Staging] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +42,10 @@ def save_checkpoint(
     is complete, ``<tag>_partial`` or ``<tag>``.
 
     Args:
-        path: folder that all ranks see; made if missing.
+        path: folder that all ranks see; made if missing. Or an address of a store, such as
+            ``s3://bucket/prefix``, to which each rank sends its share in the background when the
+            checkpoint is complete in a folder below `SMP_STORE_FOLDER`, which all ranks see; see
+            :func:`smp.wait_for_uploads`.
         tag: of this checkpoint: ``path/<tag>_partial``, or the file ``path/<tag>``.
         partial: every rank writes what it holds. Else the whole model is written by the first rank,
             to which it comes tensor by tensor, and the optimizer is left out.
@@ -52,7 +54,8 @@ def save_checkpoint(
         user_content: anything that ``torch.save`` takes; see :func:`smp.resume_from_checkpoint`
             for what comes back.
         translate_if_full: give a whole model the names of Hugging Face where it has translators.
-        num_kept_partial_checkpoints: delete the oldest partial ones beyond this number.
+        num_kept_partial_checkpoints: delete the oldest partial ones beyond this number, in the
+            folder and in the store.
         blocking: False: take a copy of this rank's state in host memory and write it in the
             background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it. The
             optimizer's state is copied in the background, too, and an update by the optimizer waits
@@ -70,6 +73,14 @@ def save_checkpoint(
     begin_s = time.monotonic()
     current = runtime.current()
     error = _wait_for_running(current)
+    store: JobStore | None = None
+    left: list[str] = []
+    if names.is_address(path):
+        try:
+            store = store_of(current, os.fspath(path))
+            left = store.look()
+        except Exception as caught:
+            error = error or f"{type(caught).__name__}: {caught}"
     call = {
         "path": os.fspath(path),
         "tag": tag,
@@ -80,11 +91,21 @@ def save_checkpoint(
         "num_kept_partial_checkpoints": num_kept_partial_checkpoints,
         "blocking": blocking,
         "error": error
-        or _problem(tag, partial, model, optimizer, num_kept_partial_checkpoints, blocking),
+        or _problem(
+            tag,
+            partial,
+            model,
+            optimizer,
+            num_kept_partial_checkpoints,
+            blocking,
+            store is not None,
+        ),
     }
-    generation = f"{time.time_ns():x}{secrets.token_hex(4)}"
+    generation = folder.new_generation() if store is None else store.new_generation()
     snippet = f"smp.save_checkpoint(path, tag={tag!r}, partial={partial}, model=model, ...)"
-    generation = roll_call(current.rank, WHAT, call, snippet, generation)[0]
+    generation, left = roll_call(current.rank, WHAT, call, snippet, (generation, left))[0]
+    if store is not None:
+        store.go_on(left)
     if not partial:
         assert model is not None
         save_whole(
@@ -96,15 +117,46 @@ def save_checkpoint(
         # A shutdown waits, and hears of an error, too.
         current.on_shutdown(lambda: _end(current))
     save = PartialSave(
-        Path(path), tag, model, optimizer, user_content, generation, num_kept_partial_checkpoints,
-        None if blocking else _staging[current], current.rank, current.steps,
+        Path(path) if store is None else store.root, tag, model, optimizer, user_content,
+        generation, num_kept_partial_checkpoints, None if blocking else _staging[current],
+        current.rank, current.steps, store,
     )  # fmt: skip
     if blocking:
         save.run()
         return None
     handle = save.run_in_background(begin_s)
-    _running[current] = handle
+    set_running(current, handle)
     return handle
+
+
+def wait_for_uploads(timeout_s: float | None = None) -> bool:
+    """Waits until all checkpoints that this job has saved to stores so far are complete there.
+
+    Not collective: each rank waits by itself, for the shares of all ranks. `smp.shutdown`, which
+    runs by itself at the end of a script, waits as well; a job that has failed does not.
+
+    Args:
+        timeout_s: seconds; None: as long as it takes.
+
+    Returns:
+        False: some are not complete after ``timeout_s``, or the job has failed. What is missing
+        goes on in the background; if the process ends, the next job with this folder sends it.
+
+    Raises:
+        RuntimeError: a checkpoint could not be saved or sent; says why, once.
+    """
+    current = runtime.current()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    handle = running(current)
+    if handle is not None:
+        try:
+            handle.wait(timeout_s)
+        except TimeoutError:
+            return False
+    return all(
+        store.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for store in stores_in_use(current)
+    )
 
 
 def _problem(
@@ -114,6 +166,7 @@ def _problem(
     optimizer: DistributedOptimizer | None,
     num_kept: int | None,
     blocking: bool,
+    is_address: bool,
 ) -> str | None:
     """Why these arguments cannot be."""
     if not isinstance(tag, str) or not tag:
@@ -126,6 +179,8 @@ def _problem(
         return "there is nothing to save: give model=, or with partial=True optimizer="
     if num_kept is not None and num_kept < 1:
         return f"num_kept_partial_checkpoints must be at least 1, got {num_kept}"
+    if is_address and not partial:
+        return "a store takes partial checkpoints; save the whole model to a folder"
     if not blocking and not partial:
         return "blocking=False is for partial=True; the whole model needs all ranks to send it"
     models: list[DistributedModel | None] = [model]
@@ -145,7 +200,7 @@ def _problem(
 def _wait_for_running(current: runtime.Runtime) -> str | None:
     """Waits for a save in the background; its error, if it has one."""
     try:
-        _finish(current)
+        finish_running(current)
     except RuntimeError as error:
         return str(error)
     return None
@@ -153,13 +208,6 @@ def _wait_for_running(current: runtime.Runtime) -> str | None:
 
 def _end(current: runtime.Runtime) -> None:
     try:
-        _finish(current)
+        finish_running(current)
     finally:
         _staging.pop(current, None)
-
-
-def _finish(current: runtime.Runtime) -> None:
-    handle = _running.get(current)
-    if handle is not None:
-        _running[current] = None
-        handle.finish()

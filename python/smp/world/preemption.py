@@ -56,6 +56,10 @@ class _Process:
     previous_handler: Any = None
 
 
+def _run() -> runtime.Runtime:
+    return runtime.current()
+
+
 def requested() -> bool:
     """Whether all ranks are to stop here, because one of them received SIGTERM or called `request`.
 
@@ -66,7 +70,7 @@ def requested() -> bool:
     Raises:
         smp.PeerFailure: somebody asked, but a rank has failed; there is nothing to be saved then.
     """
-    return _arrive(runtime.current().rank)
+    return _arrive(_run().rank)
 
 
 def _arrive(rank: Rank) -> bool:
@@ -77,7 +81,7 @@ def _arrive(rank: Rank) -> bool:
 
 def request() -> None:
     """Asks all ranks to stop at the next boundary; one rank's call is enough. Returns at once."""
-    runtime.current().rank.request_stop()
+    _run().rank.request_stop()
 
 
 def leave() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,6 +49,8 @@ class Settings:
     """`SMP_HANG_ACTION`: raise ends the run after twice that time, report does not."""
     preemption_path: str | None = None
     """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
+    store_root: Path = Path("~/.cache/smp/checkpoints")
+    """`SMP_STORE_FOLDER`: where checkpoints that go to a store are complete first."""
     fault: InjectedFault | None = None
     """`SMP_FAULT`: see `fault_injection`."""
     detect_nonfinite: str = "0"
@@ -80,6 +83,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         test_host_mb=_count(env, "SMP_TEST_HOST_MB", 0),
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
+        store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
         check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),

@@ -37,6 +37,7 @@ class Fetched:
         timeout_s: how long another process may take for one file.
 
     Attributes:
+        key: of the generation.
         folder: has the manifest, and files that were asked for.
         manifest: of the generation.
         fetched: names of files that this object has fetched.
@@ -46,7 +47,7 @@ class Fetched:
     """
 
     def __init__(self, store: ObjectStore, key: Key, root: Path, timeout_s: float) -> None:
-        self._store, self._key, self._timeout_s = store, key, timeout_s
+        self._store, self.key, self._timeout_s = store, key, timeout_s
         self.folder = root / FOLDER / key.folder()
         self.fetched: list[str] = []
         self._use = _Use(self.folder, timeout_s)
@@ -97,12 +98,12 @@ class Fetched:
 
     def _read(self, name: str) -> bytes:
         try:
-            return self._store.read(self._key, name)
+            return self._store.read(self.key, name)
         except FileNotFoundError as error:
             raise self._gone(name) from error
 
     def _where(self, name: str) -> str:
-        return f"{self._store.address}/{self._key.folder()}/{name}"
+        return f"{self._store.address}/{self.key.folder()}/{name}"
 
     def _gone(self, name: str) -> FileNotFoundError:
         return FileNotFoundError(
@@ -116,7 +117,7 @@ class Fetched:
         temporary = _work(self.folder) / f"{name}.fetching"
         try:
             try:
-                self._store.get(self._key, name, temporary)
+                self._store.get(self.key, name, temporary)
             except FileNotFoundError as error:
                 raise self._gone(name) from error
             if manifests.record_of(temporary, record.chunk_bytes) != record:
@@ -139,7 +140,7 @@ class Fetched:
         while (lock := OwnerLock.take(path)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"another process of this machine has fetched {name} of {self._key.folder()} "
+                    f"another process of this machine has fetched {name} of {self.key.folder()} "
                     f"from {self._store.address} for {self._timeout_s:g} s and is not done"
                 )
             time.sleep(_POLL_S)

@@ -73,6 +73,20 @@ class Pending:
         """Whether it still waits; it does not once it is in the store."""
         return self.folder.is_dir()
 
+    def say_sending(self, rank: int) -> None:
+        """Says that bytes of a rank are going; for :meth:`last_sign_s`."""
+        try:
+            (self.folder / f"sending_{rank}").touch()
+        except FileNotFoundError:
+            pass  # it is over
+
+    def last_sign_s(self) -> float:
+        """When a rank said last that its bytes are going; changes, no more can be told of it."""
+        try:
+            return max(file.stat().st_mtime for file in self.folder.glob("sending_*"))
+        except (FileNotFoundError, ValueError):
+            return 0.0
+
     def say_failed(self, rank: int, reason: str) -> None:
         """Says that a rank cannot send its share; the first rank gives up then."""
         try:
@@ -155,7 +169,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError as error:
         raise RuntimeError(
             f"{source} cannot get a second name ({error.strerror}): checkpoints that go to a store "
-            "are written to a folder whose file system has hard links"
+            "are written to a folder whose file system has hard links; set SMP_STORE_FOLDER to one"
         ) from error
 
 

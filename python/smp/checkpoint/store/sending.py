@@ -14,8 +14,8 @@ from smp.checkpoint.store.pending import Pending
 
 #: What was never completed counts as dead when nothing of it has changed for so long.
 QUIET_S = 3600.0
-_PAUSES_S = (1.0, 4.0, 16.0)
-_POLL_S = 0.5
+_SAY_S = 5.0
+_PAUSES_S = (1.0, 4.0, 15.0, 60.0, 120.0)
 #: No later attempt helps.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
@@ -40,9 +40,6 @@ class Progress:
     sent: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
-    def add(self, num_bytes: int) -> None:
-        self.sent_bytes += num_bytes
-
 
 def send_share(
     store: ObjectStore,
@@ -64,12 +61,22 @@ def send_share(
     """
     sizes = pending.sizes()
     mine = plan.shares(sizes, num_ranks)[rank]
+    pending.say_sending(rank)
     there = store.look(pending.key).sizes
     missing = plan.missing({name: sizes[name] for name in mine}, there)
     progress.skipped = [name for name in mine if name not in missing]
     progress.total_bytes = sum(sizes[name] for name in missing)
+    said_s = time.monotonic()
+
+    def told(num_bytes: int) -> None:
+        nonlocal said_s
+        progress.sent_bytes += num_bytes
+        if time.monotonic() - said_s > _SAY_S:
+            said_s = time.monotonic()
+            pending.say_sending(rank)
+
     for name in missing:
-        _send(store, pending, name, progress, pause)
+        _send(store, pending, name, told, pause)
         progress.sent.append(name)
     there = store.look(pending.key).sizes if missing else there
     if lost := plan.missing({name: sizes[name] for name in mine}, there):
@@ -83,12 +90,12 @@ def _send(
     store: ObjectStore,
     pending: Pending,
     name: str,
-    progress: Progress,
+    told: Callable[[int], None],
     pause: Callable[[float], None],
 ) -> None:
     for pause_s in (*_PAUSES_S, None):
         try:
-            store.put(pending.key, name, pending.folder / name, progress.add)
+            store.put(pending.key, name, pending.folder / name, told)
             return
         except Stopped:
             raise
@@ -112,20 +119,21 @@ def complete(
 
     Args:
         wait: called while files are missing; raises if it is of no use to go on.
-        timeout_s: for so long nothing may change in the store.
+        timeout_s: for so long no file may come, and no rank say that its bytes are going.
 
     Raises:
         NotSent: a rank has failed, or nothing came any more.
     """
     sizes = pending.sizes()
-    seen: list[str] | None = None
+    seen: tuple[list[str], float] | None = None
     deadline = time.monotonic() + timeout_s
     while missing := plan.missing(sizes, (found := store.look(pending.key)).sizes):
         if failures := pending.failures():
             rank, reason = next(iter(failures.items()))
             raise NotSent(f"global_rank {rank}: {reason}")
-        if missing != seen:
-            seen, deadline = missing, time.monotonic() + timeout_s
+        now = missing, pending.last_sign_s()
+        if now != seen:
+            seen, deadline = now, time.monotonic() + timeout_s
         if time.monotonic() > deadline:
             raise NotSent(
                 f"{store.address}: {len(missing)} files of {pending.key.folder()} have not come in "

@@ -1,0 +1,257 @@
+"""The stores that a job uses: one object per address and `smp.init`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from smp.checkpoint import folder as folders
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.handle import finish_running
+from smp.checkpoint.locks import OwnerLock
+from smp.checkpoint.store import fetching, names, pending, plan
+from smp.checkpoint.store.fetching import Fetched
+from smp.checkpoint.store.names import Address, Key
+from smp.checkpoint.store.objects import ObjectStore
+from smp.checkpoint.store.pending import Pending
+from smp.checkpoint.store.uploader import Upload, Uploader
+from smp.world import runtime
+from smp.world.rank import Rank
+from smp.world.roll_call import agree
+
+_stores: weakref.WeakKeyDictionary[runtime.Runtime, dict[Address, JobStore]]
+_stores = weakref.WeakKeyDictionary()
+
+
+class JobStore:
+    """Checkpoints of one address, as this rank sees them.
+
+    Args:
+        address: of the store.
+        rank: of this process.
+
+    Attributes:
+        root: folder on this machine in which they are complete first.
+
+    Raises:
+        ValueError: the store is of one process, and there are several.
+        ImportError: a package is missing; says which.
+    """
+
+    def __init__(self, address: Address, rank: Rank) -> None:
+        if address.protocol == "memory" and rank.world_size > 1:
+            raise ValueError(
+                f"{address} is in the memory of one process, and this job has {rank.world_size} "
+                "ranks; give them a store that all of them reach"
+            )
+        self._rank, self._address = rank, address
+        self._is_first = rank.global_rank == 0
+        self.root = names.local_folder(rank.settings.store_root.expanduser(), address)
+        self._objects = ObjectStore(address, lambda: self._uploader.is_stopped())
+        self._reader = ObjectStore(address)
+        self._reading: weakref.WeakSet[Fetched] = weakref.WeakSet()
+        self._uploader = Uploader(
+            self._objects,
+            rank.global_rank,
+            rank.world_size,
+            rank.prefix,
+            rank.timeout_s,
+            self._fault,
+            lambda: {fetched.key for fetched in self._reading},
+        )
+        self._left: list[tuple[Pending, OwnerLock]] | None = None
+        self._has_gone_on = False
+        self._last_ns = 0
+
+    # ---- what an earlier job left
+
+    def look(self) -> list[str]:
+        """Looks at the store and at what is pending, the first time. First rank; else nothing.
+
+        Returns:
+            the folders of generations that ended jobs have not sent; all ranks give them to
+            :meth:`go_on`.
+        """
+        if not self._is_first or self._has_gone_on:
+            return []
+        if self._left is None:
+            found = self._reader.generations()
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._left = pending.left_by_the_dead(self.root)
+            keys = [*found, *local_keys(self.root), *(one.key for one, _ in self._left)]
+            self._last_ns = max((int(key.generation[:16], 16) for key in keys), default=0)
+        return [one.key.folder() for one, _ in self._left]
+
+    def go_on(self, left: Iterable[str]) -> None:
+        """Sends what an ended job has left. On all ranks, with what the first one found."""
+        self._has_gone_on = True
+        locks = {one.key: lock for one, lock in self._left or ()}
+        for name in left:
+            key = Key.of_folder(name)
+            assert key is not None
+            one = Pending.of(self.root, key)
+            if self._is_first:
+                one.forget_failures()
+            self._uploader.add(Upload(one, locks.get(key), None))
+
+    # ---- saving
+
+    def new_generation(self) -> str:
+        """Later than all that the store has, whatever the clock says."""
+        self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        return f"{self._last_ns:016x}{secrets.token_hex(4)}"
+
+    def hold(self, source: Path, key: Key) -> OwnerLock:
+        """Makes a complete checkpoint pending before it gets its name. First rank."""
+        return pending.hold(self.root, source, key)[1]
+
+    def let_go(self, key: Key, lock: OwnerLock) -> None:
+        """It did not get its name. First rank."""
+        Pending.of(self.root, key).delete()
+        lock.release(delete=True)
+
+    def send(self, key: Key, lock: OwnerLock | None, keep: int | None) -> None:
+        """Sends this rank's share in the background. On all ranks, once it has its name.
+
+        Args:
+            lock: that of `hold`, on the first rank.
+        """
+        self._uploader.add(Upload(Pending.of(self.root, key), lock, keep))
+
+    # ---- loading
+
+    def find(self, tag: str | None, what: str) -> Path | Fetched:
+        """What a job resumes from. Collective.
+
+        Args:
+            tag: of the checkpoint; None: the newest.
+            what: the public function, for errors.
+
+        Returns:
+            a complete folder, or one that fills.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint, in the store nor in the folder.
+            RuntimeError: the store cannot be read.
+        """
+        error: BaseException | None = None
+        local: list[Key] = []
+        stored: Key | None = None
+        left: list[str] = []
+        try:
+            local = local_keys(self.root)
+            if self._is_first:
+                left = self.look()
+                stored = self.newest(tag)
+        except Exception as caught:
+            error = caught
+        told = agree(self._rank, what, error, (local, stored, left))
+        self.go_on(told[0][2])
+        stored = told[0][1]
+        found = plan.choose(
+            [] if stored is None else [stored],
+            [own[0] for own in told],
+            tag,
+            folders.PARTIAL_SUFFIX,
+        )
+        if found is None:
+            asked = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+            raise FileNotFoundError(
+                f"{self._rank.prefix}{what}: {self._address} has {asked}, nor has {self.root}"
+            )
+        key, is_local = found
+        source: Path | Fetched = self.root / key.name
+        try:
+            if not is_local:
+                source = self._fetched(key)
+        except Exception as caught:
+            error = caught
+        agree(self._rank, what, error)
+        return source
+
+    def newest(self, tag: str | None) -> Key | None:
+        """The newest complete generation in the store, or of a tag."""
+        keys = self._reader.generations()
+        while (key := plan.newest(keys, tag, folders.PARTIAL_SUFFIX)) is not None:
+            if self._reader.look(key).is_complete:
+                return key
+            keys.remove(key)
+        return None
+
+    def _fetched(self, key: Key) -> Fetched:
+        fetched = Fetched(self._reader, key, self.root, self._rank.timeout_s)
+        self._reading.add(fetched)
+        if self._rank.local_rank == 0:
+            fetching.tidy(self.root, key)
+        return fetched
+
+    # ---- the end
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """See `Uploader.wait`."""
+        return self._uploader.wait(timeout_s)
+
+    def waiting(self) -> list[Key]:
+        """See `Uploader.waiting`."""
+        return self._uploader.waiting()
+
+    def stop(self) -> None:
+        """See `Uploader.stop`."""
+        self._uploader.stop()
+
+    def _fault(self) -> str | None:
+        return None if self._rank.board is None else self._rank.board.fault_text()
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+
+def store_of(current: runtime.Runtime, path: str) -> JobStore:
+    """That of an address; made when it is used for the first time. Not collective."""
+    address = names.parse(path)
+    known = _stores.setdefault(current, {})
+    if address not in known:
+        if not known:
+            current.on_shutdown(lambda: _end(current))
+        known[address] = JobStore(address, current.rank)
+    return known[address]
+
+
+def stores_in_use(current: runtime.Runtime) -> list[JobStore]:
+    """Those that this process has used since `smp.init`."""
+    return list(_stores.get(current, {}).values())
+
+
+def local_keys(root: Path) -> list[Key]:
+    """Generations that are complete in a folder."""
+    keys = []
+    for path in folders.partial_checkpoints(root):
+        try:
+            key = Key(manifests.generation_of(path), path.name)
+        except FileNotFoundError:
+            continue  # it is being replaced
+        if names.is_ordered(key.generation):
+            keys.append(key)
+    return keys
+
+
+def _end(current: runtime.Runtime) -> None:
+    """At shutdown: waits, unless the job has failed."""
+    errors = []
+    try:
+        finish_running(current)  # which gives its checkpoint to a store when it has its name
+    except RuntimeError as error:
+        errors.append(str(error))
+    for store in stores_in_use(current):
+        try:
+            store.wait(None)
+        except RuntimeError as error:
+            errors.append(str(error))
+        finally:
+            store.stop()
+    _stores.pop(current, None)
+    if errors:
+        raise RuntimeError("; ".join(errors))
