@@ -280,6 +280,7 @@ def refuse(rank: int, config: dict[str, Any], throw: bool) -> str:
         ({"pipeline_parallel_degree": 2}, "ddp=False"),
         ({"ddp": True, "sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree=2"),
         ({"ddp": True, "shard_optimizer_state": True}, "shard_optimizer_state=True"),
+        ({"ddp": True, "layout_independent_dropout": True}, "layout_independent_dropout=True"),
     ],
 )
 def test_where_replicas_depend_on_each_other_it_is_refused(

@@ -41,7 +41,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "modules"}),
     frozenset({"world"}),
     frozenset({"tensor_parallel"}),
-    frozenset({"initial", "partition"}),
+    frozenset({"dropout", "initial", "partition"}),
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
     frozenset({"observe", "planning", "replacement", "storage"}),

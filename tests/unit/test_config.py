@@ -71,6 +71,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "partition_memory_limit": None,
         "virtual_stages": 1,
         "schedule_file": None,
+        "layout_independent_dropout": False,
     }
 
 

@@ -20,6 +20,7 @@ from smp.activations.placement import is_together, place_of, whole_or_parts
 from smp.activations.recompute import recompute
 from smp.activations.requests import Request, asking, fulfil
 from smp.activations.strategies import Strategy, plan_groups
+from smp.dropout import frames
 from smp.modules.forwards import Around, Forward, is_wrapped, wrap_forward
 from smp.modules.tracing import is_tracing
 
@@ -163,6 +164,13 @@ def checkpoint_sequence(
         ValueError: the user placed a layer on several partitions.
     """
     layers = list(module.children())
+    with frames.inside(module):
+        return _run_layers(layers, input, strategy, preserve_rng_state)
+
+
+def _run_layers(
+    layers: Sequence[nn.Module], input: Any, strategy: Strategy, preserve_rng_state: bool
+) -> Any:
     if not torch.is_grad_enabled():
         return _run_plainly(layers, input)
     if is_tracing():  # which of them will be together is not known

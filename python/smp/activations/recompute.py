@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import smp._C as _C
+from smp.dropout.places import Again
 from smp.modules import autocast, collected
 from smp.modules.flat import Flat, contents_of, is_cache, is_changed, tensors_in
 from smp.modules.given import Given, copies
@@ -113,6 +114,7 @@ class _Call:
             self._collectors.append(container)
             self._outlines.append((var, collected.outline(container)))
             self._context.run(var.set, None)
+        self._masks = Again()
         self._left: tuple[Watch, list[int]] | None = None
         self._modes = Flags(modules)
         self._earlier: Earlier | None = None  # the state that the first run has found
@@ -216,7 +218,7 @@ class _Call:
         """The result, and what was done to containers among the arguments."""
         args, kwargs = arguments
         given = Given.to(args, kwargs, objects=False)
-        with self._collecting() as found:
+        with self._masks.run(), self._collecting() as found:
             result = self._function(*args, **kwargs)
         return given.told(result), given.changes(), found
 

@@ -296,10 +296,16 @@ class _Resumption:
         rank, steps = self.current.rank, self.manifest.values["steps"]
         self.current.steps.num_finished = steps["done"]
         self.current.steps.num_begun = steps["begun"]
+        self.current.steps.dropout_seed = self.manifest.values.get("dropout_seed")
         name = self._random_file()
         if name is not None:
             states = torch.load(self._get(name), map_location="cpu", weights_only=True)
             random_states.restore(states, rank.device)
         else:
             seed = self.manifest.values["seed"]
-            random_states.seed_anew(seed, steps["begun"], rank.global_rank)
+            random_states.seed_anew(
+                seed,
+                steps["begun"],
+                rank.global_rank,
+                drops_alike=self.current.steps.dropout_seed is not None,
+            )

@@ -143,6 +143,7 @@ class PartialSave:
         values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
         values["steps"] = {"done": self._steps.num_finished, "begun": self._steps.num_begun}
         values["seed"] = torch.initial_seed()
+        values["dropout_seed"] = self._steps.dropout_seed
         values["registrations"] = [
             [registration.family, registration.module_cls.__name__]
             for registration in engine_of(named).registrations

@@ -52,8 +52,15 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
         )
 
 
-def seed_anew(seed: int, num_steps: int, global_rank: int) -> None:
-    """New states that follow from the seed of the first rank, the steps so far and the rank."""
+def seed_anew(seed: int, num_steps: int, global_rank: int, *, drops_alike: bool = False) -> None:
+    """New states that follow from the seed of the first rank, the steps so far and the rank.
+
+    Args:
+        seed: of the first rank.
+        num_steps: so far.
+        global_rank: of this process.
+        drops_alike: masks of dropout do not depend on these states.
+    """
     mixed = _C.mix_seed(_C.mix_seed(seed & (2**64 - 1), num_steps), global_rank)
     torch.manual_seed(mixed & (2**63 - 1))
     random.seed(mixed)
@@ -63,6 +70,6 @@ def seed_anew(seed: int, num_steps: int, global_rank: int) -> None:
     if global_rank == 0:
         _log.warning(
             "smp: the checkpoint was saved on another layout, so random states are seeded anew "
-            "from the seed, the steps so far and the rank; dropout and shuffling differ from those "
-            "of an uninterrupted run"
+            "from the seed, the steps so far and the rank; %s from those of an uninterrupted run",
+            "shuffling differs" if drops_alike else "dropout and shuffling differ",
         )

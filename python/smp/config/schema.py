@@ -239,6 +239,8 @@ class Config:
     """Parts of the model per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
     schedule_file: str = _text(None)
     """Schedule in its text form, in place of `pipeline`."""
+    layout_independent_dropout: bool = _bool(False)
+    """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
 
     @property
     def partitions(self) -> int:

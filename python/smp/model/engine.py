@@ -15,6 +15,7 @@ from smp.activations import HonouredModules
 from smp.compilation import CompiledParts
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
+from smp.model.mask_places import MaskPlaces
 from smp.model.partitioning import Partitioning
 from smp.model.parts import ModelParts
 from smp.model.pipeline_place import PipelinePlace
@@ -51,6 +52,7 @@ class Engine:
         storage: how its parameters lie here.
         pipeline: the place of the model in a pipeline; None also without one.
         gradients: reduces them over replicas.
+        mask_places: says where masks are drawn, if no layout may change them.
         loss: weighs losses.
         state: state dicts of the whole model.
         first_step: compares the first step with one process.
@@ -92,6 +94,7 @@ class Engine:
             passes_per_reduction=passes_per_reduction,
             bucket_cap_bytes=bucket_cap_bytes,
         )
+        self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
         self.loss = LossWeight(current, averages=average)
         self.state = WholeState(current.rank, root, registrations)
         self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
@@ -219,6 +222,7 @@ class Engine:
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""
         self.compiled.close()
+        self.mask_places.leave()
         if self.pipeline is not None:
             self.pipeline.leave()
         if self.storage is not None:
@@ -230,6 +234,7 @@ class Engine:
         Collective."""
         state = self.state.gathered(self.parts, to_rank0=False)
         self.compiled.close()
+        self.mask_places.leave()
         if self.pipeline is not None:
             self.pipeline.disconnect()
         if self.parts is not None:

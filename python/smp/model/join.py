@@ -223,6 +223,10 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
             "replicas follow the order of the first one, so all need equally many batches",
         ),
     }
+    reasons["layout_independent_dropout=True"] = (
+        config.layout_independent_dropout,
+        "each step tells all ranks which samples it has, so all of them need equally many batches",
+    )
     lockstep = lockstep_of(current.rank)
     if lockstep is not None:
         reason = f"{lockstep.reason}, so all of them need equally many batches"

@@ -52,7 +52,8 @@ class ModelCalls:
         self._engine.honour_checkpointing()
         if not self._engine.joins_step:
             self._engine.compiled.settle()
-        output = self._root_call(args, kwargs).run(self._root)
+        with self._engine.mask_places.outside_of_steps():
+            output = self._root_call(args, kwargs).run(self._root)
         self._engine.loss.watch_backward(output)
         if self._engine.uneven is not None:
             self._engine.uneven.watch(output)

@@ -44,9 +44,11 @@ class Around(enum.IntEnum):
     """Looks for NaN and infinities in what goes in and what comes out."""
     PARAMETERS = 0
     """Fetches sharded parameters before, lets go of them after."""
-    CHECKPOINT = 1
+    PLACE = 1
+    """Says where in the model the running code is, of which masks of dropout depend."""
+    CHECKPOINT = 2
     """Keeps the arguments only, and computes again in backward."""
-    REMOTE = 2
+    REMOTE = 3
     """Sends the call to the rank that owns the module."""
 
 

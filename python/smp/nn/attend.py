@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import smp._C as _C
+from smp.dropout import places
+from smp.dropout.masks import Slice
 from smp.nn import functional
 from smp.nn.attention_rule import beyond_fused, keeps_groups, takes_fused
 from smp.tensor_parallel import regions
@@ -71,6 +74,8 @@ def attend(
     scoring: Scoring,
     dropout_p: float,
     slopes: Tensor | None = None,
+    own_heads: Slice | None = None,
+    of_group: bool = False,
 ) -> Tensor:
     """Weighted values of one rank's heads.
 
@@ -81,18 +86,25 @@ def attend(
         scoring: how.
         dropout_p: of probabilities, now; masks of different ranks differ.
         slopes: of ALiBi, ``[heads]``.
+        own_heads: which heads they are; None: all there are.
+        of_group: samples are those of all ranks of the tensor-parallel group.
 
     Returns:
         ``[B, heads, Q, D]``.
     """
+    place = places.current()
+    drop: Callable[[Tensor], Tensor] | None = None
+    if dropout_p > 0.0 and place is not None:
+        drop = partial(place.drop, p=dropout_p, part=own_heads, of_group=of_group or None)
+        dropout_p = 0.0
     window = scoring.window
     if window is not None and window >= key.shape[2]:
         window = None  # everybody sees everything
     plain = not beyond_fused(window, slopes is not None, scoring.prescale)
-    if scoring.flash and plain and _fused_fits(query, scoring.in_fp32, dropout_p):
+    if drop is None and scoring.flash and plain and _fused_fits(query, scoring.in_fp32, dropout_p):
         return _flash(query, key, value, mask, scoring, dropout_p)
     key, value = _repeated(query, key, value)
-    return _softmax(query, key, value, mask, scoring, dropout_p, slopes, window)
+    return _softmax(query, key, value, mask, scoring, dropout_p, slopes, window, drop)
 
 
 def _fused_fits(query: Tensor, in_fp32: bool, dropout_p: float) -> bool:
@@ -173,6 +185,7 @@ def _softmax(
     dropout_p: float,
     slopes: Tensor | None,
     window: int | None,
+    drop: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     if scoring.prescale != 1.0:
         query = query * (scoring.scale / scoring.prescale)
@@ -194,6 +207,8 @@ def _softmax(
         seed=regions.own_seed() if dropout_p > 0.0 else 0,
         in_fp32=scoring.in_fp32 or scoring.prescale != 1.0,
     )
+    if drop is not None:
+        probabilities = drop(probabilities)
     return torch.matmul(probabilities.to(value.dtype), value)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from smp.dropout import places
+from smp.dropout.masks import Slice
 from smp.nn import functional
 from smp.nn import layout as layouts
 from smp.nn.attend import Scoring, alibi_slopes, attend, tell_beyond_fused
@@ -170,9 +172,10 @@ class DistributedAttentionLayer(IndivisibleModule):
         )
         group = num_attention_heads // kv_heads
         q_sizes = [size * group for size in kv_sizes]
+        begin = sharding.begin_of(q_sizes)
+        self._own_heads = Slice(1, begin, num_attention_heads)
         self._slopes: Tensor | None = None
         if use_alibi:
-            begin = sharding.begin_of(q_sizes)
             every = alibi_slopes(num_attention_heads, alibi_bias_max)
             self._slopes = every[begin : begin + q_sizes[regions.rank()]].clone()
         std = initializer_range if use_normal_initialization else None
@@ -256,8 +259,9 @@ class DistributedAttentionLayer(IndivisibleModule):
         unreduced: bool = False,
     ) -> Tensor:
         """What `forward` does between the borders; all in the layout."""
+        layout = self._layout
         if products is None:
-            products = self._layout.columns(self.norm(hidden), self.columns, extent)
+            products = layout.columns(self.norm(hidden), self.columns, extent)
         query, key, value = self._heads(products, cross, mask)
         if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
             raise ValueError(
@@ -273,19 +277,22 @@ class DistributedAttentionLayer(IndivisibleModule):
             self._scoring,
             self.attention_dropout_prob if self.training else 0.0,
             self._slopes,
+            self._own_heads,
+            layout.has_own_batches,
         )
         term = self.dense(context.transpose(1, 2).flatten(2))
         assert isinstance(term, Tensor)
         if unreduced:
             return term
         return close_block(
-            self._layout.sum_up(term, extent),
+            layout.sum_up(term, extent),
             self.dense.bias,
             hidden,
             self.hidden_dropout_prob if self.training else 0.0,
-            self._layout,
+            layout,
             self.fp32_residual_addition,
             self.layernorm,
+            extent,
         )
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -345,13 +352,21 @@ def close_block(
     layout: Layout,
     fp32_residual: bool,
     norm: nn.Module | None,
+    extent: int | None,
 ) -> Tensor:
     """``norm(dropout(x + bias) + residual)``, everything in the layout.
 
     A sum in float32 stays wide until a norm has been applied, of this block or a later one.
+    ``extent`` is the length of the sequence where `Layout.sizes` needs it.
     """
-    seed = layout.seed() if dropout_p > 0.0 else 0
-    total = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
+    place = places.current()
+    if dropout_p > 0.0 and place is not None:
+        biased = functional.bias_dropout_residual(x, bias, None, 0.0, 0, fp32_residual)
+        part = layout.slice_of(biased, extent)
+        total = place.drop(biased, dropout_p, part, layout.holds_group) + residual
+    else:
+        seed = layout.seed() if dropout_p > 0.0 else 0
+        total = functional.bias_dropout_residual(x, bias, residual, dropout_p, seed, fp32_residual)
     if norm is not None:
         total = norm(total)
         if fp32_residual:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from smp.dropout.masks import Slice
 from smp.tensor_parallel import regions, sharding
 from smp.world import runtime
 
@@ -147,6 +148,25 @@ class Layout:
         return regions.reduce_scatter(x, self.dim, self.sizes(extent))
 
     # ---- the rest ----------------------------------------------------------------------
+
+    def slice_of(self, x: Tensor, extent: int | None) -> Slice:
+        """Which part of the whole tensor ``[*, S, *]`` of a sample activations in this layout are.
+
+        Args:
+            x: activations.
+            extent: length of the sequence where `sizes` needs it.
+        """
+        if self.dim != 1:
+            return Slice(1, 0, x.shape[1])
+        sizes = self.sizes(extent)
+        if sizes is None:
+            return Slice(1, regions.rank() * x.shape[1], self.num_ranks * x.shape[1])
+        return Slice(1, sharding.begin_of(sizes), sum(sizes))
+
+    @property
+    def holds_group(self) -> bool:
+        """Activations in this layout are those of all samples that ranks of the group read."""
+        return self.has_own_batches and self.dim is None
 
     def seed(self) -> int:
         """For dropout on activations in this layout: one for all ranks if they hold the same."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smp.dropout import places as places_of_masks
 from smp.modules.host_values import is_known_zero
 from smp.nn import functional
 from smp.nn import layout as layouts
@@ -209,7 +210,11 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
                 raise ValueError("token_type_ids were given; they need num_token_types > 0")
             hidden = hidden + self.token_type_embedding(layout.enter(token_types))
         dropout_p = self.embedding_dropout_prob if self.training else 0.0
-        if dropout_p > 0.0:
+        here = places_of_masks.current()
+        if dropout_p > 0.0 and here is not None:
+            part = layout.slice_of(hidden, ids.shape[1])
+            hidden = here.drop(hidden, dropout_p, part, layout.holds_group)
+        elif dropout_p > 0.0:
             hidden = functional.dropout(hidden, dropout_p, layout.seed())
         return hidden
 

@@ -156,6 +156,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
             self._layout,
             self.fp32_residual_addition,
             self.layernorm,
+            extent,
         )
 
     def norm(self, hidden: Tensor) -> Tensor:

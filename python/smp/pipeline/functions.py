@@ -197,6 +197,14 @@ def writes_in_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return bool(args[position] if len(args) > position else kwargs.get("inplace"))
 
 
+def draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Does a call of a function of :data:`SHIPPED` drop elements?"""
+    if name != "dropout":
+        return False
+    given = dict(zip(("p", "training"), args[1:], strict=False)) | dict(kwargs)
+    return bool(given.get("training", True)) and given.get("p", 0.5) > 0.0
+
+
 def is_plain(value: Any) -> bool:
     """Numbers, slices, ``None`` and ``...``, also in tuples and lists: no tensor inside."""
     if isinstance(value, tuple | list):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.dropout.batches import Samples
 from smp.pipeline.remote_modules import RemoteModules
 from smp.pipeline.remote_tensor import RemoteTensor
 
@@ -72,6 +73,11 @@ class PipelineHub:
         """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""
         for modules in (self._functions, *self._modules_of.values()):
             modules.first_apart = apart
+
+    def use_samples(self, samples_of: Callable[[int], Samples]) -> None:
+        """Says which samples a microbatch has, where masks of dropout depend on them."""
+        for modules in (self._functions, *self._modules_of.values()):
+            modules.samples_of = samples_of
 
     def close(self) -> None:
         """Ends the server's threads. May be called twice."""

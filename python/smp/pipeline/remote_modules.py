@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.activations.requests import Request, fulfil, take_request
+from smp.dropout import frames, places
+from smp.dropout.batches import Samples
 from smp.modules import autocast
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.modules.given import Given
@@ -82,6 +84,8 @@ class RemoteModules:
         self._state = CallState(modules, names, writes or ModuleWrites())
         #: what is learnt of calls in microbatch 0 is for these alone
         self.first_apart = False
+        #: of a microbatch, where masks of dropout depend on them
+        self.samples_of: Callable[[int], Samples] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
         self._remote = [
@@ -166,8 +170,9 @@ class RemoteModules:
         is_same_rank = module_id in self._later_stages
         along = None if module_id == _FUNCTION else self._state.along(module_id, is_same_rank)
         given = Given.to(args, kwargs)
+        place = self._place_of(module_id, args, kwargs, request)
         structure, tensors, used_caches = self._codec.pack(
-            (args, kwargs, state, request, seeds, along)
+            (args, kwargs, state, request, seeds, along, place)
         )
         for cache in used_caches:
             idxs, here = self._places_of(module_id)
@@ -222,6 +227,23 @@ class RemoteModules:
         ids = [self.first_id + self._codec.module_ids[module] for module in request.modules]
         return torch.tensor(server.seeds_of_next_calls(ids), dtype=torch.int64)
 
+    def _place_of(
+        self,
+        module_id: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        request: Request | None,
+    ) -> places.Travelling | None:
+        """Where the call is made, if what runs may drop."""
+        if places.current() is None:
+            return None
+        if module_id == _FUNCTION:
+            draws = functions.draws(args[0], args[1:], kwargs)
+            return places.depart((), draws) if draws else None
+        called = (self._modules[module_id],) if request is None else request.modules
+        keys = [key for key in map(frames.key_of, called) if key is not None]
+        return places.depart(keys) if keys else None
+
     def _name(self, module_id: int) -> str:
         return "a function" if module_id == _FUNCTION else self._names[module_id]
 
@@ -264,7 +286,7 @@ class RemoteModules:
     ) -> tuple[bytes, list[Tensor], bool]:
         _serving.set(True)  # in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
-        args, kwargs, state, request, seeds, along = self._codec.unpack(
+        args, kwargs, state, request, seeds, along, told = self._codec.unpack(
             structure, tensors, own_caches=own_caches
         )
         if module_id == _FUNCTION:
@@ -274,6 +296,7 @@ class RemoteModules:
         if request is not None:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
+        places.enter(places.arrive(told, functools.partial(self._samples, mb)))  # as above
         given, called = Given.to(args, kwargs), (args, kwargs)
         before = self._codec.pack_result(given.apart(called), tensors) if is_first else None
         watch, back = ValueWatch(), Back()
@@ -299,6 +322,10 @@ class RemoteModules:
         certain = is_certain(result) and Back(back.additions, attributes).is_certain
         certain = certain and all(is_certain(contents) for _, contents in filled)
         return answer, [localize(t) for t in results], watch.seen or not certain
+
+    def _samples(self, mb: int) -> Samples:
+        assert self.samples_of is not None, "a call draws masks, and no step has begun"
+        return self.samples_of(mb)
 
     def _as_at_the_caller(
         self, module_id: int, mb: int, along: Along | None

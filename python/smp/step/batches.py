@@ -21,6 +21,7 @@ class Batch:
         count: microbatches that they make.
         weights: of the microbatches; None if all are 1.
         num_samples: of the call; 0 where dummies have no batch dimension.
+        part: number of the batch, where this process reads several; None: it reads one.
     """
 
     args: tuple[Any, ...]
@@ -29,6 +30,7 @@ class Batch:
     count: int
     weights: Sequence[float] | None
     num_samples: int
+    part: int | None = None
 
     @classmethod
     def of(
@@ -38,6 +40,7 @@ class Batch:
         arguments: dict[str, Any],
         axes: Mapping[str, int],
         trains: bool,
+        part: int | None = None,
     ) -> Batch:
         """Counts the microbatches of a call."""
         count = microbatch.num_microbatches(arguments, axes, current.rank.config.microbatches)
@@ -47,7 +50,7 @@ class Batch:
             sizes = microbatch.batch_sizes(arguments, axes)
             weights = microbatch.weights(sizes, count, strict=trains)
         num_samples = microbatch.num_samples(arguments, axes)
-        return cls(*call, arguments, count, weights, num_samples)
+        return cls(*call, arguments, count, weights, num_samples, part)
 
 
 def joined_weights(batches: Sequence[Batch]) -> Sequence[float] | None:

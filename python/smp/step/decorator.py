@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from smp.dropout import places
+from smp.dropout.places import Place
 from smp.model import DistributedModel, engine_of
 from smp.model.share import Share, set_share
 from smp.modules import autocast
@@ -80,8 +82,15 @@ class StepFunction:
         verification = current.verification
         calls = [(args, kwargs)] if verification is None else verification.calls(args, kwargs)
         batches = [
-            Batch.of(current, call, self._split_arguments(*call), self._axes, trains)
-            for call in calls
+            Batch.of(
+                current,
+                call,
+                self._split_arguments(*call),
+                self._axes,
+                trains,
+                part if len(calls) > 1 else None,
+            )
+            for part, call in enumerate(calls)
         ]
         count = sum(batch.count for batch in batches)
         weights = joined_weights(batches)
@@ -97,6 +106,7 @@ class StepFunction:
         step_run = StepRun(current, engines, self._name, trains)
         try:
             with explaining(current, f"step '{self._name}'"):
+                step_run.number_samples(batches, self._axes)
                 count = step_run.begin(count, weights)
                 bodies = bodies_of(count)
                 if models:
@@ -142,7 +152,10 @@ class StepFunction:
         function = self._function
         if current.verification is not None:
             function = current.verification.around(function)
-        return _Bodies(current, function, bound, pieces, shares)
+        place_of = None
+        if current.dropout is not None and current.dropout.is_open:
+            place_of = functools.partial(current.dropout.body, part=batch.part)
+        return _Bodies(current, function, bound, pieces, shares, place_of)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)
@@ -177,6 +190,7 @@ class _Bodies:
         bound: inspect.BoundArguments,
         pieces: Mapping[str, list[Any]],
         shares: Sequence[Share],
+        place_of: Callable[[int], Place] | None,
     ) -> None:
         self._current = current
         self._device = current.rank.device
@@ -184,6 +198,7 @@ class _Bodies:
         self._bound = bound
         self._pieces = pieces
         self._shares = shares
+        self._place_of = place_of
         self._autocast = autocast.capture(self._device)
         self._context = contextvars.copy_context()
         self.results: dict[int, Any] = {}
@@ -202,6 +217,8 @@ class _Bodies:
             current.steps.inject_fault(current.steps.num_begun - 1, mb)
             set_share(self._shares[mb])
             begin_context({})
+            if self._place_of is not None:
+                places.enter(self._place_of(mb))  # in a copy of the context
             with autocast.apply(self._autocast):
                 return self._function(*bound.args, **bound.kwargs)
 

@@ -67,6 +67,16 @@ def num_samples(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int:
         return 0
 
 
+def sample_dim(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int | None:
+    """Along which dim the tensors that are cut have samples; None: along several."""
+    found = {
+        axes.get(name, 0) % tensor.dim()
+        for name, value in arguments.items()
+        for tensor in tensors_to_split(value)
+    }
+    return next(iter(found), 0) if len(found) < 2 else None
+
+
 def weights(sizes: Sequence[tuple[str, int]], count: int, *, strict: bool) -> list[float] | None:
     """Weight of each microbatch in a mean over the whole batch, 1 on average.
 

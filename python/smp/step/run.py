@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 import smp._C as _C
 from smp import data_parallel
 from smp.model.engine import Engine
+from smp.model.mask_places import draws_of
+from smp.step import microbatch
+from smp.step.batches import Batch
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime, thread_device
 
@@ -72,6 +75,28 @@ class StepRun:
             hub.server.set_microbatch_listeners(reducers)
         self._current.steps.num_begun += 1
         return num_microbatches
+
+    def number_samples(self, batches: Sequence[Batch], axes: Mapping[str, int]) -> None:
+        """Tells ranks which samples of the batch each has, where masks depend on that.
+
+        Collective over all ranks in a step that trains.
+
+        Args:
+            batches: that this process reads.
+            axes: batch dimension by name, 0 where absent.
+        """
+        draws = draws_of(self._current)
+        if draws is None:
+            return
+        for engine in self._engines:
+            engine.mask_places.stand()
+        draws.begin_step(
+            [(batch.num_samples, batch.count) for batch in batches],
+            microbatch.sample_dim(batches[0].arguments, axes),
+            trains=self._trains,
+        )
+        if self._hub is not None:
+            self._hub.use_samples(draws.samples)
 
     def _check_weights(self, weights: Sequence[float] | None) -> None:
         """A backward through several models begins with one weight for all of them."""
@@ -219,6 +244,8 @@ class StepRun:
         self._let_go()
 
     def _let_go(self) -> None:
+        if self._current.dropout is not None:
+            self._current.dropout.end_step()
         if self._hub is not None:
             self._hub.server.set_microbatch_listeners([])
         self._engines = []

@@ -16,7 +16,7 @@ import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
-from smp.world.attached import Detection, Pipeline, StepLog, Verification
+from smp.world.attached import Detection, Dropout, Pipeline, StepLog, Verification
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.placement_map import placement_map
@@ -38,6 +38,7 @@ class Runtime:
         process_groups: of `torch.distributed`.
         timeline: records what this rank does while somebody wants to see it.
         pipeline: what the partitioned models of several pipeline ranks share.
+        dropout: draws masks that no layout changes, where the configuration wants them.
         detection: of NaN and infinities, while somebody wants it.
         verification: records what it computes, where `smp verify` has started it.
         step_log: figures of training steps, from the first step on.
@@ -51,6 +52,7 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         self.timeline = _C.Timeline(str(rank.device))
         self.pipeline: Pipeline | None = None
+        self.dropout: Dropout | None = None
         self.detection: Detection | None = None
         self.verification: Verification | None = None
         self.step_log: StepLog | None = None

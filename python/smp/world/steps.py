@@ -18,6 +18,7 @@ class Steps:
         has_trained: a step computed gradients.
         has_gradients: a step did so after the last update of an optimizer.
         samples: of the batch of the last step on this rank; 0: not known.
+        dropout_seed: of masks that no layout changes; None: no step has needed it.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
     """
 
@@ -27,6 +28,7 @@ class Steps:
         self.running: str | None = None
         self.has_trained = self.has_gradients = False
         self.num_scaled_backwards = self.samples = 0
+        self.dropout_seed: int | None = None
         self._on_finished: list[Callable[[float], None]] = []
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:

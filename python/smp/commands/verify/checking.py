@@ -76,7 +76,8 @@ class Check:
                 module=one.draws[0],
                 hints=(
                     "layouts draw other random numbers by design, so nothing can be compared: run "
-                    "it with dropout 0 (in most configurations keys with 'drop' in their name)",
+                    "it with dropout 0 (in most configurations keys with 'drop' in their name), or "
+                    "with layout_independent_dropout in the configuration of smp.init",
                 ),
             )
         if real.half:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from smp.dropout import places
 from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
@@ -81,7 +82,9 @@ def _run(
     call = Call(sums_late=_sums_late(block))
     if layout.has_own_batches:
         args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs, call)
-    with call_of_block(call), _drawing(block, (*args, *kwargs.values())):
+    drawing = _drawing(block, (*args, *kwargs.values()))
+    of_group = places.with_samples_of_group(layout.has_own_batches)
+    with call_of_block(call), drawing, of_group:
         output = inner(*args, **kwargs)
     if block._smp_heads is not None:
         output = _without_weights(output, *block._smp_heads)
@@ -114,7 +117,7 @@ def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
 
     The numbers of draws differ where heads are not split evenly, so the generators are put back.
     """
-    if not block.training:
+    if not block.training or places.current() is not None:
         return contextlib.nullcontext()
     rates = block._smp_rates
     if rates is None:

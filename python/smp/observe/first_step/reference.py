@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
+from smp.dropout import places
 from smp.modules import autocast
 from smp.modules.forwards import uncover
 from smp.modules.tracing import running_again
@@ -141,7 +142,8 @@ class Reference:
         with self._whole(records=True), _random_state_kept(self._device):
             args, kwargs = _copy_arguments(call.arguments)
             before = _random_state(self._device)
-            output = self._root(*args, **kwargs)
+            with places.at(None):  # masks that no layout changes are drawn past the generators
+                output = self._root(*args, **kwargs)
             if _random_state(self._device) != before:
                 raise Inconclusive("the model draws random numbers, which layouts draw differently")
         call.leaves = leaves_of(output)

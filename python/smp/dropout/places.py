@@ -1,0 +1,282 @@
+"""Where in a model a mask is drawn, in words that no layout changes.
+
+A place is one call of one module: the module, which call it is among those of the module around it,
+and so on up to the step function. Masks count in it. The place of the running code is in a context
+variable, so that each microbatch and each call for another rank has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.dropout.batches import BatchTable, Samples
+from smp.dropout.masks import Slice, mixed, scaled, stays
+
+KEY = "layout_independent_dropout"
+
+
+class Place:
+    """One call of a module.
+
+    Args:
+        key: says which call of which module, and of which module around it.
+        samples: that the call computes with.
+        name: of the module, for errors.
+        dim: of tensors along which samples lie; None: nobody knows.
+        split_by: name of the module around it that is split over ranks in a way that the library
+            does not know.
+        of_group: tensors have the samples of all ranks of the tensor-parallel group.
+    """
+
+    __slots__ = ("calls", "dim", "key", "name", "num_drawn", "of_group", "samples", "split_by")
+
+    def __init__(
+        self,
+        key: int,
+        samples: Samples,
+        name: str = "",
+        dim: int | None = 0,
+        split_by: str | None = None,
+        of_group: bool = False,
+    ) -> None:
+        self.key, self.samples, self.name, self.dim = key, samples, name, dim
+        self.split_by, self.of_group = split_by, of_group
+        self.num_drawn = 0
+        self.calls: dict[int, int] = {}
+
+    def copy(self) -> Place:
+        """The same place, which counts for itself from now on."""
+        made = Place(self.key, self.samples, self.name, self.dim, self.split_by, self.of_group)
+        made.num_drawn, made.calls = self.num_drawn, dict(self.calls)
+        return made
+
+    def take_over(self, other: Place) -> None:
+        """Counts on where a copy has arrived."""
+        self.num_drawn, self.calls = other.num_drawn, dict(other.calls)
+
+    def count_call(self, module_key: int) -> int:
+        """How often a module was called here before."""
+        number = self.calls.get(module_key, 0)
+        self.calls[module_key] = number + 1
+        return number
+
+    def drop(
+        self, x: Tensor, p: float, part: Slice | None = None, of_group: bool | None = None
+    ) -> Tensor:
+        """``x`` with some elements 0, and the others divided by ``1 - p``.
+
+        Args:
+            x: ``[samples, *]``, or with several rows for each sample one after the other.
+            p: in (0, 1].
+            part: what of the whole tensor this rank has, if not all.
+            of_group: tensors have the samples of all ranks of the tensor-parallel group; None: as
+                everywhere in this place.
+        """
+        if p >= 1.0:
+            return x * 0.0
+        return scaled(x, self.mask_of(x, p, part, of_group), 1.0 / (1.0 - p))
+
+    def mask_of(
+        self, x: Tensor, p: float, part: Slice | None = None, of_group: bool | None = None
+    ) -> Tensor:
+        """Which elements of a tensor stay, wherever its samples lie; counts as a draw."""
+        dim = self.dim if part is None else 0
+        if not dim or x.dim() <= dim:
+            return self.mask(x, x.shape, p, part, of_group)
+        turned = x.transpose(0, dim)
+        return self.mask(x, turned.shape, p, part, of_group).transpose(0, dim)
+
+    def mask(
+        self,
+        x: Tensor,
+        shape: Sequence[int],
+        p: float,
+        part: Slice | None = None,
+        of_group: bool | None = None,
+    ) -> Tensor:
+        """Which elements of a tensor of this shape stay; counts as a draw.
+
+        Raises:
+            RuntimeError: the samples in the tensor cannot be told.
+        """
+        self._check(x, knows_part=part is not None)
+        ids = self.samples.ids(self.of_group if of_group is None else of_group)
+        if not shape or not ids or shape[0] % len(ids):
+            raise self.refused(
+                x,
+                f"expected {len(ids)} samples along dim {self.dim}, or as many rows for each of "
+                "them, one sample after the other",
+                "keep samples there",
+            )
+        key = mixed(self.key, self.samples.seed, self.num_drawn)
+        self.num_drawn += 1
+        sizes = list(shape[1:])
+        if shape[0] != len(ids):
+            sizes.insert(0, shape[0] // len(ids))
+            part = None if part is None else part._replace(dim=part.dim + 1)
+        return stays(key, ids, sizes, p, x.device, part).view(tuple(shape))
+
+    def _check(self, x: Tensor, *, knows_part: bool) -> None:
+        if self.samples.why_not:
+            raise self.refused(x, *self.samples.why_not.split("; ", 1))
+        if self.dim is None:
+            raise self.refused(
+                x,
+                "the arguments of the step function have samples along several dims, so that of "
+                "this tensor cannot be told",
+                "give all of them samples along one dim",
+            )
+        if isinstance(x, nn.Parameter):
+            raise self.refused(
+                x, "a parameter has no samples", "drop elements of activations instead"
+            )
+        if self.split_by is not None and not knows_part:
+            raise self.refused(
+                x,
+                f"it is inside of '{self.split_by}', which is split over ranks, so that it is not "
+                "known which elements of the whole tensor are here",
+                "set its dropout to 0, or leave the module whole "
+                "(smp.set_tensor_parallelism(module, False))",
+            )
+
+    def refused(self, x: Tensor, why: str, what_to_do: str) -> RuntimeError:
+        """What is raised where a mask would depend on the layout."""
+        where = f"module '{self.name}'" if self.name else "the step function"
+        return RuntimeError(
+            f"{_C.rank_prefix()}{KEY}: dropout of a tensor of shape {list(x.shape)} in {where}: "
+            f"{why}. To go on: {what_to_do}; or leave {KEY} out"
+        )
+
+
+_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("smp_place", default=None)
+
+
+def current() -> Place | None:
+    """Where the running code is; None: masks are those of PyTorch."""
+    return _place.get()
+
+
+def enter(place: Place | None) -> contextvars.Token[Place | None]:
+    """Says where the running code is, until `leave`."""
+    return _place.set(place)
+
+
+def leave(token: contextvars.Token[Place | None]) -> None:
+    """The opposite of `enter`."""
+    _place.reset(token)
+
+
+@contextlib.contextmanager
+def at(place: Place | None) -> Iterator[None]:
+    """The block is there."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+@contextlib.contextmanager
+def with_samples_of_group(of_group: bool) -> Iterator[None]:
+    """Tensors of the block have the samples of all ranks of the tensor-parallel group."""
+    place = _place.get()
+    if place is None or not of_group:
+        yield
+        return
+    before, place.of_group = place.of_group, True
+    try:
+        yield
+    finally:
+        place.of_group = before
+
+
+def key_of(name: str) -> int:
+    """A number for a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+def refusing(why: str, what_to_do: str) -> Place:
+    """A place where any draw is an error."""
+    samples = Samples(BatchTable(0, ()), (), 0, 0, f"{why}; {what_to_do}")
+    return Place(0, samples)
+
+
+# ---- a second run ----------------------------------------------------------------------
+
+
+class Again:
+    """Lets a function run twice at one place, with the masks of its first run.
+
+    Made before the first run; what comes behind it counts on from there.
+    """
+
+    def __init__(self) -> None:
+        self._place = _place.get()
+        self._start = None if self._place is None else self._place.copy()
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Around each run."""
+        if self._start is None:
+            yield
+            return
+        place = self._start.copy()
+        with at(place):
+            yield
+        if self._place is not None:
+            self._place.take_over(place)
+            self._place = None
+
+
+# ---- calls for other ranks -------------------------------------------------------------
+
+
+class Travelling(NamedTuple):
+    """A place as it goes along with a call to another rank; the same in all microbatches."""
+
+    key: int
+    name: str
+    dim: int | None
+    split_by: str | None
+    of_group: bool
+    num_drawn: int
+    calls: tuple[tuple[int, int], ...]
+
+
+def depart(module_keys: Sequence[int], draws: bool = False) -> Travelling | None:
+    """What goes along with a call, which counts as one here.
+
+    Args:
+        module_keys: of the modules that are called; empty for a function.
+        draws: the function draws a mask.
+    """
+    place = _place.get()
+    if place is None:
+        return None
+    calls = tuple((key, place.count_call(key)) for key in module_keys)
+    told = Travelling(
+        place.key, place.name, place.dim, place.split_by, place.of_group, place.num_drawn, calls
+    )
+    place.num_drawn += draws
+    return told
+
+
+def arrive(told: Travelling | None, samples_of: Callable[[], Samples]) -> Place | None:
+    """The place of a caller on another rank.
+
+    Args:
+        told: by the caller.
+        samples_of: those of the microbatch.
+    """
+    if told is None:
+        return None
+    place = Place(told.key, samples_of(), told.name, told.dim, told.split_by, told.of_group)
+    place.num_drawn, place.calls = told.num_drawn, dict(told.calls)
+    return place

@@ -1,0 +1,365 @@
+"""Masks that no layout changes: training with dropout is that of one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+from tests.reference.dropping import SAMPLES, Split, SplitLM, batch, make
+from tests.reference.split_modules import float64
+from tests.reference.tolerances import assert_close
+
+STEPS = 3
+MODELS = {"split": Split, "split_lm": SplitLM}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training run.
+
+    Attributes:
+        model: "plain", or a name of `MODELS`.
+        pp, tp, rdp: sizes.
+        microbatches: of a step.
+        checkpoints: how activations are checkpointed.
+        config: further keys.
+    """
+
+    model: str = "plain"
+    pp: int = 1
+    tp: int = 1
+    rdp: int = 1
+    microbatches: int = 2
+    checkpoints: str = ""
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.rdp
+
+    def __str__(self) -> str:
+        keys = "".join(f" {key}={value}" for key, value in self.config)
+        return f"pp{self.pp} tp{self.tp} rdp{self.rdp} mb{self.microbatches}{keys}"
+
+    @property
+    def has_shards(self) -> bool:
+        return (
+            not dict(self.config)
+            .keys()
+            .isdisjoint({"sharded_data_parallel_degree", "shard_optimizer_state"})
+        )
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)  # mean over microbatches
+    grads: list[dict[str, Tensor]] = field(default_factory=list)  # whole, local
+    params: dict[str, Tensor] = field(default_factory=dict)  # of the whole model
+    calls: int = 0
+
+
+def init(setup: Setup, **more: Any) -> None:
+    import smp
+
+    smp.init(
+        {
+            "pipeline_parallel_degree": setup.pp,
+            "tensor_parallel_degree": setup.tp,
+            "microbatches": setup.microbatches,
+            "ddp": True,
+            "layout_independent_dropout": True,
+            **dict(setup.config),
+            **more,
+        }
+    )
+
+
+def make_model(setup: Setup, values: dict[str, Tensor] | None) -> Any:
+    import smp
+
+    if setup.model == "plain":
+        model = smp.DistributedModel(make())
+    else:
+        torch.manual_seed(1)
+        with float64():
+            model = smp.DistributedModel(MODELS[setup.model]())
+    if values is not None:
+        model.load_state_dict(values)
+    if setup.checkpoints == "marks":
+        smp.set_activation_checkpointing(model.get_module().blocks, strategy="contiguous")
+        smp.set_activation_checkpointing(model.get_module().twice)
+        smp.set_activation_checkpointing(model.get_module().turned)
+    elif setup.checkpoints == "calls":
+        blocks = model.get_module().blocks
+        call = functools.partial(_checkpointed, list(blocks))
+        blocks.forward = call
+    return model
+
+
+def _checkpointed(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    from smp.patches.checkpoint import checkpoint
+
+    for block in blocks:
+        x = checkpoint(block, x)
+    return x
+
+
+def own_part(whole: Tensor, setup: Setup) -> Tensor:
+    import smp
+
+    reads_one = dict(setup.config).get("prescaled_batch", False) and setup.tp > 1
+    part, num = (smp.rdp_rank(), setup.rdp) if reads_one else (smp.dp_rank(), smp.dp_size())
+    return whole.chunk(num)[part]
+
+
+def run_steps(model: Any, optimizer: Any, setup: Setup, seen: Seen, begin: int, end: int) -> None:
+    import smp
+    from smp.tensor_parallel import sharding
+
+    @smp.step
+    def train_step(ids: Tensor) -> Tensor:
+        loss = model(ids)
+        model.backward(loss)
+        return loss
+
+    for step in range(begin, end):
+        seen.losses.append(train_step(own_part(batch(step), setup)).reduce_mean().item())
+        if not setup.has_shards:
+            seen.grads.append(
+                {
+                    name.removeprefix("module."): p.grad.clone()
+                    for name, p in model.local_named_parameters()
+                    if p.grad is not None
+                    and sharding.interval_of(p) is None
+                    # Of layers that are split by samples, before the optimizer sums them.
+                    and setup.tp == 1
+                }
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(rank: int, setup: Setup, values: dict[str, Tensor] | None) -> Seen:
+    import smp
+
+    init(setup)
+    model = make_model(setup, values)
+    torch.manual_seed(100 + rank)  # each rank another seed, as scripts do
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    seen = Seen()
+    run_steps(model, optimizer, setup, seen, 0, STEPS)
+    seen.params = {n: v.cpu().clone() for n, v in model.state_dict().items()}
+    if setup.pp > 1:
+        seen.calls = smp.metrics.server_stats()["remote_calls"]
+    return seen
+
+
+def initial_values(rank: int, name: str) -> dict[str, Tensor]:
+    init(Setup(name))
+    return {n: v.clone() for n, v in make_model(Setup(name), None).state_dict().items()}
+
+
+@functools.cache
+def reference(pool: Pool, name: str) -> tuple[dict[str, Tensor], Seen]:
+    """Values at the beginning, and one process with one microbatch."""
+    (values,) = pool.run(1, initial_values, name)
+    (seen,) = pool.run(1, train, Setup(name, microbatches=1), values)
+    return values, seen
+
+
+def check(pool: Pool, setup: Setup) -> list[Seen]:
+    values, expected = reference(pool, setup.model)
+    records = pool.run(setup.world_size, train, setup, values)
+    assert len(records) == setup.world_size
+    compare(records, expected, setup)
+    return records
+
+
+def compare(records: list[Seen], expected: Seen, setup: Setup) -> None:
+    parts = SAMPLES // setup.rdp
+    assert parts > 0
+    for step in range(len(expected.losses)):
+        found = torch.tensor([r.losses[step] for r in records], dtype=torch.float64).mean()
+        torch.testing.assert_close(found.item(), expected.losses[step], rtol=1e-9, atol=1e-12)
+    if setup.tp == 1 and not setup.has_shards:
+        for step, grads in enumerate(expected.grads):
+            found_grads = {n: g for r in records for n, g in r.grads[step].items()}
+            assert found_grads.keys() == grads.keys()
+            assert max(g.abs().max() for g in grads.values()) > 1e-3
+            assert_close(found_grads, grads, torch.float64, f"{setup}, step {step}")
+    for record in records:
+        assert_close(record.params, expected.params, torch.float64, f"{setup}: parameters")
+    if setup.pp > 1:
+        assert sum(r.calls for r in records) >= STEPS * setup.microbatches, "nothing was remote"
+
+
+# ---- what one process does -------------------------------------------------------------
+
+
+def masks_of_one_process(rank: int, on: bool) -> list[dict[str, Tensor]]:
+    """Which elements some modules drop, in steps of whole batches."""
+    import smp
+
+    init(Setup(microbatches=1), layout_independent_dropout=on)
+    model = make_model(Setup(), None)
+    torch.manual_seed(100)
+    module = model.get_module()
+    steps: list[dict[str, Tensor]] = []
+    for name in ("first", "blocks.0.inner", "blocks.1.inner", "blocks.1.channels", "twice.1"):
+
+        def note(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
+            while name in steps[-1]:
+                name += "'"
+            steps[-1][name] = output.detach() == 0.0
+
+        module.get_submodule(name).register_forward_hook(note)
+
+    @smp.step
+    def train_step(ids: Tensor) -> Tensor:
+        loss = model(ids)
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        steps.append({})
+        train_step(batch(0))
+    return steps
+
+
+def test_masks_drop_and_differ_between_steps_samples_modules_and_calls(pool: Pool) -> None:
+    (steps,) = pool.run(1, masks_of_one_process, True)
+    (again,) = pool.run(1, masks_of_one_process, True)
+    rates = {"first": 0.3, "blocks.0.inner": 0.3, "blocks.1.inner": 0.3, "twice.1": 0.2}
+    for name, mask in steps[0].items():
+        assert torch.equal(mask, again[0][name]), name
+        assert not torch.equal(mask, steps[1][name]), f"{name}: the same in both steps"
+        assert not torch.equal(mask[0], mask[1]), f"{name}: the same for two samples"
+        if name in rates:
+            assert abs(mask.double().mean().item() - rates[name]) < 0.08, name
+    assert not torch.equal(steps[0]["blocks.0.inner"], steps[0]["blocks.1.inner"])
+    assert not torch.equal(steps[0]["twice.1"], steps[0]["twice.1'"])
+    channels = steps[0]["blocks.1.channels"]
+    assert (channels.all(2) == channels.any(2)).all() and channels.any(), "no channel is dropped"
+
+
+def test_without_the_key_masks_are_those_of_pytorch(pool: Pool) -> None:
+    (steps,) = pool.run(1, masks_of_one_process, False)
+    (others,) = pool.run(1, masks_of_one_process, True)
+    assert not torch.equal(steps[0]["first"], others[0]["first"])
+    assert steps[0]["first"].any()
+
+
+# ---- layouts ---------------------------------------------------------------------------
+
+SHARDED = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold", 0))
+UNCLIPPED = (*SHARDED, ("sdp_gradient_clipping", 0))
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 4, 8])
+def test_microbatches_draw_as_the_batch(pool: Pool, microbatches: int) -> None:
+    check(pool, Setup(microbatches=microbatches))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_pipelines_draw_as_one_process(pool: Pool, microbatches: int) -> None:
+    check(pool, Setup(pp=2, microbatches=microbatches))
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(rdp=2),
+        Setup(pp=2, rdp=2),
+        Setup(rdp=4, microbatches=1),
+        Setup(rdp=2, config=UNCLIPPED),
+        Setup(pp=2, rdp=2, config=UNCLIPPED),
+        Setup(rdp=2, config=(("shard_optimizer_state", True),)),
+    ],
+    ids=str,
+)
+def test_replicas_draw_for_their_samples(pool: Pool, setup: Setup) -> None:
+    check(pool, setup)
+
+
+@pytest.mark.parametrize("schedule", ["simple", "zero_bubble", "virtual_interleaved"])
+def test_schedules_draw_the_same(pool: Pool, schedule: str) -> None:
+    check(pool, Setup(pp=2, microbatches=4, config=(("pipeline", schedule),)))
+
+
+@pytest.mark.parametrize("checkpoints", ["marks", "calls"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_second_forwards_have_the_masks_of_the_first(pool: Pool, pp: int, checkpoints: str) -> None:
+    check(pool, Setup(pp=pp, microbatches=2, checkpoints=checkpoints))
+
+
+@pytest.mark.sample(keep=6)
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_split_layers_draw_as_whole_ones(
+    pool: Pool, model: str, layout: tuple[int, int, int], prescaled: bool, optimize: str
+) -> None:
+    config = (("optimize", optimize), ("prescaled_batch", prescaled))
+    check(pool, Setup(model, *layout, config=config))
+
+
+# ---- resuming --------------------------------------------------------------------------
+
+
+def begin(rank: int, setup: Setup, values: dict[str, Tensor], folder: str) -> None:
+    """Trains all steps but the last one, and saves."""
+    import smp
+
+    init(setup)
+    model = make_model(setup, values)
+    torch.manual_seed(100 + rank)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    run_steps(model, optimizer, setup, Seen(), 0, STEPS - 1)
+    smp.save_checkpoint(folder, tag="now", model=model, optimizer=optimizer)
+
+
+def go_on(rank: int, setup: Setup, folder: str) -> Seen:
+    """The last step, by a job that has another seed."""
+    import smp
+
+    torch.manual_seed(7)
+    init(setup)
+    model = make_model(setup, None)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    smp.resume_from_checkpoint(folder, tag="now")
+    seen = Seen()
+    run_steps(model, optimizer, setup, seen, STEPS - 1, STEPS)
+    seen.params = {n: v.cpu().clone() for n, v in model.state_dict().items()}
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Setup(pp=2), Setup(pp=2)),
+        (Setup(pp=2), Setup(rdp=2, microbatches=1)),
+        (Setup(rdp=2), Setup(microbatches=4)),
+        (Setup(), Setup(pp=2, rdp=2)),
+    ],
+    ids=str,
+)
+def test_a_job_that_goes_on_draws_on(
+    pool: Pool, tmp_path: Path, before: Setup, after: Setup
+) -> None:
+    values, expected = reference(pool, "plain")
+    pool.run(before.world_size, begin, before, values, str(tmp_path))
+    records = pool.run(after.world_size, go_on, after, str(tmp_path))
+    for record in records:
+        assert_close(record.params, expected.params, torch.float64, f"{before} to {after}")
+    loss = sum(record.losses[0] for record in records) / len(records)
+    assert loss == pytest.approx(expected.losses[-1], rel=1e-9)

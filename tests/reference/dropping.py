@@ -1,0 +1,116 @@
+"""Models that drop in every way that PyTorch has, and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SAMPLES, LENGTH, WIDTH, VOCABULARY = 8, 5, 12, 17
+
+
+class Block(nn.Module):
+    """Dropout of modules and functions, of attention in its three forms, and of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.eager = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inner = nn.Dropout(0.3)
+        self.channels = nn.Dropout1d(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(2, (2, -1)).transpose(1, 2).chunk(3, -1)
+        p = 0.2 if self.training else 0.0
+        heads = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        x = x + F.dropout(heads.transpose(1, 2).flatten(2), 0.1, self.training)
+        x = x + self.eager(x, x, x)[0]
+        x = x + self.eager(x, x, x, need_weights=False)[0]  # the same module, another call
+        return x + self.channels(self.down(self.inner(torch.tanh(self.up(x)))))
+
+
+class Dropping(nn.Module):
+    """Blocks, a layer with samples behind positions, a recurrent one, and one that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = nn.Dropout(0.3)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.turned = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.2)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2, batch_first=True)
+        self.twice = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.AlphaDropout(0.1))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks(self.first(self.embedding(ids)))
+        x = self.turned(x.transpose(0, 1)).transpose(0, 1)
+        x = self.twice(self.twice(x + self.recurrent(x)[0]))
+        return self.head(F.dropout(x, 0.1, self.training)).pow(2).mean()
+
+
+def make(seed: int = 1) -> Dropping:
+    torch.manual_seed(seed)
+    return Dropping().double()
+
+
+def batch(step: int) -> Tensor:
+    """Token ids ``[SAMPLES, LENGTH]`` of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+
+
+class Split(nn.Module):
+    """Plain dropout around layers of `smp.nn`, which have their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import smp
+
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.before = nn.Dropout(0.3)
+        self.layers = smp.nn.DistributedTransformer(
+            num_layers=3,
+            num_attention_heads=4,
+            attention_head_size=4,
+            hidden_size=WIDTH,
+            intermediate_size=10,
+            attention_dropout_prob=0.2,
+            hidden_dropout_prob=0.2,
+        )
+        self.behind = nn.Dropout(0.3)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.layers((self.before(self.embedding(ids)), None))
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.head(self.behind(hidden)).pow(2).mean()
+
+
+class SplitLM(nn.Module):
+    """A language model of `smp.nn`: its embedding drops inside of the layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import smp
+
+        self.model = smp.nn.DistributedTransformerLMHead(
+            num_layers=2,
+            num_attention_heads=4,
+            attention_head_size=4,
+            hidden_size=WIDTH,
+            intermediate_size=10,
+            vocab_size=VOCABULARY,
+            num_positions=LENGTH,
+            attention_dropout_prob=0.2,
+            hidden_dropout_prob=0.2,
+            embedding_dropout_prob=0.3,
+            causal_mask_size=LENGTH,
+            window_size=3,
+        )
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.model((ids, None, None, None, ids)).loss
