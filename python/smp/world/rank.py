@@ -85,7 +85,7 @@ class Rank:
         """
         connections = Connections(
             self.global_rank,
-            [self.grid.describe(rank) for rank in range(self.world_size)],
+            [self._describe(rank) for rank in range(self.world_size)],
             self.timeout_s,
             self.settings.hang_s,
             self.settings.hang_action == "raise",
@@ -120,6 +120,12 @@ class Rank:
             hang_s=self.settings.hang_s,
             shares_gpus=shares_gpus,
         )
+
+    def _describe(self, rank: int) -> str:
+        """Place of a rank in the grid, and its host if there are several."""
+        hosts = self.launch.hosts
+        host = f", host {hosts[rank]}" if len(set(hosts)) > 1 else ""
+        return self.grid.describe(rank) + host
 
     def wait_for_all(self, what: str) -> None:
         """Until all ranks have made their connections. Collective."""

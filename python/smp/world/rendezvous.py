@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
+from smp.world.interfaces import Crossing, Way
 from smp.world.launch import Launch, Rendezvous, plan_rendezvous
 from smp.world.presence import wait_for_hellos
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
@@ -28,6 +29,8 @@ FAREWELL_S = 10.0
 _RANK_PROCESS = "SMP_RANK_PROCESS"
 # How long a folder may take to be seen on this host: network file systems remember its absence.
 _FOLDER_S = 10.0
+# How long a name may take to be known: clusters register hosts while these start.
+_NAME_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Hello:
     """Effective configuration; None when `error` is set."""
     error: str | None = None
     """Why this rank cannot start."""
+    way: dict[str, str] = field(default_factory=dict)
+    """How the other hosts reach this one: a `Way`."""
 
 
 def machine_id(hostname: str) -> str:
@@ -65,6 +70,8 @@ class MeetingPoint:
     """
 
     def __init__(self) -> None:
+        self.host = ""
+        """Where the ranks meet; empty: in a file."""
         self._identity = ""
         self._store: dist.Store | None = None
         self._num_inits: Counter[str] = Counter()
@@ -81,6 +88,7 @@ class MeetingPoint:
             RuntimeError: nobody answers there.
         """
         place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
+        self.host = place.host
         identity = f"{place.identity} size {launch.world_size} rank {launch.global_rank}"
         _refuse_in_worker(identity, launch.global_rank, env)
         if self._store is None or self._identity != identity:
@@ -121,6 +129,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         _await_folder(os.path.dirname(place.path))
         return dist.FileStore(place.path, launch.world_size)
     hosts_store = launch.global_rank == 0 and not place.use_agent_store
+    _await_name(place.host)
     try:
         return dist.TCPStore(
             place.host,
@@ -138,6 +147,23 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
             f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
             "port is free"
         ) from None
+
+
+def _await_name(host: str) -> None:
+    """The store would try until its time-out to reach a host whose address nobody knows."""
+    deadline = time.monotonic() + _NAME_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"smp launch: host {socket.gethostname()!r} does not know the address of "
+                    f"{host!r} (MASTER_ADDR), where the ranks meet: {error.strerror}; give an "
+                    "address, or correct the names (DNS, /etc/hosts)"
+                ) from None
+        time.sleep(0.5)
 
 
 def _await_folder(folder: str) -> None:
@@ -210,6 +236,13 @@ def meet(
         if hello.device == "cuda":
             grid = make_grid(read, launch.world_size)
             check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
+        machines = [other.machine for other in hellos]
+        if len(set(machines)) > 1:
+            crossing = Crossing(store, launch.global_rank, machines, hosts)
+            ways = crossing.agree([Way(**o.way) for o in hellos], settings.timeout_s)
+            hellos = [
+                replace(other, way=asdict(way)) for other, way in zip(hellos, ways, strict=True)
+            ]
     except ValueError:
         say_farewell(store, launch)
         raise

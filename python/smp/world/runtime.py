@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
 from smp.world.attached import Detection, Dropout, Pipeline, StepLog, Verification
+from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.placement_map import placement_map
@@ -85,14 +87,17 @@ class Runtime:
         Args:
             store: keys of this init.
             meeting: what the ranks have told each other.
-            own_host: address of this machine as others see it.
+            own_host: address of this machine as others see it, where `meeting` does not tell.
         """
         own = meeting[self.rank.global_rank]
         loopback = len({other.machine for other in meeting}) == 1
+        if not loopback and own.way["interface"]:
+            # Of groups of ours and of the script, which would ask the host name for an address.
+            os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
         self.rank.connect(
             store,
             loopback=loopback,
-            own_host=own_host,
+            own_host=own.way["address"] or own_host,
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
                 [other.host for other in meeting],
@@ -103,6 +108,8 @@ class Runtime:
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
         first_rank_log.info("%s", self._placement(meeting))
+        if not loopback:
+            first_rank_log.info("smp: %s takes part as %s", own.host, Way(**own.way))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
@@ -213,6 +220,11 @@ def init(config: UserConfig = None) -> None:
         _start(Runtime(rank), read.notes)
         return
     store = _meeting_point.open(launch, env, settings.timeout_s)
+    way, way_error = Way("", "", ""), None
+    try:
+        way = choose_way(env, _meeting_point.host, hostname)
+    except ValueError as error:  # all ranks are to hear of it
+        way_error = str(error)
     hello = Hello(
         launch.world_size,
         launch.hostname,
@@ -220,7 +232,8 @@ def init(config: UserConfig = None) -> None:
         device_type,
         num_devices,
         read.config_dict(),
-        read.error,
+        read.error or way_error,
+        asdict(way),
     )
     meeting = meet(store, launch, hello, read, settings)
     launch = with_hosts(launch, [other.host for other in meeting])
