@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ class TorchGroups:
         timeout = timedelta(seconds=timeout_s)
         self._owns_default = not dist.is_initialized()
         self._excepthooks = [sys.excepthook]
-        with _gloo_on_loopback(loopback):
+        with _gloo_settings(loopback):
             if self._owns_default:
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -131,6 +132,8 @@ class TorchGroups:
         world = dist.group.WORLD
         assert world is not None
         self._by_ranks[tuple(range(grid.world_size))] = world
+        if self._owns_default:
+            _connect_neighbours(world)
         alone = (global_rank,)
         if alone not in self._by_ranks:
             self._add(
@@ -148,6 +151,8 @@ class TorchGroups:
         if global_rank in ranks:
             self._by_ranks[ranks] = group
             self._made.append(group)
+            if len(ranks) > 1:
+                _connect_neighbours(group)
 
     def __getitem__(self, kind: str) -> dist.ProcessGroup:
         return self._by_kind[kind]
@@ -165,14 +170,29 @@ class TorchGroups:
             dist.destroy_process_group(group)
 
 
+def _connect_neighbours(group: dist.ProcessGroup) -> None:
+    """Connects each rank of a group to those a power of two away. Collective over the group.
+
+    Rings and trees need no others, and a rank that dies ends the operations of those that it is
+    connected to, at once.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend.barrier().wait()
+
+
 @contextmanager
-def _gloo_on_loopback(loopback: bool) -> Iterator[None]:
-    """Makes torch's own Gloo groups listen on loopback, unless the user has chosen."""
-    if not loopback or "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _gloo_settings(loopback: bool) -> Iterator[None]:
+    """Where torch's own Gloo groups listen, and when they connect, unless the user has chosen.
+
+    Each rank connects to each other one of a group only with the first operation that needs it.
+    """
+    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+    if loopback:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    chosen = {name: text for name, text in wanted.items() if name not in os.environ}
+    os.environ.update(chosen)
     try:
         yield
     finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        for name in chosen:
+            del os.environ[name]
