@@ -7,8 +7,11 @@ leave the others waiting until `SMP_TIMEOUT_S`.
 
 from __future__ import annotations
 
+import base64
+import json
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -17,6 +20,9 @@ _PULSE_S = 3.0
 # Without a pulse for so long a rank is gone, or stopped.
 _SILENT_S = 30.0
 _GONE = "gone"
+_ALL = "hellos"
+# For rank 0 to tell the others what came at the last moment.
+_GRACE_S = 5.0
 
 
 class _Pulses:
@@ -68,15 +74,22 @@ class _Pulses:
 
 
 def wait_for_hellos(
-    store: dist.Store, own_rank: int, keys: Sequence[str], timeout_s: float
+    store: dist.Store,
+    own_rank: int,
+    keys: Sequence[str],
+    timeout_s: float,
+    look_at_first: Callable[[bytes], None],
 ) -> list[bytes]:
-    """The values of keys, one per rank, once all are there. Ctrl-C ends it.
+    """The values of keys, one per rank, once all are there. Ctrl-C ends it. Collective.
+
+    Rank 0 collects them and tells all others, so that the store is not asked once for each pair.
 
     Args:
         store: keys of this init.
         own_rank: of this process.
         keys: of all ranks, index = global rank.
         timeout_s: for all of them.
+        look_at_first: gets the value of rank 0 before others are waited for; may raise.
 
     Raises:
         RuntimeError: ranks did not come in time, or are gone again; names them.
@@ -84,31 +97,54 @@ def wait_for_hellos(
     pulses = _Pulses(store, own_rank, len(keys))
     deadline_s = time.monotonic() + timeout_s
     try:
-        for key in keys:
-            pause_s = _SHORTEST_PAUSE_S
-            while not store.check([key]):  # a wait of the store hears no Ctrl-C
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                pulses.raise_if_gone()
-                pulses.beat()
-                if time.monotonic() < deadline_s:
-                    continue
-                missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
-                raise RuntimeError(
-                    f"smp.init: ranks {missing} of {len(keys)} did not arrive within "
-                    f"{timeout_s:g} s; check that all processes were started and call smp.init, or "
-                    "raise SMP_TIMEOUT_S"
-                )
+        if own_rank == 0:
+            _wait_for(store, keys, keys, pulses, deadline_s, timeout_s)
+            texts = [text.decode() for text in store.multi_get(list(keys))]
+            # Nearly the same text for each rank.
+            packed = zlib.compress(json.dumps(texts).encode(), 1)
+            store.set(_ALL, base64.b64encode(packed).decode())
+            return [text.encode() for text in texts]
+        _wait_for(store, keys[:1], keys, pulses, deadline_s, timeout_s)
+        look_at_first(store.get(keys[0]))
+        _wait_for(store, [_ALL], keys, pulses, deadline_s, timeout_s)
+        packed = zlib.decompress(base64.b64decode(store.get(_ALL)))
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"smp.init: rank 0, which the ranks meet at, does not answer any more ({error}); look "
             "at its output"
         ) from None
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         raise
     except BaseException as error:
         pulses.tell(
             f"rank {own_rank} was ended by {type(error).__name__} while it waited for other ranks"
         )
         raise
-    return [store.get(key) for key in keys]
+    return [text.encode() for text in json.loads(packed)]
+
+
+def _wait_for(
+    store: dist.Store,
+    wanted: Sequence[str],
+    keys: Sequence[str],
+    pulses: _Pulses,
+    deadline_s: float,
+    timeout_s: float,
+) -> None:
+    """Until all of ``wanted`` are there; ``keys`` say which ranks have come."""
+    pause_s = _SHORTEST_PAUSE_S
+    while not store.check(list(wanted)):  # a wait of the store hears no Ctrl-C
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pulses.raise_if_gone()
+        pulses.beat()
+        if time.monotonic() < deadline_s:
+            continue
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing and time.monotonic() < deadline_s + _GRACE_S:
+            continue  # all have come, and rank 0 is about to say so
+        absent = missing or [0]  # which has not told
+        raise RuntimeError(
+            f"smp.init: ranks {absent} of {len(keys)} did not arrive within {timeout_s:g} s; check "
+            "that all processes were started and call smp.init, or raise SMP_TIMEOUT_S"
+        )

@@ -205,16 +205,22 @@ def exchange_hellos(
     """
     store.set(f"hello/{launch.global_rank}", json.dumps(asdict(hello)))
     keys = [f"hello/{rank}" for rank in range(launch.world_size)]
-    texts = wait_for_hellos(store, launch.global_rank, keys, timeout_s)
-    hellos = [Hello(**json.loads(text)) for text in texts]
-    for rank, other in enumerate(hellos):
+
+    def read(rank: int, text: bytes) -> Hello:
+        other = Hello(**json.loads(text))
         if other.world_size != launch.world_size:
             raise ValueError(
                 f"smp launch: rank {rank} was started as one of {other.world_size} processes, "
                 f"rank {launch.global_rank} as one of {launch.world_size}; start all ranks of a "
                 "job with the same number"
             )
-    return hellos
+        return other
+
+    def look_at_first(text: bytes) -> None:
+        read(0, text)
+
+    texts = wait_for_hellos(store, launch.global_rank, keys, timeout_s, look_at_first)
+    return [read(rank, text) for rank, text in enumerate(texts)]
 
 
 def meet(
