@@ -32,6 +32,7 @@ from smp.checkpoint import (  # noqa: E402
     save_checkpoint,
     wait_for_uploads,
 )
+from smp.checkpoint.stopping import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.model import DistributedModel, is_tracing  # noqa: E402
@@ -104,7 +105,7 @@ from smp.world.preemption import use_saver  # noqa: E402
 from smp.world.runtime import init, is_initialized, shutdown  # noqa: E402
 from smp.world.state import state  # noqa: E402
 
-use_saver(save_checkpoint)
+use_saver(StoppingSaver())
 
 __all__ = [
     "DP_GROUP",

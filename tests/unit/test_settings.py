@@ -31,6 +31,7 @@ def test_values_are_read() -> None:
         "SMP_CHECK_FIRST_STEP": "1",
         "SMP_VERIFY": "order.json",
         "SMP_STORE_FOLDER": "~/checkpoints",
+        "SMP_UPLOAD_WAIT_S": "0",
     }
     expected = settings.Settings(
         2.5,
@@ -46,6 +47,7 @@ def test_values_are_read() -> None:
         check_first_step="1",
         verify="order.json",
         store_root=Path("~/checkpoints"),
+        upload_wait_s=0.0,
     )
     assert settings.read_settings(env) == expected
 

@@ -19,9 +19,8 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -42,16 +41,29 @@ EXIT_RESUME = 75
 class _Automatic:
     """What the library saves by itself."""
 
-    path: Path
+    path: str
     user_content: Callable[[], Any] | None
     keep: int | None
+
+
+class Saver(Protocol):
+    """What saves checkpoints; it lies in a layer above."""
+
+    def prepare(self, current: runtime.Runtime, path: str) -> None:
+        """Finds out whether it can save to a path at all; raises if not. Not collective."""
+
+    def save(self, path: str, **options: Any) -> Any:
+        """`smp.save_checkpoint`."""
+
+    def end_uploads(self, current: runtime.Runtime, limit_s: float) -> None:
+        """Waits for what goes to stores, and ends it after the limit. Not collective."""
 
 
 class _Process:
     """What belongs to the process and not to one `init`."""
 
     automatic: _Automatic | None = None
-    save_checkpoint: Callable[..., Any] | None = None
+    saver: Saver | None = None
     has_handler = False
     previous_handler: Any = None
 
@@ -86,7 +98,14 @@ def request() -> None:
 
 def leave() -> NoReturn:
     """Ends this process with status 75, which tells the launcher to start it again. Call it on all
-    ranks, after saving."""
+    ranks, after saving.
+
+    Waits before that until what was saved to a store is there, for at most `SMP_UPLOAD_WAIT_S`, and
+    says so if it is not.
+    """
+    if _Process.saver is not None and runtime.is_initialized():
+        current = _run()
+        _Process.saver.end_uploads(current, current.rank.settings.upload_wait_s)
     raise SystemExit(EXIT_RESUME)
 
 
@@ -104,19 +123,19 @@ def save_to(
     :func:`requested`.
 
     Args:
-        path: folder of `save_checkpoint`, seen by all ranks. `SMP_PREEMPTION_PATH` does the same
-            without a change of the script.
+        path: folder of `save_checkpoint`, seen by all ranks, or address. `SMP_PREEMPTION_PATH`
+            does the same without a change of the script.
         user_content: called then; what the script needs to go on, such as the number of the step
             that is about to run, or the state of a scheduler.
         keep: `num_kept_partial_checkpoints`.
     """
-    _Process.automatic = _Automatic(Path(path), user_content, keep)
+    _Process.automatic = _Automatic(os.fspath(path), user_content, keep)
     _install_handler()
 
 
-def use_saver(save_checkpoint: Callable[..., Any]) -> None:
-    """Sets the function that saves, which lies in a layer above."""
-    _Process.save_checkpoint = save_checkpoint
+def use_saver(saver: Saver) -> None:
+    """Sets what saves."""
+    _Process.saver = saver
 
 
 def before_step(current: runtime.Runtime) -> None:
@@ -124,14 +143,16 @@ def before_step(current: runtime.Runtime) -> None:
 
     Raises:
         SystemExit: after saving.
-        RuntimeError: there is more than one model or optimizer. Not only when it is time to save,
-            when nobody can do anything about it.
+        RuntimeError: there is more than one model or optimizer, or no such store. Not only when it
+            is time to save, when nobody can do anything about it.
         smp.PeerFailure: as `requested`.
     """
     automatic = _Process.automatic or _from_settings(current.rank.settings)
     if automatic is None or not torch.is_grad_enabled() or current.steps.has_gradients:
         return
     model, optimizer = _what_to_save(current)
+    if _Process.saver is not None:
+        _Process.saver.prepare(current, automatic.path)
     if _arrive(current.rank):
         _save(current, automatic, model, optimizer)
         leave()
@@ -165,20 +186,20 @@ def _problem(current: runtime.Runtime) -> str | None:
 
 def _from_settings(settings: Settings) -> _Automatic | None:
     path = settings.preemption_path
-    return None if path is None else _Automatic(Path(path), None, None)
+    return None if path is None else _Automatic(path, None, None)
 
 
 def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:
     if not current.steps.has_trained:
         first_rank_log.warning("smp: stopping before the first step; there is nothing to save")
         return
-    if _Process.save_checkpoint is None:
+    if _Process.saver is None:
         raise RuntimeError(
             f"{current.rank.prefix}nothing saves checkpoints; see smp.world.preemption.use_saver"
         )
     tag = f"preempted{current.steps.num_finished}"
-    first_rank_log.warning(f"smp: saving {automatic.path / tag} and leaving (status {EXIT_RESUME})")
-    _Process.save_checkpoint(
+    first_rank_log.warning(f"smp: saving {automatic.path}/{tag} and leaving (status {EXIT_RESUME})")
+    _Process.saver.save(
         automatic.path,
         tag=tag,
         partial=True,

@@ -12,6 +12,7 @@ from smp.world.fault_injection import InjectedFault, read_fault
 
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_HANG_S = 300.0
+DEFAULT_UPLOAD_WAIT_S = 90.0
 DEFAULT_METRICS_EVERY = 100
 DEFAULT_RING_MB = 8
 MAX_RING_MB = 4096
@@ -51,6 +52,9 @@ class Settings:
     """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
     store_root: Path = Path("~/.cache/smp/checkpoints")
     """`SMP_STORE_FOLDER`: where checkpoints that go to a store are complete first."""
+    upload_wait_s: float = DEFAULT_UPLOAD_WAIT_S
+    """`SMP_UPLOAD_WAIT_S`: how long ranks that are preempted wait for their checkpoints to be in
+    the store; 0: not at all."""
     fault: InjectedFault | None = None
     """`SMP_FAULT`: see `fault_injection`."""
     detect_nonfinite: str = "0"
@@ -84,6 +88,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),
+        upload_wait_s=_seconds(env, "SMP_UPLOAD_WAIT_S", DEFAULT_UPLOAD_WAIT_S, allows_zero=True),
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
         check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),

@@ -1,0 +1,151 @@
+"""Jobs in one process that are preempted while their checkpoints go to a store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp.checkpoint.store import names
+from smp.checkpoint.store.objects import ObjectStore
+from smp.world import preemption
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(preemption, "_install_handler", lambda: None)  # pytest keeps its SIGTERM
+    monkeypatch.setattr(preemption._Process, "automatic", None)
+    monkeypatch.setenv("SMP_STORE_FOLDER", str(tmp_path / "local"))
+    monkeypatch.setenv("SMP_UPLOAD_WAIT_S", "0.5")
+    yield f"file://{tmp_path}/store"
+    smp.shutdown()
+
+
+class Job:
+    def __init__(self) -> None:
+        smp.init({})
+        self.model = smp.DistributedModel(nn.Linear(3, 2))
+        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters()))
+
+        @smp.step
+        def train_step(x: torch.Tensor) -> None:
+            self.model.backward(self.model(x).square().mean())
+
+        self.train_step = train_step
+
+    def train(self) -> None:
+        self.train_step(torch.ones(2, 3))
+        self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def complete(address: str) -> list[str]:
+    store = ObjectStore(names.parse(address))
+    return [key.name for key in store.generations() if store.look(key).is_complete]
+
+
+def test_a_job_leaves_when_its_checkpoint_is_in_the_store(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    preemption.save_to(address)
+    job = Job()
+    job.train()
+    preemption.request()
+    with pytest.raises(SystemExit) as caught:
+        job.train()
+    assert caught.value.code == preemption.EXIT_RESUME
+    assert complete(address) == ["preempted1_partial"], "before it left"
+    assert "leaving before" not in caplog.text
+    saved = job.weights()
+    smp.shutdown()
+    again = Job()
+    smp.resume_from_checkpoint(address)
+    assert all(map(torch.equal, again.weights(), saved)) and saved[0].any()
+
+
+def test_a_job_does_not_wait_longer_than_it_may_and_says_so(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, calls, sent = ObjectStore.put, [], []
+
+    def slow(self: ObjectStore, key: Any, name: str, *more: Any) -> None:
+        calls.append(name)
+        if len(calls) > 1:
+            while not self._is_stopped():
+                time.sleep(0.01)
+            raise OSError("cut off")
+        real(self, key, name, *more)
+
+    monkeypatch.setattr(ObjectStore, "put", slow)
+    job = Job()
+    job.train()
+    smp.save_checkpoint(address, "last", model=job.model, optimizer=job.optimizer)
+    begin = time.monotonic()
+    with pytest.raises(SystemExit):
+        preemption.leave()
+    assert 0.4 < time.monotonic() - begin < 5, "the limit, and the end of the thread"
+    assert "leaving before last_partial is complete in file://" in caplog.text
+    assert "after 0.5 s (SMP_UPLOAD_WAIT_S)" in caplog.text
+    begin = time.monotonic()
+    smp.shutdown()
+    assert time.monotonic() - begin < 2, "no more waiting"
+    assert not any(thread.name == "smp-store" for thread in threading.enumerate())
+    assert complete(address) == [] and len(calls) == 2
+
+    def noted(self: ObjectStore, key: Any, name: str, *more: Any) -> None:
+        sent.append(name)
+        real(self, key, name, *more)
+
+    monkeypatch.setattr(ObjectStore, "put", noted)
+    job = Job()
+    smp.resume_from_checkpoint(address)
+    assert smp.wait_for_uploads(30)
+    assert complete(address) == ["last_partial"]
+    assert calls[0] not in sent and calls[1] in sent, "what was there is not sent again"
+    assert sent[-1] == "manifest.json"
+
+
+def test_a_store_that_cannot_be_used_is_refused_before_the_first_step(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: ObjectStore) -> None:
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(ObjectStore, "generations", denied)
+    preemption.save_to(address)
+    job = Job()
+    with pytest.raises(RuntimeError, match="could not save to file://.*PermissionError: no cred"):
+        job.train()
+    with pytest.raises(ValueError, match="PermissionError: no credentials"):
+        preemption._Process.automatic = None
+        job.train()
+        smp.save_checkpoint(address, "a", model=job.model)
+    assert not list(Path(address.removeprefix("file://")).parent.glob("local/*/a_partial"))
+
+
+def test_a_clock_that_goes_back_does_not_make_a_checkpoint_old(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    job.train()
+    smp.save_checkpoint(address, "before", model=job.model, user_content={"number": 1})
+    smp.shutdown()
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() - 10**15)
+    job = Job()
+    job.train()
+    smp.save_checkpoint(address, "after", model=job.model, user_content={"number": 2})
+    smp.shutdown()
+    (tmp_path / "local").rename(tmp_path / "gone")
+    job = Job()
+    assert smp.resume_from_checkpoint(address) == {"number": 2}
+    assert smp.resume_from_checkpoint(address, tag="before") == {"number": 1}
