@@ -3,6 +3,7 @@
 
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/tensor_parallel/layer_name.h"
 #include "csrc/tensor_parallel/regions.h"
 #include "csrc/tensor_parallel/seeds.h"
 #include "csrc/tensor_parallel/token_exchange.h"
@@ -129,6 +130,9 @@ void bind_tensor_parallel(py::module_& m) {
   m.def("vocabulary_embedding", &tp::vocabulary_embedding, py::arg("ids"),
         py::arg("table"), py::arg("begin"), py::arg("padding_id") = -1,
         NoGil());
+  m.def("exchange_layer_name", &tp::exchange_layer_name, py::arg("name"),
+        "Names the layer that this thread runs, which has to be one on all "
+        "ranks of a tensor-parallel group. Returns the name before.");
   m.def("set_tensor_parallel_alone", &tp::set_alone, py::arg("is_alone"),
         "Makes the regions of this thread communicate with nobody. Returns the "
         "value before.");

@@ -7,6 +7,8 @@
 #include <sstream>
 #include <string_view>
 
+#include "csrc/tensor_parallel/layer_name.h"
+
 namespace smp::tensor_parallel {
 namespace {
 
@@ -23,6 +25,17 @@ uint64_t mix(uint64_t hash, const void* data, size_t num_bytes) {
 }
 
 constexpr uint64_t kSeed = 0xcbf29ce484222325ULL;
+
+// Names of layers differ at their ends; what is cut off counts as a hash.
+void set_layer(Header& header, std::string_view name) {
+  const size_t num_kept = std::min(name.size(), header.layer.size() - 1);
+  std::copy_n(name.end() - static_cast<std::ptrdiff_t>(num_kept), num_kept,
+              header.layer.begin());
+  if (num_kept == name.size()) return;
+  std::vector<int64_t> bytes(name.begin(), name.end());
+  header.add(bytes);
+}
+
 static_assert(sizeof(Header) % sizeof(uint64_t) == 0);
 
 }  // namespace
@@ -32,6 +45,7 @@ Header Header::of(const char* what) {
   const std::string_view text(what);
   std::copy_n(text.begin(), std::min(text.size(), header.what.size() - 1),
               header.what.begin());
+  set_layer(header, layer_name());
   return header;
 }
 
@@ -60,12 +74,16 @@ uint64_t Header::hash() const { return mix(kSeed, this, sizeof(*this)); }
 std::string Header::describe() const {
   std::ostringstream out;
   out << what.data();
-  if (num_dims < 0) return out.str();
+  if (num_dims >= 0) describe_tensor(out);
+  if (layer[0] != '\0') out << " in '" << layer.data() << "'";
+  return out.str();
+}
+
+void Header::describe_tensor(std::ostream& out) const {
   out << " of " << c10::toString(static_cast<c10::ScalarType>(dtype))
       << at::IntArrayRef(shape.data(), std::min<int64_t>(num_dims, kMaxDims));
   if (dims[0] >= 0) out << " along dim " << dims[0];
   if (dims[1] >= 0) out << " and dim " << dims[1];
-  return out.str();
 }
 
 }  // namespace smp::tensor_parallel

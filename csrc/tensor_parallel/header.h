@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace smp::tensor_parallel {
 struct Header {
   static constexpr int kMaxDims = 8;
 
-  std::array<char, 40> what{};  ///< the region, cut
+  std::array<char, 40> what{};   ///< the region, cut
+  std::array<char, 64> layer{};  ///< the end of the name of the layer
   int64_t dtype = -1;
   int64_t num_dims = -1;  ///< -1: there is no tensor
   std::array<int64_t, kMaxDims> shape{};
@@ -29,8 +31,11 @@ struct Header {
   Header& add(const std::vector<int64_t>& sizes);
 
   uint64_t hash() const;
-  /// For instance "gather of Float[4, 12, 64] along dim 1".
+  /// For instance "gather of Float[4, 12, 64] along dim 1 in 'h.0.mlp'".
   std::string describe() const;
+
+ private:
+  void describe_tensor(std::ostream& out) const;
 };
 
 }  // namespace smp::tensor_parallel

@@ -17,6 +17,7 @@ from tests.zoo.modes import STEPS
 from tests.zoo.running import Job, Record, Tensors, train_alone, train_together
 
 TIMEOUT_S = 60.0
+_TIMES_ALONE = 20  # ranks share cores, and the first step records
 # Models cast to float32 inside whatever their dtype is; only other orders of sums come on top.
 LIMITS = {torch.float64: 5e-6, torch.float32: 2e-4}
 # Of models without casts to float32, see `is_rounding`: losses, gradients and parameters.
@@ -76,7 +77,9 @@ def run(pool: Pool, job: Job, alone: list[Record]) -> Result:
     result = Result(str(entry), entry.family, job.mode.name, EQUAL)
     start = time.perf_counter()
     try:
-        outcomes = pool.outcomes(job.mode.world_size, train_together, job, timeout=TIMEOUT_S)
+        outcomes = pool.outcomes(
+            job.mode.world_size, train_together, job, timeout=patience_s(alone)
+        )
     except RankFailure as failure:
         result.outcome, result.reason = HANG, first_line(str(failure))
         result.details = str(failure)
@@ -93,6 +96,11 @@ def run(pool: Pool, job: Job, alone: list[Record]) -> Result:
         skip_if_chaotic(judged, alone, job)
     judged.found = {}  # results are written to files
     return judged
+
+
+def patience_s(alone: list[Record]) -> float:
+    """Seconds after which ranks hang, of which some models are as slow in one process."""
+    return TIMEOUT_S + _TIMES_ALONE * sum(alone[0].seconds)
 
 
 def is_rounding(pool: Pool, result: Result, alone: list[Record], job: Job) -> bool:
@@ -116,7 +124,9 @@ def is_rounding(pool: Pool, result: Result, alone: list[Record], job: Job) -> bo
         if value > LIMITS[torch.float64]
     ):
         return False
-    outcomes = pool.outcomes(job.mode.world_size, train_together, lifted, timeout=TIMEOUT_S)
+    outcomes = pool.outcomes(
+        job.mode.world_size, train_together, lifted, timeout=patience_s(alone)
+    )
     if any(outcome.error for outcome in outcomes):
         return False
     records = [outcome.value for outcome in outcomes]

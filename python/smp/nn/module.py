@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 import smp._C as _C
 from smp.nn.layout import Layout
-from smp.tensor_parallel import reading
+from smp.tensor_parallel import reading, regions
 
 
 class DistributedModule(nn.Module):
@@ -20,6 +22,12 @@ class DistributedModule(nn.Module):
     """
 
     _smp_took_place: tuple[str, str] | None = None
+    _smp_name: str = ""  # in the model; none for a module that another distributed one made
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            cls.forward = _named(cls.forward)  # type: ignore[method-assign]
 
     def took_place_of(self, original: nn.Module, name: str) -> None:
         """Says that it has taken the place of a plain module.
@@ -28,7 +36,8 @@ class DistributedModule(nn.Module):
             original: the plain one.
             name: where both are in the model.
         """
-        self.__dict__["_smp_took_place"] = (type(original).__name__, name or "(root)")
+        self.__dict__["_smp_name"] = name or "(root)"
+        self.__dict__["_smp_took_place"] = (type(original).__name__, self._smp_name)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,6 +51,18 @@ class DistributedModule(nn.Module):
                 "the model was wrapped; code that needs this of the original leaves it whole by "
                 "smp.set_tensor_parallelism(module, False)"
             ) from None
+
+
+def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose regions carry the name of the module."""
+
+    @functools.wraps(forward)
+    def run(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
+        if not self._smp_name:
+            return forward(self, *args, **kwargs)
+        return regions.in_layer(self._smp_name, forward, self, *args, **kwargs)
+
+    return run
 
 
 class IndivisibleModule(DistributedModule):

@@ -38,9 +38,34 @@ def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
         if has_torch_function(tensors):
             result: Any = handle_torch_function(call, tensors, *args, **kwargs)
             return result  # type: ignore[no-any-return]
+        if torch._C._are_functorch_transforms_active():
+            raise _transformed()
         return region(*args, **kwargs)
 
     return call
+
+
+def _transformed() -> RuntimeError:
+    layer = _C.exchange_layer_name("")  # who named it puts the name before back
+    named = f"the split layer '{layer}'" if layer else "a split layer"
+    return RuntimeError(
+        f"{_C.rank_prefix()}{named} is called inside of a transform of torch.func (vmap, grad, "
+        "jvp, ...), and its ranks cannot exchange tensors there; leave it whole by "
+        "smp.set_tensor_parallelism(module, False) before the model is wrapped"
+    )
+
+
+def in_layer(name: str, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Calls a function whose regions are those of a layer.
+
+    Ranks whose data choose different layers of one shape would compute on each other's samples;
+    the regions of a forward raise where the names of the ranks differ.
+    """
+    before = _C.exchange_layer_name(name)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _C.exchange_layer_name(before)
 
 
 def _group() -> _C.TensorParallelGroup:

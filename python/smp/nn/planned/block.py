@@ -81,7 +81,9 @@ def _run(
         watch.check()
     call = Call(sums_late=_sums_late(block))
     if layout.has_own_batches:
-        args, kwargs, num_samples = borders.enter(layout, block._smp_name, args, kwargs, call)
+        args, kwargs, num_samples = regions.in_layer(
+            block._smp_name, borders.enter, layout, block._smp_name, args, kwargs, call
+        )
     drawing = _drawing(block, (*args, *kwargs.values()))
     of_group = places.with_samples_of_group(layout.has_own_batches)
     with call_of_block(call), drawing, of_group:
@@ -89,7 +91,9 @@ def _run(
     if block._smp_heads is not None:
         output = _without_weights(output, *block._smp_heads)
     if layout.has_own_batches:
-        output = borders.leave(layout, block._smp_name, output, num_samples)
+        output = regions.in_layer(
+            block._smp_name, borders.leave, layout, block._smp_name, output, num_samples
+        )
     return output
 
 

@@ -1,0 +1,99 @@
+"""Ranks whose own samples choose different split layers of one shape are told, not mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool, RankFailure
+from tests.reference.models import randomise_
+
+WIDTH = 8
+PLAN = {"experts.*": "colwise_gather_output"}
+
+
+class Routed(nn.Module):
+    """A batch goes to one of two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.experts[int(x[0, 0] > 0)]
+        return torch.tanh(chosen(x)).square().mean()
+
+
+def losses_of(
+    rank: int, signs: list[list[float]], settings: dict[str, Any], plan: dict[str, str] | None
+) -> list[float]:
+    import smp
+
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, **settings})
+    plain = randomise_(Routed().double(), 1)
+    if plan is None:
+        smp.set_tensor_parallelism(plain)
+    else:
+        smp.set_tensor_parallelism(plain, plan=plan)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        model.backward(loss)
+        return loss
+
+    losses = [train_step(batch(sign)).reduce_mean().item() for sign in signs[rank]]
+    assert all(p.shape[-1] < WIDTH or p.shape[0] < WIDTH for p in model.parameters() if p.dim() > 1)
+    return losses
+
+
+def batch(sign: float) -> Tensor:
+    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x[:, 0] = sign
+    return x
+
+
+@pytest.mark.parametrize("plan", [None, PLAN], ids=["all", "plan"])
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+def test_layers_that_differ_between_ranks_are_named(
+    pool: Pool, optimize: str, plan: dict[str, str] | None
+) -> None:
+    message = r"disagree in a split layer .*in 'experts\.1'.*in 'experts\.0'"
+    signs = [[1.0, 1.0], [1.0, -1.0]]
+    with pytest.raises(RankFailure, match=message):
+        pool.run(2, losses_of, signs, {"optimize": optimize}, plan)
+
+
+class Mapped(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.func.vmap(self.experts[0])(x)).square().mean()
+
+
+def map_once(rank: int) -> None:
+    import smp
+
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    plain = Mapped()
+    smp.set_tensor_parallelism(plain)
+    smp.DistributedModel(plain)(torch.ones(3, WIDTH))
+
+
+def test_a_split_layer_in_a_transform_is_refused(pool: Pool) -> None:
+    message = r"the split layer 'experts\.0' is called inside of a transform of torch\.func"
+    with pytest.raises(RankFailure, match=message):
+        pool.run(2, map_once)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prescaled_batch": True}], ids=["own", "common"])
+def test_layers_that_all_ranks_choose_are_those_of_one_process(
+    pool: Pool, settings: dict[str, Any]
+) -> None:
+    signs = [[1.0, -1.0, 1.0]] * 2
+    plain = randomise_(Routed().double(), 1)
+    expected = [plain(batch(sign)).item() for sign in signs[0]]
+    for losses in pool.run(2, losses_of, signs, settings, None):
+        assert losses == pytest.approx(expected, rel=1e-12)
