@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
@@ -363,3 +364,124 @@ def test_a_job_that_goes_on_draws_on(
         assert_close(record.params, expected.params, torch.float64, f"{before} to {after}")
     loss = sum(record.losses[0] for record in records) / len(records)
     assert loss == pytest.approx(expected.losses[-1], rel=1e-9)
+
+
+# ---- other batches, other code ---------------------------------------------------------
+
+
+class Rooted(nn.Module):
+    """Drops by functions alone, and on results of other ranks; nothing says so beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(F.dropout(part(x), 0.2))
+            x = F.dropout(x, 0.2)
+        return x
+
+
+def outputs_of_replicas(rank: int, setup: Setup, sizes: list[int]) -> tuple[Tensor, int, str]:
+    """What replicas with unequal batches get, how many calls were remote, and the first check."""
+    import smp
+    from smp.model import engine_of
+
+    init(setup)
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Rooted().double())
+    torch.manual_seed(100 + rank)
+    whole = torch.randn(sum(sizes), 6, generator=torch.Generator().manual_seed(5)).double()
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        output = model(x)
+        model.backward(output.sum())
+        return output
+
+    output = train_step(whole.split(sizes)[smp.dp_rank()]).concat()
+    calls = smp.metrics.server_stats()["remote_calls"] if setup.pp > 1 else 0
+    return output, calls, str(engine_of(model).first_step.outcome)
+
+
+@pytest.mark.parametrize(
+    ("setup", "sizes"),
+    [
+        (Setup(rdp=2, microbatches=2), [5, 3]),
+        (Setup(pp=2, rdp=2, microbatches=3), [3, 5]),
+        (Setup(rdp=4, microbatches=2), [1, 4, 1, 2]),
+    ],
+    ids=str,
+)
+def test_replicas_with_unequal_batches_draw_as_one_process(
+    pool: Pool, setup: Setup, sizes: list[int]
+) -> None:
+    ((expected, _, _),) = pool.run(1, outputs_of_replicas, Setup(microbatches=1), [8])
+    assert 0.1 < (expected == 0).double().mean() < 0.3
+    found = pool.run(setup.world_size, outputs_of_replicas, setup, sizes)
+    by_replica = [output for output, _, _ in found]
+    if setup.pp > 1:
+        assert sum(calls for _, calls, _ in found) > 0
+        # Masks are none of the generators', so nothing else would tell that the model drops.
+        assert {"random numbers" in outcome for _, _, outcome in found[:1]} == {True}, found
+        assert all(torch.equal(*pair) for pair in zip(by_replica[::2], by_replica[1::2]))
+        by_replica = by_replica[::2]
+    torch.testing.assert_close(torch.cat(by_replica), expected, rtol=1e-9, atol=1e-12)
+
+
+# ---- models of transformers ------------------------------------------------------------
+
+
+def train_family(
+    rank: int, case: str, setup: Setup, is_split: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses by step (mean over microbatches), and the whole model after the last one."""
+    import smp
+    from tests.reference.models import randomise_
+    from tests.reference.split_families import make_split_batch, make_split_family
+
+    init(setup)
+    with smp.tensor_parallelism(is_split):
+        plain = make_split_family(case, torch.float64, dropout=True)
+    rates = [value for key, value in plain.config.to_dict().items() if "drop" in key]
+    assert rates.count(0.1) > 1, "it does not drop"
+    model = smp.DistributedModel(randomise_(plain, 1).train())
+    torch.manual_seed(100 + rank)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        # Of all positions, so that microbatches count alike.
+        loss = model(batch["input_ids"]).logits.square().mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for step in range(2):
+        parts = [make_split_batch(case, part, step)["input_ids"] for part in range(2)]
+        losses.append(train_step({"input_ids": own_part(torch.cat(parts), setup)}).reduce_mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses], {n: v.clone() for n, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "setup", "is_split"),
+    [
+        ("gpt2", Setup(pp=2), False),
+        ("gpt2", Setup(tp=2), True),
+        ("gpt2", Setup(pp=2, tp=2, config=(("prescaled_batch", True),)), True),
+        ("bert", Setup(tp=2), True),
+    ],
+    ids=str,
+)
+def test_models_of_transformers_draw_as_one_process(
+    pool: Pool, case: str, setup: Setup, is_split: bool
+) -> None:
+    ((losses, params),) = pool.run(1, train_family, case, Setup(microbatches=1), is_split)
+    records = pool.run(setup.world_size, train_family, case, setup, is_split)
+    means = torch.tensor([found for found, _ in records], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(means, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=0)
+    for _, whole in records:
+        assert_close(whole, params, torch.float64, f"{case} {setup}")

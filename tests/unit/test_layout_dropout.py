@@ -69,6 +69,14 @@ def test_masks_are_those_of_the_kernels() -> None:
         assert not kept.all()
 
 
+def test_samples_that_are_drawn_one_by_one_have_the_same_masks() -> None:
+    num = 3 * 2**18  # more than one sample is too many words
+    together = stays(4, range(3), [num], 0.5, CPU)
+    for idx in range(3):
+        assert torch.equal(stays(4, [idx], [num], 0.5, CPU)[0], together[idx])
+    assert not torch.equal(together[0], together[1])
+
+
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_a_part_has_the_mask_of_the_whole(dim: int) -> None:
     sizes = [4, 6, 8]

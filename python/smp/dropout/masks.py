@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _WORD, _HALF = 2**64 - 1, 2**32 - 1
+_MOST_WORDS = 2**20  # that are drawn at a time, unless one sample has more
 
 
 class Slice(NamedTuple):
@@ -73,10 +74,15 @@ def stays(
     factors = torch.tensor(
         [_signed(row >> 32 | 1) for row in rows], dtype=torch.int32, device=device
     )
-    drawn = (hashes ^ offsets[:, None]).mul_(factors[:, None])
-    # As numbers without a sign.
-    threshold = min(int(p * 2**32), _HALF)
-    return drawn.bitwise_xor_(-(2**31)) >= threshold - 2**31
+    threshold = min(int(p * 2**32), _HALF) - 2**31  # hashes are compared without a sign
+    kept = torch.empty(len(rows), hashes.numel(), dtype=torch.bool, device=device)
+    # A few samples at a time: words take four times the memory of what is kept.
+    num = max(1, _MOST_WORDS // max(1, hashes.numel()))
+    for begin in range(0, len(rows), num):
+        some = slice(begin, begin + num)
+        drawn = (hashes ^ offsets[some, None]).mul_(factors[some, None])
+        torch.ge(drawn.bitwise_xor_(-(2**31)), threshold, out=kept[some])
+    return kept
 
 
 def _places(sizes: Sequence[int], device: torch.device, part: Slice | None) -> Tensor:
