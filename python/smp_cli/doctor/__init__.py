@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from smp_cli.doctor.calibration import calibrate
-from smp_cli.doctor.probes import PROBES, Probe, run_probe
+from smp_cli.doctor.probes import PROBES, Probe, python_path, run_probe
 from smp_cli.doctor.report import Section, to_text
 
 _NUM_AT_ONCE = 4
@@ -37,6 +39,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="measure the device and its links instead, for smp plan --hardware FILE",
     )
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="the hosts of a job instead, started on each of them by the launcher of the job: "
+        "addresses, round trips, bandwidth, clocks, versions, free space, variables of the network",
+    )
     parser.add_argument("--limit-s", type=float, metavar="S", help="seconds for each probe")
     parser.set_defaults(execute=execute)
 
@@ -57,10 +65,19 @@ def _run(probes: Sequence[Probe], limit_s: float | None) -> list[Section]:
     return sections
 
 
+def _look_at_hosts(as_json: bool) -> int:
+    """In a process of its own, with the launcher's variables, because it imports torch."""
+    command = [sys.executable, "-m", "smp_cli.doctor.hosts", *(["--json"] if as_json else [])]
+    env = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+    return subprocess.run(command, env=env, check=False).returncode
+
+
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the probes; 1 when something is wrong, 2 for a probe that there is not."""
     if arguments.calibrate:
         return calibrate(arguments.calibrate)
+    if arguments.hosts:
+        return _look_at_hosts(arguments.json)
     probes: Sequence[Probe] = PROBES
     if arguments.only:
         names = arguments.only.split(",")

@@ -1,0 +1,217 @@
+"""All hosts of a job before it begins: ``smp doctor --hosts``, started by the job's own launcher.
+
+A process per host is enough; of several, the first of each host measures. Rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from smp._version import __version__
+from smp.world.interfaces import Way, choose_way, is_loopback, towards
+from smp.world.launch import Launch, read_launch
+from smp.world.presence import wait_for_hellos
+from smp.world.rendezvous import MeetingPoint, machine_id
+from smp_cli.doctor.network_variables import find_conflicts, network_variables
+from smp_cli.doctor.pairs import Pair, Server, measure
+from smp_cli.doctor.report import Section, gib, to_text
+
+_TIMEOUT_S = 120.0
+_MIN_FREE = 5 << 30
+_MOST_APART_S = 1.0  # of wall clocks: logs and file times mislead
+# Every pair of so few hosts; of more, the first with each, and each with the next.
+_MAX_ALL_PAIRS = 8
+_SLOW = 0.5  # of the median bandwidth
+
+
+@dataclass
+class Host:
+    """What one host says of itself."""
+
+    name: str
+    machine: str
+    way: dict[str, str]
+    versions: dict[str, str]
+    free: dict[str, int]
+    variables: dict[str, str]
+    problems: list[str] = field(default_factory=list)
+    port: int = 0
+
+
+def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
+    """Facts about this host."""
+    problems = find_conflicts(env, {name for _, name in socket.if_nameindex()}, Path("/"))
+    way = Way("", "", "none")
+    try:
+        way = choose_way(env, meeting_host, launch.hostname)
+    except ValueError as error:
+        problems.append(str(error))
+    folders = {"TMPDIR": tempfile.gettempdir(), "/dev/shm": "/dev/shm"}
+    free = {name: shutil.disk_usage(folder).free for name, folder in folders.items()}
+    if free["TMPDIR"] < _MIN_FREE:
+        problems.append(f"TMPDIR has only {gib(free['TMPDIR'])} free")
+    versions = {
+        "smp": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+    machine = machine_id(launch.hostname)
+    name = launch.hostname
+    return Host(name, machine, asdict(way), versions, free, network_variables(env), problems)
+
+
+def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
+    """Which pairs of hosts are measured."""
+    numbers = range(num_hosts)
+    if num_hosts <= _MAX_ALL_PAIRS:
+        return [(one, other) for one in numbers for other in numbers[one + 1 :]]
+    return [(0, other) for other in numbers[1:]] + [(i, i + 1) for i in numbers[1:-1]]
+
+
+def differences(hosts: Sequence[Host]) -> list[str]:
+    """Versions and variables that are not the same on all hosts."""
+    found = []
+    for kind in ("versions", "variables"):
+        names = sorted({name for host in hosts for name in getattr(host, kind)})
+        for name in names:
+            by_value: dict[str, list[str]] = {}
+            for host in hosts:
+                by_value.setdefault(getattr(host, kind).get(name, "not set"), []).append(host.name)
+            if len(by_value) > 1 and name != "kernel":
+                words = "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
+                found.append(f"{name} differs: {words}; make it the same everywhere")
+    return found
+
+
+def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]) -> list[Section]:
+    """What is printed: a section per host and one for the pairs.
+
+    Args:
+        hosts: those that are different machines.
+        measured: by pair of hosts, a text if one did not reach the other.
+    """
+    sections = []
+    for host in hosts:
+        values = {
+            "address": str(Way(**host.way)),
+            "versions": host.versions,
+            "free": {name: gib(free) for name, free in host.free.items()},
+            "variables": host.variables,
+        }
+        sections.append(Section(f"host {host.name}", values, list(host.problems)))
+    pairs = Section("pairs of hosts", {}, differences(hosts))
+    rates = sorted(one.bytes_per_s for one in measured.values() if isinstance(one, Pair))
+    for (one, other), found in measured.items():
+        name = f"{hosts[one].name} - {hosts[other].name}"
+        if isinstance(found, str):
+            pairs.values[name] = "no connection"
+            pairs.problems.append(found)
+            continue
+        pairs.values[name] = (
+            f"round trip {found.round_trip_s * 1e6:.0f} us, {found.bytes_per_s / 1e6:.0f} MB/s, "
+            f"clock {found.ahead_s * 1e3:+.1f} ms"
+        )
+        if found.bytes_per_s < _SLOW * rates[len(rates) // 2]:
+            pairs.problems.append(
+                f"{name}: {found.bytes_per_s / 1e6:.0f} MB/s, the middle of all pairs is "
+                f"{rates[len(rates) // 2] / 1e6:.0f}; look at the cable, switch or interface"
+            )
+        if abs(found.ahead_s) > _MOST_APART_S:
+            pairs.problems.append(
+                f"{name}: the clocks are {abs(found.ahead_s):.1f} s apart; set them (chrony, ntp)"
+            )
+    return [*sections, pairs]
+
+
+def _measure_all(
+    store: dist.Store, own: int, hosts: Sequence[Host]
+) -> dict[tuple[int, int], Pair | str]:
+    """One pair after the other, each by its first host; all hosts learn the results."""
+    measured: dict[tuple[int, int], Pair | str] = {}
+    for one, other in pairs_of(len(hosts)):
+        key = f"pair/{one}/{other}"
+        if own == one:
+            here, there = hosts[one], hosts[other]
+            try:
+                pair = measure(here.way["address"], there.way["address"], there.port)
+                store.set(key, json.dumps(asdict(pair)))
+            except OSError as error:
+                text = (
+                    f"{here.name} at {Way(**here.way)}, does not reach {there.name} at "
+                    f"{Way(**there.way)}: {error}; open the ports between them, or name the right "
+                    "interface (GLOO_SOCKET_IFNAME)"
+                )
+                store.set(key, json.dumps(text))
+        found = json.loads(store.get(key))
+        measured[one, other] = found if isinstance(found, str) else Pair(**found)
+    return measured
+
+
+def main() -> int:
+    """Returns 1 on all hosts when something is wrong."""
+    env = os.environ
+    launch = read_launch(env, socket.gethostname())
+    if launch.world_size == 1:
+        print(
+            "smp doctor --hosts: this is one process; start it on each host with the launcher of "
+            "the job, for instance torchrun --nnodes=2 --nproc-per-node=1 ... -m smp_cli doctor "
+            "--hosts",
+            file=sys.stderr,
+        )
+        return 2
+    point = MeetingPoint()
+    store = point.open(launch, env, _TIMEOUT_S)
+    rank = launch.global_rank
+
+    def exchange(what: str, host: Host) -> list[Host]:
+        store.set(f"{what}/{rank}", json.dumps(asdict(host)))
+        keys = [f"{what}/{other}" for other in range(launch.world_size)]
+        return [Host(**json.loads(t)) for t in wait_for_hellos(store, rank, keys, _TIMEOUT_S)]
+
+    host = look(launch, point.host, env)
+    said = exchange("facts", host)
+    others = [one.way["address"] for one in said if one.machine != host.machine]
+    way = towards(Way(**host.way), others)
+    host.way = asdict(way)
+    machines = [one.machine for one in said]
+    first_ranks = [r for r, machine in enumerate(machines) if machine not in machines[:r]]
+    if len(first_ranks) > 1 and (not way.address or is_loopback(way.address)):
+        host.problems.append(f"no address that other hosts reach: {way}; set GLOO_SOCKET_IFNAME")
+    with Server(way.address or "127.0.0.1") as server:
+        host.port = server.port
+        said = exchange("servers", host)
+        hosts = [said[r] for r in first_ranks]
+        own = first_ranks.index(rank) if rank in first_ranks else -1
+        measured = _measure_all(store, own, hosts)
+        sections = report(hosts, measured)
+        store.add("end", 1)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        # The store is in rank 0, and ends with it.
+        while rank == 0 and store.add("end", 0) < launch.world_size:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.02)
+    if rank == 0:
+        if "--json" in sys.argv:
+            print(json.dumps({one.name: one.to_json() for one in sections}, indent=2))
+        else:
+            print(to_text(sections))
+    return int(any(one.problems for one in sections))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

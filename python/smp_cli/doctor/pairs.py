@@ -1,0 +1,112 @@
+"""How fast two hosts answer and send each other bytes, and how far their clocks are apart."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+_ANSWER_S = 5.0
+_NUM_ASKED = 40
+_CHUNK_BYTES = 1 << 20
+_LONGEST_SENDING_S = 2.0
+_MOST_BYTES = 64 << 20
+_ASK, _SEND, _END = b"a", b"s", b"e"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What was measured between two hosts."""
+
+    round_trip_s: float
+    bytes_per_s: float
+    ahead_s: float
+    """How far the other wall clock is ahead of this one; wrong by half a round trip at most."""
+
+
+class Server:
+    """Answers the questions of other hosts, one after the other, while the block lasts."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                connection.settimeout(2 * _ANSWER_S)
+                try:
+                    _answer(connection)
+                except OSError:
+                    pass  # the other side reports it
+
+
+def _answer(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while command := connection.recv(1):
+        if command == _ASK:
+            connection.sendall(struct.pack("!d", time.time()))
+        elif command == _SEND:
+            while not connection.recv(_CHUNK_BYTES).endswith(_END):
+                pass
+            connection.sendall(_END)
+
+
+def measure(own: str, address: str, port: int) -> Pair:
+    """Asks the server of another host.
+
+    Args:
+        own: address of this host, from which to ask.
+        address: of the other.
+        port: of its server.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        asked = [_ask(connection) for _ in range(_NUM_ASKED)]
+        started_s = time.perf_counter()
+        connection.sendall(_SEND)
+        data, num_bytes = b"x" * _CHUNK_BYTES, 0
+        while num_bytes < _MOST_BYTES and time.perf_counter() - started_s < _LONGEST_SENDING_S:
+            connection.sendall(data)
+            num_bytes += len(data)
+        connection.sendall(_END)
+        connection.settimeout(60.0)  # what is in buffers has to get through
+        if connection.recv(1) != _END:
+            raise OSError("the connection closed in the middle")
+        sent_s = time.perf_counter() - started_s
+    quickest = min(asked)
+    return Pair(statistics.median(took for took, _ in asked), num_bytes / sent_s, quickest[1])
+
+
+def _ask(connection: socket.socket) -> tuple[float, float]:
+    """Seconds until the answer, and how far its clock is ahead of the middle of these."""
+    before, started_s = time.time(), time.perf_counter()
+    connection.sendall(_ASK)
+    answer = b""
+    while len(answer) < 8:
+        piece = connection.recv(8 - len(answer))
+        if not piece:
+            raise OSError("the connection closed in the middle")
+        answer += piece
+    took_s = time.perf_counter() - started_s
+    (there,) = struct.unpack("!d", answer)
+    return took_s, there - (before + took_s / 2)
