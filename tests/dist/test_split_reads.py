@@ -202,7 +202,15 @@ def test_reading_a_split_weight_is_reading_the_whole(
 
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_it_is_in_a_pipeline_as_well(pool: Pool, prescaled: bool) -> None:
-    readers = [Decoder, Transposed, Pieces, Views, Probing, Recomputed, Own]  # others read all there is
+    readers = [
+        Decoder,
+        Transposed,
+        Pieces,
+        Views,
+        Probing,
+        Recomputed,
+        Own,
+    ]  # others read all there is
     check(pool.run(4, train_once, readers, "memory", prescaled, True, 2), readers, prescaled)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import resource
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def _save(
     num_shards: int = 1,
     values: dict[str, Any] | None = None,
 ) -> Path:
-    generation = Generation.begin(path, name, f"g-{random.randrange(2**60)}")
+    generation = Generation.begin(path, name, folder.new_generation())
     files: dict[str, dict[str, torch.Tensor]] = {}
     parts: dict[str, dict[str, Part]] = {}
     for entry, tensor in state.items():

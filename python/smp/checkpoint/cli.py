@@ -1,4 +1,4 @@
-"""``smp ckpt``: looks at checkpoint folders, checks and converts them, without a job."""
+"""``smp ckpt``: looks at checkpoints, checks and converts them, without a job."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint import exporting, folder, inspection, resharding
+from smp.checkpoint import exporting, folder, inspection, resharding, store_cli
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
+from smp.checkpoint.store import copies, names
+from smp.checkpoint.store.fetching import Fetched
+from smp.checkpoint.store_cli import bytes_text
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _MAX_LISTED = 50
@@ -39,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     _command(commands, "verify", _verify, "read all files and compare their checksums")
 
     command = _command(commands, "diff", _diff, "in what two checkpoints differ; any layouts")
-    command.add_argument("second", type=Path, metavar="SECOND")
+    command.add_argument("second", metavar="SECOND", help="folder or address")
 
     command = _command(commands, "export", _export, "the model as safetensors of Hugging Face")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
@@ -62,6 +66,7 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument(
         "--parts", type=int, default=1, metavar="N", help="files of each kind; default: 1"
     )
+    store_cli.add_commands(commands, _command)
 
 
 def _command(
@@ -69,7 +74,9 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a checkpoint, or where checkpoints are saved"
+        "folder",
+        metavar="FOLDER",
+        help="a checkpoint, where checkpoints are saved, or an address such as s3://bucket/prefix",
     )
     parser.add_argument("--tag", help="of the checkpoint, where several are; default: the newest")
     parser.set_defaults(execute=lambda arguments: _guarded(run, arguments))
@@ -79,7 +86,7 @@ def _command(
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
         print(f"smp ckpt: {error}", file=sys.stderr)
         return 1
 
@@ -99,30 +106,57 @@ def _registration(text: str) -> exporting.Translate:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _checkpoint(path: Path, tag: str | None = None) -> Path:
-    """The folder itself if it is a checkpoint, else the one of the tag, or the newest in it."""
-    if tag is None and ((path / manifests.FILE_NAME).exists() or not path.is_dir()):
-        return path
-    return folder.find(path, tag)
+@dataclass(frozen=True)
+class _Checkpoint:
+    """One that a command works on.
+
+    Attributes:
+        path: its folder.
+        shown: how it is called in what is printed.
+        fetched: keeps what was fetched from a store as long as this lives.
+    """
+
+    path: Path
+    shown: str
+    fetched: Fetched | None = None
+
+
+def _checkpoint(place: str, tag: str | None = None, with_files: bool = True) -> _Checkpoint:
+    """The folder itself if it is a checkpoint, else the one of the tag, or the newest in it.
+
+    Args:
+        place: a folder or an address.
+        with_files: fetch all files from a store, not the manifest alone.
+    """
+    if names.is_address(place):
+        address = names.parse(place)
+        fetched = copies.fetched(address, store_cli.root(), tag)
+        if with_files:
+            fetched.get_all()
+        return _Checkpoint(fetched.folder, f"{address}/{fetched.key.folder()}", fetched)
+    path = Path(place)
+    if tag is not None or (not (path / manifests.FILE_NAME).exists() and path.is_dir()):
+        path = folder.find(path, tag)
+    return _Checkpoint(path, str(path))
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    path = _checkpoint(arguments.folder, arguments.tag)
-    manifest = manifests.read(path)
+    found = _checkpoint(arguments.folder, arguments.tag, with_files=False)
+    manifest = manifests.read(found.path)
     if arguments.json:
-        print(json.dumps(_facts(path, manifest, arguments.entries), indent=2))
+        print(json.dumps(_facts(found.shown, manifest, arguments.entries), indent=2))
         return 0
     sizes = ", ".join(f"{axis} {size}" for axis, size in manifest.layout.sizes.items())
-    print(f"folder      {path}")
+    print(f"folder      {found.shown}")
     print(f"generation  {manifest.generation}")
     print(f"written by  {', '.join(f'{n} {v}' for n, v in manifest.versions.items())}")
     print(f"layout      {sizes}")
     num_bytes = sum(record.num_bytes for record in manifest.files.values())
-    print(f"files       {len(manifest.files)}, {_bytes(num_bytes)}")
+    print(f"files       {len(manifest.files)}, {bytes_text(num_bytes)}")
     for total in inspection.totals(manifest):
         print(
             f"{total.kind:<11} {total.num_entries} tensors, {total.num_elements:,} elements, "
-            f"{_bytes(total.num_bytes)}"
+            f"{bytes_text(total.num_bytes)}"
         )
     print(f"values      {', '.join(manifest.values) or 'none'}")
     if arguments.entries:
@@ -131,9 +165,9 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(path: Path, manifest: Manifest, with_entries: bool) -> dict[str, Any]:
+def _facts(shown: str, manifest: Manifest, with_entries: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "folder": str(path),
+        "folder": shown,
         "generation": manifest.generation,
         "versions": manifest.versions,
         "layout": {"config": manifest.layout.config, "sizes": manifest.layout.sizes},
@@ -153,7 +187,9 @@ def _facts(path: Path, manifest: Manifest, with_entries: bool) -> dict[str, Any]
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    path = _checkpoint(arguments.folder, arguments.tag)
+    if names.is_address(arguments.folder):
+        return store_cli.verify(names.parse(arguments.folder), arguments.tag)
+    path = _checkpoint(arguments.folder, arguments.tag).path
     count = 0
     for text in inspection.problems(path):
         print(f"{path}: {text}")
@@ -163,13 +199,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 1
     manifest = manifests.read(path)
     num_bytes = sum(record.num_bytes for record in manifest.files.values())
-    print(f"{path}: {len(manifest.files)} files, {_bytes(num_bytes)}: all as written")
+    print(f"{path}: {len(manifest.files)} files, {bytes_text(num_bytes)}: all as written")
     return 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    first = FolderReader(_checkpoint(arguments.folder, arguments.tag))
-    second = FolderReader(_checkpoint(arguments.second))
+    one, other = _checkpoint(arguments.folder, arguments.tag), _checkpoint(arguments.second)
+    first, second = FolderReader(one.path), FolderReader(other.path)
     count = 0
     with first, second:
         for difference in inspection.differences(first, second):
@@ -184,27 +220,19 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    path = _checkpoint(arguments.folder, arguments.tag)
+    found = _checkpoint(arguments.folder, arguments.tag)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     files = exporting.export(
-        path, arguments.target, arguments.max_shard_size, dtype, arguments.registrations
+        found.path, arguments.target, arguments.max_shard_size, dtype, arguments.registrations
     )
     for file in files:
-        print(f"{file}  {_bytes(file.stat().st_size)}")
+        print(f"{file}  {bytes_text(file.stat().st_size)}")
     return 0
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    path = _checkpoint(arguments.folder, arguments.tag)
-    manifest = resharding.reshard(path, arguments.target, arguments.parts)
+    found = _checkpoint(arguments.folder, arguments.tag)
+    manifest = resharding.reshard(found.path, arguments.target, arguments.parts)
     for name, record in manifest.files.items():
-        print(f"{arguments.target / name}  {_bytes(record.num_bytes)}")
+        print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")
     return 0
-
-
-def _bytes(count: int) -> str:
-    if count < 1000:
-        return f"{count} B"
-    units = ("kB", "MB", "GB", "TB", "PB")
-    power = min((len(str(count)) - 1) // 3, len(units))
-    return f"{count / 1000**power:.3g} {units[power - 1]}"

@@ -64,6 +64,11 @@ def problems(folder: Path) -> Iterator[str]:
     for path in sorted(folder.iterdir()):
         if path.name not in manifest.files and path.name != manifests.FILE_NAME:
             yield f"{path.name}: not in the manifest"
+    yield from problems_of_entries(manifest)
+
+
+def problems_of_entries(manifest: Manifest) -> Iterator[str]:
+    """Entries of which some elements are stored nowhere."""
     for name, entry in manifest.entries.items():
         try:
             reader.plan(name, entry, Part.whole(entry.shape))

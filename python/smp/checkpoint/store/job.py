@@ -12,7 +12,7 @@ from smp.checkpoint import folder as folders
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.handle import finish_running
 from smp.checkpoint.locks import OwnerLock
-from smp.checkpoint.store import fetching, names, pending, plan
+from smp.checkpoint.store import copies, fetching, names, pending, plan
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.names import Address, Key
 from smp.checkpoint.store.objects import ObjectStore
@@ -145,7 +145,7 @@ class JobStore:
             local = local_keys(self.root)
             if self._is_first:
                 left = self.look()
-                stored = self.newest(tag)
+                stored = copies.newest_complete(self._reader, tag)
         except Exception as caught:
             error = caught
         told = agree(self._rank, what, error, (local, stored, left))
@@ -171,15 +171,6 @@ class JobStore:
             error = caught
         agree(self._rank, what, error)
         return source
-
-    def newest(self, tag: str | None) -> Key | None:
-        """The newest complete generation in the store, or of a tag."""
-        keys = self._reader.generations()
-        while (key := plan.newest(keys, tag, folders.PARTIAL_SUFFIX)) is not None:
-            if self._reader.look(key).is_complete:
-                return key
-            keys.remove(key)
-        return None
 
     def _fetched(self, key: Key) -> Fetched:
         fetched = Fetched(self._reader, key, self.root, self._rank.timeout_s)

@@ -52,6 +52,11 @@ class Key:
     generation: str
     name: str
 
+    @property
+    def time_s(self) -> float:
+        """When it was saved, in seconds since 1970."""
+        return int(self.generation[:16], 16) / 1e9
+
     def folder(self) -> str:
         """The name of its folder in the store."""
         return f"{quote(self.name, safe=_SAFE)}.{self.generation}"

@@ -1,0 +1,162 @@
+"""Copies between stores and folders by hand, and what a store has. Imports no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from smp.checkpoint import folder as folders
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.manifest import FILE_NAME, Manifest, ManifestError
+from smp.checkpoint.store import names, plan, sending
+from smp.checkpoint.store.fetching import Fetched
+from smp.checkpoint.store.names import Address, Key
+from smp.checkpoint.store.objects import ObjectStore
+from smp.checkpoint.store.plan import Stored
+
+_TIMEOUT_S = 1800.0
+
+
+def newest_complete(store: ObjectStore, tag: str | None) -> Key | None:
+    """The newest complete generation, or of a tag; None: there is none."""
+    keys = store.generations()
+    while (key := plan.newest(keys, tag, folders.PARTIAL_SUFFIX)) is not None:
+        if store.look(key).is_complete:
+            return key
+        keys.remove(key)
+    return None
+
+
+def find(store: ObjectStore, tag: str | None) -> Key:
+    """As `newest_complete`.
+
+    Raises:
+        FileNotFoundError: there is none; names those that there are.
+    """
+    key = newest_complete(store, tag)
+    if key is None:
+        there = [one.key.name for one in look(store) if one.is_complete]
+        asked = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+        raise FileNotFoundError(
+            f"{store.address} has {asked}; it has: {', '.join(sorted(set(there))) or 'none'}"
+        )
+    return key
+
+
+def look(store: ObjectStore) -> list[Stored]:
+    """All generations, complete or not, oldest first."""
+    return [store.look(key) for key in store.generations()]
+
+
+def fetched(address: Address, root: Path, tag: str | None) -> Fetched:
+    """A checkpoint of a store as a folder that fills.
+
+    Args:
+        root: `settings.store_root` of this machine.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    store = ObjectStore(address)
+    return Fetched(store, find(store, tag), names.local_folder(root, address), _TIMEOUT_S)
+
+
+def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
+    """Copies a checkpoint of a store into a new folder.
+
+    Raises:
+        FileExistsError: ``target`` is there.
+        FileNotFoundError: there is no such checkpoint.
+        ManifestError: an object is damaged.
+    """
+    folders.check_name(target.name)
+    if target.exists():
+        raise FileExistsError(f"{target} is there already; give a new folder")
+    store = ObjectStore(address)
+    key = find(store, tag)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as temporary:
+        source = Fetched(store, key, Path(temporary), _TIMEOUT_S)
+        source.get_all()
+        source.folder.rename(target)
+        source.close()
+    return manifests.read(target)
+
+
+def send(
+    source: Path, address: Address, told: Callable[[str], None] = lambda _: None
+) -> tuple[Key, list[str]]:
+    """Copies a checkpoint folder into a store; what is there already is left alone.
+
+    Args:
+        told: is given the name of each file that has been sent.
+
+    Returns:
+        its key, and the files that were sent.
+
+    Raises:
+        FileNotFoundError: it is no complete checkpoint.
+        ManifestError: a file is damaged or missing.
+        ValueError: an older release wrote it, whose generations have no order.
+    """
+    manifest = manifests.read(source)
+    if not names.is_ordered(manifest.generation):
+        raise ValueError(
+            f"{source} has the generation {manifest.generation!r}, which does not tell when it was "
+            "saved; `smp ckpt reshard` gives it one"
+        )
+    key = Key(manifest.generation, _name(source))
+    store = ObjectStore(address)
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+    missing = plan.missing(sizes, store.look(key).sizes)
+    for name in missing:
+        manifests.check_file(source / name, manifest.files[name])
+        store.put(key, name, source / name)
+        told(name)
+    found = store.look(key)
+    if lost := plan.missing(sizes, found.sizes):
+        raise RuntimeError(f"{address} has not all bytes of {', '.join(lost)}; send it again")
+    if not found.is_complete:
+        store.put(key, FILE_NAME, source / FILE_NAME)
+    return key, missing
+
+
+def _name(source: Path) -> str:
+    name = source.resolve().name
+    return name if name.endswith(folders.PARTIAL_SUFFIX) else name + folders.PARTIAL_SUFFIX
+
+
+def problems(store: ObjectStore, key: Key) -> Iterator[str]:
+    """What is wrong with a checkpoint in a store; reads all of it once, file by file."""
+    with tempfile.TemporaryDirectory(prefix="smp-verify-") as temporary:
+        try:
+            source = Fetched(store, key, Path(temporary), _TIMEOUT_S)
+        except (ManifestError, FileNotFoundError) as error:
+            yield str(error)
+            return
+        sizes = {name: record.num_bytes for name, record in source.manifest.files.items()}
+        found = store.look(key).sizes
+        for name in sizes:
+            if name not in found:
+                yield f"{name}: missing"
+            elif found[name] != sizes[name]:
+                yield f"{name}: {found[name]} bytes, {sizes[name]} in the manifest"
+            else:
+                try:
+                    source.get(name).unlink()
+                except ManifestError as error:
+                    yield str(error)
+        for name in plan.surplus(found, sizes):
+            yield f"{name}: not in the manifest"
+        source.close()
+
+
+def prune(store: ObjectStore, keep: int) -> list[Key]:
+    """Deletes complete checkpoints beyond the newest ones, and older ones that were never
+    completed and have not changed for an hour.
+
+    Raises:
+        FileNotFoundError: nothing is complete.
+    """
+    return sending.prune(store, find(store, None), keep, set())
