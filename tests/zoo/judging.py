@@ -124,9 +124,7 @@ def is_rounding(pool: Pool, result: Result, alone: list[Record], job: Job) -> bo
         if value > LIMITS[torch.float64]
     ):
         return False
-    outcomes = pool.outcomes(
-        job.mode.world_size, train_together, lifted, timeout=patience_s(alone)
-    )
+    outcomes = pool.outcomes(job.mode.world_size, train_together, lifted, timeout=patience_s(alone))
     if any(outcome.error for outcome in outcomes):
         return False
     records = [outcome.value for outcome in outcomes]

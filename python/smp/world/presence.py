@@ -20,7 +20,7 @@ _PULSE_S = 3.0
 # Without a pulse for so long a rank is gone, or stopped.
 _SILENT_S = 30.0
 _GONE = "gone"
-_ALL = "hellos"
+_ALL = "of all"
 # For rank 0 to tell the others what came at the last moment.
 _GRACE_S = 5.0
 
@@ -78,7 +78,7 @@ def wait_for_hellos(
     own_rank: int,
     keys: Sequence[str],
     timeout_s: float,
-    look_at_first: Callable[[bytes], None],
+    look_at_first: Callable[[bytes], None] | None = None,
 ) -> list[bytes]:
     """The values of keys, one per rank, once all are there. Ctrl-C ends it. Collective.
 
@@ -87,7 +87,7 @@ def wait_for_hellos(
     Args:
         store: keys of this init.
         own_rank: of this process.
-        keys: of all ranks, index = global rank.
+        keys: of all ranks, index = global rank; others in each call.
         timeout_s: for all of them.
         look_at_first: gets the value of rank 0 before others are waited for; may raise.
 
@@ -96,18 +96,20 @@ def wait_for_hellos(
     """
     pulses = _Pulses(store, own_rank, len(keys))
     deadline_s = time.monotonic() + timeout_s
+    collected = f"{keys[0]}/{_ALL}"
     try:
         if own_rank == 0:
             _wait_for(store, keys, keys, pulses, deadline_s, timeout_s)
             texts = [text.decode() for text in store.multi_get(list(keys))]
             # Nearly the same text for each rank.
             packed = zlib.compress(json.dumps(texts).encode(), 1)
-            store.set(_ALL, base64.b64encode(packed).decode())
+            store.set(collected, base64.b64encode(packed).decode())
             return [text.encode() for text in texts]
         _wait_for(store, keys[:1], keys, pulses, deadline_s, timeout_s)
-        look_at_first(store.get(keys[0]))
-        _wait_for(store, [_ALL], keys, pulses, deadline_s, timeout_s)
-        packed = zlib.decompress(base64.b64decode(store.get(_ALL)))
+        if look_at_first is not None:
+            look_at_first(store.get(keys[0]))
+        _wait_for(store, [collected], keys, pulses, deadline_s, timeout_s)
+        packed = zlib.decompress(base64.b64decode(store.get(collected)))
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"smp.init: rank 0, which the ranks meet at, does not answer any more ({error}); look "

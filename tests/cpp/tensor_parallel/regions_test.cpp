@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "csrc/common/check.h"
+#include "csrc/tensor_parallel/layer_name.h"
 #include "tests/cpp/tensor_parallel/ranks.h"
 
 namespace smp::tensor_parallel {
@@ -428,6 +429,23 @@ TEST(RegionErrors, OtherRegionsAreNamed) {
     });
     EXPECT_NE(text.find("reduce of Double[4]"), std::string::npos) << text;
     EXPECT_NE(text.find("gather of Double[4] along dim 0"), std::string::npos);
+  });
+}
+
+TEST(RegionErrors, OtherLayersOfOneShapeAreNamed) {
+  comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
+    const GroupPtr group = make_group(comm);
+    const std::string path(80, 'x');  // longer than what a header keeps of it
+    exchange_layer_name(path + (rank == 0 ? ".first" : ".last"));
+    const std::string text = text_of_error([&] { reduce(group, randn({4})); });
+    EXPECT_NE(text.find("x.first'"), std::string::npos) << text;
+    EXPECT_NE(text.find("x.last'"), std::string::npos) << text;
+
+    const std::string other = rank == 0 ? "a" : "b";  // in what is cut off
+    exchange_layer_name(other + path);
+    EXPECT_NE(text_of_error([&] { reduce(group, randn({4})); }), "");
+    EXPECT_EQ(exchange_layer_name(""), other + path);
+    EXPECT_EQ(reduce(group, randn({4})).numel(), 4);
   });
 }
 
