@@ -125,18 +125,20 @@ class Crossing:
             if machine != self._machines[rank]
         ]
         way = towards(ways[rank], others)
-        self._store.set(f"way/{rank}", json.dumps(asdict(way)))
-        ways = [Way(**json.loads(text)) for text in self._of_all("", timeout_s)]
+        self._store.set(f"chosen/{rank}", json.dumps(asdict(way)))
+        ways = [Way(**json.loads(text)) for text in self._of_all("chosen", timeout_s)]
         verdict = self._try_all(ways) if rank in self._first_ranks else ""
-        self._store.set(f"way/{rank}/verdict", verdict)
-        verdicts = [text.decode() for text in self._of_all("/verdict", timeout_s)]
+        self._store.set(f"verdict/{rank}", verdict)
+        verdicts = [text.decode() for text in self._of_all("verdict", timeout_s)]
         if faults := [text for text in verdicts if text]:
             raise ValueError("smp launch: " + "; ".join(faults))
         return ways
 
     def _of_all(self, what: str, timeout_s: float) -> list[bytes]:
-        keys = [f"way/{rank}{what}" for rank in range(len(self._machines))]
-        return wait_for_hellos(self._store, self._rank, keys, timeout_s)
+        """What all ranks have told under a name; keys of its own for how they are collected."""
+        store = dist.PrefixStore(what, self._store)
+        keys = [str(rank) for rank in range(len(self._machines))]
+        return wait_for_hellos(store, self._rank, keys, timeout_s, lambda first: None)
 
     def _try_all(self, ways: Sequence[Way]) -> str:
         hosts = self._hosts

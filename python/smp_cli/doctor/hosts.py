@@ -178,9 +178,11 @@ def main() -> int:
     rank = launch.global_rank
 
     def exchange(what: str, host: Host) -> list[Host]:
-        store.set(f"{what}/{rank}", json.dumps(asdict(host)))
-        keys = [f"{what}/{other}" for other in range(launch.world_size)]
-        return [Host(**json.loads(t)) for t in wait_for_hellos(store, rank, keys, _TIMEOUT_S)]
+        own = dist.PrefixStore(what, store)
+        own.set(str(rank), json.dumps(asdict(host)))
+        keys = [str(other) for other in range(launch.world_size)]
+        texts = wait_for_hellos(own, rank, keys, _TIMEOUT_S, lambda first: None)
+        return [Host(**json.loads(text)) for text in texts]
 
     host = look(launch, point.host, env)
     said = exchange("facts", host)
