@@ -425,7 +425,9 @@ def test_replicas_with_unequal_batches_draw_as_one_process(
         assert sum(calls for _, calls, _ in found) > 0
         # Masks are none of the generators', so nothing else would tell that the model drops.
         assert {"random numbers" in outcome for _, _, outcome in found[:1]} == {True}, found
-        assert all(torch.equal(*pair) for pair in zip(by_replica[::2], by_replica[1::2], strict=True))
+        assert all(
+            torch.equal(*pair) for pair in zip(by_replica[::2], by_replica[1::2], strict=True)
+        )
         by_replica = by_replica[::2]
     torch.testing.assert_close(torch.cat(by_replica), expected, rtol=1e-9, atol=1e-12)
 

@@ -138,7 +138,7 @@ class Crossing:
         """What all ranks have told under a name; keys of its own for how they are collected."""
         store = dist.PrefixStore(what, self._store)
         keys = [str(rank) for rank in range(len(self._machines))]
-        return wait_for_hellos(store, self._rank, keys, timeout_s, lambda first: None)
+        return wait_for_hellos(store, self._rank, keys, timeout_s)
 
     def _try_all(self, ways: Sequence[Way]) -> str:
         hosts = self._hosts

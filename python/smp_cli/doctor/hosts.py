@@ -181,7 +181,7 @@ def main() -> int:
         own = dist.PrefixStore(what, store)
         own.set(str(rank), json.dumps(asdict(host)))
         keys = [str(other) for other in range(launch.world_size)]
-        texts = wait_for_hellos(own, rank, keys, _TIMEOUT_S, lambda first: None)
+        texts = wait_for_hellos(own, rank, keys, _TIMEOUT_S)
         return [Host(**json.loads(text)) for text in texts]
 
     host = look(launch, point.host, env)
