@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
-from tests.reference.dropping import SAMPLES, Split, SplitLM, batch, make
+from tests.reference.dropping import PLAN, SAMPLES, Planned, Split, SplitLM, batch, make
 from tests.reference.split_modules import float64
 from tests.reference.tolerances import assert_close
 
 STEPS = 3
-MODELS = {"split": Split, "split_lm": SplitLM}
+MODELS = {"split": Split, "split_lm": SplitLM, "planned": Planned}
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,22 @@ def make_model(setup: Setup, values: dict[str, Tensor] | None) -> Any:
         model = smp.DistributedModel(make())
     else:
         torch.manual_seed(1)
-        with float64():
-            model = smp.DistributedModel(MODELS[setup.model]())
+        plan = PLAN if setup.model == "planned" else None
+        with float64(), smp.tensor_parallelism(plan is not None, plan=plan):
+            plain = MODELS[setup.model]()
+        model = smp.DistributedModel(plain.double())
     if values is not None:
         model.load_state_dict(values)
     if setup.checkpoints == "marks":
         smp.set_activation_checkpointing(model.get_module().blocks, strategy="contiguous")
         smp.set_activation_checkpointing(model.get_module().twice)
         smp.set_activation_checkpointing(model.get_module().turned)
+    elif setup.checkpoints == "layers":
+        smp.set_activation_checkpointing(model.get_module().blocks)
+    elif setup.checkpoints == "parts":
+        for block in model.get_module().blocks:
+            for part in (block.drop, block.attention.drop, block.attention.dense, block.down):
+                smp.set_activation_checkpointing(part)
     elif setup.checkpoints == "calls":
         blocks = model.get_module().blocks
         call = functools.partial(_checkpointed, list(blocks))
@@ -302,7 +310,7 @@ def test_second_forwards_have_the_masks_of_the_first(pool: Pool, pp: int, checkp
     check(pool, Setup(pp=pp, microbatches=2, checkpoints=checkpoints))
 
 
-@pytest.mark.sample(keep=6)
+@pytest.mark.sample(keep=9)
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize("prescaled", [False, True])
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str)
@@ -312,6 +320,13 @@ def test_split_layers_draw_as_whole_ones(
 ) -> None:
     config = (("optimize", optimize), ("prescaled_batch", prescaled))
     check(pool, Setup(model, *layout, config=config))
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_blocks_of_a_plan_recompute_their_masks(pool: Pool, prescaled: bool) -> None:
+    setup = Setup("planned", tp=2, config=(("prescaled_batch", prescaled),))
+    for checkpoints in ("layers", "parts"):
+        check(pool, replace(setup, checkpoints=checkpoints))
 
 
 # ---- resuming --------------------------------------------------------------------------

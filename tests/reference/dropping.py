@@ -114,3 +114,60 @@ class SplitLM(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         return self.model((ids, None, None, None, ids)).loss
+
+
+HEADS, INNER = 3, 15  # no number of ranks divides them
+
+PLAN = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "blocks.*.attention.dense": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
+
+
+class PlannedAttention(nn.Module):
+    """Drops probabilities in three shapes, what the heads give, and the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.num_heads, -1)
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
+        y = y + self.drop((q @ k.mT).softmax(-1)) @ v
+        rows = F.dropout((q @ k.mT).softmax(-1).flatten(0, 1), 0.2, self.training)
+        y = y + (rows @ v.flatten(0, 1)).view(y.shape)
+        return self.drop(self.dense(self.drop(y.transpose(1, 2).flatten(2))))
+
+
+class PlannedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = PlannedAttention()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.drop(x))
+        return x + self.drop(self.down(self.drop(torch.tanh(self.up(F.dropout(x, 0.1))))))
+
+
+class Planned(nn.Module):
+    """What a plan splits; elements are numbered in whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(PlannedBlock() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.dropout(self.embedding(ids), 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()

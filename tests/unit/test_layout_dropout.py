@@ -17,6 +17,7 @@ import smp
 from smp.dropout import places
 from smp.dropout.batches import BatchTable, Samples
 from smp.dropout.masks import Slice, mixed, stays
+from smp.dropout.parts import Block, Share
 from smp.dropout.places import Again, Place
 from smp.nn import functional
 
@@ -123,6 +124,62 @@ def test_what_comes_behind_a_second_run_counts_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     assert all(torch.equal(a, b) for a, b in zip([*runs[0], last], plain, strict=True))
     assert not torch.equal(plain[1], plain[2])
+
+
+# ---- blocks of plans -------------------------------------------------------------------
+
+
+def block_of(heads: Share | None) -> Block:
+    """A block of which a column has run, with 8 of 12 features, of 12."""
+    block = Block()
+    block.heads, block.width, block.is_split = heads, 12, True
+    block.columns[8] = Share(8, 4, 12)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "part"),
+    [
+        ([3, 5, 8], None, Slice(2, 4, 12)),
+        ([3, 5, 8], Share(2, 1, 3), Slice(2, 4, 12)),
+        ([3, 2, 5, 5], Share(2, 1, 3), Slice(1, 1, 3)),
+        ([6, 5, 5], Share(2, 1, 3), Slice(0, 1, 3)),
+        ([3, 5, 5], Share(1, 2, 3), Slice(0, 2, 3)),
+        ([3, 5, 8], Share(1, 2, 3), Slice(2, 4, 12)),
+    ],
+)
+def test_the_shape_tells_a_part(shape: list[int], heads: Share | None, part: Slice) -> None:
+    assert block_of(heads).part_of(shape, 3) == (part, "")
+    behind = block_of(heads)
+    behind.is_split = False
+    assert behind.part_of([3, 5, 12], 3) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "is_split", "words"),
+    [
+        ([3, 5, 12], None, True, "the shape of no part"),
+        ([3, 5, 8], None, False, "behind the row"),
+        ([3, 8, 8], Share(1, 2, 3), True, "one head and its features"),
+    ],
+)
+def test_parts_that_cannot_be_told_are_refused(
+    shape: list[int], heads: Share | None, is_split: bool, words: str
+) -> None:
+    block = block_of(heads)
+    block.is_split = is_split
+    place = Place(1, Samples(BatchTable(7, ((3, 1),)), [0], 0, 0), "here", block=block)
+    with pytest.raises(RuntimeError, match=f"in module 'here': .*{words}.*out of the plan"):
+        place.drop(torch.ones(shape), 0.5)
+
+
+def test_a_copy_of_a_block_is_the_same_moment_of_it() -> None:
+    block = block_of(Share(2, 1, 3))
+    other = block.copy()
+    other.is_split = False
+    assert block.is_split and other.part_of([3, 5, 12], 3) == (None, "")
+    block.take_over(other)
+    assert not block.is_split and block.columns == other.columns and block.heads == other.heads
 
 
 # ---- PyTorch's operators ---------------------------------------------------------------

@@ -124,6 +124,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...]) -> Place | None:
         _dim_inside(module, outside.dim),
         outside.split_by or (own.name if own.is_split else None),
         outside.of_group,
+        outside.block,
     )
     if isinstance(module, nn.RNNBase):
         _check_recurrent(module, place, args)

@@ -20,7 +20,7 @@ class Slice(NamedTuple):
     """Which part of a dim of the whole tensor is here.
 
     Attributes:
-        dim: of the tensor, samples included; above 0.
+        dim: of the tensor, samples included; 0: of the rows of each sample.
         begin: first index along it.
         extent: of the whole tensor along it.
     """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.dropout.batches import BatchTable, Samples
 from smp.dropout.masks import Slice, mixed, scaled, stays
+from smp.dropout.parts import Block
 
 KEY = "layout_independent_dropout"
 
@@ -33,9 +34,20 @@ class Place:
         split_by: name of the module around it that is split over ranks in a way that the library
             does not know.
         of_group: tensors have the samples of all ranks of the tensor-parallel group.
+        block: that a plan splits, around it.
     """
 
-    __slots__ = ("calls", "dim", "key", "name", "num_drawn", "of_group", "samples", "split_by")
+    __slots__ = (
+        "block",
+        "calls",
+        "dim",
+        "key",
+        "name",
+        "num_drawn",
+        "of_group",
+        "samples",
+        "split_by",
+    )
 
     def __init__(
         self,
@@ -45,7 +57,9 @@ class Place:
         dim: int | None = 0,
         split_by: str | None = None,
         of_group: bool = False,
+        block: Block | None = None,
     ) -> None:
+        self.block = block
         self.key, self.samples, self.name, self.dim = key, samples, name, dim
         self.split_by, self.of_group = split_by, of_group
         self.num_drawn = 0
@@ -55,11 +69,14 @@ class Place:
         """The same place, which counts for itself from now on."""
         made = Place(self.key, self.samples, self.name, self.dim, self.split_by, self.of_group)
         made.num_drawn, made.calls = self.num_drawn, dict(self.calls)
+        made.block = None if self.block is None else self.block.copy()
         return made
 
     def take_over(self, other: Place) -> None:
         """Counts on where a copy has arrived."""
         self.num_drawn, self.calls = other.num_drawn, dict(other.calls)
+        if self.block is not None and other.block is not None:
+            self.block.take_over(other.block)
 
     def count_call(self, module_key: int) -> int:
         """How often a module was called here before."""
@@ -115,10 +132,16 @@ class Place:
                 "them, one sample after the other",
                 "keep samples there",
             )
+        if part is None and self.block is not None:
+            part, why = self.block.part_of(shape, len(ids))
+            if why:
+                raise self.refused(
+                    x, why, "set its dropout to 0, or leave its layers out of the plan"
+                )
         key = mixed(self.key, self.samples.seed, self.num_drawn)
         self.num_drawn += 1
         sizes = list(shape[1:])
-        if shape[0] != len(ids):
+        if shape[0] != len(ids) or (part is not None and part.dim == 0):
             sizes.insert(0, shape[0] // len(ids))
             part = None if part is None else part._replace(dim=part.dim + 1)
         return stays(key, ids, sizes, p, x.device, part).view(tuple(shape))
@@ -181,20 +204,6 @@ def at(place: Place | None) -> Iterator[None]:
         yield
     finally:
         _place.reset(token)
-
-
-@contextlib.contextmanager
-def with_samples_of_group(of_group: bool) -> Iterator[None]:
-    """Tensors of the block have the samples of all ranks of the tensor-parallel group."""
-    place = _place.get()
-    if place is None or not of_group:
-        yield
-        return
-    before, place.of_group = place.of_group, True
-    try:
-        yield
-    finally:
-        place.of_group = before
 
 
 def key_of(name: str) -> int:

@@ -16,6 +16,7 @@ from smp.nn.experts import HoldsExperts
 from smp.nn.listed_experts import SpreadMixture
 from smp.nn.module import DistributedModule
 from smp.nn.planned.block import PlannedBlock
+from smp.nn.planned.linear import PlannedPart
 from smp.world import runtime
 
 
@@ -91,7 +92,11 @@ class MaskPlaces:
 
 def _knows_its_split_alone(module: nn.Module) -> bool:
     """Is it split over ranks, and do not its own classes say which elements a rank has?"""
-    if isinstance(module, PlannedBlock | HoldsExperts | SpreadMixture):
+    if isinstance(module, HoldsExperts | SpreadMixture):
         return True
+    if isinstance(getattr(module, "base_layer", None), PlannedPart):
+        return True  # an adapter, which may drop in front of its base layer or behind
+    if isinstance(module, PlannedBlock):
+        return False
     is_own = type(module).__module__.startswith("smp.")
     return isinstance(module, DistributedModule) and not is_own

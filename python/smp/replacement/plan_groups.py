@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from smp.dropout.parts import Share
 from smp.nn.planned.linear import PlannedLatent, PlannedRow
 from smp.replacement import plan_sizes, plans
 from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in, weight_dim
@@ -74,6 +75,9 @@ def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
             raise CannotCut("has packed columns in attention, whose order is not known")
     for part, share in shares.columns.items():
         draft.cuts[part] = column_cut(draft.modules[part], share, num[part])
+        if heads is not None:
+            own = Share.of(shares.queries, regions.rank())
+            draft.cuts[part].attributes["_smp_query_heads"] = own
     for part, share in shares.rows.items():
         sizes = {"_smp_sizes": share.sizes}
         dims = {"weight": Dim(weight_dim(draft.modules[part], 1), share.sizes)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from smp.dropout import places
+from smp.dropout import blocks, places
 from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
@@ -85,8 +85,8 @@ def _run(
             block._smp_name, borders.enter, layout, block._smp_name, args, kwargs, call
         )
     drawing = _drawing(block, (*args, *kwargs.values()))
-    of_group = places.with_samples_of_group(layout.has_own_batches)
-    with call_of_block(call), drawing, of_group:
+    masks = blocks.entered(layout.has_own_batches)
+    with call_of_block(call), drawing, masks:
         output = inner(*args, **kwargs)
     if block._smp_heads is not None:
         output = _without_weights(output, *block._smp_heads)

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.nn.modules import module
 
 import smp._C as _C
+from smp.dropout.blocks import column_runs, row_runs
+from smp.dropout.parts import Share
 from smp.nn.layout import Layout, uneven
 from smp.nn.module import DistributedModule
 from smp.nn.planned.calls import for_columns, sums_late
@@ -25,12 +27,14 @@ class PlannedPart(DistributedModule):
         _smp_layout: of the model.
         _smp_sizes: of the parts, by rank.
         _smp_inside: it is in a block, where activations are common.
+        _smp_query_heads: of a column of attention: which heads of queries this rank has.
         _smp_splits: how parameters are split, by name; who reads them from outside gets them whole.
     """
 
     _smp_layout: Layout
     _smp_sizes: Sequence[int]
     _smp_inside: bool
+    _smp_query_heads: Share | None = None
     _smp_splits: dict[str, reading.Split] = {}
 
     @property
@@ -56,6 +60,7 @@ class PlannedColumn(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in]``, common, to ``[*, own part of out]``. Collective in backward."""
+        column_runs(input, self._smp_sizes, self._smp_query_heads)
         return F.linear(for_columns(input), self._matrix(), self.bias)
 
 
@@ -79,6 +84,7 @@ class PlannedRow(PlannedPart, nn.Linear):
                 f"({list(self._smp_sizes)} of {self.in_features}): code in between makes something "
                 "else of what the columns give; leave these parts out of the plan"
             )
+        row_runs()
         if self._smp_sums_late and sums_late() and not has_hooks(self):
             bias = None if self.bias is None else OfFirstRank.apply(self.bias)
             term = F.linear(input, self._matrix(), bias)
@@ -145,6 +151,7 @@ class PlannedHeads(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """``[*, in]``, common, to ``[*, features of the heads]``. Collective in backward."""
+        column_runs(input, (), self._smp_query_heads)
         bias = None if self.bias is None else self._rows(self.bias)
         return F.linear(for_columns(input), self._rows(self._matrix()), bias)
 

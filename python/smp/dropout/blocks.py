@@ -1,0 +1,56 @@
+"""Blocks that a plan splits: their columns and rows say when they run (see `parts`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from smp.dropout import places
+from smp.dropout.parts import Block, Share
+from smp.tensor_parallel import regions
+
+
+@contextlib.contextmanager
+def entered(of_group: bool) -> Iterator[None]:
+    """Around a call of a block.
+
+    Args:
+        of_group: tensors inside have the samples of all ranks of the tensor-parallel group.
+    """
+    place = places.current()
+    if place is None:
+        yield
+        return
+    before = place.block, place.of_group
+    place.block, place.of_group = Block(), of_group or place.of_group
+    try:
+        yield
+    finally:
+        place.block, place.of_group = before
+
+
+def column_runs(x: Tensor, sizes: Sequence[int], heads: Share | None) -> None:
+    """A column of the running block reads ``x``.
+
+    Args:
+        x: common activations.
+        sizes: of the parts of its output, by rank; empty: of heads that several ranks have.
+        heads: of queries that this rank has, if it is a column of attention.
+    """
+    place = places.current()
+    if place is None or place.block is None:
+        return
+    block = place.block
+    block.is_split, block.width, block.heads = True, x.shape[-1], heads
+    if sizes:
+        share = Share.of(sizes, regions.rank())
+        block.columns[share.own] = share
+
+
+def row_runs() -> None:
+    """A row of the running block has summed the parts."""
+    place = places.current()
+    if place is not None and place.block is not None:
+        place.block.is_split = False
