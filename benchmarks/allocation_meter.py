@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 SOURCE = Path(__file__).with_name("allocation_meter.c")
 
 
@@ -57,10 +59,21 @@ class AllocationMeter:
         self._library = library
         for name in ("smp_meter_live", "smp_meter_peak"):
             getattr(library, name).restype = ctypes.c_longlong
+        torch_library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+        # Of Intel's library; other ones for products have no such function, and no such buffers.
+        self._products = getattr(ctypes.CDLL(str(torch_library)), "mkl_serv_mem_stat", None)
+        if self._products is not None:
+            self._products.restype = ctypes.c_longlong
 
     def live(self) -> int:
         """Bytes in large blocks now."""
         return int(self._library.smp_meter_live())
+
+    def workspace(self) -> int:
+        """Of :meth:`live`, what the library for matrix products keeps for each thread that ran."""
+        if self._products is None:
+            return 0
+        return int(self._products(ctypes.byref(ctypes.c_int(0))))
 
     def restart(self) -> int:
         """Forgets the peak; returns :meth:`live`."""

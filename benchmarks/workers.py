@@ -34,7 +34,7 @@ class Worker:
         """``smp.init`` with ``ddp``, so that torch's process group exists for the others."""
         smp.init({"ddp": True, **config})
 
-    def emit(self, contender: str, values: Mapping[str, float]) -> None:
+    def emit(self, contender: str, values: Mapping[str, Any]) -> None:
         """One result. Only rank 0 reports it."""
         if smp.rank() == 0:
             result = {

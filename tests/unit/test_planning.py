@@ -172,7 +172,7 @@ def job_of(model: ModelProfile, num_ranks: int, memory_bytes: int = 10**9) -> Jo
 def test_equal_stages_have_the_bubble_of_1f1b(pp: int, microbatches: int) -> None:
     layout = Layout(pp=pp, microbatches=microbatches, active=pp)
     plan = predict(job_of(chain(8), pp), layout)
-    one = 3e9 * 8 / pp / 1e12
+    one = (3e9 / 1e12 + 12e6 / 1e11) * 8 / pp  # products, and sums of gradients
     assert plan.time.pipeline == pytest.approx((microbatches + pp - 1) * one, rel=0.01)
     assert sum(plan.shares().values()) == pytest.approx(1)
     bound = predict(job_of(chain(8), pp), layout, simulated=False)

@@ -11,6 +11,7 @@ from smp.commands.configuration import add_configuration, read_configuration
 from smp.commands.ending import DONE, NO, BadUse, DoesNotFit, guarded
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import bytes_text, count_text, print_json, print_table
+from smp.commands.split_form import split_form
 from smp.partition.trace import TraceError
 from smp.planning.estimate import Estimate, Run, estimate
 from smp.planning.memory import RankBytes
@@ -87,7 +88,10 @@ def traced_estimate(
         DoesNotFit: it cannot be partitioned as configured.
     """
     try:
-        return estimate(loaded.module, args, kwargs, run)
+        if run.config.tensor_parallel_degree == 1:
+            return estimate(loaded.module, args, kwargs, run)
+        with split_form(loaded.module) as form:
+            return estimate(loaded.module if form is None else form, args, kwargs, run)
     except TraceError as error:
         raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
     except (ValueError, OSError) as error:

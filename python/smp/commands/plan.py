@@ -16,6 +16,7 @@ from smp.commands.arguments import add_memory, add_model, check_counts
 from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import bytes_text, count_text, print_json, print_table
+from smp.commands.split_form import split_form
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
@@ -73,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with quiet_transformers(), _progress() as tell:
         tell("tracing the model")
         loaded = load_model(arguments.model)
-        traced = profiled(loaded, arguments.seq, arguments.precision, rate)
+        traced, split = profiled(loaded, arguments.seq, arguments.precision, rate)
         job = Job(
             traced,
             device,
@@ -82,6 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.memory or device.memory_bytes,
             arguments.batch,
             arguments.precision,
+            split,
         )
         found = search(job, tell)
     if not found.plans:
@@ -111,8 +113,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def profiled(
     loaded: LoadedModel, seq: int | None, precision: str, flops_per_byte: float
-) -> ModelProfile:
-    """The model as a plan sees it, in the precision that it computes in.
+) -> tuple[ModelProfile, ModelProfile | None]:
+    """The model as a plan sees it, in the precision that it computes in; also as split layers.
 
     Raises:
         BadUse: the model cannot be traced.
@@ -128,9 +130,12 @@ def profiled(
             torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
         )
     try:
-        return profile(loaded.module, args, kwargs, flops_per_byte)
+        whole = profile(loaded.module, args, kwargs, flops_per_byte)
+        with split_form(loaded.module) as form:
+            split = None if form is None else profile(form, args, kwargs, flops_per_byte)
     except TraceError as error:
         raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
+    return whole, split
 
 
 def _nothing_fits(job: Job, found: Found) -> str:

@@ -79,8 +79,17 @@ def kept_microbatches(config: PartitionConfig, pp_size: int, num_chunks: int = 1
     active = config.microbatches
     if config.active_microbatches is not None:
         active = min(active, config.active_microbatches)
-    policy = _C.make_policy(config.pipeline)
-    return policy.kept_microbatches(pp_size, num_chunks, config.microbatches, active)
+    return kept_by(config.pipeline, pp_size, num_chunks, config.microbatches, active)
+
+
+def kept_by(
+    policy_name: str, pp_size: int, num_chunks: int, microbatches: int, active: int
+) -> list[int]:
+    """The same by numbers: of microbatches in a step, and of those in flight."""
+    policy = _C.make_policy(policy_name)
+    if pp_size == 1 and not policy.forwards_come_first:
+        return [1]  # nothing comes between a forward and its backward
+    return policy.kept_microbatches(pp_size, num_chunks, microbatches, active)
 
 
 def decide(

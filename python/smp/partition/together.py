@@ -141,8 +141,8 @@ def _decide(
         if not reads:
             raise
         raise ValueError(_C.rank_prefix() + reads) from error
-    if decision.decided_by == "auto" and any(_is_cut(decision, m) for m in wishes.whole):
-        return _with_whole(root, trace, wishes, decision) or decision
+    if decision.decided_by == "auto":
+        return without_cuts(root, trace, wishes.whole, wishes.fastest, decision)
     return decision
 
 
@@ -192,13 +192,37 @@ def _is_cut(decision: Decision, module: nn.Module) -> bool:
     return len(idxs) > 1
 
 
+def without_cuts(
+    root: nn.Module,
+    trace: Trace | None,
+    whole: Collection[nn.Module],
+    fastest: Fastest | None,
+    free: Decision,
+) -> Decision:
+    """A decision that cuts none of some modules; the given one where that is hardly balanced.
+
+    Args:
+        root: the model.
+        trace: of it, if there is one.
+        whole: modules that are better not cut.
+        fastest: by which the given decision was made.
+        free: the decision that has no such wish.
+    """
+    if not any(_is_cut(free, module) for module in whole):
+        return free
+    return _with_whole(root, trace, whole, fastest, free) or free
+
+
 def _with_whole(
-    root: nn.Module, trace: Trace | None, wishes: Wishes, free: Decision
+    root: nn.Module,
+    trace: Trace | None,
+    wanted: Collection[nn.Module],
+    fastest: Fastest | None,
+    free: Decision,
 ) -> Decision | None:
-    """Another decision that cuts none of some modules; None where that is hardly balanced."""
     assert free.options is not None
     options = free.options
-    index = build_tree(root, trace, wishes.whole)
+    index = build_tree(root, trace, wanted)
     try:
         _add_wishes(index, free.num_partitions)
         found = Decision.of(index, solve(index, options), options)
@@ -211,10 +235,9 @@ def _with_whole(
     limit = options.memory_limit_bytes
     if 0 < limit < max(whole.memory_bytes) and max(cut.memory_bytes) < max(whole.memory_bytes):
         return None
-    if wishes.fastest is None:
+    if fastest is None:
         return found
-    shape = wishes.fastest.shape
-    ratio = candidate(index.tree, found.assignment, options, shape).step_ratio
+    ratio = candidate(index.tree, found.assignment, options, fastest.shape).step_ratio
     return replace(found, step_ratio=ratio)
 
 

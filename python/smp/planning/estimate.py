@@ -18,10 +18,11 @@ from smp.partition.decide import Fastest, decide, partition_options
 from smp.partition.decision import Decision
 from smp.partition.fastest import StepShape
 from smp.partition.room import state_factor
+from smp.partition.together import without_cuts
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 from smp.planning import tensor_split
-from smp.planning.memory import Holding, RankBytes, Sharding, rank_bytes
+from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_bytes
 from smp.planning.recomputed import Layer, layers_of, repeated_layers, with_checkpoints
 from smp.planning.tensor_split import Shares
 
@@ -109,7 +110,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     traced = _scaled(trace(root, args, kwargs, device=torch.device("cpu")), root, shares)
     layers = layers_of(traced, repeated_layers(root)) if run.checkpoints else []
     costs = with_checkpoints(traced, layers) if layers else traced
-    decision = _decide(root, costs, run, {layer.module for layer in layers})
+    decision = _decide(root, traced, run, [layer.module for layer in layers])
     return Estimate(
         sum(p.numel() for p in root.parameters()),
         tuple(
@@ -117,7 +118,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
             for pp_rank in range(config.pipeline_parallel_degree)
         ),
         decision,
-        costs,
+        traced,
     )
 
 
@@ -138,28 +139,32 @@ def _scaled(traced: Trace, root: nn.Module, shares: Shares) -> Trace:
     if shares == Shares(1.0, 1.0, 1.0):
         return traced
     width = tensor_split.hidden_width(root)
-    factors = [
-        shares.split if tensor_split.has_split_work(module, width) else shares.whole
-        for module in traced.modules
-    ]
+    layers = layers_of(traced, repeated_layers(root))
+    border = max((layer.input_bytes for layer in layers), default=0)
+
+    def kept(module: nn.Module, num_bytes: float) -> int:
+        split, whole = tensor_split.kept_parts(module, num_bytes, width, border)
+        return int(split * shares.split + whole * shares.whole)
+
     return replace(
         traced,
         costs=tuple(
-            replace(cost, activation_bytes=int(factor * cost.activation_bytes))
-            for factor, cost in zip(factors, traced.costs, strict=True)
+            replace(cost, activation_bytes=kept(module, cost.activation_bytes))
+            for module, cost in zip(traced.modules, traced.costs, strict=True)
         ),
         values=tuple(
             replace(
                 value,
                 num_bytes=int(shares.whole * value.num_bytes),
-                activation_bytes=int(factors[value.producer] * value.activation_bytes),
+                activation_bytes=kept(traced.modules[value.producer], value.activation_bytes),
             )
             for value in traced.values
         ),
     )
 
 
-def _decide(root: nn.Module, costs: Trace, run: Run, whole: set[nn.Module]) -> Decision:
+def _decide(root: nn.Module, traced: Trace, run: Run, whole: Sequence[nn.Module]) -> Decision:
+    """As a run decides, which does not see what checkpoints save."""
     config = run.config
     pp_size = config.pipeline_parallel_degree
     sharding = sharding_of(config, run.num_ranks, run.device)
@@ -171,16 +176,19 @@ def _decide(root: nn.Module, costs: Trace, run: Run, whole: set[nn.Module]) -> D
             run.room_bytes,
             state_factor(root.parameters(), config, sharding.size),
         )
-    return decide(
+    decision = decide(
         root,
         config,
         pp_size,
-        index=build_tree(root, costs, whole),
+        index=build_tree(root, traced),
         file=config.partition_file,
         num_chunks=config.virtual_stages if pp_size > 1 else 1,
         memory_limit_bytes=config.partition_memory_limit or 0,
         fastest=fastest,
     )
+    if decision.decided_by != "auto":
+        return decision
+    return without_cuts(root, traced, whole, fastest, decision)
 
 
 def _stage(
@@ -194,7 +202,8 @@ def _stage(
     config = run.config
     pp_size, chunks = decision.num_partitions, decision.num_chunks
     options = partition_options(config, pp_size, chunks)
-    evaluation = _C.evaluate_partition(decision.index.tree, decision.assignment, options)
+    tree = build_tree(decision.modules[0], costs).tree
+    evaluation = _C.evaluate_partition(tree, decision.assignment, options)
     stages = range(pp_rank, pp_size * chunks, pp_size)
     state = options.state_factor * sum(evaluation.param_bytes[s] for s in stages)
     kept = max(0.0, evaluation.memory_bytes[pp_rank] - state)
@@ -202,11 +211,18 @@ def _stage(
     sharding = sharding_of(config, run.num_ranks, run.device)
     holding = _parameters(decision, shares, sharding, pp_rank)
     own = [layer for layer in layers if decision.partition_of[layer.module] == pp_rank]
-    again = max((layer.kept_bytes for layer in own), default=0)
+    width = sharding.parameter_bytes
+    passing = Passing(
+        _largest_tensor(decision, costs, pp_rank),
+        width * holding.largest,
+        width * _tied_elements(decision, shares, pp_rank),
+        max((layer.kept_bytes for layer in own), default=0),
+    )
     held = replace(
         holding,
         activations=kept,
-        temporary=max(again, _largest_pair(decision, costs, pp_rank)),
+        temporary=passing.forward_ends(options.kept_microbatches[pp_rank]),
+        late=passing.backward_ends,
     )
     if config.offload_activations and own:
         held = _offloaded(held, own, kept, config)
@@ -248,9 +264,9 @@ def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank:
     return Holding(elements, trainable, small, largest, units)
 
 
-def _largest_pair(decision: Decision, costs: Trace, pp_rank: int) -> float:
-    """The largest tensor that a rank makes, and its gradient: they are there beside the rest."""
-    return 2.0 * max(
+def _largest_tensor(decision: Decision, costs: Trace, pp_rank: int) -> float:
+    """That a rank makes."""
+    return max(
         (
             value.num_bytes
             for value in costs.values
@@ -258,6 +274,19 @@ def _largest_pair(decision: Decision, costs: Trace, pp_rank: int) -> float:
         ),
         default=0,
     )
+
+
+def _tied_elements(decision: Decision, shares: Shares, pp_rank: int) -> float:
+    """Of parameters that several modules of a rank use."""
+    shared = {(tie.owner_idx, tie.owner_name) for tie in decision.index.shared}
+    total = 0.0
+    for idx, name in shared:
+        module = decision.modules[idx]
+        if decision.partition_idxs[idx] == pp_rank:
+            is_split = tensor_split.has_split_parameters(module)
+            numel = module._parameters[name].numel()  # type: ignore[union-attr]
+            total += numel * (shares.split_state if is_split else 1.0)
+    return total
 
 
 def _offloaded(held: Holding, own: Sequence[Layer], kept: float, config: Config) -> Holding:

@@ -9,6 +9,10 @@ from importlib.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
+
 _FOLDER = "devices"
 
 
@@ -62,6 +66,12 @@ class Hardware:
     def flops_per_byte(self, precision: str) -> float:
         """FLOPs that take as long as moving one byte through memory."""
         return self.rate(precision) / self.memory_bytes_per_s
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of gradients that are reduced together, by default."""
+        device = torch.device("cpu" if self.at_once else "cuda")
+        return bucket_cap_bytes(DEFAULT_MB, device)
 
     def to_json(self) -> dict[str, Any]:
         """What `read` takes."""

@@ -10,7 +10,6 @@ from smp.planning.hardware import Hardware, Link
 from smp.planning.memory import Sharding
 from smp.planning.tensor_split import Shares
 
-BUCKET_BYTES = 128 << 20  # of gradients on a device; see smp.data_parallel.bucket_size
 PERSISTENT = 1_000_000  # default of sdp_param_persistence_threshold
 
 
@@ -63,9 +62,9 @@ class Layout:
         """What a rank has of a tensor-parallel group's microbatch."""
         return Shares(1 / self.tp, 1 / self.tp, 1 / self.tp if self.in_memory else 1.0)
 
-    def sharding(self, half: bool) -> Sharding:
+    def sharding(self, half: bool, bucket_bytes: int) -> Sharding:
         """How state is kept."""
-        return Sharding(half, self.shard, self.shards_parameters, PERSISTENT, BUCKET_BYTES)
+        return Sharding(half, self.shard, self.shards_parameters, PERSISTENT, bucket_bytes)
 
     def config(self, precision: str) -> dict[str, Any]:
         """The configuration of `smp.init`; only what differs from the defaults."""

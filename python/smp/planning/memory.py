@@ -54,7 +54,9 @@ class Holding:
         largest: elements of the largest tensor.
         units: of the two largest layers, elements, without those in small tensors.
         activations: bytes that the microbatches in flight keep, together.
-        temporary: bytes on top, while one operator or one recomputed layer runs.
+        temporary: bytes on top where a forward ends, while the loss or one recomputed layer goes
+            back.
+        late: bytes on top where a backward ends: of a gradient, and of a recomputed layer.
         host: bytes of activations in host memory.
     """
 
@@ -65,6 +67,7 @@ class Holding:
     units: float = 0
     activations: float = 0
     temporary: float = 0
+    late: float = 0
     host: float = 0
 
 
@@ -86,6 +89,34 @@ class RankBytes:
         """On the device."""
         state = self.parameters + self.gradients + self.optimizer
         return state + self.activations + self.gathered + self.buckets + self.temporary
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What is there for the time of a few operators, in bytes.
+
+    Attributes:
+        tensor: the largest tensor that a microbatch makes.
+        gradient: of the largest parameter, before it is added up.
+        tied: gradients of parameters that are used at both ends of the model: the first use of them
+            in a backward waits for the last one.
+        again: activations of the largest recomputed layer.
+    """
+
+    tensor: float
+    gradient: float
+    tied: float = 0.0
+    again: float = 0.0
+
+    def forward_ends(self, kept: int) -> float:
+        """On top of the activations of so many microbatches, of which one goes back."""
+        loss = self.tensor + max(self.tensor, self.gradient)
+        return max(loss, self.again) + (kept - 1) * self.tied
+
+    @property
+    def backward_ends(self) -> float:
+        """Beside all gradients."""
+        return max(self.gradient, self.again) + self.tied
 
 
 def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankBytes:
@@ -118,5 +149,7 @@ def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankB
         holding.temporary,
         holding.host,
     )
-    backward_ends = RankBytes(parameters, gradients, optimizer, 0.0, gathered, buckets, 0.0, 0.0)
+    backward_ends = RankBytes(
+        parameters, gradients, optimizer, 0.0, gathered, buckets, holding.late, 0.0
+    )
     return max(forward_ends, backward_ends, key=lambda found: found.peak)

@@ -33,6 +33,7 @@ class Part:
         split_kept, whole_kept: bytes of activations.
         input_bytes: what comes into it from the part before, with a gradient.
         largest_bytes: of the largest tensor that it makes.
+        tied_elements: of parameters that a part before it has as well.
         num_products: pairs of columns and rows that are summed over ranks in a forward.
     """
 
@@ -49,6 +50,7 @@ class Part:
     whole_kept: float = 0.0
     input_bytes: float = 0.0
     largest_bytes: float = 0.0
+    tied_elements: int = 0
     num_products: int = 0
 
     @property
@@ -218,17 +220,25 @@ def _part(
         for p in traced.modules[idx].parameters(recurse=False)
     }
     tensors: list[tuple[int, bool]] = []
+    before = set(earlier)
+    tied: set[nn.Parameter] = set()
     for idx in idxs:
         module, cost = traced.modules[idx], traced.costs[idx]
         kind = "split" if tensor_split.has_split_work(module, width) else "whole"
         # A product is divided whatever comes into it.
         work = "split" if tensor_split.has_split_parameters(module) else kind
         totals[f"{work}_forward"] += cost.forward_flops
-        totals[f"{work}_backward"] += cost.backward_flops
-        totals[f"{kind}_kept"] += cost.activation_bytes
+        totals[f"{work}_backward"] += tensor_split.backward_work(
+            module, cost.forward_flops, cost.backward_flops
+        )
+        border = max(inputs.values(), default=0)
+        kept = tensor_split.kept_parts(module, cost.activation_bytes, width, border)
+        totals["split_kept"] += kept[0]
+        totals["whole_kept"] += kept[1]
         has_split = tensor_split.has_split_parameters(module)
         for parameter in module.parameters(recurse=False):
             if parameter in earlier:
+                tied |= {parameter} & before
                 continue
             earlier.add(parameter)
             numel = math.prod(parameter.shape)
@@ -249,6 +259,7 @@ def _part(
         whole_kept=totals["whole_kept"],
         input_bytes=float(inputs[top]) if top is not None else 0.0,
         largest_bytes=float(largest),
+        tied_elements=sum(parameter.numel() for parameter in tied),
         num_products=_num_products(top) if top is not None else 0,
     )
 

@@ -32,6 +32,8 @@ class Job:
         memory_bytes: of a device.
         samples: of a step, over all devices.
         precision: "fp32", "bf16" or "fp16".
+        split_profile: of the form that tensor parallelism gives the model, with operators of its
+            own; None where the model's own code is split.
     """
 
     profile: ModelProfile
@@ -41,11 +43,18 @@ class Job:
     memory_bytes: int
     samples: int
     precision: str
+    split_profile: ModelProfile | None = None
 
     @property
     def half(self) -> bool:
         """Are parameters of 16 bits?"""
         return self.precision != "fp32"
+
+    def profile_of(self, tp: int) -> ModelProfile:
+        """What a rank of so many tensor-parallel ones runs, of the whole model."""
+        if tp == 1 or self.split_profile is None:
+            return self.profile
+        return self.split_profile
 
 
 @dataclass(frozen=True)
@@ -92,10 +101,9 @@ class Plan:
             "offloading": copied,
             "gradient sums": time.reduced,
             "optimizer": time.updated,
+            "cores": time.shared,
         }
-        waits = max(0.0, time.total - sum(parts.values()))
-        is_shared = time.shared >= time.total
-        parts["cores" if is_shared else "bubble"] = waits
+        parts["bubble"] = max(0.0, time.total - sum(parts.values()))
         return {name: seconds / time.total for name, seconds in parts.items() if seconds > 0}
 
     @property
@@ -143,7 +151,7 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     Raises:
         ValueError: the model has fewer parts than the layout has stages.
     """
-    stages = _cuts(job.profile, layout)
+    stages = _cuts(job.profile_of(layout.tp), layout)
     return _predicted(job, layout, stages, simulated)
 
 
@@ -165,7 +173,11 @@ def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: b
     time = step_time(
         stages, layout, grid, job.hardware, job.precision, job.per_host, simulated=simulated
     )
-    return Plan(layout, stages, time, tuple(held_by_rank(stages, layout, job.half)), grid)
+    return Plan(layout, stages, time, tuple(_held(job, layout, stages)), grid)
+
+
+def _held(job: Job, layout: Layout, stages: Sequence[Stage]) -> list[RankBytes]:
+    return held_by_rank(stages, layout, job.half, job.hardware.bucket_bytes)
 
 
 def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
@@ -184,10 +196,10 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
     for layout in layouts(job):
         key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
         if key not in cuts:
-            cuts[key] = _cuts(job.profile, layout)
+            cuts[key] = _cuts(job.profile_of(layout.tp), layout)
             tell(f"pp {layout.pp}, tp {layout.tp}: {tried} layouts looked at, {len(fitting)} fit")
         tried += 1
-        held = held_by_rank(cuts[key], layout, job.half)
+        held = _held(job, layout, cuts[key])
         peak = max(rank.peak for rank in held)
         if peak <= usable:
             fitting.append(_predicted(job, layout, cuts[key], simulated=False))
@@ -213,8 +225,8 @@ def _best(job: Job, fitting: Sequence[Plan]) -> list[Plan]:
 
 def layouts(job: Job) -> Iterator[Layout]:
     """All that are worth a look, in a fixed order."""
-    num_parts = len(job.profile.parts)
     for tp in _tensor_degrees(job):
+        num_parts = len(job.profile_of(tp).parts)
         for pp in _divisors(job.num_ranks // tp):
             rdp = job.num_ranks // (tp * pp)
             if pp > num_parts or job.samples % rdp:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import smp._C as _C
+from smp.partition.decide import kept_by
 from smp.planning.layout import PERSISTENT, Layout
-from smp.planning.memory import Holding, RankBytes, rank_bytes
+from smp.planning.memory import Holding, Passing, RankBytes, rank_bytes
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.tensor_split import Shares
 
@@ -118,12 +118,19 @@ def _input(parts: Sequence[Part], begin: int) -> float:
     return parts[begin - 1].largest_bytes
 
 
-def held_by_rank(stages: Sequence[Stage], layout: Layout, half: bool) -> list[RankBytes]:
-    """What each pipeline rank holds at its peak."""
-    kept = _C.make_policy(layout.schedule).kept_microbatches(
-        layout.pp, layout.chunks, layout.microbatches, layout.active
-    )
-    sharding = layout.sharding(half)
+def held_by_rank(
+    stages: Sequence[Stage], layout: Layout, half: bool, bucket_bytes: int
+) -> list[RankBytes]:
+    """What each pipeline rank holds at its peak.
+
+    Args:
+        stages: in the order of the chain.
+        layout: of the run.
+        half: parameters have 16 bits.
+        bucket_bytes: of gradients that are reduced together.
+    """
+    kept = kept_by(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active)
+    sharding = layout.sharding(half, bucket_bytes)
     by_rank: list[Counter[Part]] = [Counter() for _ in range(layout.pp)]
     for stage in stages:
         by_rank[stage.rank].update(dict(stage.kinds))
@@ -132,15 +139,16 @@ def held_by_rank(stages: Sequence[Stage], layout: Layout, half: bool) -> list[Ra
     for rank, kinds in enumerate(by_rank):
         key = (frozenset(kinds.items()), kept[rank])
         if key not in known:
-            holding = _holding(list(kinds.items()), layout, kept[rank])
+            width = sharding.parameter_bytes
+            holding = _holding(list(kinds.items()), layout, kept[rank], width)
             known[key] = rank_bytes(holding, sharding, layout.microbatches)
         result.append(known[key])
     return result
 
 
-def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int) -> Holding:
+def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int, width: int) -> Holding:
     shares = layout.shares
-    elements = small = largest = per_microbatch = temporary = largest_input = 0.0
+    elements = small = largest = per_microbatch = again = tensor = largest_input = tied = 0.0
     units: list[float] = []
     layers = 0
     for part, count in kinds:
@@ -156,12 +164,13 @@ def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int) -> Ho
         units += [unit] * min(count, 2)
         activations = part.split_kept * shares.split + part.whole_kept * shares.whole
         if layout.checkpoints and part.is_layer:
-            temporary = max(temporary, activations)
+            again = max(again, activations)
             activations = min(activations, part.input_bytes * shares.whole)
             largest_input = max(largest_input, activations)
             layers += count
         per_microbatch += count * activations
-        temporary = max(temporary, 2 * part.largest_bytes * shares.split)
+        tensor = max(tensor, part.largest_bytes * shares.split)
+        tied += part.tied_elements * shares.split_state
     samples = layout.microbatch
     activations = kept * samples * per_microbatch
     host = 0.0
@@ -170,6 +179,7 @@ def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int) -> Ho
         near = min(inputs, (_LEAVING + _HORIZON) * samples * largest_input)
         host = inputs - near
         activations = max(near, activations - host)
+    passing = Passing(samples * tensor, width * largest, width * tied, samples * again)
     return Holding(
         elements=elements,
         trainable=elements,
@@ -177,6 +187,7 @@ def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int) -> Ho
         largest=largest,
         units=sum(sorted(units, reverse=True)[:2]),
         activations=activations,
-        temporary=samples * temporary,
+        temporary=passing.forward_ends(kept),
+        late=passing.backward_ends,
         host=host,
     )

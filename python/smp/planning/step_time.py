@@ -14,6 +14,8 @@ from smp.planning.stages import Stage
 from smp.planning.tensor_split import Shares
 
 _UPDATE_BYTES = 34  # of memory, per element: norm, Adam with FP32 masters, 16-bit copies
+_SHOWN_PER_RANK = 4  # microbatches of a simulation that is looked at
+_SUM_BYTES = 8  # of memory, per element: a sum of gradients, read and written
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class StepTime:
         reduced: sums of gradients and gathers of parameters that nothing hides.
         updated: of the optimizer.
         stages: by stage.
-        shared: the least that devices need that share cores; 0 where none do.
+        shared: what it takes longer because ranks share cores.
         busiest: index of the stage with the most work.
     """
 
@@ -122,17 +124,27 @@ def stage_time(
             if layout.offload:
                 num_bytes = many * part.input_bytes * shares.whole
                 copies += num_bytes / hardware.host_copy_bytes_per_s
+    # Each microbatch's gradients are read and added to their sums.
+    width = 4 if precision == "fp32" else 2
+    added = (_SUM_BYTES + width) * stage.elements(shares) / hardware.memory_bytes_per_s
+    backward += added
     gather = _gather_s(stage, layout, grid, precision)
     scatter = _scatter_s(stage, layout, grid)
     ahead = forward + exchanged_forward
     back = backward + exchanged_backward + again
-    late = max(0.0, gather - ahead) + max(0.0, gather + scatter - back)
-    late_copies = max(0.0, copies - ahead) + max(0.0, copies - back)
+    # What cores copy they do not compute meanwhile.
+    beside = 0.0 if hardware.at_once else 1.0
+    late_ahead, late_back = (
+        max(0.0, num - beside * work) for num, work in ((gather, ahead), (gather + scatter, back))
+    )
+    copied_ahead, copied_back = (max(0.0, copies - beside * work) for work in (ahead, back))
+    late = late_ahead + late_back
+    late_copies = copied_ahead + copied_back
     # The backward of a checkpoint is not cut in two.
     weight = 0.0 if layout.checkpoints else backward / 2
     return StageTime(
-        forward=ahead + max(0.0, gather - ahead, copies - ahead),
-        backward=back - weight + max(0.0, gather + scatter - back, copies - back),
+        forward=ahead + max(late_ahead, copied_ahead),
+        backward=back - weight + max(late_back, copied_back),
         weight=weight,
         exchanged=exchanged_forward + exchanged_backward,
         gathered=late,
@@ -211,15 +223,16 @@ def step_time(
         _UPDATE_BYTES * elements / layout.shard / hardware.memory_bytes_per_s
         for elements in _by_rank(stages, layout)
     )
-    reduced = _reduced_s(stages, times, layout, grid, precision)
-    shared = 0.0
+    hides = hardware.at_once == 0
+    reduced = _reduced_s(stages, times, layout, grid, precision, hides)
     total = pipeline + reduced + updated
+    shared = 0.0
     if hardware.at_once and per_host > hardware.at_once:
-        ranks = layout.tp * layout.rdp
-        work = ranks * (layout.microbatches * sum(by_rank) + layout.pp * (updated + reduced))
         hosts = -(-layout.num_ranks // per_host)
-        shared = work / (hardware.at_once * hosts)
-        total = max(total, shared)
+        cores = hardware.at_once * hosts
+        shared = _on_cores_s(stages, times, layout, grid, cores, simulated) - pipeline
+        shared += max(0.0, layout.num_ranks / cores - 1) * (reduced + updated)
+        total += shared
     return StepTime(
         total=total,
         pipeline=pipeline,
@@ -232,6 +245,36 @@ def step_time(
     )
 
 
+def _on_cores_s(
+    stages: Sequence[Stage],
+    times: Sequence[StageTime],
+    layout: Layout,
+    grid: Grid,
+    cores: int,
+    simulated: bool,
+) -> float:
+    """Seconds of all microbatches if the ranks that work at one time share so many cores."""
+    together = layout.tp * layout.rdp  # ranks that do the same at the same time
+    if layout.pp == 1:
+        one = layout.microbatches * sum(time.total for time in times)
+        return one * max(1.0, together / cores)
+    if not simulated:  # a bound from below
+        work = together * layout.microbatches * sum(time.total for time in times)
+        return max(work / cores, layout.microbatches * max(time.total for time in times))
+    timeline = _simulation(stages, times, layout, grid).timeline
+    changes = sorted(
+        [(entry.start_ms, 1) for entry in timeline] + [(entry.end_ms, -1) for entry in timeline]
+    )
+    begin = now = taken = 0.0
+    working = 0
+    for now, change in changes:
+        taken += (now - begin) * max(1.0, working * together / cores)
+        working += change
+        begin = now
+    stretched = taken / now if now else 1.0
+    return stretched * _simulated_s(stages, times, layout, grid)
+
+
 def _by_rank(stages: Sequence[Stage], layout: Layout) -> list[float]:
     elements = [0.0] * layout.pp
     for stage in stages:
@@ -242,6 +285,28 @@ def _by_rank(stages: Sequence[Stage], layout: Layout) -> list[float]:
 def _simulated_s(
     stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
 ) -> float:
+    costs, boundaries = _costs(stages, times, layout, grid)
+    return simulated_step_ms(costs, boundaries, layout.pp, _shape(layout)) / 1e3
+
+
+def _simulation(
+    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
+) -> _C.SimulationResult:
+    """Of as many microbatches as show how many ranks work at one time."""
+    costs, boundaries = _costs(stages, times, layout, grid)
+    shape = _shape(layout)
+    rounds = min(shape.microbatches, _SHOWN_PER_RANK * layout.pp)
+    active = min(shape.active, rounds)
+    return _C.simulate_policy(costs, boundaries, rounds, active, shape.policy)
+
+
+def _shape(layout: Layout) -> StepShape:
+    return StepShape(layout.schedule, layout.microbatches, layout.active)
+
+
+def _costs(
+    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
+) -> tuple[list[_C.StageCost], list[_C.BoundaryCost]]:
     costs = [
         _C.StageCost(stage.rank, 1e3 * t.forward, 1e3 * t.backward, 1e3 * t.weight, 0)
         for stage, t in zip(stages, times, strict=True)
@@ -256,8 +321,7 @@ def _simulated_s(
         )
         for stage in stages[1:]
     ]
-    shape = StepShape(layout.schedule, layout.microbatches, layout.active)
-    return simulated_step_ms(costs, boundaries, layout.pp, shape) / 1e3
+    return costs, boundaries
 
 
 def _reduced_s(
@@ -266,8 +330,13 @@ def _reduced_s(
     layout: Layout,
     grid: Grid,
     precision: str,
+    hides: bool,
 ) -> float:
-    """Seconds in which gradients are summed and updated parameters gathered, beyond a backward."""
+    """Seconds in which gradients are summed and updated parameters gathered, beyond a backward.
+
+    Args:
+        hides: the last backward goes on meanwhile.
+    """
     late = 0.0
     for stage, time in zip(stages, times, strict=True):
         elements = stage.elements(layout.shares)
@@ -280,7 +349,7 @@ def _reduced_s(
             seconds += grid.replicas.all_reduce_s(4 * elements / layout.shard)
         else:
             seconds = grid.replicas.all_reduce_s(4 * elements)
-        late = max(late, seconds - time.backward - time.weight)
+        late = max(late, seconds - (time.backward + time.weight if hides else 0.0))
     return max(0.0, late)
 
 

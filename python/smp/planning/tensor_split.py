@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from smp.config.schema import Config
+from smp.nn.attention import DistributedAttentionLayer
+from smp.nn.embedding import WholeEmbedding
+from smp.nn.layer_norm import FusedLayerNorm, FusedRMSNorm
+from smp.nn.linear import ColumnLinear, RowLinear
+from smp.nn.module import DistributedModule
+from smp.nn.output_layer import DistributedTransformerOutputLayer
+from smp.nn.vocabulary_head import VocabularyHead
+
+# Of the library's own layers.
+_PRODUCTS = (ColumnLinear, RowLinear)
+_OWN = (DistributedModule, VocabularyHead, FusedLayerNorm, FusedRMSNorm, *_PRODUCTS)
+_KEEPS_INPUT = (DistributedAttentionLayer, DistributedTransformerOutputLayer, VocabularyHead)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,8 @@ def has_split_parameters(module: nn.Module) -> bool:
     Those of products and tables are; norms stay whole, and so do what is left.
     """
     weight = _weight(module)
+    if isinstance(module, WholeEmbedding):
+        return False
     return weight is not None and weight.dim() >= 2 and not is_norm(module)
 
 
@@ -66,6 +80,28 @@ def has_split_work(module: nn.Module, width: int | None) -> bool:
     return not has_split_parameters(module) or input_width(module) != width
 
 
+def kept_parts(
+    module: nn.Module, num_bytes: float, width: int | None, border_bytes: float
+) -> tuple[float, float]:
+    """What a module keeps for its backward, divided and whole.
+
+    Args:
+        module: whose own code keeps it.
+        num_bytes: all that it keeps.
+        width: see `hidden_width`.
+        border_bytes: of the activations between two layers.
+    """
+    if isinstance(module, _KEEPS_INPUT):  # for the products that read it, which keep nothing
+        whole = min(num_bytes, border_bytes)
+        return num_bytes - whole, whole
+    return (num_bytes, 0.0) if has_split_work(module, width) else (0.0, num_bytes)
+
+
+def backward_work(module: nn.Module, forward: float, traced: float) -> float:
+    """Work of a module's backward; a trace does not see that of the library's own operators."""
+    return max(traced, 2 * forward) if isinstance(module, _OWN) else traced
+
+
 def is_norm(module: nn.Module) -> bool:
     """A norm over channels, by PyTorch or by name: transformers have classes of their own."""
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("Norm")
@@ -76,6 +112,8 @@ def input_width(module: nn.Module) -> int | None:
     if isinstance(module, nn.Linear):
         return module.in_features
     weight = _weight(module)
+    if isinstance(module, _PRODUCTS) and weight is not None:
+        return weight.shape[1]
     if type(module).__name__ == "Conv1D" and weight is not None:  # of transformers: transposed
         return weight.shape[0]
     return None
