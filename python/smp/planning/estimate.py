@@ -107,7 +107,9 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
                 cast(parameter, config.half_dtype)
         root.to(config.half_dtype)  # buffers
     shares = Shares.of(config)
-    traced = _scaled(trace(root, args, kwargs, device=torch.device("cpu")), root, shares)
+    spreads = config.expert_parallel_degree > 1
+    whole = trace(root, args, kwargs, device=torch.device("cpu"))
+    traced = _scaled(whole, root, shares, spreads)
     layers = layers_of(traced, repeated_layers(root)) if run.checkpoints else []
     costs = with_checkpoints(traced, layers) if layers else traced
     decision = _decide(root, traced, run, [layer.module for layer in layers])
@@ -134,7 +136,7 @@ def sharding_of(config: Config, num_ranks: int, device: str = "cpu") -> Sharding
     )
 
 
-def _scaled(traced: Trace, root: nn.Module, shares: Shares) -> Trace:
+def _scaled(traced: Trace, root: nn.Module, shares: Shares, spreads_experts: bool) -> Trace:
     """Activations as a rank of a tensor-parallel group keeps them."""
     if shares == Shares(1.0, 1.0, 1.0):
         return traced
@@ -142,8 +144,10 @@ def _scaled(traced: Trace, root: nn.Module, shares: Shares) -> Trace:
     layers = layers_of(traced, repeated_layers(root))
     border = max((layer.input_bytes for layer in layers), default=0)
 
+    routed = 0 if spreads_experts else tensor_split.experts_per_token(root)
+
     def kept(module: nn.Module, num_bytes: float) -> int:
-        split, whole = tensor_split.kept_parts(module, num_bytes, width, border)
+        split, whole = tensor_split.kept_parts(module, num_bytes, width, border, routed)
         return int(split * shares.split + whole * shares.whole)
 
     return replace(

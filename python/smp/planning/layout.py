@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class Layout:
         offload: inputs of checkpoints go to host memory.
         in_memory: with tensor parallelism, activations between split layers are cut as well.
         placement: axes from slow to fast.
+        spreads_experts: over the ranks of a tensor-parallel group, instead of their features.
     """
 
     pp: int = 1
@@ -46,6 +48,7 @@ class Layout:
     offload: bool = False
     in_memory: bool = False
     placement: str = "DPT"
+    spreads_experts: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -85,6 +88,8 @@ class Layout:
             values["prescaled_batch"] = True
             if not self.in_memory:
                 values["optimize"] = "speed"
+        if self.spreads_experts:
+            values["expert_parallel_degree"] = self.tp
         if self.shard > 1 and self.shards_parameters:
             values["sharded_data_parallel_degree"] = self.shard
         elif self.shard > 1:
@@ -100,6 +105,8 @@ class Layout:
     def text(self) -> str:
         """For tables: degrees and choices in few words."""
         words = [f"pp {self.pp}", f"tp {self.tp}", f"dp {self.rdp}"]
+        if self.spreads_experts:
+            words.insert(2, f"ep {self.tp}")
         if self.shard > 1:
             words.append(f"{'sdp' if self.shards_parameters else 'opt'} {self.shard}")
         words.append(f"{self.microbatches} x {self.microbatch}")
@@ -135,9 +142,30 @@ class Reach:
         pieces = self.size - 1
         return pieces * (num_bytes / self.size / self.link.bytes_per_s + self.link.latency_s)
 
+    def exchange_s(self, sent_bytes: float) -> float:
+        """Seconds of an all-to-all in which each rank sends so many bytes to others."""
+        if self.size == 1:
+            return 0.0
+        return sent_bytes / self.link.bytes_per_s + (self.size - 1) * self.link.latency_s
+
     def sent_bytes(self, num_bytes: float) -> float:
         """What a rank sends in an all-gather or a reduce-scatter."""
         return num_bytes * (self.size - 1) / self.size
+
+
+def other_ranks(num_ranks: int, experts: int, routed: int) -> float:
+    """To how many other ranks a token goes, if all choices of its experts are as likely.
+
+    A rank gets it once, however many of its experts are there.
+
+    Args:
+        num_ranks: that share the experts evenly.
+        experts: of the mixture.
+        routed: experts of a token.
+    """
+    elsewhere = experts - experts // num_ranks
+    missed = math.comb(elsewhere, routed) / math.comb(experts, routed)
+    return (num_ranks - 1) * (1 - missed)
 
 
 def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardware) -> Reach:

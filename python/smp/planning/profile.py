@@ -35,6 +35,9 @@ class Part:
         largest_bytes: of the largest tensor that it makes.
         tied_elements: of parameters that a part before it has as well.
         num_products: pairs of columns and rows that are summed over ranks in a forward.
+        num_mixtures: of these, experts that tokens are routed to.
+        routed_kept: bytes of activations that experts keep, and that are whole on each rank unless
+            experts are spread over the ranks; part of `whole_kept`.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Part:
     largest_bytes: float = 0.0
     tied_elements: int = 0
     num_products: int = 0
+    num_mixtures: int = 0
+    routed_kept: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -75,6 +80,8 @@ class ModelProfile:
         tokens: of a sample; 1 for a model that is not given tokens.
         heads: that tensor parallelism can divide; 0: not known.
         width: channels between layers; 0: not known.
+        experts: of each mixture; 0: there is none.
+        routed: experts that a token goes to.
     """
 
     parts: tuple[Part, ...]
@@ -82,6 +89,8 @@ class ModelProfile:
     tokens: int
     heads: int
     width: int
+    experts: int = 0
+    routed: int = 1
 
     @property
     def elements(self) -> int:
@@ -123,7 +132,10 @@ def profile(
     groups, owners = _groups(traced, layers)
     inputs = {layer.module: layer.input_bytes for layer in layers_of(traced, layers)}
     parts = [
-        _part(traced, modules, width, name, top, inputs, owners) for name, top, modules in groups
+        _part(
+            traced, modules, width, name, top, inputs, owners, tensor_split.experts_per_token(root)
+        )
+        for name, top, modules in groups
     ]
     tail = None
     if len(parts) > 1 and _shares(traced, groups[0][2], groups[-1][2]):
@@ -135,6 +147,8 @@ def profile(
         _tokens(args, kwargs),
         int(getattr(config, "num_attention_heads", 0) or 0),
         width or 0,
+        max((tensor_split.num_experts(module) for module in traced.modules), default=0),
+        tensor_split.experts_per_token(root),
     )
 
 
@@ -206,6 +220,7 @@ def _part(
     top: nn.Module | None,
     inputs: Mapping[nn.Module, int],
     owners: Mapping[int, int],
+    routed: int,
 ) -> Part:
     """A part; `top` is the layer that it is, if it is one."""
     totals = {
@@ -221,6 +236,7 @@ def _part(
     }
     tensors: list[tuple[int, bool]] = []
     before = set(earlier)
+    routed_kept = 0.0
     tied: set[nn.Parameter] = set()
     for idx in idxs:
         module, cost = traced.modules[idx], traced.costs[idx]
@@ -232,9 +248,10 @@ def _part(
             module, cost.forward_flops, cost.backward_flops
         )
         border = max(inputs.values(), default=0)
-        kept = tensor_split.kept_parts(module, cost.activation_bytes, width, border)
+        kept = tensor_split.kept_parts(module, cost.activation_bytes, width, border, routed)
         totals["split_kept"] += kept[0]
         totals["whole_kept"] += kept[1]
+        routed_kept += kept[1] if tensor_split.num_experts(module) else 0.0
         has_split = tensor_split.has_split_parameters(module)
         for parameter in module.parameters(recurse=False):
             if parameter in earlier:
@@ -261,6 +278,8 @@ def _part(
         largest_bytes=float(largest),
         tied_elements=sum(parameter.numel() for parameter in tied),
         num_products=_num_products(top) if top is not None else 0,
+        num_mixtures=0 if top is None else sum(map(_has_experts, top.children())),
+        routed_kept=routed_kept,
     )
 
 
@@ -272,5 +291,10 @@ def _num_products(layer: nn.Module) -> int:
         if tensor_split.input_width(child) is not None:
             own += 1
         else:
-            inside += any(tensor_split.input_width(m) is not None for m in child.modules())
+            products = any(tensor_split.input_width(m) is not None for m in child.modules())
+            inside += products or _has_experts(child)
     return inside + own // 2
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(tensor_split.num_experts(part) for part in module.modules())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import smp._C as _C
 from smp.planning.hardware import Hardware
-from smp.planning.layout import Layout
+from smp.planning.layout import Layout, other_ranks
 from smp.planning.memory import RankBytes
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.stages import Stage, cut, held_by_rank
@@ -118,6 +118,7 @@ class Plan:
         grid = self.grid
         crosses = {
             "tensor": grid.tensor.crosses,
+            "experts": grid.tensor.crosses,
             "gather": grid.shard.crosses,
             "reduce": grid.replicas.crosses or grid.shard.crosses,
             "pipeline": grid.next_stage.crosses,
@@ -169,7 +170,10 @@ def _cuts(profile: ModelProfile, layout: Layout) -> tuple[Stage, ...]:
 
 
 def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: bool) -> Plan:
-    grid = Grid.of(layout, job.per_host, job.hardware)
+    apart = 0.0
+    if layout.spreads_experts:
+        apart = other_ranks(layout.tp, job.profile.experts, job.profile.routed)
+    grid = Grid.of(layout, job.per_host, job.hardware, apart)
     time = step_time(
         stages, layout, grid, job.hardware, job.precision, job.per_host, simulated=simulated
     )
@@ -248,6 +252,7 @@ def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
     shardings += [(q, True) for q in sorted({inside, base.rdp}) if base.rdp % q == 0]
     has_layers = any(part.is_layer for part in job.profile.parts)
     keeping = [(False, False)] + ([(True, False), (True, True)] if has_layers else [])
+    borders = _borders(base, job)
     placements = ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",)
     for schedule, policy in _policies(base.pp).items():
         chunks = policy.default_chunks if base.pp > 1 else 1
@@ -262,7 +267,7 @@ def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
                 if shards_parameters and shard == 1:
                     continue
                 for checkpoints, offload in keeping:
-                    for in_memory in (True, False) if base.tp > 1 else (False,):
+                    for in_memory, spreads in borders:
                         for placement in placements:
                             yield replace(
                                 base,
@@ -274,8 +279,20 @@ def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
                                 checkpoints=checkpoints,
                                 offload=offload,
                                 in_memory=in_memory,
+                                spreads_experts=spreads,
                                 placement=placement,
                             )
+
+
+def _borders(base: Layout, job: Job) -> list[tuple[bool, bool]]:
+    """Are activations cut between layers, and experts spread over the ranks?"""
+    if base.tp == 1:
+        return [(False, False)]
+    if job.profile.experts == 0:
+        return [(True, False), (False, False)]
+    # Mixtures are split by their plans, which have no such choice of activations.
+    spread = [(False, True)] if job.profile.experts % base.tp == 0 else []
+    return [(False, False), *spread]
 
 
 def _policies(pp: int) -> dict[str, _C.Policy]:

@@ -163,6 +163,8 @@ def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int, width
                 unit += own
         units += [unit] * min(count, 2)
         activations = part.split_kept * shares.split + part.whole_kept * shares.whole
+        if layout.spreads_experts:
+            activations -= part.routed_kept * (shares.whole - shares.split)
         if layout.checkpoints and part.is_layer:
             again = max(again, activations)
             activations = min(activations, part.input_bytes * shares.whole)

@@ -27,15 +27,17 @@ class Grid:
         shard: that hold one copy of the state together.
         replicas: that hold the same part of it.
         next_stage: a rank and the one with the next part of the model.
+        apart: to how many other ranks a token goes, where experts are spread.
     """
 
     tensor: Reach
     shard: Reach
     replicas: Reach
     next_stage: Reach
+    apart: float = 0.0
 
     @classmethod
-    def of(cls, layout: Layout, per_host: int, hardware: Hardware) -> Grid:
+    def of(cls, layout: Layout, per_host: int, hardware: Hardware, apart: float = 0.0) -> Grid:
         """The groups of a layout."""
 
         def along(axis: str, size: int) -> Reach:
@@ -47,6 +49,7 @@ class Grid:
             along("D", layout.shard),
             Reach(layout.rdp // layout.shard, replicas.crosses, replicas.link),
             along("P", min(2, layout.pp)),
+            apart,
         )
 
 
@@ -113,7 +116,9 @@ def stage_time(
         many = count * samples
         own_forward = many * _shared(part.split_forward, part.whole_forward, shares) / rate
         own_backward = many * _shared(part.split_backward, part.whole_backward, shares) / rate
-        ahead, back = (count * seconds for seconds in _exchanges(part, layout, grid.tensor))
+        ahead, back = (
+            count * seconds for seconds in _exchanges(part, layout, grid.tensor, grid.apart)
+        )
         forward += own_forward
         backward += own_backward
         exchanged_forward += ahead
@@ -157,17 +162,27 @@ def _shared(split: float, whole: float, shares: Shares) -> float:
     return split * shares.split + whole * shares.whole
 
 
-def _exchanges(part: Part, layout: Layout, group: Reach) -> tuple[float, float]:
-    """Seconds of the exchanges of a layer in its forward and backward."""
+def _exchanges(part: Part, layout: Layout, group: Reach, apart: float) -> tuple[float, float]:
+    """Seconds of the exchanges of a layer in its forward and backward.
+
+    Args:
+        apart: see `Grid`.
+    """
     if group.size == 1 or part.num_products == 0:
         return 0.0, 0.0
     num_bytes = layout.microbatch * part.input_bytes
     pairs = part.num_products
+    routed = 0.0
+    if layout.spreads_experts:
+        pairs -= part.num_mixtures
+        sent = apart * num_bytes / group.size  # of a rank's own part of the tokens
+        # There and back, and what comes back is gathered: all ranks have the same tokens.
+        routed = part.num_mixtures * (2 * group.exchange_s(sent) + group.gather_s(num_bytes))
     if layout.in_memory:  # gathered and scattered, and gathered again for gradients of weights
         one = group.gather_s(num_bytes)
-        return 2 * pairs * one, 3 * pairs * one
+        return 2 * pairs * one + routed, 3 * pairs * one + routed
     one = group.all_reduce_s(num_bytes)
-    return pairs * one, pairs * one
+    return pairs * one + routed, pairs * one + routed
 
 
 def _gather_s(stage: Stage, layout: Layout, grid: Grid, precision: str) -> float:
@@ -359,7 +374,8 @@ def sent_bytes(
     """Bytes that the rank which sends most sends in a step, by what they are for."""
     width = 4 if precision == "fp32" else 2
     ranks: list[dict[str, float]] = [
-        dict.fromkeys(("tensor", "gather", "reduce", "pipeline"), 0.0) for _ in range(layout.pp)
+        dict.fromkeys(("tensor", "experts", "gather", "reduce", "pipeline"), 0.0)
+        for _ in range(layout.pp)
     ]
     rounds = layout.microbatches
     for position, stage in enumerate(stages):
@@ -368,8 +384,14 @@ def sent_bytes(
         for part, count in stage.kinds:
             again = layout.checkpoints and part.is_layer
             units = (5 + 2 * again) if layout.in_memory else (4 + 2 * again)
-            pairs = count * part.num_products * rounds * units
-            sent["tensor"] += pairs * grid.tensor.sent_bytes(layout.microbatch * part.input_bytes)
+            num_bytes = layout.microbatch * part.input_bytes
+            pairs = count * part.num_products * rounds
+            if layout.spreads_experts:
+                mixtures = count * part.num_mixtures * rounds
+                pairs -= mixtures
+                rows = 2 * grid.apart * num_bytes / layout.tp + grid.tensor.sent_bytes(num_bytes)
+                sent["experts"] += (2 + again) * mixtures * rows
+            sent["tensor"] += units * pairs * grid.tensor.sent_bytes(num_bytes)
         if layout.shards_parameters and layout.shard > 1:
             sent["gather"] += 2 * rounds * grid.shard.sent_bytes(width * elements)
             times = rounds if layout.pp == 1 else 1

@@ -66,6 +66,8 @@ def has_split_parameters(module: nn.Module) -> bool:
     weight = _weight(module)
     if isinstance(module, WholeEmbedding):
         return False
+    if num_experts(module):
+        return True
     return weight is not None and weight.dim() >= 2 and not is_norm(module)
 
 
@@ -81,7 +83,7 @@ def has_split_work(module: nn.Module, width: int | None) -> bool:
 
 
 def kept_parts(
-    module: nn.Module, num_bytes: float, width: int | None, border_bytes: float
+    module: nn.Module, num_bytes: float, width: int | None, border_bytes: float, routed: int = 0
 ) -> tuple[float, float]:
     """What a module keeps for its backward, divided and whole.
 
@@ -90,11 +92,29 @@ def kept_parts(
         num_bytes: all that it keeps.
         width: see `hidden_width`.
         border_bytes: of the activations between two layers.
+        routed: experts of a token whose features are divided; 0: experts are spread over the ranks.
     """
+    if num_experts(module):  # their rows, and results, have all channels
+        whole = min(num_bytes, 2 * routed * border_bytes)
+        return num_bytes - whole, whole
     if isinstance(module, _KEEPS_INPUT):  # for the products that read it, which keep nothing
         whole = min(num_bytes, border_bytes)
         return num_bytes - whole, whole
     return (num_bytes, 0.0) if has_split_work(module, width) else (0.0, num_bytes)
+
+
+def num_experts(module: nn.Module) -> int:
+    """Of a module whose parameters have a slice for each expert; 0 for other modules."""
+    sizes = [p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3]
+    return sizes[0] if len(sizes) >= 2 and len(set(sizes)) == 1 else 0
+
+
+def experts_per_token(root: nn.Module) -> int:
+    """How many experts of a mixture each token goes to, by its configuration; 1 if it has none."""
+    config = getattr(root, "config", None)
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+    found = (getattr(config, name, None) for name in names)
+    return next((int(n) for n in found if isinstance(n, int) and n > 0), 1)
 
 
 def backward_work(module: nn.Module, forward: float, traced: float) -> float:
