@@ -234,3 +234,42 @@ def test_addresses_that_cannot_be_are_refused_on_all_ranks(pool: Pool, tmp_path:
         assert "save the whole model to a folder" in errors[6]
         assert "has no complete checkpoint, nor has" in errors[7]
         assert len(errors) == 8
+
+
+def be_preempted(rank: int, env: dict[str, str], address: str) -> Any:
+    """Rank 1 is told to stop; both save, wait for the store and leave."""
+    import smp
+    from smp.checkpoint.store.job import stores_in_use
+    from smp.world import preemption, runtime
+
+    os.environ.update(env)
+    preemption._install_handler = lambda: None  # the pool's workers keep their SIGTERM
+    model, optimizer, train = make(Job(2, 1, 1, "none", "fp32"), seed=1)
+    preemption.save_to(address, user_content=lambda: {"rank": rank})
+    try:
+        train(0)
+        state = state_of(model, optimizer)
+        if rank == 1:
+            preemption.request()
+        with pytest.raises(SystemExit) as caught:
+            for step in range(1, 50):
+                state = state_of(model, optimizer)
+                train(step)
+        waiting = [key for store in stores_in_use(runtime.current()) for key in store.waiting()]
+        return caught.value.code, waiting, state
+    finally:
+        preemption._Process.automatic = None
+        smp.shutdown()
+
+
+@pytest.mark.parametrize("place", STORES, indirect=True)
+def test_ranks_that_are_preempted_leave_when_the_store_has_all(
+    pool: Pool, tmp_path: Path, place: tuple[str, dict[str, str]]
+) -> None:
+    address, env = place
+    results = pool.run(2, be_preempted, env, address)
+    assert [(code, waiting) for code, waiting, _ in results] == [(75, [])] * 2
+    shutil.rmtree(tmp_path / "local")
+    after = pool.run(1, resume_fetching, Job(1, 1, 1, "none", "fp32"), env, address)
+    check_equal("after a preemption", results[0][2], after[0][0].at)
+    assert after[0][0].content == {"rank": 0}

@@ -65,6 +65,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._queue: deque[Upload] = deque()
         self._given_up: list[Upload] = []
+        self._done: list[Key] = []
         self._errors: list[str] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,7 +96,8 @@ class Uploader:
             False: it is not after ``timeout_s``, or the job has failed.
 
         Raises:
-            RuntimeError: a generation was given up since the last call; says why.
+            RuntimeError: a generation was given up since the last call, and no newer one is
+                complete that takes its place; says why.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -137,20 +139,53 @@ class Uploader:
                 if self._stop.is_set():
                     return
                 upload = self._queue[0]
-            error: str | None = None
             try:
-                self._send(upload)
+                self._settle(upload, self._outcome(upload))
             except Stopped:
                 return
-            except Exception as caught:
-                error = f"{upload.pending.key.name} is not in {self._store.address}: {caught}"
-                self._give_up(upload, caught)
+            except Exception as error:  # of the folder: what failed cannot even be noted
+                with self._changed:
+                    self._errors.append(f"{upload.pending.folder}: {type(error).__name__}: {error}")
             with self._changed:
                 self._queue.popleft()
-                if error is not None:
-                    self._errors.append(error)
-                    self._given_up.append(upload)
                 self._changed.notify_all()
+
+    def _outcome(self, upload: Upload) -> str | None:
+        """Sends; why it could not, or None."""
+        try:
+            self._send(upload)
+        except Stopped:
+            raise
+        except Exception as caught:
+            self._give_up(upload, caught)
+            return f"{upload.pending.key.name} is not in {self._store.address}: {caught}"
+        return None
+
+    def _settle(self, upload: Upload, error: str | None) -> None:
+        with self._changed:
+            if error is not None:
+                self._errors.append(error)
+                self._given_up.append(upload)
+            else:
+                self._done.append(upload.pending.key)
+                if upload.keep is not None:
+                    self._errors.clear()  # of older ones, which a warning has told
+            dropped = self._superseded(upload.keep)
+        for old in dropped:
+            if old.lock is not None:
+                old.pending.delete()
+                old.lock.release(delete=True)
+                old.lock = None
+
+    def _superseded(self, keep: int | None) -> list[Upload]:
+        """Takes out what was given up and would be pruned now; else its links fill the disk."""
+        if keep is None:
+            return []
+        keys = sorted([*self._done, *(upload.pending.key for upload in self._given_up)])
+        stay = set(keys[-keep:])
+        dropped = [upload for upload in self._given_up if upload.pending.key not in stay]
+        self._given_up = [upload for upload in self._given_up if upload not in dropped]
+        return dropped
 
     def _send(self, upload: Upload) -> None:
         pending, begin_s = upload.pending, time.monotonic()

@@ -1,4 +1,4 @@
-"""Jobs in one process that are preempted while their checkpoints go to a store."""
+"""Jobs in one process whose checkpoints go to a store: pruned, given up, preempted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.checkpoint.store import names
+from smp.checkpoint.store import names, pending, sending
 from smp.checkpoint.store.objects import ObjectStore
 from smp.world import preemption
 
@@ -149,3 +149,87 @@ def test_a_clock_that_goes_back_does_not_make_a_checkpoint_old(
     job = Job()
     assert smp.resume_from_checkpoint(address) == {"number": 2}
     assert smp.resume_from_checkpoint(address, tag="before") == {"number": 1}
+
+
+def test_old_ones_are_pruned_in_the_folder_and_in_the_store(address: str, tmp_path: Path) -> None:
+    job = Job()
+    for number in range(5):
+        job.train()
+        smp.save_checkpoint(
+            address,
+            f"step{number}",
+            model=job.model,
+            user_content={"number": number},
+            num_kept_partial_checkpoints=2,
+        )
+    assert smp.wait_for_uploads(30)
+    assert complete(address) == ["step3_partial", "step4_partial"]
+    (root,) = (tmp_path / "local").iterdir()
+    assert sorted(p.name for p in root.glob("step*")) == ["step3_partial", "step4_partial"]
+    assert list((root / ".sending").iterdir()) == []
+    for number in (3, 4):
+        assert smp.resume_from_checkpoint(address, f"step{number}") == {"number": number}
+
+
+def test_what_was_given_up_does_not_fill_the_disk(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = ObjectStore.put
+
+    def denied(*_: Any) -> None:
+        raise PermissionError("expired")
+
+    monkeypatch.setattr(ObjectStore, "put", denied)
+    job = Job()
+
+    def save(tag: str) -> None:
+        job.train()
+        smp.save_checkpoint(address, tag, model=job.model, num_kept_partial_checkpoints=2)
+
+    for number in range(4):
+        save(f"step{number}")
+    with pytest.raises(RuntimeError, match="step3_partial is not in .*expired"):
+        smp.wait_for_uploads(30)
+    assert "Training goes on" in caplog.text
+    (root,) = (tmp_path / "local").iterdir()
+    left = sorted(p.name.split(".")[0] for p in (root / ".sending").iterdir() if p.is_dir())
+    assert left == ["step2_partial", "step3_partial"]
+    save("step4")
+    with pytest.raises(RuntimeError, match="step4_partial is not in .*expired"):
+        smp.wait_for_uploads(30)
+    monkeypatch.setattr(ObjectStore, "put", real)
+    save("step5")
+    assert smp.wait_for_uploads(30), "what is older does not matter any more"
+    assert complete(address) == ["step5_partial"]
+    left = sorted(p.name.split(".")[0] for p in (root / ".sending").iterdir() if p.is_dir())
+    assert left == ["step4_partial"], "one more is kept"
+    smp.shutdown()
+
+
+def test_a_store_in_memory_is_for_one_process(address: str, tmp_path: Path) -> None:
+    place = f"memory://{tmp_path.name}/x"
+    job = Job()
+    job.train()
+    smp.save_checkpoint(place, "a", model=job.model, user_content=1, blocking=False)
+    assert smp.wait_for_uploads(30)
+    (tmp_path / "local").rename(tmp_path / "gone")
+    saved = job.weights()
+    job.train()
+    assert smp.resume_from_checkpoint(place) == 1
+    assert all(map(torch.equal, job.weights(), saved))
+
+
+def test_a_folder_that_fails_does_not_make_anybody_wait(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ObjectStore, "put", full)
+    monkeypatch.setattr(sending, "_PAUSES_S", ())
+    monkeypatch.setattr(pending.Pending, "say_failed", full)
+    job = Job()
+    job.train()
+    smp.save_checkpoint(address, "a", model=job.model)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        smp.wait_for_uploads(30)
