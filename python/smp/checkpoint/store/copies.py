@@ -15,7 +15,7 @@ from smp.checkpoint.store.names import Address, Key
 from smp.checkpoint.store.objects import ObjectStore
 from smp.checkpoint.store.plan import Stored
 
-_TIMEOUT_S = 1800.0
+_PATIENCE_S = 600.0
 
 
 def newest_complete(store: ObjectStore, tag: str | None) -> Key | None:
@@ -59,7 +59,7 @@ def fetched(address: Address, root: Path, tag: str | None) -> Fetched:
         FileNotFoundError: there is none.
     """
     store = ObjectStore(address)
-    return Fetched(store, find(store, tag), names.local_folder(root, address), _TIMEOUT_S)
+    return Fetched(store, find(store, tag), names.local_folder(root, address), _PATIENCE_S)
 
 
 def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
@@ -77,7 +77,7 @@ def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
     key = find(store, tag)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as temporary:
-        source = Fetched(store, key, Path(temporary), _TIMEOUT_S)
+        source = Fetched(store, key, Path(temporary), _PATIENCE_S)
         source.get_all()
         source.folder.rename(target)
         source.close()
@@ -131,7 +131,7 @@ def problems(store: ObjectStore, key: Key) -> Iterator[str]:
     """What is wrong with a checkpoint in a store; reads all of it once, file by file."""
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as temporary:
         try:
-            source = Fetched(store, key, Path(temporary), _TIMEOUT_S)
+            source = Fetched(store, key, Path(temporary), _PATIENCE_S)
         except (ManifestError, FileNotFoundError) as error:
             yield str(error)
             return

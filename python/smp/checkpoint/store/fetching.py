@@ -1,7 +1,7 @@
 """Fetches files of a generation into a folder of this machine, when they are needed.
 
 Imports no torch. Any number of processes may do so at the same time: each file is fetched by one of
-them, and what one of them reads is not deleted.
+them, if that does not take too long, and what one of them reads is not deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FOLDER = ".fetched"
 _LOCK = ".lock"
 _WORK = ".work"
 _POLL_S = 0.05
+_DELETE_S = 300.0
 
 
 class Fetched:
@@ -34,7 +35,8 @@ class Fetched:
         store: that has it.
         key: of the generation, which is complete.
         root: folder of the checkpoints of this address on this machine.
-        timeout_s: how long another process may take for one file.
+        patience_s: after so long a file that another process fetches is fetched here, too. A rank
+            that waits longer would count as stuck, and the other process may be stopped.
 
     Attributes:
         key: of the generation.
@@ -46,11 +48,11 @@ class Fetched:
         FileNotFoundError: the store does not have it any more.
     """
 
-    def __init__(self, store: ObjectStore, key: Key, root: Path, timeout_s: float) -> None:
-        self._store, self.key, self._timeout_s = store, key, timeout_s
+    def __init__(self, store: ObjectStore, key: Key, root: Path, patience_s: float) -> None:
+        self._store, self.key, self._patience_s = store, key, patience_s
         self.folder = root / FOLDER / key.folder()
         self.fetched: list[str] = []
-        self._use = _Use(self.folder, timeout_s)
+        self._use = _Use(self.folder)
         try:
             self.folder.mkdir(exist_ok=True)
             _work(self.folder).mkdir(exist_ok=True)
@@ -65,7 +67,6 @@ class Fetched:
         Raises:
             FileNotFoundError: the store does not have it any more.
             ManifestError: the object is damaged.
-            TimeoutError: another process of this machine fetches it, and does not come to an end.
         """
         record = self.manifest.files[name]
         path = self.folder / name
@@ -76,7 +77,8 @@ class Fetched:
             if not _has(path, record.num_bytes):
                 self._fetch(name, path)
         finally:
-            lock.release(delete=False)
+            if lock is not None:
+                lock.release(delete=False)
         return path
 
     def get_all(self) -> None:
@@ -112,9 +114,8 @@ class Fetched:
         )
 
     def _fetch(self, name: str, path: Path) -> None:
-        """The caller has the lock, so that what others were fetching is left over."""
         record = self.manifest.files[name]
-        temporary = _work(self.folder) / f"{name}.fetching"
+        temporary = _work(self.folder) / f"{name}.{secrets.token_hex(4)}.fetching"
         try:
             try:
                 self._store.get(self.key, name, temporary)
@@ -134,15 +135,11 @@ class Fetched:
         file_system.sync_folder(path.parent)
         self.fetched.append(name)
 
-    def _lock(self, name: str) -> OwnerLock:
+    def _lock(self, name: str) -> OwnerLock | None:
+        """Waits for another process that fetches a file; None: for long enough."""
         path = _work(self.folder) / f"{name}{_LOCK}"
-        deadline = time.monotonic() + self._timeout_s
-        while (lock := OwnerLock.take(path)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"another process of this machine has fetched {name} of {self.key.folder()} "
-                    f"from {self._store.address} for {self._timeout_s:g} s and is not done"
-                )
+        deadline = time.monotonic() + self._patience_s
+        while (lock := OwnerLock.take(path)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return lock
 
@@ -181,10 +178,10 @@ def tidy(root: Path, keep: Key | None) -> list[str]:
 class _Use:
     """A shared lock on a folder: as long as it is held the folder is not deleted."""
 
-    def __init__(self, folder: Path, timeout_s: float) -> None:
+    def __init__(self, folder: Path) -> None:
         path = _use_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _DELETE_S
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -194,7 +191,7 @@ class _Use:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise TimeoutError(f"{folder} is being deleted for {timeout_s:g} s") from None
+                    raise TimeoutError(f"{folder} is being deleted for {_DELETE_S:g} s") from None
                 time.sleep(_POLL_S)
             except BaseException:
                 os.close(descriptor)

@@ -22,6 +22,8 @@ from smp.world import runtime
 from smp.world.rank import Rank
 from smp.world.roll_call import agree
 
+_PATIENCE_S = 120.0
+
 _stores: weakref.WeakKeyDictionary[runtime.Runtime, dict[Address, JobStore]]
 _stores = weakref.WeakKeyDictionary()
 
@@ -173,7 +175,9 @@ class JobStore:
         return source
 
     def _fetched(self, key: Key) -> Fetched:
-        fetched = Fetched(self._reader, key, self.root, self._rank.timeout_s)
+        hang_s = self._rank.settings.hang_s
+        patience_s = min(_PATIENCE_S, hang_s / 2) if hang_s else _PATIENCE_S
+        fetched = Fetched(self._reader, key, self.root, patience_s)
         self._reading.add(fetched)
         if self._rank.local_rank == 0:
             fetching.tidy(self.root, key)
