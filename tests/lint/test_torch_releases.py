@@ -23,6 +23,7 @@ _WRITERS = {
     "python/smp/checkpoint/partial_save.py",
     "python/smp/world/extension.py",
     "python/smp_cli/doctor/devices.py",
+    "python/smp_cli/doctor/hosts.py",
     "python/smp_cli/doctor/software.py",
 }
 
