@@ -127,6 +127,13 @@ gpu: $(SETUP)  ## what one GPU has to answer, in parts of nine minutes; PART=ker
 compat:  ## build and test against another torch: make compat TORCH=2.6.0
 	@PYTHON="$(PYTHON)" scripts/compat.sh "$(TORCH)"
 
+# STAGE="package tests": some of root, package, tests and install.
+STAGE ?=
+
+.PHONY: debian
+debian:  ## on Debian 13's own packages: build, test, make python3-smp and try it (as root)
+	scripts/debian.sh $(STAGE)
+
 .PHONY: wheel
 wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
 	rm -rf build/wheel

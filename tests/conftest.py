@@ -29,7 +29,8 @@ for path in (str(REPO / "python"), str(REPO)):
         sys.path.insert(0, path)
 
 
-from tests.dist.pool import Pool  # noqa: E402 - from the path above
+from tests.absent import ABSENT, SkipsWithoutPackages  # noqa: E402 - from the path above
+from tests.dist.pool import Pool  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 from tests.samples import to_run  # noqa: E402
 
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "alone: measures times or what is left on the machine, or needs all of its file in one "
         "process; not beside other tests",
     )
+    if ABSENT:
+        config.pluginmanager.register(SkipsWithoutPackages())
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(reporter))

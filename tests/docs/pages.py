@@ -117,3 +117,13 @@ def _check(block: Block) -> None:
         raise ValueError(f"{block.where}: needs one of the marks {sorted(needed)}")
     if "not run" in block.marks and not block.marks["not run"]:
         raise ValueError(f"{block.where}: give the reason, 'not run: REASON'")
+
+
+def missing_lines(block: Block, output: str) -> list[str]:
+    """Lines of a block marked ``prints`` that nothing in ``output`` fits."""
+    return [line for line in block.source.splitlines() if not re.search(_pattern(line), output)]
+
+
+def _pattern(line: str) -> str:
+    words = re.split(r"\s+", line.strip())
+    return r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in words)

@@ -13,7 +13,7 @@ from smp.config.schema import Config
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
 from tests.docs import commands
-from tests.docs.pages import PAGES, Block, blocks_of
+from tests.docs.pages import PAGES, Block, blocks_of, missing_lines
 
 pytestmark = pytest.mark.alone  # the last test looks at what the others did
 
@@ -57,7 +57,8 @@ class Page:
             Config.from_dict(json.loads(block.source))
             _COUNTS["configurations read"] += 1
         elif "prints" in block.marks:
-            _find_lines(block, self._output)
+            missing = missing_lines(block, self._output)
+            assert not missing, f"{block.where}: {missing} are not in\n{self._output}"
             _COUNTS["outputs compared"] += 1
         else:
             _COUNTS["plain texts"] += 1
@@ -122,13 +123,6 @@ def _side(source: str, sign: str) -> list[str]:
     """The lines of a diff that one side has."""
     lines = source.splitlines(keepends=True)
     return [line[1:] or "\n" for line in lines if line[0] in (" ", sign, "\n")]
-
-
-def _find_lines(block: Block, output: str) -> None:
-    for line in block.source.splitlines():
-        words = re.split(r"\s+", line.strip())
-        pattern = r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in words)
-        assert re.search(pattern, output), f"{block.where}: {line!r} is not in\n{output}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

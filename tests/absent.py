@@ -1,0 +1,91 @@
+"""Tests that import a package which is known to be absent are skipped, and counted.
+
+``SMP_TEST_WITHOUT=transformers,peft`` names such packages: those that a distribution does not have.
+Only what a file of ``tests`` or ``examples`` imports counts, or a package that such a file imports:
+smp itself has to get along without them, so its own failure to import one stays a failure.
+Without the variable nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+ABSENT = frozenset(filter(None, os.environ.get("SMP_TEST_WITHOUT", "").split(",")))
+
+_MISSING = re.compile(r"^(?:E\s+)?ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
+_FRAME = re.compile(r'File "([^"]+)", line \d+')
+
+
+def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
+    """The absent package for which alone a test failed, by the traceback of a rank.
+
+    Args:
+        text: holds what Python prints; the innermost file of the import counts.
+        absent: packages that may be missing.
+    """
+    for match in _MISSING.finditer(text):
+        package = match[1].partition(".")[0]
+        files = [f for f in _FRAME.findall(text[: match.start()]) if not f.startswith("<frozen")]
+        if package in absent and files and _is_of_tests(files[-1]):
+            return package
+    return None
+
+
+def missing_from(error: BaseException, absent: Iterable[str] = ABSENT) -> str | None:
+    """The same by an exception of this process."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        files = [name for name in _files_of(error) if not name.startswith("<frozen")]
+        return package if package in absent and files and _is_of_tests(files[-1]) else None
+    return missing_package(str(error), absent)
+
+
+def _files_of(error: BaseException) -> Iterator[str]:
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame.tb_frame.f_code.co_filename
+        frame = frame.tb_next
+
+
+def _is_of_tests(name: str) -> bool:
+    return any((REPO / folder) in Path(name).parents for folder in ("tests", "examples"))
+
+
+class SkipsWithoutPackages:
+    """A plugin, registered where the variable is set."""
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+        outcome = yield
+        report = outcome.get_result()
+        if report.failed and call.excinfo is not None:
+            package = missing_from(call.excinfo.value)
+            if package is not None:
+                _skip(report, item.location, package)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
+        outcome = yield
+        report = outcome.get_result()
+        if report.failed:
+            error = report.call.excinfo.value
+            package = missing_from(error.__cause__ or error)  # pytest wraps that of an import
+            if package is not None:
+                _skip(report, (str(collector.path), 0, ""), package)
+
+
+def _skip(report: Any, location: tuple[str, int | None, str], package: str) -> None:
+    report.outcome = "skipped"
+    report.longrepr = (location[0], location[1] or 0, f"Skipped: {package} is absent")
+
+
+if ABSENT & sys.stdlib_module_names or ABSENT & {"torch", "smp"}:
+    raise ValueError(f"SMP_TEST_WITHOUT names {sorted(ABSENT)}; smp needs some of them")
