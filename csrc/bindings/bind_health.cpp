@@ -117,6 +117,9 @@ void bind_fault_board(py::module_& m) {
       .def("set_coordinates", &FaultBoard::set_coordinates, release_gil(),
            py::arg("per_global_rank"),
            "Words for each rank, such as \"pp 1 tp 0 rdp 1\".")
+      .def("set_addresses", &FaultBoard::set_addresses, release_gil(),
+           py::arg("per_global_rank"),
+           "Where the host of each rank is reached; empty: not known.")
       .def("report_raised", &report_raised, release_gil(), py::arg("where"),
            py::arg("text"),
            "Records an exception of this rank; the liveness client tells it "

@@ -20,6 +20,8 @@ std::string Fault::describe() const {
       return who +
              " died: its connection closed without a goodbye (killed or "
              "crashed)";
+    case Kind::kUnreachable:
+      return who + ": its host cannot be reached: " + text;
     case Kind::kLeft:
       return who + " has left (its script has finished)" +
              (text.empty() ? "" : " " + text);
@@ -36,6 +38,19 @@ FaultBoard::FaultBoard(int global_rank) : global_rank_(global_rank) {}
 void FaultBoard::set_coordinates(std::vector<std::string> per_global_rank) {
   std::lock_guard lock(mutex_);
   coordinates_ = std::move(per_global_rank);
+}
+
+void FaultBoard::set_addresses(std::vector<std::string> per_global_rank) {
+  std::lock_guard lock(mutex_);
+  addresses_ = std::move(per_global_rank);
+}
+
+int FaultBoard::rank_at(const std::string& address) const {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find(addresses_.begin(), addresses_.end(), address);
+  return address.empty() || found == addresses_.end()
+             ? -1
+             : static_cast<int>(found - addresses_.begin());
 }
 
 std::string FaultBoard::coordinates(int global_rank) const {

@@ -15,11 +15,12 @@ namespace smp::health {
 /// Why a run cannot go on.
 struct Fault {
   enum class Kind {
-    kRaised,    ///< an exception in a rank; `text` holds it
-    kDied,      ///< connection lost without a word: killed, crashed
-    kLeft,      ///< exited normally although somebody still waits for it
-    kDeadlock,  ///< every rank waits; `text` holds the table
-    kStuck,     ///< neither waits nor moves while others wait for it
+    kRaised,       ///< an exception in a rank; `text` holds it
+    kDied,         ///< connection lost without a word: killed, crashed
+    kUnreachable,  ///< its host does not answer; `text` says how it was seen
+    kLeft,         ///< exited normally although somebody still waits for it
+    kDeadlock,     ///< every rank waits; `text` holds the table
+    kStuck,        ///< neither waits nor moves while others wait for it
   };
   Kind kind = Kind::kRaised;
   int global_rank = -1;    ///< the culprit; -1 when not known, or all of them
@@ -51,6 +52,12 @@ class FaultBoard {
   /// name those of the culprit.
   void set_coordinates(std::vector<std::string> per_global_rank);
   std::string coordinates(int global_rank) const;
+
+  /// Addresses at which the hosts of all global ranks are reached by others;
+  /// empty ones are not known.
+  void set_addresses(std::vector<std::string> per_global_rank);
+  /// The first rank at an address; -1 when none is.
+  int rank_at(const std::string& address) const;
 
   /// Records a fault (first one wins) and wakes all subscribers. One that
   /// comes from another rank is printed at once, so that the culprit is on the
@@ -96,6 +103,7 @@ class FaultBoard {
   std::optional<Fault> fault_;
   std::map<int, CollectiveLog::State> left_;
   std::vector<std::string> coordinates_;
+  std::vector<std::string> addresses_;
   std::mutex subscribers_mutex_;  // held while waking: see unsubscribe
   std::vector<std::pair<int, std::function<void()>>> subscribers_;
   int next_token_ = 0;

@@ -49,6 +49,7 @@ struct LivenessClient::Impl {
   LivenessFrame make_status(const WaitRegistry::Snapshot& snapshot);
   void send_status();
   void watch_hub(const WaitRegistry::Snapshot& snapshot);
+  void watch_peers(const LivenessFrame& status);
   void fail_for_hub(Clock::duration silence, const std::string& what);
   void report_stuck(const LivenessFrame& frame);
   bool is_stuck_here() const;
@@ -80,6 +81,8 @@ struct LivenessClient::Impl {
   FileMeter files;
   Clock::time_point looked_at = Clock::now();
   Clock::time_point heard_at = Clock::now();  // of the hub
+  bool hub_is_unreachable = false;
+  Clock::time_point status_sent_at;
   std::optional<Clock::time_point> blocked_since;
   Clock::time_point silence_reported_at;
   // Of this rank, from when it was found to be stuck.
@@ -163,6 +166,11 @@ void LivenessClient::Impl::run() {
   if (is_expected || global_rank == kHubRank || faults->has_left(kHubRank)) {
     return;
   }
+  if (hub_is_unreachable) {
+    faults->report({.kind = Fault::Kind::kUnreachable,
+                    .global_rank = kHubRank,
+                    .text = unreachable_text()});
+  }
   faults->report(
       {.kind = Fault::Kind::kDied, .global_rank = kHubRank, .text = error});
 }
@@ -178,7 +186,9 @@ void LivenessClient::Impl::serve() {
     bool wants_to_write = false;
     {
       std::lock_guard lock(mutex);
-      if (write_available(fd, out) == IoResult::kClosed) return;
+      const IoResult result = write_available(fd, out);
+      hub_is_unreachable = result == IoResult::kUnreachable;
+      if (result != IoResult::kOk) return;
       wants_to_write = !out.empty();
       if (!wants_to_write) changed.notify_all();
       if (stopping) return;
@@ -197,7 +207,8 @@ void LivenessClient::Impl::serve() {
       heard_at = Clock::now();
       handle(std::move(*frame));
     }
-    if (result == IoResult::kClosed) return;
+    hub_is_unreachable = result == IoResult::kUnreachable;
+    if (result != IoResult::kOk) return;
   }
 }
 
@@ -211,6 +222,8 @@ LivenessFrame LivenessClient::Impl::make_status(
   status.progress = snapshot.progress;
   if (snapshot.is_blocked) {
     status.progress += meter.look();
+    // What the network has lost comes again; until then nobody is stuck.
+    status.num_unsent += meter.num_lost();
     status.collectives =
         faults->waits().collectives().state(snapshot.collective).encode();
   } else {
@@ -227,7 +240,13 @@ void LivenessClient::Impl::send_status() {
   const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
   const LivenessFrame status = make_status(snapshot);
   watch_hub(snapshot);
+  watch_peers(status);
   end_if_stuck(status);
+  const Clock::time_point now = Clock::now();
+  if (now - heard_at > kQuietAfter && now - status_sent_at < kQuietEvery) {
+    return;
+  }
+  status_sent_at = now;
   std::lock_guard lock(mutex);
   if (!leaving) queue(status);
 }
@@ -259,6 +278,21 @@ void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
                (options.stacks
                     ? "\nPython stacks of this rank:\n" + options.stacks->take()
                     : std::string()));
+}
+
+// The hub may reach the host of a rank that this one does not reach.
+void LivenessClient::Impl::watch_peers(const LivenessFrame& status) {
+  if (!status.is_blocked || faults->fault()) return;
+  const std::optional<std::string> address = meter.unreachable();
+  const int rank = address ? faults->rank_at(*address) : -1;
+  if (rank < 0 || rank == global_rank) return;
+  const std::string own = faults->coordinates(global_rank);
+  faults->report({.kind = Fault::Kind::kUnreachable,
+                  .global_rank = rank,
+                  .text = unreachable_text() + ", as seen by global_rank " +
+                          std::to_string(global_rank) +
+                          (own.empty() ? "" : " (" + own + ")"),
+                  .is_found_here = true});
 }
 
 // Each rank finds that by itself, when it waits: nobody can tell the others.
@@ -341,6 +375,11 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
       faults->report(
           {.kind = Fault::Kind::kDied, .global_rank = frame.global_rank});
       break;
+    case Type::kUnreachable:
+      faults->report({.kind = Fault::Kind::kUnreachable,
+                      .global_rank = static_cast<int>(frame.progress),
+                      .text = std::move(frame.text)});
+      break;
     case Type::kDeadlock:
       faults->report(
           {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
@@ -395,13 +434,13 @@ void LivenessClient::Impl::send_answer(Type type, int64_t number,
 void LivenessClient::Impl::on_board_change() {
   const std::optional<Fault> fault = faults->fault();
   if (!fault) return;
-  const bool is_missed =
-      fault->kind == Fault::Kind::kLeft && fault->is_found_here;
   const bool is_raised =
       fault->kind == Fault::Kind::kRaised && fault->global_rank == global_rank;
-  if (!is_missed && !is_raised) return;
+  if (!fault->is_found_here && !is_raised) return;
   LivenessFrame raised;
-  raised.type = is_missed ? Type::kMissed : Type::kRaised;
+  raised.type = is_raised                                  ? Type::kRaised
+                : fault->kind == Fault::Kind::kUnreachable ? Type::kUnreachable
+                                                           : Type::kMissed;
   raised.global_rank = global_rank;
   raised.progress = fault->global_rank;
   raised.where = fault->where;

@@ -20,6 +20,9 @@ struct LivenessFrame {
     kRaisedSeen,   ///< hub: told the others
     kLeft,         ///< client, then hub to the others: end of the script
     kDied,         ///< hub: connection lost without kLeft
+    kUnreachable,  ///< hub, or client, then hub to the others: the host of a
+                   ///< rank does not answer; progress = that rank, text = how
+                   ///< that was seen
     kDeadlock,     ///< hub: everybody waits; text = table
     kStopAsked,    ///< client: stop all ranks at a boundary
     kFreeze,       ///< hub: wait at the next boundary, and which is it?

@@ -42,15 +42,22 @@ struct Connection {
   Clock::time_point accepted;
   int global_rank = -1;  // -1 until a right hello
   bool is_closed = false;
+  bool is_unreachable = false;  // that is why it closed
 
   // The newest status, and since when it is the same while waiting.
   LivenessFrame status;
   std::optional<Clock::time_point> status_at;
+  Clock::time_point alive_at;  // when it was told that the hub lives
 
   // On the way to a stop: it was told to wait at its next boundary, which is.
   bool is_freezing = false;
   std::optional<int64_t> frozen_at;
   Clock::time_point stuck_since;
+
+  void note(IoResult result) {
+    is_closed |= result != IoResult::kOk;
+    is_unreachable |= result == IoResult::kUnreachable;
+  }
 };
 
 std::string rank_text(int global_rank, const std::string& where) {
@@ -168,9 +175,10 @@ void LivenessHub::Impl::poll_once() {
   settle_stop();
   // At once, so that a fault is out before anything can happen to us.
   for (const auto& connection : connections) {
-    if (write_available(connection->fd, connection->out) == IoResult::kClosed) {
-      connection->out.clear();  // reading will find the end of it
-    }
+    const IoResult result = write_available(connection->fd, connection->out);
+    if (result == IoResult::kOk) continue;
+    connection->out.clear();  // reading may find a last word, and the end
+    connection->is_unreachable |= result == IoResult::kUnreachable;
   }
 }
 
@@ -197,7 +205,7 @@ void LivenessHub::Impl::serve(Connection& connection) {
   } catch (const Error&) {
     connection.is_closed = true;  // not one of us, or confused
   }
-  if (result == IoResult::kClosed) connection.is_closed = true;
+  connection.note(result);
 }
 
 void LivenessHub::Impl::handle(Connection& connection,
@@ -211,6 +219,7 @@ void LivenessHub::Impl::handle(Connection& connection,
     case Type::kStatus:
       return handle_status(connection, frame);
     case Type::kMissed:
+    case Type::kUnreachable:
     case Type::kRaised: {
       tell_fault(rank, frame);
       LivenessFrame seen;
@@ -294,8 +303,9 @@ void LivenessHub::Impl::drop_closed() {
       continue;
     }
     LivenessFrame died;
-    died.type = Type::kDied;
-    died.global_rank = rank;
+    died.type = connection->is_unreachable ? Type::kUnreachable : Type::kDied;
+    died.progress = rank;
+    if (connection->is_unreachable) died.text = unreachable_text();
     tell_fault(rank, died);
   }
   std::erase_if(connections, [](const auto& one) { return one->is_closed; });
@@ -306,7 +316,17 @@ void LivenessHub::Impl::say_alive() {
   alive_at = Clock::now();
   LivenessFrame alive;
   alive.type = Type::kAlive;
-  tell_others(-1, alive);
+  const std::string bytes = encode_frame(alive);
+  for (const auto& one : connections) {
+    const bool is_quiet =
+        one->status_at && alive_at - *one->status_at > kQuietAfter;
+    if (one->global_rank < 0 ||
+        (is_quiet && alive_at - one->alive_at < kQuietEvery)) {
+      continue;
+    }
+    one->alive_at = alive_at;
+    one->out += bytes;
+  }
 }
 
 // Whether somebody waits for a collective that all of its ranks have entered.

@@ -27,10 +27,28 @@ OwnedFd connect_tcp(const std::string& host, int port,
                     std::chrono::milliseconds timeout,
                     const std::function<void()>& idle);
 
-enum class IoResult { kOk, kClosed };
+/// The host of the other end counts as unreachable when it has acknowledged
+/// nothing for so long. A stopped process is none: its system answers.
+inline constexpr std::chrono::seconds kUnreachableAfter{15};
 
-/// Appends what has arrived to `buffer`; kClosed at the end or on an error.
+/// Who has said nothing for longer than `kQuietAfter` may be stopped, and hears
+/// something at `kQuietEvery` only: else its buffer fills in the course of
+/// minutes, and what waits in ours then looks like an unreachable host.
+inline constexpr std::chrono::seconds kQuietAfter{5};
+inline constexpr std::chrono::seconds kQuietEvery{30};
+
+enum class IoResult {
+  kOk,
+  kClosed,       ///< the other end closed it, or it broke
+  kUnreachable,  ///< the host of the other end does not answer any more
+};
+
+/// Appends what has arrived to `buffer`; kClosed or kUnreachable at the end or
+/// on an error.
 IoResult read_available(const OwnedFd& fd, std::string& buffer);
+
+/// How `kUnreachable` was seen, for people.
+std::string unreachable_text();
 
 /// Sends what the system takes and removes it from `buffer`.
 IoResult write_available(const OwnedFd& fd, std::string& buffer);

@@ -1,5 +1,6 @@
 #include "csrc/health/transport_meter.h"
 
+#include <arpa/inet.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -12,6 +13,8 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+
+#include "csrc/health/socket.h"
 
 namespace smp::health {
 namespace {
@@ -30,6 +33,25 @@ bool is_tcp(int fd) {
          (domain == AF_INET || domain == AF_INET6);
 }
 
+// The address of the other end; IPv4 in its own form, also inside of IPv6.
+std::string peer_of(int fd) {
+  sockaddr_in6 v6{};
+  socklen_t size = sizeof(v6);
+  char text[INET6_ADDRSTRLEN] = {};
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&v6), &size) != 0) {
+    return {};
+  }
+  if (v6.sin6_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(&v6);
+    ::inet_ntop(AF_INET, &v4->sin_addr, text, sizeof(text));
+  } else if (IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr)) {
+    ::inet_ntop(AF_INET, &v6.sin6_addr.s6_addr[12], text, sizeof(text));
+  } else {
+    ::inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof(text));
+  }
+  return text;
+}
+
 // What a connection has sent; nothing where the system does not tell.
 std::optional<Sent> sent_by(int fd) {
   tcp_info info{};
@@ -40,8 +62,15 @@ std::optional<Sent> sent_by(int fd) {
       size < kNeeded) {
     return std::nullopt;
   }
-  return Sent{info.tcpi_bytes_acked,
-              info.tcpi_unacked > 0 || info.tcpi_notsent_bytes > 0};
+  Sent sent{info.tcpi_bytes_acked,
+            info.tcpi_unacked > 0 || info.tcpi_notsent_bytes > 0};
+  // Repeated by the clock: losses that other packets report are routine.
+  sent.is_lost = info.tcpi_unacked > 0 && info.tcpi_retransmits > 0;
+  if (sent.is_lost) {
+    sent.peer = peer_of(fd);
+    sent.lost_since = std::chrono::steady_clock::now();
+  }
+  return sent;
 }
 
 // The inode of the socket that a link below /proc/self/fd shows; nothing for
@@ -64,6 +93,8 @@ std::optional<uint64_t> socket_inode(const std::filesystem::path& link) {
 
 int64_t TransportMeter::look() {
   std::map<uint64_t, Sent> now;
+  num_lost_ = 0;
+  unreachable_.reset();
   std::error_code error;
   for (const auto& entry :
        std::filesystem::directory_iterator("/proc/self/fd", error)) {
@@ -72,7 +103,7 @@ int64_t TransportMeter::look() {
     std::from_chars(name.data(), name.data() + name.size(), fd);
     const auto inode = socket_inode(entry.path());
     if (fd < 0 || !inode || !is_tcp(fd)) continue;
-    const auto found = sent_by(fd);
+    auto found = sent_by(fd);
     if (!found) continue;
     const auto before = seen_.find(*inode);
     if (before != seen_.end() && before->second.has_queue && found->has_queue &&
@@ -80,7 +111,18 @@ int64_t TransportMeter::look() {
       num_bytes_ += static_cast<int64_t>(found->acknowledged -
                                          before->second.acknowledged);
     }
-    now.emplace(*inode, *found);
+    if (found->is_lost) {
+      ++num_lost_;
+      if (before != seen_.end() && before->second.is_lost &&
+          before->second.acknowledged == found->acknowledged) {
+        found->lost_since = before->second.lost_since;
+      }
+      if (std::chrono::steady_clock::now() - found->lost_since >=
+          kUnreachableAfter) {
+        unreachable_ = found->peer;
+      }
+    }
+    now.emplace(*inode, std::move(*found));
   }
   seen_ = std::move(now);
   return num_bytes_;

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <string>
 
 namespace smp::health {
 
@@ -10,6 +13,10 @@ namespace smp::health {
 struct Sent {
   uint64_t acknowledged = 0;
   bool has_queue = false;
+  /// The system sends some of it again, since no acknowledgement has come.
+  bool is_lost = false;
+  std::string peer = {};  ///< address, without port; of one that has lost some
+  std::chrono::steady_clock::time_point lost_since = {};
 };
 
 /// How many bytes the TCP connections of this process have got through to
@@ -23,9 +30,18 @@ class TransportMeter {
   /// Looks, and returns what was counted so far. One thread.
   int64_t look();
 
+  /// Connections that have lost something at the last look.
+  int64_t num_lost() const { return num_lost_; }
+
+  /// The address of a host that has acknowledged nothing for
+  /// `kUnreachableAfter` although the system keeps sending.
+  const std::optional<std::string>& unreachable() const { return unreachable_; }
+
  private:
   std::map<uint64_t, Sent> seen_;  // by inode: descriptors are used again
   int64_t num_bytes_ = 0;
+  int64_t num_lost_ = 0;
+  std::optional<std::string> unreachable_;
 };
 
 }  // namespace smp::health

@@ -1,18 +1,21 @@
 """Faults of a network: a job goes on with the numbers of one process, or all ranks end within 30 s
-and say why.
+and say which host cannot be reached.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.processes import Ended
+from tests.dist.processes import Ended, Started
 from tests.dist.zygote import MONOTONIC_VARIABLE
 from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import REPO, HostRanks
@@ -26,6 +29,15 @@ pytestmark = [
 
 SCRIPT = REPO / "tests" / "hosts" / "train_on.py"
 WORST_S = 30.0
+FOREVER = 1_000_000  # steps
+
+
+def wait_for_step(started: Started, step: int) -> None:
+    """Until all ranks have made a step."""
+    logs = [started.folder / f"rank{rank}.log" for rank in range(len(started.pids))]
+    while not all(log.exists() and f"STEP {step}\n" in log.read_text() for log in logs):
+        assert time.monotonic() < started.deadline, [log.read_text() for log in logs]
+        time.sleep(0.05)
 
 
 def check_trained(results: list[Ended], steps: int) -> None:
@@ -47,6 +59,19 @@ def check_trained(results: list[Ended], steps: int) -> None:
         ), text
 
 
+def check_ended(results: list[Ended], began_s: float, hosts_of: Mapping[int, set[str]]) -> None:
+    """All ended in time, and each rank names one of the hosts given for it."""
+    for result in results:
+        text = f"rank {result.rank}:\n{result.output}"
+        assert not result.hung and result.returncode != 0, text
+        assert result.time - began_s < WORST_S, f"{result.time - began_s:.1f} s: {text}"
+        if result.rank in hosts_of:
+            found = re.findall(r"host (host\d)\): its host cannot be reached", result.output)
+            assert set(found) & hosts_of[result.rank], text
+            assert "deadlock" not in result.output, text
+    print(f"ended after {max(r.time for r in results) - began_s:.1f} s")
+
+
 # ---- faults that pass ----------------------------------------------------------
 
 
@@ -65,6 +90,26 @@ def test_late_and_lost_packets_change_no_number(pool: Pool, how: dict[str, float
 
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pause_s", [2.0, 10.0])
+def test_a_cable_that_is_put_back_changes_no_number(pool: Pool, pause_s: float, pp: int) -> None:
+    steps = 400
+    with Network(2) as network:
+        ranks = HostRanks(network, pool)
+        started = ranks.start_script(SCRIPT, [str(pp), str(steps)], timeout=120)
+        wait_for_step(started, 5)
+        network.cut(1)
+        seen = (started.folder / "rank0.log").read_text()
+        assert "LOSSES" not in seen, "the job is over before the fault"
+        time.sleep(pause_s)
+        now = (started.folder / "rank0.log").read_text()
+        assert now.count("STEP") - seen.count("STEP") < 20, "the cut has stopped nobody"
+        network.mend(1)
+        results = ranks.wait(started)
+    check_trained(results, steps)
+
+
+@pytest.mark.sample(keep=0)
+@pytest.mark.parametrize("pp", [1, 2])
 def test_clocks_that_count_from_another_boot_change_no_number(pool: Pool, pp: int) -> None:
     """CLOCK_MONOTONIC, by which the library waits. The wall clock is one for all namespaces."""
     with Network(2) as network:
@@ -72,6 +117,54 @@ def test_clocks_that_count_from_another_boot_change_no_number(pool: Pool, pp: in
             SCRIPT, [str(pp), "5"], env_of=lambda rank: {MONOTONIC_VARIABLE: str(rank * 1_000_000)}
         )
     check_trained(results, 5)
+
+
+# ---- faults that stay ----------------------------------------------------------
+
+
+def cut(network: Network, started: Started) -> None:
+    network.cut(1)
+
+
+def silence(network: Network, started: Started) -> None:
+    network.silence(1)
+
+
+def vanish(network: Network, started: Started) -> None:
+    network.remove(1)
+    os.kill(started.pids[1], signal.SIGKILL)  # nothing of it can say goodbye
+
+
+@pytest.mark.sample(keep=0)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("fault", [cut, silence, vanish])
+def test_a_host_that_is_gone_ends_the_job(
+    pool: Pool, fault: Callable[[Network, Started], None], pp: int
+) -> None:
+    with Network(2) as network:
+        ranks = HostRanks(network, pool)
+        started = ranks.start_script(SCRIPT, [str(pp), str(FOREVER)], timeout=90)
+        wait_for_step(started, 5)
+        began_s = time.monotonic()
+        fault(network, started)
+        results = ranks.wait(started)
+    check_ended(
+        results, began_s, {0: {"host1"}} if fault is vanish else {0: {"host1"}, 1: {"host0"}}
+    )
+
+
+@pytest.mark.sample(keep=0)
+@pytest.mark.parametrize("pp", [1, 3])
+def test_two_hosts_that_only_the_others_reach_end_the_job(pool: Pool, pp: int) -> None:
+    """Rank 0, which looks after all, reaches both."""
+    with Network(3) as network:
+        ranks = HostRanks(network, pool)
+        started = ranks.start_script(SCRIPT, [str(pp), str(FOREVER)], timeout=90)
+        wait_for_step(started, 5)
+        began_s = time.monotonic()
+        network.part(1, 2)
+        results = ranks.wait(started)
+    check_ended(results, began_s, dict.fromkeys(range(3), {"host1", "host2"}))
 
 
 # ---- faults at the begin -------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,7 @@ class Rank:
         *,
         loopback: bool,
         own_host: str,
+        addresses: Sequence[str],
         machine: str,
         shares_gpus: bool = False,
     ) -> None:
@@ -80,6 +81,7 @@ class Rank:
             store: keys of this init.
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
+            addresses: of the machines of all ranks, as far as they are known.
             machine: equal on ranks that may try to share memory.
             shares_gpus: some ranks use one GPU together.
         """
@@ -93,6 +95,7 @@ class Rank:
             self.meter,
         )
         self.connections, self.stops = connections, connections.stops
+        connections.board.set_addresses(list(addresses))
         connections.connect(
             store,
             own_host=own_host,

@@ -98,6 +98,7 @@ class Runtime:
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
+            addresses=[] if loopback else [other.way["address"] for other in meeting],
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
                 [other.host for other in meeting],

@@ -73,6 +73,10 @@ TEST(FaultBoard, DescribesEachKind) {
       .kind = Kind::kLeft, .global_rank = 2, .text = "while we wait"};
   EXPECT_EQ(left.describe(),
             "global_rank 2 has left (its script has finished) while we wait");
+  const Fault cut_off{
+      .kind = Kind::kUnreachable, .global_rank = 2, .text = "no cable"};
+  EXPECT_EQ(cut_off.describe(),
+            "global_rank 2: its host cannot be reached: no cable");
   const Fault deadlock{.kind = Kind::kDeadlock, .text = "table"};
   EXPECT_EQ(deadlock.describe(), "deadlock: table");
   const Fault unknown{.kind = Kind::kDied, .text = "gone"};
@@ -117,6 +121,16 @@ TEST(FaultBoard, LeavingIsNoFault) {
   EXPECT_TRUE(board.has_left(2));
   EXPECT_FALSE(board.has_left(1));
   EXPECT_FALSE(board.fault());
+}
+
+TEST(FaultBoard, KnowsTheFirstRankAtAnAddress) {
+  FaultBoard board(0);
+  EXPECT_EQ(board.rank_at("10.0.0.1"), -1);
+  board.set_addresses({"10.0.0.1", "10.0.0.1", "", "10.0.0.2", "10.0.0.2"});
+  EXPECT_EQ(board.rank_at("10.0.0.1"), 0);
+  EXPECT_EQ(board.rank_at("10.0.0.2"), 3);
+  EXPECT_EQ(board.rank_at("10.0.0.3"), -1);
+  EXPECT_EQ(board.rank_at(""), -1) << "not known is no address";
 }
 
 TEST(FaultBoard, UnsubscribeWaitsForRunningWake) {

@@ -244,6 +244,26 @@ TEST(Liveness, RankThatIsMissedIsNamedByAllAndNotWhoMissesIt) {
             "global_rank 0 waits for it in gate");
 }
 
+// The hub reaches both; only one of them can see that the other is gone.
+TEST(Liveness, HostThatOneRankCannotReachIsNamedByAll) {
+  World world(3);
+  world.boards[0]->set_coordinates({"a", "b", "c"});
+  world.boards[1]->report({.kind = Fault::Kind::kUnreachable,
+                           .global_rank = 2,
+                           .text = "seen by global_rank 1",
+                           .is_found_here = true});
+  for (const int rank : {0, 2}) {
+    const auto fault = world.fault_at(rank);
+    ASSERT_TRUE(fault);
+    EXPECT_EQ(fault->kind, Fault::Kind::kUnreachable);
+    EXPECT_EQ(fault->global_rank, 2);
+    EXPECT_EQ(fault->text, "seen by global_rank 1");
+  }
+  EXPECT_EQ(world.boards[0]->fault()->describe(),
+            "global_rank 2 (c): its host cannot be reached: seen by "
+            "global_rank 1");
+}
+
 // A hub that welcomes one rank and then says nothing: rank 0 is stopped.
 class StoppedHub {
  public:
