@@ -61,3 +61,19 @@ def test_tau_counts_pairs_that_are_ordered_alike(benchmark: ModuleType) -> None:
         assert kendall_tau(order, other) == pytest.approx(1 - 2 * inversions / 15)
     with pytest.raises(ValueError, match="equal length"):
         kendall_tau([1.0], [1.0])
+
+
+def test_layers_of_the_split_form_have_their_parameters(benchmark: ModuleType) -> None:
+    """Their products are read by the code of the layer, and never called."""
+    ids = benchmark.make_batch(benchmark.SHAPE, 1)
+    call = {"input_ids": ids, "labels": ids}
+    plain = benchmark.profile(benchmark.meta_model(), (), call, 10.0)
+    with benchmark.split_form(benchmark.meta_model()) as form:
+        split = benchmark.profile(form, (), call, 10.0)
+    assert split.elements == plain.elements
+    for found, expected in zip(split.parts, plain.parts, strict=True):
+        assert found.elements == expected.elements and found.is_layer == expected.is_layer
+    assert split.tail is not None and plain.tail is not None
+    assert split.tail.tied_elements == plain.tail.tied_elements > 0
+    kept = [sum(p.split_kept + p.whole_kept for p in x.parts) for x in (plain, split)]
+    assert kept[1] < 0.7 * kept[0], "fused operators keep less"

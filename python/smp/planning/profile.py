@@ -173,7 +173,7 @@ def _groups(traced: Trace, layers: Sequence[nn.Module]) -> tuple[list[Group], di
     layer_of = {index_of[below]: layer for layer in layers for below in layer.modules()}
     groups: list[Group] = []
     owners: dict[int, int] = {}
-    place: dict[nn.Module, int] = {}
+    place: dict[nn.Module | None, int] = {}
     last = traced.order[-1] if traced.order else 0
     above = {idx for idx in traced.order if _is_above_layers(traced.modules[idx], layers)}
     for idx in traced.order:
@@ -193,11 +193,12 @@ def _groups(traced: Trace, layers: Sequence[nn.Module]) -> tuple[list[Group], di
         owners[idx] = position
     if not groups:
         groups.append((names[traced.modules[last]] or "(root)", None, []))
-    # The code around layers makes the loss, at the end; what is never called goes there as well.
+    # The code around layers makes the loss, at the end; what is never called goes there as well, if
+    # it is not in a layer, whose code reads its parameters.
     for idx in range(len(traced.modules)):
         if idx not in owners:
-            owners[idx] = len(groups) - 1
-            groups[-1][2].append(idx)
+            owners[idx] = place.get(layer_of.get(idx), len(groups) - 1)
+            groups[owners[idx]][2].append(idx)
     return groups, owners
 
 
