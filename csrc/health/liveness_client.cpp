@@ -52,6 +52,7 @@ struct LivenessClient::Impl {
   void watch_peers(const LivenessFrame& status);
   void fail_for_hub(Clock::duration silence, const std::string& what);
   void report_stuck(const LivenessFrame& frame);
+  void report_unreachable(LivenessFrame frame);
   bool is_stuck_here() const;
   void end_if_stuck(const LivenessFrame& status);
   void outlive_hub();
@@ -295,6 +296,17 @@ void LivenessClient::Impl::watch_peers(const LivenessFrame& status) {
                   .is_found_here = true});
 }
 
+// Who does not reach this rank is as far away from here; a fault of this rank
+// would be one that it raises itself.
+void LivenessClient::Impl::report_unreachable(LivenessFrame frame) {
+  const int named = static_cast<int>(frame.progress);
+  const bool is_this = named == global_rank;
+  faults->report({.kind = Fault::Kind::kUnreachable,
+                  .global_rank = is_this ? frame.global_rank : named,
+                  .text = is_this ? "it gets nothing from the host of this rank"
+                                  : std::move(frame.text)});
+}
+
 // Each rank finds that by itself, when it waits: nobody can tell the others.
 void LivenessClient::Impl::fail_for_hub(Clock::duration silence,
                                         const std::string& what) {
@@ -376,9 +388,7 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
           {.kind = Fault::Kind::kDied, .global_rank = frame.global_rank});
       break;
     case Type::kUnreachable:
-      faults->report({.kind = Fault::Kind::kUnreachable,
-                      .global_rank = static_cast<int>(frame.progress),
-                      .text = std::move(frame.text)});
+      report_unreachable(std::move(frame));
       break;
     case Type::kDeadlock:
       faults->report(

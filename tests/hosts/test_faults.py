@@ -154,9 +154,7 @@ def test_a_host_that_is_gone_ends_the_job(
 
 
 @pytest.mark.sample(keep=0)
-@pytest.mark.parametrize(
-    "pp", [1, pytest.param(3, marks=pytest.mark.xfail(reason="rank 2 hangs: docs/limits.md"))]
-)
+@pytest.mark.parametrize("pp", [1, 3])
 def test_two_hosts_that_only_the_others_reach_end_the_job(pool: Pool, pp: int) -> None:
     """Rank 0, which looks after all, reaches both."""
     with Network(3) as network:
