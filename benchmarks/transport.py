@@ -20,7 +20,8 @@ from workers import Worker
 
 import smp
 from smp import _C
-from smp.world.groups import make_world
+from smp.world.groups import over_gloo, over_sockets
+from smp.world.sockets import open_sockets
 
 TIMEOUT_S = 60.0
 
@@ -40,8 +41,8 @@ def main() -> None:
     worker = Worker("transport")
     worker.start({})
     contenders = {
-        name: make_contender(name, name == "shared_memory", worker.config.get("ring_mb", 8))
-        for name in ("shared_memory", "communicator")
+        name: make_contender(name, worker.config.get("ring_mb", 8))
+        for name in ("shared_memory", "gloo", "tcp")
     }
     for num_bytes, num_messages in worker.config["messages"]:
         for contender in contenders.values():
@@ -58,17 +59,31 @@ def main() -> None:
     smp.shutdown()
 
 
-def make_contender(name: str, use_shared_memory: bool, ring_mb: int) -> Contender:
+def make_contender(name: str, ring_mb: int) -> Contender:
     store = PrefixStore(f"transport/{name}", distributed.distributed_c10d._get_default_store())
     board = _C.FaultBoard(smp.rank())
-    world = make_world(store, smp.rank(), smp.size(), loopback=True, timeout_s=TIMEOUT_S)
+    sockets = None
+    if name == "tcp":
+        sockets = open_sockets(
+            store,
+            smp.rank(),
+            smp.size(),
+            loopback=True,
+            towards="127.0.0.1",
+            board=board,
+            timeout_s=TIMEOUT_S,
+        )
+        make = over_sockets(sockets)
+    else:
+        make = over_gloo(store, smp.rank(), loopback=True, timeout_s=TIMEOUT_S)
+    world = make("world", range(smp.size()))
     shared_memory = None
-    if use_shared_memory:
+    if name == "shared_memory":
         shared_memory = _C.connect_shared_memory(
             world, board, machine="", ring_bytes=ring_mb << 20, timeout_s=TIMEOUT_S
         )
         assert shared_memory.peers == [1 - smp.rank()], "the ranks share no memory"
-    mailbox = _C.Mailbox(world, board, shared_memory)
+    mailbox = _C.Mailbox(world, board, shared_memory, sockets=sockets)
     return Contender(mailbox, _C.LinkProbe(mailbox, board))
 
 

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/agreement.h"
 #include "csrc/comm/broadcast.h"
@@ -10,6 +11,8 @@
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/flight_watch.h"
 #include "csrc/comm/mpi_communicator.h"
+#include "csrc/comm/peer_sockets.h"
+#include "csrc/comm/socket_communicator.h"
 #include "csrc/comm/watched_communicator.h"
 #include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
@@ -50,6 +53,40 @@ comm::CommunicatorPtr make_c10d(c10::intrusive_ptr<c10d::Backend> backend,
   const py::gil_scoped_release released;
   return comm::make_c10d_communicator(std::move(backend), std::move(name),
                                       std::move(ends));
+}
+
+std::shared_ptr<comm::PeerSockets> make_sockets(int global_rank,
+                                                bool loopback_only,
+                                                std::string address) {
+  const py::gil_scoped_release released;
+  return end_without_gil(
+      new comm::PeerSockets(global_rank, {loopback_only, std::move(address)}));
+}
+
+void bind_sockets(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  using comm::PeerSockets;
+  py::class_<PeerSockets, std::shared_ptr<PeerSockets>>(
+      m, "PeerSockets",
+      "TCP connections from this process to other ranks, opened when they are "
+      "first used and shared by all groups.")
+      .def(py::init(&make_sockets), py::arg("global_rank"),
+           py::arg("loopback_only") = true, py::arg("address") = "")
+      .def_property_readonly("address", &PeerSockets::address,
+                             "Where others reach this process; a secret.")
+      .def("set_addresses", &PeerSockets::set_addresses, py::arg("addresses"),
+           NoGil(), "Those of all ranks.")
+      .def_property_readonly("num_connections", &PeerSockets::num_connections,
+                             "Opened or accepted so far.")
+      .def("close", &PeerSockets::close, NoGil());
+  m.def("make_socket_communicator", &comm::make_socket_communicator,
+        py::arg("sockets"), py::arg("name"), py::arg("global_ranks"), NoGil(),
+        "Communicator of a group over the connections of this process; CPU "
+        "tensors. The name is used once.");
+  m.def("own_address", &comm::own_address, py::arg("interface"),
+        py::arg("towards"), NoGil(),
+        "The numeric address by which other hosts reach this one: that of an "
+        "interface, or of the way to a host.");
 }
 
 void run_without_gil(const std::function<void()>& body) {
@@ -164,6 +201,7 @@ void bind_comm(py::module_& m) {
   set_gil_release(run_without_gil);
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_communicator(m);
+  bind_sockets(m);
   m.def("make_c10d_communicator", &make_c10d, py::arg("backend"),
         py::arg("name"), py::arg("end") = py::none(),
         "Communicator over a torch.distributed Backend, such as "

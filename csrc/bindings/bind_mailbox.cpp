@@ -14,6 +14,7 @@
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/flight_watch.h"
+#include "csrc/comm/peer_sockets.h"
 #include "csrc/common/check.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/lane_table.h"
@@ -60,7 +61,7 @@ std::shared_ptr<Mailbox> make_mailbox(
     const std::string& machine, int pipeline, const std::string& lane,
     int64_t slot_bytes, std::optional<py::function> make_way,
     comm::FlightWatchPtr flights, const std::string& nccl_host,
-    double timeout_s) {
+    double timeout_s, std::shared_ptr<comm::PeerSockets> sockets) {
   lanes::LaneOptions options;
   options.device = c10::Device(device);
   options.mode = lane;
@@ -75,7 +76,8 @@ std::shared_ptr<Mailbox> make_mailbox(
   options.timeout = to_ms(timeout_s);
   py::gil_scoped_release release;
   return end_without_gil(new Mailbox(std::move(world), std::move(board),
-                                     shared_memory, std::move(options)));
+                                     shared_memory, std::move(options),
+                                     std::move(sockets)));
 }
 
 // The lane of each pair, by source and destination.
@@ -174,7 +176,8 @@ void bind_messages(py::module_& m) {
            py::arg("lane") = "auto",
            py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
            py::arg("make_way") = py::none(), py::arg("flights") = nullptr,
-           py::arg("nccl_host") = "", py::arg("timeout_s") = 1800.0)
+           py::arg("nccl_host") = "", py::arg("timeout_s") = 1800.0,
+           py::arg("sockets") = nullptr)
       .def("stats", &mailbox_stats)
       .def("lanes", &mailbox_lanes,
            "(source, destination, lane, why) of each pair of ranks that send "

@@ -181,6 +181,35 @@ std::string unreachable_text() {
          " s (host down, cable or switch, firewall, or route)";
 }
 
+OwnedFd begin_connect_tcp(const std::string& address, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* found = nullptr;
+  const int status = ::getaddrinfo(
+      address.c_str(), std::to_string(port).c_str(), &hints, &found);
+  SMP_CHECK(status == 0, "'", address,
+            "' is no numeric address: ", ::gai_strerror(status));
+  const AddressList addresses(found, &::freeaddrinfo);
+  OwnedFd fd = new_socket(found->ai_family);
+  SMP_CHECK(fd, "cannot make a socket to ", address, ":", port, ": ",
+            last_error());
+  tune(fd.get());
+  SMP_CHECK(::connect(fd.get(), found->ai_addr, found->ai_addrlen) == 0 ||
+                errno == EINPROGRESS,
+            "cannot connect to ", address, ":", port, ": ", last_error());
+  return fd;
+}
+
+std::string connect_error(const OwnedFd& fd) {
+  int status = 0;
+  socklen_t length = sizeof(status);
+  if (::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &status, &length) != 0) {
+    status = errno;
+  }
+  return status == 0 ? "" : std::strerror(status);
+}
+
 IoResult read_available(const OwnedFd& fd, std::string& buffer) {
   std::array<char, 16384> chunk;
   while (true) {

@@ -31,6 +31,14 @@ OwnedFd connect_tcp(const std::string& host, int port,
 /// nothing for so long. A stopped process is none: its system answers.
 inline constexpr std::chrono::seconds kUnreachableAfter{15};
 
+/// Begins to connect to a numeric address and does not wait; a poll for writing
+/// ends when it is known how that went, see `connect_error`.
+/// @throws Error naming the address when it cannot even begin
+OwnedFd begin_connect_tcp(const std::string& address, int port);
+
+/// Why the connection did not come about; empty when it did.
+std::string connect_error(const OwnedFd& fd);
+
 /// Who has said nothing for longer than `kQuietAfter` may be stopped, and hears
 /// something at `kQuietEvery` only: else its buffer fills in the course of
 /// minutes, and what waits in ours then looks like an unreachable host.

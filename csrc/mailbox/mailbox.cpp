@@ -19,6 +19,7 @@
 #include "csrc/mailbox/lane_posts.h"
 #include "csrc/mailbox/self_link.h"
 #include "csrc/mailbox/shared_memory_link.h"
+#include "csrc/mailbox/socket_link.h"
 #include "csrc/mailbox/test_delays.h"
 
 namespace smp::mailbox {
@@ -35,7 +36,8 @@ constexpr milliseconds kLookEvery{1};
 
 struct Mailbox::Impl {
   Impl(comm::CommunicatorPtr world, std::shared_ptr<health::FaultBoard> faults,
-       const shm::SharedMemoryPtr& shared_memory, lanes::LaneOptions lanes);
+       const shm::SharedMemoryPtr& shared_memory, lanes::LaneOptions lanes,
+       std::shared_ptr<comm::PeerSockets> sockets);
 
   struct Inbox {
     std::mutex mutex;  // held while the handler runs
@@ -75,7 +77,8 @@ struct Mailbox::Impl {
 Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
                     std::shared_ptr<health::FaultBoard> the_faults,
                     const shm::SharedMemoryPtr& shared_memory,
-                    lanes::LaneOptions lanes)
+                    lanes::LaneOptions lanes,
+                    std::shared_ptr<comm::PeerSockets> sockets)
     : world(std::move(the_world)),
       faults(std::move(the_faults)),
       self(world->group_rank()),
@@ -127,7 +130,10 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
   for (int rank = 0; rank < world->size(); ++rank) {
     if (link_of[rank] == nullptr) others.push_back(rank);
   }
-  if (!others.empty()) {
+  if (sockets && !others.empty()) {
+    add(std::make_unique<SocketLink>(std::move(sockets), others, owner),
+        others);
+  } else if (!others.empty()) {
     add(std::make_unique<CommunicatorLink>(world, others, owner), others);
   }
   has_links = true;
@@ -256,9 +262,11 @@ void Mailbox::Impl::close(milliseconds timeout) {
 Mailbox::Mailbox(comm::CommunicatorPtr world,
                  std::shared_ptr<health::FaultBoard> faults,
                  const shm::SharedMemoryPtr& shared_memory,
-                 lanes::LaneOptions lanes)
+                 lanes::LaneOptions lanes,
+                 std::shared_ptr<comm::PeerSockets> sockets)
     : impl_(std::make_unique<Impl>(std::move(world), std::move(faults),
-                                   shared_memory, std::move(lanes))) {}
+                                   shared_memory, std::move(lanes),
+                                   std::move(sockets))) {}
 
 Mailbox::~Mailbox() {
   if (impl_->fork_guard.in_child()) {

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "csrc/comm/communicator.h"
+#include "csrc/comm/peer_sockets.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/copy_log.h"
 #include "csrc/lanes/lane_table.h"
@@ -16,8 +17,9 @@
 namespace smp::mailbox {
 
 /// Sends and receives Messages between ranks: those of one host through shared
-/// memory, others over the world communicator. Messages from one rank to
-/// another arrive in the order of `post`, over all channels. A message to
+/// memory, others over connections that the first message opens, or, without
+/// such connections (MPI), over the world communicator. Messages from one rank
+/// to another arrive in the order of `post`, over all channels. A message to
 /// oneself is delivered too.
 ///
 /// A failure of the transport is reported to the FaultBoard; it is never
@@ -34,15 +36,18 @@ class Mailbox {
   };
 
   /// @param world  CPU communicator over all ranks; group rank = global rank.
-  ///               Nothing else may use its messages with tags 1 and 2.
+  ///               Nothing else may use its messages with tags 1 and 2 if there
+  ///               are no `sockets`.
   /// @param shared_memory  made with `world`; may serve one mailbox
   /// @param lanes  of the same kind on all ranks; their device is that of this
   ///               rank: the current one of all threads of the mailbox. Where
   ///               ranks have to agree on them this is collective over `world`
+  /// @param sockets  on all ranks or on none; may serve one mailbox
   Mailbox(comm::CommunicatorPtr world,
           std::shared_ptr<health::FaultBoard> faults,
           const shm::SharedMemoryPtr& shared_memory = nullptr,
-          lanes::LaneOptions lanes = {});
+          lanes::LaneOptions lanes = {},
+          std::shared_ptr<comm::PeerSockets> sockets = nullptr);
   ~Mailbox();  // calls close()
 
   int global_rank() const;

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 
 #include "csrc/common/check.h"
@@ -14,12 +15,16 @@ namespace {
 enum ObjectKind : int64_t {
   kObject = 1,  // fields: id
   kTaken,       // fields: id; the receiver has called recv
-  kAllGather,   // fields: hash of the ranks, number of the collective
-  kBarrier,     // the same
+  kAllGather,   // fields: hash of the ranks, number of the collective, whose
+               // part it is, number of ranks to relay it to, which are in front
+               // of the bytes
+  kBarrier,  // the same
 };
 
 // Longer byte strings travel as a tensor, which the mailbox does not copy.
 constexpr size_t kMaxInlineBytes = 8 * 1024;
+// To more other ranks a part goes by relays.
+constexpr size_t kMaxDirect = 8;
 
 // The payload of a message; several messages may share it.
 class Payload {
@@ -45,6 +50,27 @@ class Payload {
   std::string bytes_;
   at::Tensor tensor_;
 };
+
+// The ranks in front of a message's bytes, which are taken off.
+std::vector<int> take_relays(Message& message) {
+  const int64_t count = message.fields[4];
+  const auto num_bytes = static_cast<uint64_t>(count) * sizeof(int32_t);
+  SMP_CHECK(count >= 0 && num_bytes <= message.bytes.size(),
+            "an object message from global_rank ", message.source_rank,
+            " names ", count, " ranks and has ", message.bytes.size(),
+            " bytes");
+  std::vector<int32_t> ranks(static_cast<size_t>(count));
+  if (count > 0) std::memcpy(ranks.data(), message.bytes.data(), num_bytes);
+  message.bytes.erase(0, num_bytes);
+  return {ranks.begin(), ranks.end()};
+}
+
+void put_relays(Message& message, const std::vector<int>& ranks) {
+  const std::vector<int32_t> numbers(ranks.begin(), ranks.end());
+  message.fields[4] = static_cast<int64_t>(numbers.size());
+  message.bytes.insert(0, reinterpret_cast<const char*>(numbers.data()),
+                       numbers.size() * sizeof(int32_t));
+}
 
 std::string payload_of(Message&& message) {
   if (message.tensors.empty()) return std::move(message.bytes);
@@ -116,6 +142,13 @@ void ObjectExchange::check_rank(int global_rank, const char* what) const {
 }
 
 void ObjectExchange::on_message(Message&& message) {
+  const int64_t kind_of_all = message.fields[0];
+  if (kind_of_all == kAllGather || kind_of_all == kBarrier) {
+    // First, so that what a collective waited for is already on its way to
+    // others when it returns here.
+    const std::vector<int> relays = take_relays(message);
+    relay(message, relays);
+  }
   {
     std::lock_guard lock(mutex_);
     const int source = message.source_rank;
@@ -134,7 +167,8 @@ void ObjectExchange::on_message(Message&& message) {
       case kAllGather:
       case kBarrier:
         gathers_[{first, second}].insert_or_assign(
-            source, Part{kind, std::move(message)});
+            static_cast<int>(message.fields[3]),
+            Part{kind, std::move(message)});
         break;
       default:
         SMP_CHECK(false, "object message of unknown kind ", kind,
@@ -225,6 +259,24 @@ std::string ObjectExchange::recv(int src) {
 
 // -------------------------------------------------------------- collectives
 
+// Sends a part on to all ranks of a list: to the first, second, fourth and so
+// on, each with the ranks that it relays the part to, whether it has called the
+// collective yet or not. In lists that begin after the rank whose part it is,
+// every rank sends to those a power of two further on, whoever's part it is.
+void ObjectExchange::relay(const Message& part, const std::vector<int>& ranks) {
+  const size_t size = ranks.size();
+  for (size_t place = 1; place <= size; place *= 2) {
+    std::vector<int> below;
+    for (size_t at = 3 * place; at <= size; at += 2 * place) {
+      below.push_back(ranks[at - 1]);
+    }
+    Message message = part;
+    for (MessageTensor& tensor : message.tensors) tensor.is_stable = true;
+    put_relays(message, below);
+    mailbox_->post(ranks[place - 1], std::move(message));
+  }
+}
+
 std::vector<std::string> ObjectExchange::all_gather(
     const std::vector<int>& ranks, std::string bytes, const std::string& what) {
   return gather(ranks, std::move(bytes), kAllGather, what);
@@ -253,12 +305,18 @@ std::vector<std::string> ObjectExchange::gather(const std::vector<int>& ranks,
     key.second = next_gather_[key.first]++;
   }
   {
-    const Payload payload(bytes);
-    for (const int rank : others) {
-      Message message =
-          make_message(static_cast<ObjectKind>(kind), key.first, key.second);
-      payload.write_to(message);
-      mailbox_->post(rank, std::move(message));
+    Message part =
+        make_message(static_cast<ObjectKind>(kind), key.first, key.second);
+    part.fields[3] = self_;
+    Payload(bytes).write_to(part);
+    if (others.size() <= kMaxDirect) {
+      for (const int rank : others) relay(part, {rank});
+    } else {
+      std::vector<int> after(ranks);
+      const auto self = std::find(after.begin(), after.end(), self_);
+      std::rotate(after.begin(), self, after.end());
+      after.erase(after.begin());
+      relay(part, after);
     }
   }
   health::WaitSpec wait_spec =

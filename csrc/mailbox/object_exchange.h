@@ -24,7 +24,8 @@ namespace smp::mailbox {
 ///
 /// Objects of one sender are received in the order they were sent, whether by
 /// `send` or `broadcast`. Collectives are matched by the set of ranks and
-/// counted per set, so that other traffic never mixes with them.
+/// counted per set, so that other traffic never mixes with them. In large sets
+/// a rank sends to log2(n) others only, which relay what they get.
 class ObjectExchange {
  public:
   static constexpr std::chrono::minutes kDefaultTimeout{30};
@@ -70,6 +71,7 @@ class ObjectExchange {
   using Parts = std::map<int, Part>;  // by source rank
 
   void on_message(Message&& message);
+  void relay(const Message& part, const std::vector<int>& ranks);
   void post_object(const std::vector<int>& ranks, std::string bytes,
                    const std::string& what);
   std::vector<std::string> gather(const std::vector<int>& ranks,

@@ -64,13 +64,13 @@ def streamed() -> Iterator[Any]:
     def make(
         device: torch.device,
         store: Any,
+        on_cpu: groups.CpuGroups,
         name: str,
         ranks: Sequence[int],
         global_rank: int,
-        loopback: bool,
         timeout_s: float,
     ) -> _C.Communicator:
-        plain = make_plain(device, store, name, ranks, global_rank, loopback, timeout_s)
+        plain = make_plain(device, store, on_cpu, name, ranks, global_rank, timeout_s)
         # Sums in the order of the ranks, as those of the host are.
         shared = _C.share_collectives(
             plain, machine="one", enabled=True, ranks=list(ranks), timeout_s=timeout_s

@@ -146,16 +146,17 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     grid = _C.ProcessGrid(4, 1, 2, placement)
     launch = read_launch(os.environ, "here")
     store = MeetingPoint().open(launch, os.environ, 30.0)
+    board = _C.FaultBoard(rank)
     made = groups.build_groups(
         grid,
         rank,
         store,
+        groups.over_gloo(store, rank, loopback=True, timeout_s=30.0),
         shard_size=2,
         device=torch.device("cpu"),
-        board=_C.FaultBoard(rank),
+        board=board,
         machine="here",
         shared_memory=True,
-        loopback=True,
         timeout_s=30.0,
     )
     torch_groups = TorchGroups(

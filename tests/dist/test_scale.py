@@ -1,8 +1,13 @@
-"""What a rank has open does not grow with the number of ranks, but with its logarithm."""
+"""What a rank has open grows with the logarithm of the number of ranks."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +15,44 @@ import torch.distributed as dist
 
 import smp
 from tests.dist.pool import Pool
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def measure(config: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
+    """Results of `benchmarks/scale.py` with 8 and 16 processes."""
+    command = [sys.executable, str(REPO / "benchmarks" / "scale.py"), "--processes", "8", "16"]
+    done = subprocess.run(
+        [*command, "--config", json.dumps(config), *arguments],
+        env={
+            **os.environ,
+            "SMP_TRANSPORT": "tcp",
+            "PYTHONPATH": os.pathsep.join([str(REPO / "python"), str(REPO)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    results = [json.loads(line) for line in lines]
+    assert [result["num_processes"] for result in results] == [8, 16]
+    return results
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("hosts", ["1", "4"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_twice_the_ranks_are_a_few_more_descriptors(degree: int, hosts: str) -> None:
+    config = {"ddp": True, "pipeline_parallel_degree": degree}
+    few, many = measure(config, "--hosts", hosts)
+    assert few["init_sockets"] > 4 and few["step_sockets"] > 4
+    for when in ("init", "step"):
+        # A doubling adds a connection each way to the connections of this process, and to each
+        # group of torch, of which there are the world and, with a pipeline, the data-parallel one.
+        assert many[f"{when}_sockets"] - few[f"{when}_sockets"] <= 8
+        assert many[f"{when}_descriptors"] - few[f"{when}_descriptors"] <= 8
+        assert many[f"{when}_threads"] - few[f"{when}_threads"] <= 2
 
 
 def num_sockets() -> int:

@@ -18,7 +18,12 @@ from smp.tensor_parallel import regions
 from smp.world import runtime
 from tests.dist.pool import Pool
 
-TRANSPORTS = pytest.mark.parametrize("shm", ["1", "0"], ids=["shared_memory", "gloo"])
+WAYS = {
+    "shared_memory": {"SMP_SHM": "1"},
+    "gloo": {"SMP_SHM": "0"},
+    "tcp": {"SMP_SHM": "0", "SMP_TRANSPORT": "tcp"},
+}
+TRANSPORTS = pytest.mark.parametrize("env", WAYS.values(), ids=WAYS)
 
 
 def init(size: int) -> None:
@@ -49,8 +54,10 @@ def mlp(rank: int, size: int) -> dict[str, Tensor]:
 
 @TRANSPORTS
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_split_mlp_over_own_batches_matches_one_process(pool: Pool, size: int, shm: str) -> None:
-    got = pool.run(size, mlp, size, env={"SMP_SHM": shm})
+def test_a_split_mlp_over_own_batches_matches_one_process(
+    pool: Pool, size: int, env: dict[str, str]
+) -> None:
+    got = pool.run(size, mlp, size, env=env)
     x = torch.cat([data(rank, 2, 3, 4) for rank in range(size)]).requires_grad_()
     up = data(9, 5 * size, 4).requires_grad_()
     down = data(10, 4, 5 * size).requires_grad_()
@@ -80,8 +87,8 @@ def cross_entropy(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 @TRANSPORTS
-def test_split_cross_entropy_matches_that_of_torch(pool: Pool, shm: str) -> None:
-    got = pool.run(3, cross_entropy, 3, env={"SMP_SHM": shm})
+def test_split_cross_entropy_matches_that_of_torch(pool: Pool, env: dict[str, str]) -> None:
+    got = pool.run(3, cross_entropy, 3, env=env)
     logits = data(3, 7, 23).requires_grad_()
     targets = torch.tensor([0, 22, -100, 11, 12, 5, 17])
     losses = torch.nn.functional.cross_entropy(
@@ -301,8 +308,8 @@ def different_lengths(rank: int) -> str:
 
 
 @TRANSPORTS
-def test_different_shapes_are_named_on_every_rank(pool: Pool, shm: str) -> None:
-    for text in pool.run(2, different_lengths, env={"SMP_SHM": shm}):
+def test_different_shapes_are_named_on_every_rank(pool: Pool, env: dict[str, str]) -> None:
+    for text in pool.run(2, different_lengths, env=env):
         for part in (
             r"group rank 0: gather of Float\[2, 5, 4\]",
             r"group rank 1: gather of Float\[2, 7, 4\]",
@@ -325,9 +332,9 @@ def dies(rank: int, how: str) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("how", ["killed", "raised"])
-def test_a_peer_that_is_gone_ends_the_wait(pool: Pool, how: str, shm: str) -> None:
+def test_a_peer_that_is_gone_ends_the_wait(pool: Pool, how: str, env: dict[str, str]) -> None:
     begin = time.monotonic()
-    waiting, _ = pool.outcomes(2, dies, how, timeout=30, env={"SMP_SHM": shm})
+    waiting, _ = pool.outcomes(2, dies, how, timeout=30, env=env)
     assert "PeerFailure" in waiting.bases, waiting.traceback
     assert "rank 1" in waiting.message
     assert time.monotonic() - begin < 15
@@ -347,9 +354,9 @@ def never_comes(rank: int) -> str:
 
 
 @TRANSPORTS
-def test_a_peer_that_never_comes_is_named_with_the_region(pool: Pool, shm: str) -> None:
-    text = pool.outcomes(2, never_comes, timeout=30, env={"SMP_SHM": shm})[0].value
-    assert re.search(r"waited 1000 ms for the reduce over gloo:tp", text), text
+def test_a_peer_that_never_comes_is_named_with_the_region(pool: Pool, env: dict[str, str]) -> None:
+    text = pool.outcomes(2, never_comes, timeout=30, env=env)[0].value
+    assert re.search(r"waited 1000 ms for the reduce over (gloo|tcp):tp", text), text
     assert "run the same modules" in text
 
 

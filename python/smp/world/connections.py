@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world import process_hooks
-from smp.world.groups import make_way, make_world
+from smp.world.groups import CpuGroups, make_way, over_gloo, over_sockets
+from smp.world.sockets import open_sockets
 
 _POLL_S = 0.002
 _LINGER_S = 10.0  # for goodbyes that are on their way
@@ -60,6 +61,14 @@ class Connections:
         self._hub: _C.LivenessHub | None = None
         self._client: _C.LivenessClient | None = None
         self._world: _C.Communicator | None = None
+        self._sockets: _C.PeerSockets | None = None
+        self._on_cpu: CpuGroups | None = None
+
+    @property
+    def on_cpu(self) -> CpuGroups:
+        """Makes groups for the CPU, once this process is connected."""
+        assert self._on_cpu is not None
+        return self._on_cpu
 
     def connect(
         self,
@@ -81,7 +90,7 @@ class Connections:
             store: keys of this init.
             own_host: address of this machine as others see it; that of rank 0 is used.
             loopback: all ranks are on one machine.
-            transport: "gloo" or "mpi".
+            transport: "gloo", "tcp" or "mpi", the last for messages only.
             machine: equal on ranks that may try to share memory.
             shared_memory: whether this rank wants to.
             ring_mb: MiB of it for the messages of each other rank to this one.
@@ -117,12 +126,23 @@ class Connections:
             interrupt_signal=process_hooks.register_interrupt(self._raise_if_stuck),
             device=self._device,
         )
+        if transport == "tcp":
+            self._sockets = open_sockets(
+                store,
+                rank,
+                size,
+                loopback=loopback,
+                towards=host,
+                board=self.board,
+                timeout_s=self._timeout_s,
+            )
+            self._on_cpu = over_sockets(self._sockets)
+        else:
+            self._on_cpu = over_gloo(store, rank, loopback=loopback, timeout_s=self._timeout_s)
         if transport == "mpi":
             self._world = _C.make_mpi_world()
         else:
-            self._world = make_world(
-                store, rank, size, loopback=loopback, timeout_s=self._timeout_s
-            )
+            self._world = self._on_cpu("world", range(size))
         shared = _C.connect_shared_memory(
             self._world,
             self.board,
@@ -142,6 +162,7 @@ class Connections:
             slot_bytes=lane_slot_mb << 20,
             **self._ways(store),
             timeout_s=self._timeout_s,
+            sockets=self._sockets,
         )
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
@@ -210,7 +231,9 @@ class Connections:
             self.mailbox.close()
         if self._world is not None and not is_healthy:
             self._world.abort()
-        self.exchange = self.mailbox = self._world = None
+        self.exchange = self.mailbox = self._world = self._on_cpu = None
+        if self._sockets is not None:
+            self._sockets.close()
         if self._client is not None:
             self._client.close()
         if self._hub is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,10 @@ SHARD_KINDS = ("shard", "replica")
 
 # Gloo's own time-out closes every connection of a group; ours must come first.
 _NEVER = timedelta(days=365)
+
+# Makes the communicator of a group, of a name and global ranks, for tensors on the CPU. Collective
+# over these ranks.
+CpuGroups = Callable[[str, Sequence[int]], _C.Communicator]
 
 
 def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
@@ -151,18 +155,11 @@ def own_groups(
     }
 
 
-def make_world(
-    store: dist.Store, global_rank: int, world_size: int, *, loopback: bool, timeout_s: float
-) -> _C.Communicator:
-    """Gloo communicator over all ranks, for messages. Collective."""
-    ranks = list(range(world_size))
-    return _make_gloo(store, "world", ranks, global_rank, loopback, timeout_s)
-
-
 def build_groups(
     grid: _C.ProcessGrid,
     global_rank: int,
     store: dist.Store,
+    on_cpu: CpuGroups,
     *,
     shard_size: int,
     device: torch.device,
@@ -170,7 +167,6 @@ def build_groups(
     machine: str,
     hosts: Sequence[str] = (),
     shared_memory: bool,
-    loopback: bool,
     timeout_s: float,
     hang_s: float = 0.0,
     shares_gpus: bool = False,
@@ -180,7 +176,9 @@ def build_groups(
     Args:
         grid: process grid.
         global_rank: of this process.
-        store: for the connections; nobody else uses keys that begin with the name of a group.
+        store: for the connections of NCCL; nobody else uses keys that begin with the name of a
+            group.
+        on_cpu: makes those for tensors on the CPU.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
         device: of the tensors that `dp` serves.
         board: ends waits of `tp_group` and of what shares memory when a rank fails, and counts
@@ -188,7 +186,6 @@ def build_groups(
         machine: equal on ranks that may try to share memory.
         hosts: of all ranks, if parameters are to be gathered between hosts first.
         shared_memory: whether this rank wants to, for collectives.
-        loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections, and of what nobody on the host waits for.
         hang_s: when a device has waited for a collective for so long it is reported; 0: never.
         shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
@@ -211,12 +208,12 @@ def build_groups(
         name, ranks = f"{kind}_control", ranks_of(kind)
         if len(ranks) == 1:
             return None
-        return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+        return on_cpu(name, ranks)
 
     def between(name: str, ranks: list[int]) -> _C.Communicator | None:
         if len(ranks) == 1:
             return None
-        return make_on_device(device, store, name, ranks, global_rank, loopback, timeout_s)
+        return make_on_device(device, store, on_cpu, name, ranks, global_rank, timeout_s)
 
     def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
         return between(name or kind, ranks_of(kind))
@@ -232,8 +229,7 @@ def build_groups(
         if communicator is None or not communicator.is_stream_ordered:
             return communicator
         ranks = ranks_of(kind)
-        gloo = _make_gloo(store, f"{kind}_host", ranks, global_rank, loopback, timeout_s)
-        return watched(on_host(gloo, ranks), ranks)
+        return watched(on_host(on_cpu(f"{kind}_host", ranks), ranks), ranks)
 
     def on_host(communicator: _C.Communicator, ranks: Sequence[int]) -> _C.Communicator:
         return _C.share_collectives(
@@ -308,54 +304,66 @@ def make_way(
 def make_on_device(
     device: torch.device,
     store: dist.Store,
+    on_cpu: CpuGroups,
     name: str,
     ranks: Sequence[int],
     global_rank: int,
-    loopback: bool,
     timeout_s: float,
 ) -> _C.Communicator:
     """Communicator for tensors on a device. Collective over `ranks`.
 
     Args:
-        device: NCCL serves GPUs, Gloo the CPU.
-        store: for the connections.
+        device: NCCL serves GPUs.
+        store: for the connections of NCCL.
+        on_cpu: makes communicators for the CPU.
         name: of the group, for keys of the store and errors.
         ranks: global ranks of the group.
         global_rank: of this process.
-        loopback: all ranks are on one machine.
         timeout_s: for making the connections.
     """
     if device.type == "cuda":
         return _make_nccl(store, name, ranks, global_rank, timeout_s)
-    return _make_gloo(store, name, ranks, global_rank, loopback, timeout_s)
+    return on_cpu(name, ranks)
 
 
-def _make_gloo(
-    store: dist.Store,
-    name: str,
-    ranks: Sequence[int],
-    global_rank: int,
-    loopback: bool,
-    timeout_s: float,
-) -> _C.Communicator:
-    gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
-    options = gloo._Options()
-    if loopback:
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-        options._devices = [gloo.create_device(interface=interface.split(",")[0])]
-    else:
-        options._devices = [gloo.create_default_device()]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 2
-    backend = gloo(
-        dist.PrefixStore(f"{name}/{ranks[0]}", store),
-        ranks.index(global_rank),
-        len(ranks),
-        options,
-    )
-    backend._set_default_timeout(_NEVER)
-    return _C.make_c10d_communicator(backend, f"gloo:{name}")
+def over_gloo(
+    store: dist.Store, global_rank: int, *, loopback: bool, timeout_s: float
+) -> CpuGroups:
+    """Groups of Gloo, each of which connects each of its ranks with each.
+
+    Args:
+        store: for the connections.
+        global_rank: of this process.
+        loopback: all ranks are on one machine; listen on loopback only.
+        timeout_s: for making the connections.
+    """
+
+    def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
+        gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
+        options = gloo._Options()
+        if loopback:
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+            options._devices = [gloo.create_device(interface=interface.split(",")[0])]
+        else:
+            options._devices = [gloo.create_default_device()]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 2
+        own = dist.PrefixStore(f"{name}/{ranks[0]}", store)
+        backend = gloo(own, list(ranks).index(global_rank), len(ranks), options)
+        backend._set_default_timeout(_NEVER)
+        return _C.make_c10d_communicator(backend, f"gloo:{name}")
+
+    return make
+
+
+def over_sockets(sockets: _C.PeerSockets) -> CpuGroups:
+    """Groups that share the connections of this process, which are opened when they are used."""
+
+    def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
+        return _C.make_socket_communicator(sockets, f"tcp:{name}", list(ranks))
+
+    return make
 
 
 def _make_nccl(

@@ -31,7 +31,7 @@ class Settings:
     share_gpu: bool = False
     """`SMP_SHARE_GPU`: several processes may use one GPU."""
     transport: str = "gloo"
-    """`SMP_TRANSPORT`: gloo or mpi, for messages between ranks."""
+    """`SMP_TRANSPORT`: gloo, tcp or mpi, between ranks that share no memory."""
     shared_memory: bool = True
     """`SMP_SHM`: ranks of one host exchange messages through shared memory."""
     ring_mb: int = DEFAULT_RING_MB
@@ -77,7 +77,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         timeout_s=_seconds(env, "SMP_TIMEOUT_S", DEFAULT_TIMEOUT_S),
         device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
         share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
-        transport=_choice(env, "SMP_TRANSPORT", "gloo", "mpi"),
+        transport=_choice(env, "SMP_TRANSPORT", "gloo", "tcp", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
         ring_mb=_mib(env, "SMP_SHM_RING_MB", DEFAULT_RING_MB, MAX_RING_MB),
         lane=_choice(env, "SMP_LANE", "auto", "ipc", "nccl", "host"),

@@ -20,6 +20,7 @@
 #include "csrc/common/check.h"
 #include "csrc/mailbox/wire.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/socket_world.h"
 #include "tests/cpp/common/expectations.h"
 
 namespace smp::mailbox {
@@ -30,9 +31,10 @@ using std::chrono::seconds;
 
 struct Rank {
   Rank(int global_rank, comm::CommunicatorPtr world,
-       const shm::SharedMemoryPtr& memory = nullptr)
+       const shm::SharedMemoryPtr& memory = nullptr,
+       std::shared_ptr<comm::PeerSockets> sockets = nullptr)
       : board(std::make_shared<health::FaultBoard>(global_rank)),
-        mailbox(std::move(world), board, memory) {}
+        mailbox(std::move(world), board, memory, {}, std::move(sockets)) {}
 
   std::shared_ptr<health::FaultBoard> board;
   Mailbox mailbox;
@@ -76,6 +78,7 @@ class Inbox {
 
 enum class Transport {
   kCommunicator,
+  kSockets,
   kMemory,  // mapped once, so that the thread sanitizer follows
   kFile,    // mapped by each rank, as by processes
 };
@@ -85,12 +88,18 @@ class MailboxOver : public testing::TestWithParam<Transport> {
   // So small that many messages do not fit, and no power of two.
   static constexpr int64_t kRingBytes = 50'000;
 
-  static bool is_shared() { return GetParam() != Transport::kCommunicator; }
+  static bool is_shared() {
+    return GetParam() == Transport::kMemory || GetParam() == Transport::kFile;
+  }
 
   static void run(int size, const std::function<void(int, Rank&)>& body) {
     std::vector<shm::SharedMemoryPtr> memories(size);
     if (GetParam() == Transport::kMemory) {
       memories = shm::make_local_shared_memory(size, kRingBytes);
+    }
+    std::vector<std::shared_ptr<comm::PeerSockets>> sockets(size);
+    if (GetParam() == Transport::kSockets) {
+      sockets = comm::make_socket_world(size);
     }
     comm::run_ranks(size, [&](int self, const comm::CommunicatorPtr& world) {
       if (GetParam() == Transport::kFile) {
@@ -99,7 +108,8 @@ class MailboxOver : public testing::TestWithParam<Transport> {
                                                     {.ring_bytes = kRingBytes});
         ASSERT_EQ(memories[self]->peers().size(), size - 1u);
       }
-      Rank rank(self, world, std::exchange(memories[self], nullptr));
+      Rank rank(self, world, std::exchange(memories[self], nullptr),
+                sockets[self]);
       body(self, rank);
     });
   }
@@ -107,11 +117,13 @@ class MailboxOver : public testing::TestWithParam<Transport> {
 
 std::string name_of(const testing::TestParamInfo<Transport>& info) {
   if (info.param == Transport::kCommunicator) return "Communicator";
+  if (info.param == Transport::kSockets) return "Sockets";
   return info.param == Transport::kMemory ? "Memory" : "File";
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, MailboxOver,
                          testing::Values(Transport::kCommunicator,
+                                         Transport::kSockets,
                                          Transport::kMemory, Transport::kFile),
                          name_of);
 
@@ -205,9 +217,9 @@ TEST_P(MailboxOver, StatsCountWhatIsOnTheWire) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     Message message = numbered(0);
     message.tensors.push_back({at::zeros({100'000}), false, {}});
-    const int64_t num_bytes = is_shared()
-                                  ? wire::take_apart(message).num_bytes()
-                                  : wire::kPacketBytes + 400'000;
+    const int64_t num_bytes = GetParam() == Transport::kCommunicator
+                                  ? wire::kPacketBytes + 400'000
+                                  : wire::take_apart(message).num_bytes();
     rank.mailbox.post(1 - self, std::move(message));
     inbox.wait_for(1);
     const Mailbox::Stats stats = rank.mailbox.stats();
@@ -372,6 +384,89 @@ TEST_P(MailboxOver, HandlerIsNotRunningAfterItWasReplaced) {
     rank.mailbox.set_handler(Channel::kPipeline, {});
     is_replaced = true;
   });
+}
+
+TEST(MailboxOverSockets, OpensALinkWhenItIsUsed) {
+  constexpr int kSize = 6;
+  const auto sockets = comm::make_socket_world(kSize);
+  comm::run_ranks(kSize, [&](int self, const comm::CommunicatorPtr& world) {
+    Rank rank(self, world, nullptr, sockets[self]);
+    world->barrier()->wait(seconds(20));
+    EXPECT_EQ(sockets[self]->num_connections(), 0);
+    world->barrier()->wait(seconds(20));
+    Inbox inbox(rank.mailbox, Channel::kPipeline);
+    for (int i = 0; i < 3; ++i) {
+      rank.mailbox.post((self + 1) % kSize, numbered(i));
+    }
+    inbox.wait_for(3);
+    world->barrier()->wait(seconds(20));
+    EXPECT_EQ(sockets[self]->num_connections(), 2);  // one each way
+    world->barrier()->wait(seconds(20));
+  });
+}
+
+// What two ranks of sockets are that have talked.
+class TwoOverSockets : public testing::Test {
+ protected:
+  void SetUp() override {
+    Inbox inbox(zero_.mailbox, Channel::kPipeline);
+    zero_.mailbox.post(1, numbered(0));
+    one_.mailbox.post(0, numbered(0));
+    inbox.wait_for(1);
+  }
+
+  std::vector<std::shared_ptr<comm::PeerSockets>> sockets_ =
+      comm::make_socket_world(2);
+  std::vector<comm::CommunicatorPtr> world_ = comm::make_local_world(2);
+  Rank zero_{0, world_[0], nullptr, sockets_[0]};
+  Rank one_{1, world_[1], nullptr, sockets_[1]};
+};
+
+TEST_F(TwoOverSockets, LostConnectionBecomesAFaultThatNamesThePeer) {
+  sockets_[1]->close();
+  ASSERT_TRUE(becomes_true([&] { return zero_.board->fault().has_value(); }));
+  EXPECT_EQ(zero_.board->fault()->kind, health::Fault::Kind::kDied);
+  EXPECT_EQ(zero_.board->fault()->global_rank, 1);
+}
+
+TEST_F(TwoOverSockets, LostConnectionWaitsForTheReason) {
+  sockets_[1]->close();
+  zero_.board->report({.kind = health::Fault::Kind::kRaised,
+                       .global_rank = 1,
+                       .text = "the true reason"});
+  std::this_thread::sleep_for(milliseconds(1300));
+  EXPECT_EQ(zero_.board->fault()->text, "the true reason");
+}
+
+TEST_F(TwoOverSockets, LostConnectionToARankThatLeftIsNoFault) {
+  zero_.board->mark_left(1);
+  sockets_[1]->close();
+  std::this_thread::sleep_for(milliseconds(1300));
+  EXPECT_FALSE(zero_.board->fault());
+  EXPECT_EQ(zero_.mailbox.num_unsent(), 0);
+}
+
+TEST_F(TwoOverSockets, MessagesToARankThatIsGoneAreNotKept) {
+  sockets_[1]->close();
+  zero_.board->mark_left(1);
+  for (int i = 0; i < 20; ++i) {
+    zero_.mailbox.post(1, numbered(i));
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  EXPECT_TRUE(becomes_true([&] { return zero_.mailbox.num_unsent() == 0; }));
+}
+
+TEST(MailboxOverSockets, RankThatCannotBeReachedIsAFault) {
+  auto sockets = comm::make_socket_world(2);
+  const auto world = comm::make_local_world(2);
+  sockets[1]->close();
+  sockets[1].reset();  // nobody listens there
+  Rank zero(0, world[0], nullptr, sockets[0]);
+  zero.mailbox.post(1, numbered(0));
+  ASSERT_TRUE(becomes_true([&] { return zero.board->fault().has_value(); }));
+  EXPECT_EQ(zero.board->fault()->global_rank, 1);
+  EXPECT_NE(zero.board->fault()->text.find("cannot connect"), std::string::npos)
+      << zero.board->fault()->text;
 }
 
 TEST(Mailbox, LostConnectionBecomesAFaultThatNamesThePeer) {

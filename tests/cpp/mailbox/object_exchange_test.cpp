@@ -13,6 +13,7 @@
 
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/comm/socket_world.h"
 #include "tests/cpp/common/expectations.h"
 
 namespace smp::mailbox {
@@ -22,9 +23,11 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 struct ExchangingRank {
-  explicit ExchangingRank(comm::CommunicatorPtr world)
+  explicit ExchangingRank(const comm::CommunicatorPtr& world,
+                          std::shared_ptr<comm::PeerSockets> sockets = nullptr)
       : board(std::make_shared<health::FaultBoard>(world->group_rank())),
-        mailbox(std::make_shared<Mailbox>(world, board)),
+        mailbox(std::make_shared<Mailbox>(
+            world, board, nullptr, lanes::LaneOptions{}, std::move(sockets))),
         exchange(mailbox, board, seconds(20)),
         all(world->size()) {
     std::iota(all.begin(), all.end(), 0);
@@ -113,6 +116,45 @@ TEST(ObjectExchange, AllGatherOrdersByTheListedRanks) {
     const std::vector<int> order = {2, 0, 3, 1};
     const auto got = rank.exchange.all_gather(order, std::to_string(self));
     EXPECT_EQ(got, (std::vector<std::string>{"2", "0", "3", "1"}));
+  });
+}
+
+// Enough ranks for relays; each has talked to log2(n) others only.
+TEST(ObjectExchange, LargeGroupsGatherOverFewLinks) {
+  constexpr int kSize = 21;
+  const auto sockets = comm::make_socket_world(kSize);
+  comm::run_ranks(kSize, [&](int self, const comm::CommunicatorPtr& world) {
+    ExchangingRank rank(world, sockets[self]);
+    for (int round = 0; round < 3; ++round) {
+      // Some are longer than what travels in one piece.
+      const std::string mine(self % 3 == 0 ? 20'000 + self : self, 'a' + round);
+      const auto got = rank.exchange.all_gather(rank.all, mine);
+      for (int i = 0; i < kSize; ++i) {
+        EXPECT_EQ(got[i],
+                  std::string(i % 3 == 0 ? 20'000 + i : i, 'a' + round));
+      }
+      rank.exchange.barrier(rank.all);
+    }
+    world->barrier()->wait(seconds(20));
+    EXPECT_LE(sockets[self]->num_connections(), 2 * 5);
+    world->barrier()->wait(seconds(20));
+  });
+}
+
+// A rank that has not come relays all the same, so that only those are missing
+// that really are.
+TEST(ObjectExchange, RelaysNameTheRanksThatAreMissing) {
+  constexpr int kSize = 16;
+  run(kSize, [](int self, ExchangingRank& rank) {
+    if (self != 5 && self != 6) {
+      rank.exchange.set_timeout(milliseconds(1500));
+      const std::string text =
+          error_of([&] { rank.exchange.barrier(rank.all, "smp.barrier"); });
+      EXPECT_NE(text.find("waiting for global_ranks 5 6"), std::string::npos)
+          << text;
+    } else {
+      std::this_thread::sleep_for(milliseconds(2500));
+    }
   });
 }
 
