@@ -53,8 +53,9 @@ def read(files: list[Path]) -> list[Result]:
 
 def write(page: Path, results: list[Result], note: str = "") -> None:
     modes = modes_of(results)
+    head, words = _HEAD.split("\n\n| word", 1)
     lines = [
-        _HEAD,
+        f"{head} {note}\n\n| word{words}" if note else _HEAD,
         "| mode | what | models | equal | bitwise | refused | known | defects | skipped |",
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
@@ -76,7 +77,7 @@ def write(page: Path, results: list[Result], note: str = "") -> None:
 
 def _note(tried: list[Result]) -> str:
     steps = sorted(r.step_s / r.alone_s for r in tried if r.alone_s > 0 and r.step_s > 0)
-    first = sorted(r.first_step_s for r in tried if r.outcome == EQUAL)
+    first = sorted(r.first_step_s for r in tried if r.outcome == EQUAL and r.first_step_s > 0)
     if not steps or not first:
         return "No model was trained."
     return (
