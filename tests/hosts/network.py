@@ -36,13 +36,13 @@ exec sleep infinity
 
 
 @cache
-def why_not() -> str | None:
-    """Why this machine cannot have such hosts; None if it can."""
+def why_not(latency_ms: float = 0.0) -> str | None:
+    """Why this machine cannot have such hosts, or such links; None if it can."""
     for program, package in _NEEDED.items():
         if shutil.which(program) is None:
             return f"no program {program} (package {package})"
     try:
-        with Network(2):
+        with Network(2, latency_ms=latency_ms):
             return None
     except OSError as error:
         return f"network namespaces are not permitted here: {error}"
