@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def quick_compiler() -> Iterator[Callable[[], int]]:
     assert request is not None
     compiled_forward.stage_request = lambda: request
     try:
-        with compiler_of("unused") as num_graphs:
+        with tempfile.TemporaryDirectory() as unused, compiler_of(unused) as num_graphs:
             yield num_graphs
     finally:
         compiled_forward.stage_request = before

@@ -322,6 +322,33 @@ def test_masks_that_would_depend_on_the_layout_are_refused(
         run(function, torch.ones(4, 6))
 
 
+def compiled_gradient() -> Tensor:
+    """Of a weight before a dropout that drops nothing, in compiled code."""
+    weight = torch.arange(6.0).requires_grad_()
+    compiled = torch.compile(lambda x: F.dropout(x.sin(), 0.0), backend="aot_eager")
+    compiled(weight).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_code_that_is_compiled_after_a_refusal_has_gradients(alike: None) -> None:
+    """PyTorch's tracers keep the implementations that they have found."""
+    compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="torch.compile compiles"):
+        run(compiled, torch.ones(4, 6))
+    smp.shutdown()
+    torch.testing.assert_close(compiled_gradient(), torch.arange(6.0).cos())
+
+
+def test_code_that_was_compiled_before_is_refused(alike: None) -> None:
+    smp.shutdown()
+    compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="aot_eager")
+    assert not compiled(torch.ones(4, 6, requires_grad=True)).all()
+    smp.init({"layout_independent_dropout": True})
+    with pytest.raises(RuntimeError, match="torch.compile compiles"):
+        run(compiled, torch.ones(4, 6))
+
+
 def test_a_call_outside_of_a_step_is_refused(alike: None) -> None:
     with pytest.raises(RuntimeError, match=r"outside of a step function.*@smp\.step"):
         run(nn.Dropout(0.5), torch.ones(4, 6), steps=False)

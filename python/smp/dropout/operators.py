@@ -7,6 +7,7 @@ modules, functions, attention, the transformer layers and recurrent layers of ``
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Operators:
     def __init__(self, runs_step: Callable[[], bool]) -> None:
         self._runs_step = runs_step
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        self._taken: list[Any] = []
         kinds: dict[str, Callable[..., Tensor]] = {
             "dropout": _dropout,
             "feature_dropout": _feature_dropout,
@@ -45,6 +47,8 @@ class Operators:
             self._take(f"{name}_", getattr(_aten, f"{name}_").default, drop, in_place=True)
         for dispatch in ("AutogradCUDA", "CUDA"):
             self._library.impl("scaled_dot_product_attention", _attention, dispatch)
+        self._taken.append(_aten.scaled_dot_product_attention.default)
+        self._forget_choices()
 
     def _take(self, name: str, op: Any, drop: Callable[..., Tensor], *, in_place: bool) -> None:
         def implementation(x: Tensor, p: float, train: bool) -> Tensor:
@@ -59,6 +63,7 @@ class Operators:
         assert self._library is not None
         for dispatch in _DISPATCH:
             self._library.impl(name, implementation, dispatch)
+        self._taken.append(op)
 
     def _place_of(self, x: Tensor) -> Place | None:
         place = places.current()
@@ -85,6 +90,18 @@ class Operators:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
+            self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        """Lets PyTorch look again for the implementation of what was taken or given back.
+
+        Tracers of torch.compile keep which one they have found, and would go on with one that has
+        no gradient; code that was compiled before asks nobody for its masks.
+        """
+        for op in self._taken:
+            op._dispatch_cache.clear()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
 
 def _dropout(place: Place, x: Tensor, p: float) -> Tensor:
