@@ -28,14 +28,14 @@ from torch import nn
 
 from smp.commands.estimate import traced_estimate
 from smp.commands.models import LoadedModel, quiet_transformers
+from smp.commands.plan import View
 from smp.commands.split_form import split_form
 from smp.config.schema import Config
 from smp.planning import hardware
-from smp.planning.estimate import Run
+from smp.planning.decided import Run
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
-from smp.planning.profile import ModelProfile, profile
-from smp.planning.search import Job, predict
+from smp.planning.search import Job, Plan, predict
 
 SHAPE = {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 4096}
 SAMPLES = 8
@@ -94,12 +94,29 @@ def case_of(layout: Layout) -> dict[str, Any]:
 def predictions(layouts: Sequence[Layout], device: Hardware) -> dict[str, Predicted]:
     """As the commands predict: all ranks are on one host, with the cores of the hardware file."""
     ids = make_batch(SHAPE, 1)
-    rate = device.flops_per_byte("fp32")
-    traced = profile(meta_model(), (), {"input_ids": ids, "labels": ids}, rate)
+    call = ((), {"input_ids": ids, "labels": ids})
+    whole = View.of(meta_model(), call, device, "fp32")
     with split_form(meta_model()) as form:
         assert form is not None, "GPT-2 has a distributed form"
-        split = profile(form, (), {"input_ids": ids, "labels": ids}, rate)
-    return {layout.text(): _prediction(layout, traced, split, device) for layout in layouts}
+        split = View.of(form, call, device, "fp32")
+        jobs = {ranks: _job(whole, split, ranks, device) for ranks in (2, 4, 8)}
+        plans = {layout: predict(jobs[layout.num_ranks], layout) for layout in layouts}
+    return {layout.text(): _prediction(layout, plan) for layout, plan in plans.items()}
+
+
+def _job(whole: View, split: View, ranks: int, device: Hardware) -> Job:
+    return Job(
+        whole.profile,
+        device,
+        ranks,
+        ranks,
+        device.memory_bytes,
+        SAMPLES,
+        "fp32",
+        split.profile,
+        whole.cuts,
+        split.cuts,
+    )
 
 
 def meta_model() -> nn.Module:
@@ -108,12 +125,8 @@ def meta_model() -> nn.Module:
         return make_model(SHAPE).train()
 
 
-def _prediction(
-    layout: Layout, traced: ModelProfile, split: ModelProfile, device: Hardware
-) -> Predicted:
+def _prediction(layout: Layout, plan: Plan) -> Predicted:
     ranks = layout.num_ranks
-    job = Job(traced, device, ranks, ranks, device.memory_bytes, SAMPLES, "fp32", split)
-    plan = predict(job, layout)
     values = layout.config("fp32")
     run = Run(Config.from_dict(values), frozenset(values), ranks, layout.checkpoints)
     own = make_batch(SHAPE, layout.microbatch)

@@ -14,7 +14,8 @@ from torch import nn
 
 from benchmarks.models import Gpt, GptShape
 from smp.config.schema import Config
-from smp.planning.estimate import Estimate, Run, estimate
+from smp.planning.decided import Run
+from smp.planning.estimate import Estimate, estimate
 from smp.planning.memory import Holding, Sharding, rank_bytes
 from tests.conftest import REPO
 

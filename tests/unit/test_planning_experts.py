@@ -12,12 +12,14 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from smp.config.schema import Config, check_world
-from smp.planning.estimate import Run, estimate
+from smp.planning.decided import Run
+from smp.planning.estimate import estimate
 from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout, other_ranks
-from smp.planning.profile import ModelProfile, profile
+from smp.planning.profile import ModelProfile
 from smp.planning.search import Job, layouts, predict
 from smp.planning.step_time import sent_bytes
+from smp.planning.traced_model import profile
 
 HERE = "tests.unit.test_planning_experts"
 LAYERS, EXPERTS, ROUTED, HIDDEN, TOKENS = 3, 8, 2, 64, 32

@@ -12,6 +12,12 @@ from typing import Any
 
 import pytest
 
+from smp.config.schema import Config
+from smp.planning.decided import Run
+from smp.planning.estimate import estimate
+from smp.planning.layout import Layout
+from smp.planning.run_cuts import RunCuts
+from smp.planning.traced_model import TracedModel, profile
 from tests.conftest import REPO
 
 RESULTS = REPO / "benchmarks" / "results" / "planning_xeon2_202611.jsonl"
@@ -30,15 +36,21 @@ def benchmark() -> Iterator[ModuleType]:
     sys.path.remove(str(REPO / "benchmarks"))
 
 
+@pytest.fixture(scope="module")
+def predicted(benchmark: ModuleType) -> dict[str, Any]:
+    """By layout; the model is traced once for all."""
+    found: dict[str, Any] = benchmark.predictions(benchmark.LAYOUTS, benchmark.hardware_of(RESULTS))
+    return found
+
+
 @pytest.mark.sample(keep=7)
 @pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["contender"])
-def test_peak_of_the_fullest_rank_is_the_measured_one_within_a_tenth(
-    line: dict[str, Any], benchmark: ModuleType
+def test_peaks_of_the_fullest_rank_are_the_measured_one_within_a_tenth(
+    line: dict[str, Any], predicted: dict[str, Any]
 ) -> None:
-    layout = next(x for x in benchmark.LAYOUTS if x.text() == line["contender"])
-    device = benchmark.hardware_of(RESULTS)
-    (found,) = benchmark.predictions([layout], device).values()
+    found = predicted[line["contender"]]
     assert max(found.rank_mb) == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
+    assert found.plan_mb == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
 
 
 def test_layouts_of_all_kinds_were_measured_and_trained_alike(benchmark: ModuleType) -> None:
@@ -47,6 +59,43 @@ def test_layouts_of_all_kinds_were_measured_and_trained_alike(benchmark: ModuleT
     first = MEASURED[0]["losses"]
     assert all(line["losses"] == pytest.approx(first, rel=1e-3) for line in MEASURED)
     assert {layout.samples for layout in benchmark.LAYOUTS} == {benchmark.SAMPLES}
+
+
+def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
+    """Also inside of layers; together they are the chain."""
+    device = benchmark.hardware_of(RESULTS)
+    ids = benchmark.make_batch(benchmark.SHAPE, 1)
+    traced = TracedModel(
+        benchmark.meta_model(), (), {"input_ids": ids, "labels": ids}, device.flops_per_byte("fp32")
+    )
+    layout = Layout(pp=8, microbatches=8, active=8)
+    stages = RunCuts(traced, "cpu").stages(layout, "fp32", 10**10)
+    run = Run(Config.from_dict(layout.config("fp32")), frozenset(), 8)
+    (_, kwargs), expected = traced.call, benchmark.meta_model()
+    decision = estimate(expected, (), dict(kwargs), run).decision
+    assert [stage.rank for stage in stages] == [*range(8), 0]  # and the head, which is tied
+    by_rank = [0] * 8
+    for stage in stages:
+        by_rank[stage.rank] += sum(part.elements for part in stage.parts)
+    assert [4 * elements for elements in by_rank] == list(decision.load_bytes)
+    names = [part.name for stage in stages for part in stage.parts]
+    assert any(name.endswith((".mlp", ".ln_2")) for name in names), "a layer is cut"
+    chain = traced.profile()
+    assert chain.tail is not None
+    for key in ("forward", "backward", "kept"):
+        total = sum(
+            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
+            for stage in stages
+            for p in stage.parts
+        )
+        whole = sum(
+            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
+            for p in (*chain.parts, chain.tail)
+        )
+        assert total == pytest.approx(whole) and whole > 0
+    assert sum(p.num_products for s in stages for p in s.parts) == 2 * 8
+    border = 128 * 512 * 4
+    assert {stage.input_bytes / border for stage in stages[1:]} <= {1, 2, 3, 4, 5}
 
 
 def test_tau_counts_pairs_that_are_ordered_alike(benchmark: ModuleType) -> None:
@@ -67,9 +116,9 @@ def test_layers_of_the_split_form_have_their_parameters(benchmark: ModuleType) -
     """Their products are read by the code of the layer, and never called."""
     ids = benchmark.make_batch(benchmark.SHAPE, 1)
     call = {"input_ids": ids, "labels": ids}
-    plain = benchmark.profile(benchmark.meta_model(), (), call, 10.0)
+    plain = profile(benchmark.meta_model(), (), call, 10.0)
     with benchmark.split_form(benchmark.meta_model()) as form:
-        split = benchmark.profile(form, (), call, 10.0)
+        split = profile(form, (), call, 10.0)
     assert split.elements == plain.elements
     for found, expected in zip(split.parts, plain.parts, strict=True):
         assert found.elements == expected.elements and found.is_layer == expected.is_layer

@@ -15,7 +15,7 @@ from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.config.schema import Config
 from smp.partition.costs import Trace
 from smp.partition.decision import Decision
-from smp.planning.estimate import Run
+from smp.planning.decided import Run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import bytes_text, count_text, print_json, print_table
 from smp.commands.split_form import split_form
 from smp.partition.trace import TraceError
-from smp.planning.estimate import Estimate, Run, estimate
+from smp.planning.decided import Run
+from smp.planning.estimate import Estimate, estimate
 from smp.planning.memory import RankBytes
 
 _KINDS = (

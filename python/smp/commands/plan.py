@@ -6,23 +6,26 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from smp.commands.arguments import add_memory, add_model, check_counts
 from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
-from smp.commands.models import LoadedModel, load_model, quiet_transformers
+from smp.commands.models import Call, LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import bytes_text, count_text, print_json, print_table
 from smp.commands.split_form import split_form
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
 from smp.planning.hardware import Hardware
-from smp.planning.profile import ModelProfile, profile
+from smp.planning.profile import ModelProfile
+from smp.planning.run_cuts import RunCuts
 from smp.planning.search import Found, Job, Plan, search
+from smp.planning.traced_model import TracedModel
 
 _SHOWN = 10
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "gpus", "per-host", "batch", "seq", "explain")
     try:
         device = hardware.load(arguments.hardware)
-        rate = device.flops_per_byte(arguments.precision)
+        device.rate(arguments.precision)
     except (ValueError, OSError) as error:
         raise BadUse(str(error)) from None
     except KeyError:
@@ -73,19 +76,21 @@ def _run(arguments: argparse.Namespace) -> int:
         raise BadUse(f"--gpus {arguments.gpus} is no multiple of --per-host {per_host}")
     with quiet_transformers(), _progress() as tell:
         tell("tracing the model")
-        loaded = load_model(arguments.model)
-        traced, split = profiled(loaded, arguments.seq, arguments.precision, rate)
-        job = Job(
-            traced,
-            device,
-            arguments.gpus,
-            per_host,
-            arguments.memory or device.memory_bytes,
-            arguments.batch,
-            arguments.precision,
-            split,
-        )
-        found = search(job, tell)
+        with profiled(arguments.model, arguments.seq, arguments.precision, device) as views:
+            loaded, traced, split = views
+            job = Job(
+                traced.profile,
+                device,
+                arguments.gpus,
+                per_host,
+                arguments.memory or device.memory_bytes,
+                arguments.batch,
+                arguments.precision,
+                None if split is None else split.profile,
+                traced.cuts,
+                None if split is None else split.cuts,
+            )
+            found = search(job, tell)
     if not found.plans:
         raise DoesNotFit(_nothing_fits(job, found))
     plans = found.plans[:_SHOWN]
@@ -111,31 +116,67 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(text)
 
 
+@dataclass(frozen=True)
+class View:
+    """A model as a plan sees it.
+
+    Attributes:
+        profile: the chain of its layers.
+        cuts: the partitions that runs would have.
+    """
+
+    profile: ModelProfile
+    cuts: RunCuts
+
+    @classmethod
+    def of(cls, root: nn.Module, call: Call, device: Hardware, precision: str) -> View:
+        """Traces it.
+
+        Raises:
+            TraceError: the forward raised.
+        """
+        traced = TracedModel(root, *call, device.flops_per_byte(precision))
+        return cls(traced.profile(), RunCuts(traced, device.type))
+
+
+@contextmanager
 def profiled(
-    loaded: LoadedModel, seq: int | None, precision: str, flops_per_byte: float
-) -> tuple[ModelProfile, ModelProfile | None]:
-    """The model as a plan sees it, in the precision that it computes in; also as split layers.
+    name: str, seq: int | None, precision: str, device: Hardware
+) -> Iterator[tuple[LoadedModel, View, View | None]]:
+    """The model in the precision that it computes in, and the same as split layers.
+
+    The latter live inside of the block; None where no layer has a form of its own.
 
     Raises:
-        BadUse: the model cannot be traced.
+        BadUse: there is no such model, or it cannot be traced.
     """
-    dtype = _DTYPES[precision]
+    loaded, call = _computing(name, seq, precision)
+    try:
+        whole = View.of(loaded.module, call, device, precision)
+    except TraceError as error:
+        raise BadUse(f"model {name!r} cannot be traced: {error}") from None
+    # The modules of a model that is split are changed.
+    with split_form(_computing(name, seq, precision)[0].module) as form:
+        try:
+            split = None if form is None else View.of(form, call, device, precision)
+        except TraceError as error:
+            raise BadUse(f"model {name!r}, split, cannot be traced: {error}") from None
+        yield loaded, whole, split
+
+
+def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel, Call]:
+    """A model in a precision, and a call of it with one sample."""
+    loaded, dtype = load_model(name), _DTYPES[precision]
     for parameter in loaded.module.parameters():
         if parameter.is_floating_point():
             cast(parameter, dtype)
-    args, kwargs = loaded.call(1, seq)
+    call = loaded.call(1, seq)
     if dtype != torch.float32:
         loaded.module.to(dtype)  # buffers
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+        call = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call
         )
-    try:
-        whole = profile(loaded.module, args, kwargs, flops_per_byte)
-        with split_form(loaded.module) as form:
-            split = None if form is None else profile(form, args, kwargs, flops_per_byte)
-    except TraceError as error:
-        raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
-    return whole, split
+    return loaded, call
 
 
 def _nothing_fits(job: Job, found: Found) -> str:

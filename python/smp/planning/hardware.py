@@ -68,10 +68,14 @@ class Hardware:
         return self.rate(precision) / self.memory_bytes_per_s
 
     @property
+    def type(self) -> str:
+        """Of its devices, as PyTorch calls it."""
+        return "cpu" if self.at_once else "cuda"
+
+    @property
     def bucket_bytes(self) -> int:
         """Of gradients that are reduced together, by default."""
-        device = torch.device("cpu" if self.at_once else "cuda")
-        return bucket_cap_bytes(DEFAULT_MB, device)
+        return bucket_cap_bytes(DEFAULT_MB, torch.device(self.type))
 
     def to_json(self) -> dict[str, Any]:
         """What `read` takes."""

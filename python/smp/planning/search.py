@@ -11,6 +11,7 @@ from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout, other_ranks
 from smp.planning.memory import RankBytes
 from smp.planning.profile import ModelProfile, Part
+from smp.planning.run_cuts import RunCuts
 from smp.planning.stages import Stage, cut, held_by_rank
 from smp.planning.step_time import Grid, StepTime, sent_bytes, step_time
 
@@ -34,6 +35,8 @@ class Job:
         precision: "fp32", "bf16" or "fp16".
         split_profile: of the form that tensor parallelism gives the model, with operators of its
             own; None where the model's own code is split.
+        cuts, split_cuts: of both, the partitions that runs would have; None: stages are cut
+            between parts of the profile.
     """
 
     profile: ModelProfile
@@ -44,6 +47,8 @@ class Job:
     samples: int
     precision: str
     split_profile: ModelProfile | None = None
+    cuts: RunCuts | None = None
+    split_cuts: RunCuts | None = None
 
     @property
     def half(self) -> bool:
@@ -55,6 +60,15 @@ class Job:
         if tp == 1 or self.split_profile is None:
             return self.profile
         return self.split_profile
+
+    def cuts_of(self, tp: int) -> RunCuts | None:
+        """Partitions of what a rank of so many tensor-parallel ones runs."""
+        return self.cuts if tp == 1 or self.split_profile is None else self.split_cuts
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a device, what a plan may take."""
+        return _USABLE * self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -150,9 +164,13 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     """Time and memory of one layout.
 
     Raises:
-        ValueError: the model has fewer parts than the layout has stages.
+        ValueError: the model cannot be cut into the stages of the layout.
     """
-    stages = _cuts(job.profile_of(layout.tp), layout)
+    cuts = job.cuts_of(layout.tp)
+    if cuts is None or layout.pp == 1:
+        stages = _cuts(job.profile_of(layout.tp), layout)
+    else:
+        stages = tuple(cuts.stages(layout, job.precision, int(job.usable_bytes)))
     return _predicted(job, layout, stages, simulated)
 
 
@@ -191,7 +209,6 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
         job: what for.
         tell: is told how far the search is.
     """
-    usable = _USABLE * job.memory_bytes
     fitting: list[Plan] = []
     closest: Layout | None = None
     least = math.inf
@@ -205,16 +222,15 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
         tried += 1
         held = _held(job, layout, cuts[key])
         peak = max(rank.peak for rank in held)
-        if peak <= usable:
+        if peak <= job.usable_bytes:
             fitting.append(_predicted(job, layout, cuts[key], simulated=False))
         elif peak < least:
             least, closest = peak, layout
-    tell(f"simulating the best of {len(fitting)}")
     nearest = None if fitting or closest is None else predict(job, closest, simulated=False)
-    return Found(tuple(_best(job, fitting)), tried, len(fitting), nearest)
+    return Found(tuple(_best(job, fitting, tell)), tried, len(fitting), nearest)
 
 
-def _best(job: Job, fitting: Sequence[Plan]) -> list[Plan]:
+def _best(job: Job, fitting: Sequence[Plan], tell: Callable[[str], None]) -> list[Plan]:
     """The fastest by simulation, one of each kind: kinds differ in more than microbatches."""
     kinds: dict[Layout, list[Plan]] = {}
     for plan in sorted(fitting, key=lambda plan: plan.time.total):
@@ -222,9 +238,23 @@ def _best(job: Job, fitting: Sequence[Plan]) -> list[Plan]:
         kinds.setdefault(kind, []).append(plan)
     by_bound = [plans[0] for plans in kinds.values()]  # in the order of their bounds
     most = _SKEW * by_bound[0].time.total if by_bound else 0.0
-    runs = [plan for plan in by_bound[:_SIMULATED] if plan.time.total <= most]
-    simulated = [_predicted(job, plan.layout, plan.stages, simulated=True) for plan in runs]
+    simulated: list[Plan] = []
+    for plan in by_bound:
+        if len(simulated) == _SIMULATED or (simulated and plan.time.total > most):
+            break
+        tell(f"simulating the best of {len(fitting)}: {len(simulated)} of {_SIMULATED}")
+        own = _as_run(job, plan.layout)
+        if own is not None and own.peak_bytes <= job.usable_bytes:
+            simulated.append(own)
     return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
+
+
+def _as_run(job: Job, layout: Layout) -> Plan | None:
+    """With the partition of a run, whose parts are not those of the search; None: there is none."""
+    try:
+        return predict(job, layout)
+    except ValueError:
+        return None
 
 
 def layouts(job: Job) -> Iterator[Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,19 +72,44 @@ def cut(
             high = middle
     ends = _ends(weights, num_stages, high, tail)
     assert ends is not None, "everything fits into what everything weighs"
-    first_of: dict[tuple[object, ...], Part] = {}
-    kind_of = {part: first_of.setdefault(part.costs, part) for part in parts}
+    kind_of = _kinds_of(parts)
     stages = []
     begin = 0
     for idx, end in enumerate(ends):
         own = parts[begin:end]
-        kinds = tuple(Counter(kind_of[part] for part in own).items())
-        stages.append(Stage(idx % num_ranks, own, kinds, _input(parts, begin)))
+        stages.append(_stage(idx % num_ranks, own, kind_of, _input(parts, begin)))
         begin = end
     if profile.tail is not None:
         tail_kind = ((profile.tail, 1),)
         stages.append(Stage(0, (profile.tail,), tail_kind, _input(parts, len(parts))))
     return stages
+
+
+def of_parts(parts_of: Sequence[tuple[Sequence[Part], float]], num_ranks: int) -> list[Stage]:
+    """Stages of parts that are cut already; a last one beyond full rounds is a tail on rank 0.
+
+    Args:
+        parts_of: parts of each stage, and bytes of one sample that come into it.
+        num_ranks: pipeline ranks.
+    """
+    kind_of = _kinds_of([part for parts, _ in parts_of for part in parts])
+    return [
+        _stage(idx % num_ranks, parts, kind_of, num_bytes)
+        for idx, (parts, num_bytes) in enumerate(parts_of)
+    ]
+
+
+def _kinds_of(parts: Sequence[Part]) -> dict[Part, Part]:
+    """For each part the first one that differs in its name only."""
+    first_of: dict[tuple[object, ...], Part] = {}
+    return {part: first_of.setdefault(part.costs, part) for part in parts}
+
+
+def _stage(
+    rank: int, parts: Sequence[Part], kind_of: Mapping[Part, Part], input_bytes: float
+) -> Stage:
+    kinds = tuple(Counter(kind_of[part] for part in parts).items())
+    return Stage(rank, tuple(parts), kinds, input_bytes)
 
 
 def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
@@ -131,27 +156,41 @@ def held_by_rank(
     """
     kept = kept_by(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active)
     sharding = layout.sharding(half, bucket_bytes)
-    by_rank: list[Counter[Part]] = [Counter() for _ in range(layout.pp)]
-    for stage in stages:
-        by_rank[stage.rank].update(dict(stage.kinds))
+    by_rank: list[Counter[tuple[Part, int]]] = [Counter() for _ in range(layout.pp)]
+    for idx, stage in enumerate(stages):
+        # What a tail keeps goes back at once, as on the last rank.
+        is_tail = idx >= layout.pp * layout.chunks
+        times = kept[-1 if is_tail else stage.rank]
+        for part, count in stage.kinds:
+            by_rank[stage.rank][part, times] += count
     known: dict[tuple[object, int], RankBytes] = {}
     result = []
     for rank, kinds in enumerate(by_rank):
         key = (frozenset(kinds.items()), kept[rank])
         if key not in known:
             width = sharding.parameter_bytes
-            holding = _holding(list(kinds.items()), layout, kept[rank], width)
+            holding = _holding(kinds, layout, kept[rank], width)
             known[key] = rank_bytes(holding, sharding, layout.microbatches)
         result.append(known[key])
     return result
 
 
-def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int, width: int) -> Holding:
+def _holding(
+    kinds: Mapping[tuple[Part, int], int], layout: Layout, kept: int, width: int
+) -> Holding:
+    """What a rank computes with.
+
+    Args:
+        kinds: how often a part is there, by itself and the microbatches of which it keeps.
+        layout: of the run.
+        kept: microbatches in flight.
+        width: bytes of an element of a parameter.
+    """
     shares = layout.shares
-    elements = small = largest = per_microbatch = again = tensor = largest_input = tied = 0.0
+    elements = small = largest = all_kept = again = tensor = largest_input = tied = 0.0
     units: list[float] = []
     layers = 0
-    for part, count in kinds:
+    for (part, times), count in kinds.items():
         unit = 0.0
         for numel, is_split in part.tensors:
             own = numel * (shares.split_state if is_split else 1.0)
@@ -170,11 +209,11 @@ def _holding(kinds: Sequence[tuple[Part, int]], layout: Layout, kept: int, width
             activations = min(activations, part.input_bytes * shares.whole)
             largest_input = max(largest_input, activations)
             layers += count
-        per_microbatch += count * activations
+        all_kept += times * count * activations
         tensor = max(tensor, part.largest_bytes * shares.split)
         tied += part.tied_elements * shares.split_state
     samples = layout.microbatch
-    activations = kept * samples * per_microbatch
+    activations = samples * all_kept
     host = 0.0
     if layout.offload:
         inputs = kept * samples * layers * largest_input
