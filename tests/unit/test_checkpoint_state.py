@@ -123,6 +123,11 @@ BAD_HEADERS = (
     {"a": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}},
     {"a": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}},
     {"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}},
+    {"a": {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 16]}},
+    {"a": {"dtype": "F32", "shape": [0, -1], "data_offsets": [0, 0]}},
+    {"a": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]}},
+    {"a": {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 0]}},
+    {"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}},
     {"a": 3},
     [],
 )

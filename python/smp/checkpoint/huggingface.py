@@ -25,6 +25,8 @@ CONFIG = "config.json"
 #: What Hugging Face calls weights, best first.
 NAMES = ("pytorch_model.bin", "model.safetensors")
 
+# More is nothing that a tensor, even an empty one, could have.
+_MOST_ELEMENTS = 2**60
 _DTYPES = {name: dtype for dtype, name in safetensors_stream.NAMES.items()}
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
 
@@ -150,8 +152,12 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:
-    dtype, shape = _DTYPES[info["dtype"]], [int(size) for size in info["shape"]]
+    dtype, shape = _DTYPES[info["dtype"]], list(info["shape"])
     begin, end = info["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"sizes {shape} in bytes [{begin}, {end})")
+    if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise ValueError(f"sizes {shape}")
     numel = math.prod(shape)
     if not 0 <= begin <= end <= len(memory) - start or end - begin != numel * dtype.itemsize:
         raise ValueError(f"bytes [{begin}, {end}) for {info['dtype']} {shape}")
