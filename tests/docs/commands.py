@@ -13,6 +13,7 @@ from smp_cli.main import build_parser
 from smp_cli.main import main as smp_main
 from torch.distributed.run import get_args_parser
 
+from smp.commands.verify.words import divide
 from tests.docs.pages import REPO
 
 #: What stands for files of the reader.
@@ -45,7 +46,8 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
     if program == "smp":
         parsed = _parse(build_parser(arguments[0]), arguments)
         if parsed.command in ("run", "verify"):
-            _check_script([parsed.script, *parsed.args], folder)
+            own = parsed.command == "verify" and divide(parsed.args, parsed)
+            _check_script([parsed.script, *(own.script if own else parsed.args)], folder)
             if parsed.config is not None and "=" not in parsed.config:
                 _check_file(parsed.config, folder)
     elif program == "torchrun":
@@ -73,7 +75,7 @@ _EXECUTED = {
     "plan": None,
     "explain": None,
     "simulate": None,
-    "verify": -1,
+    "verify": 2,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from torch import nn
 from smp.commands.ending import BadUse
 from smp.commands.verify import compare
 from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
+from smp.commands.verify.words import Divided, divide
 from smp.observe.verification.arguments import KeptArguments
 from smp.observe.verification.order import Order
 from smp.step.batches import Batch, joined_weights
@@ -180,10 +182,66 @@ def test_bad_use_is_one_line_and_status_2(
     assert words in error and error.count("\n") == 1
 
 
+BEFORE = {"layouts": "pp2,dp2", "steps": 3, "config": None, "timeout_s": 600.0}
+
+
+def divided(*words: str, **before: Any) -> Divided:
+    given = {**BEFORE, "keep": None, "json": False, **before}
+    return divide(words, argparse.Namespace(**given))
+
+
+def test_options_are_taken_in_front_of_the_script_and_behind_it() -> None:
+    words = ("--rate", "0.1", "--layouts", "pp2", "data", "--steps=2", "-x", "--json", "-1")
+    found = divided(*words)
+    assert found.options == {"layouts": "pp2", "steps": 2, "json": True}
+    assert found.script == ("--rate", "0.1", "data", "-x", "-1")
+    assert divided("--rate", "8").options == {} and divided().script == ()
+
+
+def test_all_words_behind_a_separator_are_the_scripts() -> None:
+    found = divided("--layouts", "tp2", "--", "--steps", "9", "--", "--layouts")
+    assert found.options == {"layouts": "tp2"}
+    assert found.script == ("--steps", "9", "--", "--layouts")
+    assert divided("--", "--json").options == {}
+
+
+def test_only_whole_names_are_taken_behind_the_script() -> None:
+    assert divided("--layout", "x", "--step=1").script == ("--layout", "x", "--step=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "text"),
+    [
+        (["--steps", "many"], {}, "--steps: invalid int value: 'many'.*for the script .* '--'"),
+        (["--layouts"], {}, "--layouts: expected one argument"),
+        (["--rate", "1", "--", "2"], {}, "'--rate' between the script and '--' is no option"),
+        (["--steps", "9"], {"steps": 2}, "--steps is in front .* and behind it; give it once"),
+    ],
+)
+def test_words_that_may_be_anybodys_are_refused(
+    words: list[str], before: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(BadUse, match=text):
+        divided(*words, **before)
+
+
+def test_options_behind_the_script_count_and_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["verify", str(script), "--rate", "1", "--layouts", "qq2"]) == 2
+    assert "'qq2' is no layout" in (error := capsys.readouterr().err)
+    assert f"--layouts behind '{script}': taken by smp verify" in error
+    assert main(["verify", str(script), "--layouts", "qq2", "--", "--rate", "1"]) == 2
+    assert "taken by" not in capsys.readouterr().err
+
+
 def test_script_that_fails_is_shown_and_status_2(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nraise RuntimeError(f'no data for {sys.argv[1]}')\n")
-    command = [sys.executable, "-m", "smp_cli", "verify", "--layouts", "pp2", str(script), "me"]
+    words = ["--layouts", "pp2", "--", "me"]
+    command = [sys.executable, "-m", "smp_cli", "verify", str(script), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
     last = done.stderr.splitlines()[-1]

@@ -14,14 +14,17 @@ from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import print_json, print_table
 from smp.commands.verify.checking import Check
 from smp.commands.verify.jobs import Script, ScriptFailed
-from smp.commands.verify.layouts import ALL, parse_layouts
+from smp.commands.verify.layouts import parse_layouts
 from smp.commands.verify.verdict import Verdict
+from smp.commands.verify.words import SEPARATOR, add_options, divide
 
 _KINDS = ("output", "gradient", "parameter", "optimizer")
 _EXAMPLES = """\
 examples:
   smp verify train.py
   smp verify --layouts pp2,dp2,pp2tp2 --steps 2 train.py --batch-size 8
+  smp verify train.py --batch-size 8 --layouts all
+  smp verify train.py --layouts all -- --steps 1000
   smp verify --layouts all --json -m package.train
 """
 
@@ -37,21 +40,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_options(parser)
     add = parser.add_argument
-    add("--layouts", default="pp2,dp2", help=f"all ({','.join(ALL)}) or some (pp2,dp2)")
-    add("--steps", type=int, default=3, metavar="N", help="updates of the optimizer (3)")
-    add("--config", metavar="FILE.json|KEY=VALUE,...", help="configuration, as smp run takes it")
-    add("--timeout-s", type=float, default=600.0, metavar="S", help="of each run (600)")
-    add("--keep", type=Path, metavar="DIR", help="keep records and output of all runs there")
-    add("--json", action="store_true", help="one JSON document instead of a table")
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT")
-    add("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    add(
+        "args",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="arguments of the script; options above are taken here as well, but behind '--'",
+    )
     parser.set_defaults(execute=guarded("verify", execute))
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs and judges all layouts; returns the exit status."""
+    divided = divide(arguments.args, arguments)
+    for name, value in divided.options.items():
+        setattr(arguments, name, value)
+    if divided.options and SEPARATOR not in arguments.args:
+        _say(divided.told(arguments.script))
     layouts = parse_layouts(arguments.layouts)
     if arguments.steps < 1:
         raise BadUse(f"--steps {arguments.steps} is no whole number > 0")
@@ -67,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
         config.pop(alias, None)
     folder = _folder(arguments.keep)
     module = ("-m",) if arguments.module else ()
-    command = (*module, arguments.script, *arguments.args)
+    command = (*module, arguments.script, *divided.script)
     script = Script(command, config, arguments.steps, folder, arguments.timeout_s)
     try:
         check = Check(script, _say)
