@@ -25,8 +25,6 @@ from smp.checkpoint.manifest import (
 )
 from smp.tensor_parallel.parts import Part
 
-pytestmark = pytest.mark.alone  # the last test looks at what the others did
-
 _SHAPE = (8, 6)
 
 
@@ -188,7 +186,6 @@ def test_a_pickle_in_its_place_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-_COUNTS: Counter[str] = Counter()
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -207,64 +204,65 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
     return result
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_fuzz_bytes(data: st.DataObject) -> None:
+def test_fuzz_bytes() -> None:
     """Cut, flipped, or with bytes in between: always an error, since the checksum differs."""
-    text = bytearray(_manifest().to_text())
-    kind = data.draw(st.sampled_from(["cut", "flip", "insert", "delete"]))
-    at = data.draw(st.integers(0, len(text) - 1))
-    if kind == "cut":
-        del text[at:]
-    elif kind == "flip":
-        text[at] ^= data.draw(st.integers(1, 255))
-    elif kind == "insert":
-        text[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-    else:
-        del text[at : at + data.draw(st.integers(1, 40))]
-    if bytes(text) == _manifest().to_text():
-        return
-    with pytest.raises(ManifestError, match="^m: "):
-        Manifest.from_text(bytes(text), "m")
-    _COUNTS[f"bytes: {kind}"] += 1
+    refused: Counter[str] = Counter()
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def damage(data: st.DataObject) -> None:
+        text = bytearray(_manifest().to_text())
+        kind = data.draw(st.sampled_from(["cut", "flip", "insert", "delete"]))
+        at = data.draw(st.integers(0, len(text) - 1))
+        if kind == "cut":
+            del text[at:]
+        elif kind == "flip":
+            text[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "insert":
+            text[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+        else:
+            del text[at : at + data.draw(st.integers(1, 40))]
+        if bytes(text) == _manifest().to_text():
+            return
+        with pytest.raises(ManifestError, match="^m: "):
+            Manifest.from_text(bytes(text), "m")
+        refused[kind] += 1
+
+    damage()
+    assert len(refused) == 4 and min(refused.values()) >= 5, refused
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_fuzz_content(data: st.DataObject) -> None:
+def test_fuzz_content() -> None:
     """Any value anywhere, under a valid checksum: what is read is consistent."""
+    counts: Counter[str] = Counter()
 
-    def change(value: Any) -> None:
-        for _ in range(data.draw(st.integers(1, 3))):
-            nodes = _nodes(value)
-            holder, key = nodes[data.draw(st.integers(0, len(nodes) - 1))]
-            kind = data.draw(st.sampled_from(["replace", "delete", "nudge"]))
-            if kind == "delete":
-                del holder[key]
-            elif kind == "nudge" and type(holder[key]) is int:
-                holder[key] += data.draw(st.sampled_from([-1, 1, 2**31, 2**63]))
-            else:
-                holder[key] = data.draw(_JSON)
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def change_content(data: st.DataObject) -> None:
+        def change(value: Any) -> None:
+            for _ in range(data.draw(st.integers(1, 3))):
+                nodes = _nodes(value)
+                holder, key = nodes[data.draw(st.integers(0, len(nodes) - 1))]
+                kind = data.draw(st.sampled_from(["replace", "delete", "nudge"]))
+                if kind == "delete":
+                    del holder[key]
+                elif kind == "nudge" and type(holder[key]) is int:
+                    holder[key] += data.draw(st.sampled_from([-1, 1, 2**31, 2**63]))
+                else:
+                    holder[key] = data.draw(_JSON)
 
-    text = _text(change)
-    try:
-        manifest = Manifest.from_text(text, "m")
-    except ManifestError as error:
-        assert str(error).startswith("m: ")
-        _COUNTS["content: refused"] += 1
-        return
-    _COUNTS["content: read"] += 1
-    for name, entry, block in manifests.blocks_of(manifest):
-        block.part.check(entry.shape)
-        end = block.offset + block.part.flat_numel * entry.item_bytes
-        assert end <= manifest.files[block.file].num_bytes, name
+        text = _text(change)
+        try:
+            manifest = Manifest.from_text(text, "m")
+        except ManifestError as error:
+            assert str(error).startswith("m: ")
+            counts["refused"] += 1
+            return
+        counts["read"] += 1
+        for name, entry, block in manifests.blocks_of(manifest):
+            block.part.check(entry.shape)
+            end = block.offset + block.part.flat_numel * entry.item_bytes
+            assert end <= manifest.files[block.file].num_bytes, name
 
-
-def test_fuzzing_met_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    if not _COUNTS:
-        pytest.skip("the fuzz tests did not run here")
-    with capsys.disabled():
-        print(f"\nmanifests: {dict(sorted(_COUNTS.items()))}", end=" ")
-    if len(_COUNTS) > 4:  # both fuzz tests ran
-        refused = [count for kind, count in _COUNTS.items() if kind != "content: read"]
-        assert len(refused) == 5 and min(refused) >= 5 and _COUNTS["content: read"] >= 1
+    change_content()
+    assert counts["refused"] >= 5 and counts["read"] >= 1, counts

@@ -22,8 +22,6 @@ from smp.partition.tree import build_tree
 from tests.reference.data import make_batch
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 
 
@@ -486,6 +484,7 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.alone
 def test_measured_times_are_own_times_in_milliseconds() -> None:
     model = nn.Sequential(Slow(0.03), Slow(0.0))
     options = TraceOptions(CPU, CPU, measure_times=True, measure_memory=True)
