@@ -109,6 +109,14 @@ tsan: $(SETUP)  ## C++ tests under the thread sanitizer
 	  -DSMP_PYTHON_MODULE=OFF
 	$(WITH_VENV) ctest --test-dir build/tsan --output-on-failure
 
+# RUNS: inputs of each decoder; SEED=2 makes others.
+RUNS ?= 1000000
+SEED ?= 1
+
+.PHONY: fuzz
+fuzz: extension  ## RUNS inputs that are nearly right for each decoder of files
+	$(RUN) $(PY) -m tests.fuzz --runs $(RUNS) --seed $(SEED)
+
 .PHONY: bench
 bench: $(SETUP)  ## run the benchmarks; one JSON line per result
 	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)

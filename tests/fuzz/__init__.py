@@ -1,0 +1,1 @@
+"""Decoders of files, given inputs that are nearly right."""
