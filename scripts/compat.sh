@@ -31,7 +31,8 @@ test_transformers() {
   fi
   [[ ${2:-} != --setup ]] || return 0
   PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
-    "$python" -m pytest tests/dist/test_families.py -k "${version//./_}"
+    "$python" -m pytest tests/dist/test_families.py \
+    tests/dist/test_planned_head_elsewhere.py -k "${version//./_}"
   PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
     "$python" -m pytest tests/clients/test_trainer_older.py
 }

@@ -54,6 +54,7 @@ class SplitRun:
     microbatches: int = 2
     steps: int = 3
     schedule: str = "interleaved"
+    compile: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -121,7 +122,7 @@ def _train(run: SplitRun) -> SplitRecord:
     from smp.tensor_parallel import sharding
 
     init_split(run)
-    model = smp.DistributedModel(build_marked(run))
+    model = smp.DistributedModel(build_marked(run), compile=run.compile)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     batch_idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
