@@ -229,7 +229,7 @@ class _Work(TorchDispatchMode):
         )
         device_type = outputs[0].device.type if outputs else "cpu"
         cost = operator_cost(
-            func, args, kwargs, result, inputs, outputs, flops_per_byte(device_type)
+            func, args, kwargs, result, inputs, outputs, (), flops_per_byte(device_type)
         )
         self.flops += cost[0]
         return result

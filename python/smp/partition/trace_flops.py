@@ -180,6 +180,7 @@ def operator_cost(
     out: Any,
     inputs: Iterable[Tensor],
     outputs: Iterable[Tensor],
+    needs_grad: Sequence[Tensor],
     flops_per_byte: float,
 ) -> tuple[float, float]:
     """Forward cost of one operator, and that of its backward, in FLOPs.
@@ -187,12 +188,11 @@ def operator_cost(
     Args:
         func, args, kwargs, out: the call and its result.
         inputs, outputs: the tensors in them.
+        needs_grad: the inputs that a backward gives gradients to.
         flops_per_byte: of the device.
     """
     if is_view(func) or is_ignored(func):
         return 0.0, 0.0
-    inputs = list(inputs)
-    needs_grad = [t for t in inputs if t.requires_grad] if torch.is_grad_enabled() else []
     packet = func._overloadpacket
     written = sum(num_bytes(t) for t in outputs)
     read = written if packet in _LOOKUPS else sum(num_bytes(t) for t in inputs)

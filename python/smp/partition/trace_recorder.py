@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp._torch_releases import operators
 from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
+from smp.partition.trace_nodes import NodeBackwards
 from smp.partition.trace_state import written_tensors
 from smp.partition.trace_values import KnownValues
 
@@ -161,6 +162,7 @@ class Recorder(TorchDispatchMode):
         self._saved_since: dict[StorageWeakRef, int] = {}  # the last operator
         self._holders: dict[StorageWeakRef, set[int]] = {}
         self._buffers: set[StorageWeakRef] = set()
+        self._nodes = NodeBackwards()
         self._home: int | None = None  # the value where a loss is computed
         for idx, module in enumerate(modules):
             for parameter in module._parameters.values():
@@ -201,9 +203,9 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._stack.pop()
                 self._arguments.pop()
-            cost.output_bytes += sum(
-                {_key(t): trace_flops.num_bytes(t) for t in _tensors(result)}.values()
-            )
+            results = _tensors(result)
+            self._charge_nodes(results)
+            cost.output_bytes += sum({_key(t): trace_flops.num_bytes(t) for t in results}.values())
             return result
 
         return traced
@@ -287,19 +289,31 @@ class Recorder(TorchDispatchMode):
         out = self._run(func, args, kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         cost = self.costs[self._stack[-1]]
+        self._charge_nodes(inputs)
+        needs_grad = self._nodes.needs_grad(inputs)
         forward, backward = trace_flops.operator_cost(
-            func, args, kwargs, out, inputs, outputs, self._flops_per_byte
+            func, args, kwargs, out, inputs, outputs, needs_grad, self._flops_per_byte
         )
         cost.forward_flops += forward
-        cost.backward_flops += backward
-        made = self._follow(func, args, kwargs, inputs, outputs)
-        if made is not None:
-            made.flops = forward + backward
-            made.activation_bytes = sum(
+        if torch.is_grad_enabled():
+            cost.backward_flops += backward
+        elif needs_grad:
+            made = [*outputs, *written_tensors(func, args, kwargs)]
+            self._nodes.ran(self._stack[-1], inputs, made, backward)
+            backward = 0.0
+        left = self._follow(func, args, kwargs, inputs, outputs)
+        if left is not None:
+            left.flops = forward + backward
+            left.activation_bytes = sum(
                 self._saved_since.get(key, 0) for key in {_key(t) for t in inputs}
             )
         self._saved_since.clear()
         return out
+
+    def _charge_nodes(self, tensors: Sequence[Tensor]) -> None:
+        """Backwards of nodes that have made these."""
+        for idx, backward in self._nodes.seen(tensors):
+            self.costs[idx].backward_flops += backward
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes_only = _SHAPES_ONLY.get(func)

@@ -10,15 +10,12 @@ from torch import nn
 from smp.config.schema import Config
 from smp.nn.attention import DistributedAttentionLayer
 from smp.nn.embedding import WholeEmbedding
-from smp.nn.layer_norm import FusedLayerNorm, FusedRMSNorm
 from smp.nn.linear import ColumnLinear, RowLinear
-from smp.nn.module import DistributedModule
 from smp.nn.output_layer import DistributedTransformerOutputLayer
 from smp.nn.vocabulary_head import VocabularyHead
 
 # Of the library's own layers.
 _PRODUCTS = (ColumnLinear, RowLinear)
-_OWN = (DistributedModule, VocabularyHead, FusedLayerNorm, FusedRMSNorm, *_PRODUCTS)
 _KEEPS_INPUT = (DistributedAttentionLayer, DistributedTransformerOutputLayer, VocabularyHead)
 
 
@@ -115,11 +112,6 @@ def experts_per_token(root: nn.Module) -> int:
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
     found = (getattr(config, name, None) for name in names)
     return next((int(n) for n in found if isinstance(n, int) and n > 0), 1)
-
-
-def backward_work(module: nn.Module, forward: float, traced: float) -> float:
-    """Work of a module's backward; a trace does not see that of the library's own operators."""
-    return max(traced, 2 * forward) if isinstance(module, _OWN) else traced
 
 
 def is_norm(module: nn.Module) -> bool:

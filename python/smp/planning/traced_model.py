@@ -263,8 +263,7 @@ def _works(traced: Trace, root: nn.Module, border_bytes: int) -> list[_Work]:
         is_split = tensor_split.has_split_parameters(module) or tensor_split.has_split_work(
             module, width
         )
-        forward = cost.forward_flops
-        backward = tensor_split.backward_work(module, forward, cost.backward_flops)
+        forward, backward = cost.forward_flops, cost.backward_flops
         kept = tensor_split.kept_parts(module, cost.activation_bytes, width, border_bytes, routed)
         works.append(
             _Work(
