@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.reference.dropping import PLAN, SAMPLES, Planned, Split, SplitLM, batch, make
+from tests.reference.gradients import has_parts, marked_gradients, whole_gradients
 from tests.reference.split_modules import float64
 from tests.reference.tolerances import assert_close
 
@@ -50,12 +51,12 @@ class Setup:
         return f"pp{self.pp} tp{self.tp} rdp{self.rdp} mb{self.microbatches}{keys}"
 
     @property
-    def has_shards(self) -> bool:
-        return (
-            not dict(self.config)
-            .keys()
-            .isdisjoint({"sharded_data_parallel_degree", "shard_optimizer_state"})
-        )
+    def shards(self) -> int:
+        """Over how many replicas the state of a parameter is cut."""
+        keys = dict(self.config)
+        if keys.get("shard_optimizer_state"):
+            return self.rdp
+        return int(keys.get("sharded_data_parallel_degree", 1))
 
 
 @dataclass
@@ -63,9 +64,10 @@ class Seen:
     """What one rank saw."""
 
     losses: list[float] = field(default_factory=list)  # mean over microbatches
-    grads: list[dict[str, Tensor]] = field(default_factory=list)  # whole, local
+    grads: list[dict[str, Any]] = field(default_factory=list)  # of this rank, with marks
     params: dict[str, Tensor] = field(default_factory=dict)  # of the whole model
     calls: int = 0
+    rdp_rank: int = 0
 
 
 def init(setup: Setup, **more: Any) -> None:
@@ -132,7 +134,6 @@ def own_part(whole: Tensor, setup: Setup) -> Tensor:
 
 def run_steps(model: Any, optimizer: Any, setup: Setup, seen: Seen, begin: int, end: int) -> None:
     import smp
-    from smp.tensor_parallel import sharding
 
     @smp.step
     def train_step(ids: Tensor) -> Tensor:
@@ -142,17 +143,7 @@ def run_steps(model: Any, optimizer: Any, setup: Setup, seen: Seen, begin: int, 
 
     for step in range(begin, end):
         seen.losses.append(train_step(own_part(batch(step), setup)).reduce_mean().item())
-        if not setup.has_shards:
-            seen.grads.append(
-                {
-                    name.removeprefix("module."): p.grad.clone()
-                    for name, p in model.local_named_parameters()
-                    if p.grad is not None
-                    and sharding.interval_of(p) is None
-                    # Of layers that are split by samples, before the optimizer sums them.
-                    and setup.tp == 1
-                }
-            )
+        seen.grads.append(marked_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -164,7 +155,7 @@ def train(rank: int, setup: Setup, values: dict[str, Tensor] | None) -> Seen:
     model = make_model(setup, values)
     torch.manual_seed(100 + rank)  # each rank another seed, as scripts do
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
-    seen = Seen()
+    seen = Seen(rdp_rank=smp.rdp_rank())
     run_steps(model, optimizer, setup, seen, 0, STEPS)
     seen.params = {n: v.cpu().clone() for n, v in model.state_dict().items()}
     if setup.pp > 1:
@@ -199,16 +190,26 @@ def compare(records: list[Seen], expected: Seen, setup: Setup) -> None:
     for step in range(len(expected.losses)):
         found = torch.tensor([r.losses[step] for r in records], dtype=torch.float64).mean()
         torch.testing.assert_close(found.item(), expected.losses[step], rtol=1e-9, atol=1e-12)
-    if setup.tp == 1 and not setup.has_shards:
-        for step, grads in enumerate(expected.grads):
-            found_grads = {n: g for r in records for n, g in r.grads[step].items()}
-            assert found_grads.keys() == grads.keys()
-            assert max(g.abs().max() for g in grads.values()) > 1e-3
-            assert_close(found_grads, grads, torch.float64, f"{setup}, step {step}")
+    compare_gradients(records, expected, setup)
     for record in records:
         assert_close(record.params, expected.params, torch.float64, f"{setup}: parameters")
     if setup.pp > 1:
         assert sum(r.calls for r in records) >= STEPS * setup.microbatches, "nothing was remote"
+
+
+def compare_gradients(records: list[Seen], expected: Seen, setup: Setup) -> None:
+    """By name, of each replica."""
+    if setup.shards > 1 or (setup.tp > 1 and setup.model != "plain"):
+        assert all(has_parts(record.grads[0]) for record in records), "nothing is split"
+    for step, one_process in enumerate(expected.grads):
+        grads = whole_gradients([one_process])
+        assert max(g.abs().max() for g in grads.values()) > 1e-3
+        for replica in range(setup.rdp // setup.shards):
+            ranks = [r for r in records if r.rdp_rank // setup.shards == replica]
+            assert len(ranks) == setup.world_size * setup.shards // setup.rdp
+            found = whole_gradients([r.grads[step] for r in ranks])
+            assert found.keys() == grads.keys()
+            assert_close(found, grads, torch.float64, f"{setup}, step {step}, replica {replica}")
 
 
 # ---- what one process does -------------------------------------------------------------
@@ -452,8 +453,8 @@ def test_replicas_with_unequal_batches_draw_as_one_process(
 
 def train_family(
     rank: int, case: str, setup: Setup, is_split: bool
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses by step (mean over microbatches), and the whole model after the last one."""
+) -> tuple[list[float], list[dict[str, Any]], dict[str, Tensor]]:
+    """By step losses (mean over microbatches) and gradients of this rank; the model at the end."""
     import smp
     from tests.reference.models import randomise_
     from tests.reference.split_families import make_split_batch, make_split_family
@@ -474,13 +475,15 @@ def train_family(
         model.backward(loss)
         return loss
 
-    losses = []
+    losses, grads = [], []
     for step in range(2):
         parts = [make_split_batch(case, part, step)["input_ids"] for part in range(2)]
         losses.append(train_step({"input_ids": own_part(torch.cat(parts), setup)}).reduce_mean())
+        grads.append(marked_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
-    return [loss.item() for loss in losses], {n: v.clone() for n, v in model.state_dict().items()}
+    params = {n: v.clone() for n, v in model.state_dict().items()}
+    return [loss.item() for loss in losses], grads, params
 
 
 @pytest.mark.parametrize(
@@ -496,9 +499,16 @@ def train_family(
 def test_models_of_transformers_draw_as_one_process(
     pool: Pool, case: str, setup: Setup, is_split: bool
 ) -> None:
-    ((losses, params),) = pool.run(1, train_family, case, Setup(microbatches=1), is_split)
+    ((losses, grads, params),) = pool.run(1, train_family, case, Setup(microbatches=1), is_split)
     records = pool.run(setup.world_size, train_family, case, setup, is_split)
-    means = torch.tensor([found for found, _ in records], dtype=torch.float64).mean(0)
+    means = torch.tensor([found for found, _, _ in records], dtype=torch.float64).mean(0)
     torch.testing.assert_close(means, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=0)
-    for _, whole in records:
+    for step, one_process in enumerate(grads):
+        found = whole_gradients([of_rank[step] for _, of_rank, _ in records])
+        expected = whole_gradients([one_process])
+        assert found.keys() == expected.keys()
+        assert_close(found, expected, torch.float64, f"{case} {setup}, step {step}")
+    if setup.tp > 1:
+        assert all(has_parts(of_rank[0]) for _, of_rank, _ in records), "nothing is split"
+    for _, _, whole in records:
         assert_close(whole, params, torch.float64, f"{case} {setup}")
