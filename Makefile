@@ -10,6 +10,9 @@ BUILD ?= build/dev
 PYTEST_ARGS ?=
 
 export JOBS
+# Packages are installed without compiled modules, and tests start hundreds of processes: each of
+# them would compile torch, transformers and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(NO_VENV),)
   PY := $(CURDIR)/.venv/bin/python

@@ -9,6 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
+# Else each of hundreds of processes compiles torch, transformers and the tests anew.
+unset PYTHONDONTWRITEBYTECODE
 
 beside=(-n "${SMP_TEST_JOBS:-2}" --dist worksteal)
 "$python" -c 'import xdist' 2> /dev/null || beside=()
