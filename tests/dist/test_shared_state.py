@@ -51,9 +51,15 @@ def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(value, expected["state"][name], rtol=1e-9, atol=1e-12)
 
 
-# What checkpointed layers leave behind is made in a run without gradients. The first three carry
-# tensors with gradients, and lists of numbers, from one checkpoint to the next (docs/limits.md).
-NOT_CHECKPOINTED = ("StateOnSelf", "LeftForSecondCall", "SharedList")
+# What checkpointed layers leave behind is made in a run without gradients. These carry tensors with
+# gradients, and lists of numbers, from one checkpoint to the next, or into it (docs/limits.md).
+NOT_CHECKPOINTED = (
+    "StateOnSelf",
+    "StateCleared",
+    "LeftForSecondCall",
+    "SharedList",
+    "NotesEmptied",
+)
 
 
 @pytest.mark.sample(keep=9)
@@ -128,7 +134,41 @@ class ReadsWeight(nn.Module):
         return torch.func.functional_call(self.second, doubled, x).square().mean()
 
 
-def train_apart(rank: int, how: str) -> None:
+class Picky(nn.Module):
+    """Computes with attributes that others write."""
+
+    scale: Any = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * (2.0 if self.scale is None else self.scale)
+
+
+class WritesAway(nn.Module):
+    """Writes an attribute of a child, and takes it back."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), Picky()
+        self.second.scale = 1.5
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "deleted":
+            del self.second.scale
+        else:
+            values = {"tensor": x.mean(), "number": 3.0, "None": None, "the same": 1.5}
+            self.second.scale = values[self.how]
+        x = self.second(x)
+        self.second.scale = 1.5
+        return x.square().mean()
+
+
+def train_apart(rank: int, how: str, make: Any = ReadsWeight) -> None:
     import smp
 
     smp.init(
@@ -139,7 +179,7 @@ def train_apart(rank: int, how: str) -> None:
             "default_partition": 0,
         }
     )
-    plain = ReadsWeight(how)
+    plain = make(how)
     smp.set_partition(plain.second, 1)
     model = smp.DistributedModel(plain)
 
@@ -166,3 +206,23 @@ def test_parameters_of_another_rank_are_not_computed_with(
     outcomes = pool.outcomes(2, train_apart, how, env={"SMP_CHECK_FIRST_STEP": "0"})
     assert all(outcome.error for outcome in outcomes)
     assert expected in outcomes[0].message and "[global_rank 0 | pp 0" in outcomes[0].message
+
+
+@pytest.mark.parametrize(
+    "how, verb",
+    [("number", "changes"), ("tensor", "changes"), ("None", "changes"), ("deleted", "deletes")],
+)
+def test_attributes_of_another_rank_are_not_written_without_a_trace(
+    pool: Pool, how: str, verb: str
+) -> None:
+    outcomes = pool.outcomes(2, train_apart, how, WritesAway, env={"SMP_CHECK_FIRST_STEP": "0"})
+    expected = f"forward {verb} attribute 'scale' of module 'second', which lives on global_rank 1"
+    assert all(outcome.error for outcome in outcomes)
+    assert expected in outcomes[0].message and "[global_rank 0 | pp 0" in outcomes[0].message
+
+
+def test_an_attribute_of_another_rank_may_be_given_the_value_it_has(pool: Pool) -> None:
+    outcomes = pool.outcomes(
+        2, train_apart, "the same", WritesAway, env={"SMP_CHECK_FIRST_STEP": "0"}
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]

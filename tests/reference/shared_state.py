@@ -93,6 +93,34 @@ class RecurrentBlock(Block):
         return x + self.down(hidden)
 
 
+class ScaleTakenBack(Stack):
+    """The same, and takes it back when it is done: behind the forward all is as before."""
+
+    block = ScaledBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            block.scale = (2.0 + i) if i % 2 else x.abs().mean()
+        loss = super().forward(x)
+        for block in self.blocks:
+            block.scale = 1.0
+        return loss
+
+
+class ScaleDeleted(Stack):
+    """The parent deletes what it has set, so that the class's own value counts again."""
+
+    block = ScaledBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.scale = 2.0
+        loss = super().forward(x)
+        for block in self.blocks:
+            del block.scale
+        return loss + super().forward(x)
+
+
 class StateOnSelf(Stack):
     block = RecurrentBlock
 
@@ -101,6 +129,49 @@ class StateOnSelf(Stack):
             block.state = None
         super().forward(x)
         return super().forward(x)
+
+
+class ClearingBlock(RecurrentBlock):
+    def clear(self) -> None:
+        del self.state
+        self.state = None
+
+
+class StateCleared(Stack):
+    """Blocks carry a state from call to call; their parent clears it at the end (MagViT)."""
+
+    block = ClearingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = super().forward(x)
+        loss = first + super().forward(x * first)
+        for module in self.modules():
+            if isinstance(module, ClearingBlock):
+                module.clear()
+        return loss
+
+
+class PickyBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + sum(self.notes))
+
+
+class NotesEmptied(Stack):
+    """The parent puts something into lists of its blocks, and takes it out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = PickyBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[2].notes.append(0.5)
+        loss = super().forward(x)
+        self.blocks[2].notes.clear()
+        return loss
 
 
 class AssignedBufferBlock(Block):
@@ -361,7 +432,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         *(
             AuxByAttribute,
             ParentWritesChild,
+            ScaleTakenBack,
+            ScaleDeleted,
             StateOnSelf,
+            StateCleared,
+            NotesEmptied,
             AssignedBuffer,
             BufferInPlace,
             SharedList,

@@ -17,6 +17,7 @@ from smp.model.root_call import RootCall
 from smp.model.share import current_share
 from smp.observe import loss_checks
 from smp.pipeline import resolve
+from smp.pipeline.module_state import Running, running
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.world import runtime
 
@@ -74,7 +75,8 @@ class ModelCalls:
                     f"replica call their models in one order ({self._runtime.wrapped.candidates})"
                 )
             return call.settle(filled, output)
-        output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
+        with running(Running.BODY):
+            output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
         self._engine.loss.watch_backward(output)
         place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
         return output

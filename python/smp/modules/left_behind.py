@@ -5,30 +5,32 @@ a dictionary. The first run of a checkpoint makes them without a graph, so those
 without a checkpoint have to be results of it. Others must not: a moving average would be tied to
 the graph of the step before. A run with a graph tells them apart, once.
 
-The second run finds the tensors and numbers that the first one has found, such as a counter, and
-those that it leaves are taken away. Lists of numbers are changed by both runs.
+The second run finds the tensors and numbers that the first one has found, such as a counter, or a
+flag that the parent has taken back meanwhile, and those that it leaves are taken away. Lists of
+numbers are changed by both runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.modules.attributes import PerMicrobatch, is_state
 from smp.modules.flat import tensors_in
 from smp.modules.given import Given, contents_of, exchange, exchanged, fill, is_number
 
-# What PyTorch and this library keep in a module; no state of its forward.
-_NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
 _MISSING = object()
 _AS_NOW = object()
+_NUMBERS = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, tuple, OrderedDict, defaultdict, deque)
 
 #: Which of the tensors that are left hang on a graph, by the first module and where they are.
@@ -56,7 +58,7 @@ class Watch:
             value
             for state in self._before
             for name, value in state.items()
-            if type(value) in _CONTAINERS and name not in _NOT_STATE
+            if type(value) in _CONTAINERS and is_state(name)
         ]
         for module in self._modules:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -86,7 +88,7 @@ class Watch:
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             for name, value in _snapshot(module).items():
                 old = before.get(name, _MISSING)
-                if value is old or name in _NOT_STATE or name.startswith("_smp_"):
+                if value is old or not is_state(name):
                     continue
                 if self._note((idx, name), [value]):
                     self._left.append((module, name, value, old))
@@ -131,7 +133,7 @@ class Watch:
             now = _snapshot(module)
             for name in {**before, **now}:
                 old = before.get(name, _MISSING)
-                if now.get(name, _MISSING) is old or name in _NOT_STATE or name.startswith("_smp_"):
+                if now.get(name, _MISSING) is old or not is_state(name):
                     continue
                 _set(module, name, old)
         for number, contents in self._given.changed_from():
@@ -153,7 +155,17 @@ class Watch:
                 if number in self.places
             ],
             [(buffer, copy) for _, buffer, copy in buffers],
+            self._found(),
         )
+
+    def _found(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        changed = {(id(m), name) for m, name, *_ in (*self._left, *self._numbers)}
+        found = []
+        for module, before in zip(self._modules, self._before, strict=True):
+            kept = {name: _kept(value) for name, value in before.items()}
+            kept |= {name: _AS_NOW for name in kept if (id(module), name) in changed}
+            found.append((module, kept))
+        return found
 
 
 @dataclass
@@ -166,25 +178,40 @@ class Earlier:
         attributes: module, name, value.
         containers: with their contents.
         buffers: with their values; None where they are not known.
+        found: attributes that the run has not changed: others may do so before the second run.
     """
 
     attributes: list[tuple[nn.Module, str, Any]]
     containers: list[tuple[Any, Any]]
     buffers: list[tuple[Tensor, Tensor | None]]
+    found: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, modules are as they were; behind it they are as they are."""
+        then = replace(self, attributes=self.attributes + list(self._changed_since()), found=[])
         now = Earlier(
-            [(m, name, _value_of(m, name)) for m, name, _ in self.attributes],
+            [(m, name, _value_of(m, name)) for m, name, _ in then.attributes],
             [(container, contents_of(container)) for container, _ in self.containers],
             [(buffer, buffer.detach().clone()) for buffer, _ in self.buffers],
         )
-        self._establish()
+        then._establish()
         try:
             yield
         finally:
             now._establish()
+
+    def _changed_since(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        for module, found in self.found:
+            now = _snapshot(module)
+            for name in {**found, **now}:
+                then = found.get(name, _MISSING)
+                value = now.get(name, _MISSING)
+                if isinstance(then, _WithGraph):
+                    then = value if then.tensor() is value else _guard(then.data)
+                is_known = then is not _AS_NOW and (then is not _MISSING or _is_kept(value))
+                if is_known and value is not then and is_state(name):
+                    yield module, name, then
 
     def _establish(self) -> None:
         for module, name, value in self.attributes:
@@ -206,6 +233,25 @@ def _without_graph(value: Any) -> Any:
     found = exchanged(value, {id(t): _guard(t) for t in with_graph if type(t) is Tensor})
     ids = set(map(id, with_graph))
     return _AS_NOW if any(id(tensor) in ids for tensor in tensors_in(found)) else found
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, _NUMBERS) or isinstance(value, Tensor)
+
+
+class _WithGraph:
+    """A tensor whose graph is not to live until the second run."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.data = tensor.detach()
+
+
+def _kept(value: Any) -> Any:
+    """The value of an attribute for the second run."""
+    if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+        return _WithGraph(value)
+    return value if _is_kept(value) else _AS_NOW
 
 
 def _guard(tensor: Tensor) -> Tensor:
@@ -275,8 +321,9 @@ def _snapshot(module: nn.Module) -> dict[str, Any]:
     """Attributes and buffers, and what is no state."""
     found = {**module.__dict__, **module._buffers}
     for name in _properties_of(_class_of(module)):
-        if name in found:
-            found[name] = getattr(module, name)
+        found[name] = getattr(module, name, _MISSING)
+        if found[name] is _MISSING:
+            del found[name]
     return found
 
 
@@ -293,7 +340,7 @@ def _class_of(module: nn.Module) -> Any:
 @functools.cache
 def _properties_of(cls: Any) -> frozenset[str]:
     """Attributes of which each microbatch has a value of its own (`smp.pipeline.module_state`)."""
-    return frozenset(name for name, value in vars(cls).items() if isinstance(value, property))
+    return frozenset(name for name, value in vars(cls).items() if isinstance(value, PerMicrobatch))
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -320,6 +367,6 @@ def _held_by(hook: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, nn.Module):
             state = _snapshot(value)
-            yield from (state[name] for name in state if name not in _NOT_STATE)
+            yield from (state[name] for name in state if is_state(name))
         elif not isinstance(value, type):
             yield from getattr(value, "__dict__", {}).values()

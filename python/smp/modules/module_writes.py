@@ -21,6 +21,7 @@ class ModuleWrites:
             they have to be on one rank.
         observed: modules with hooks that write to something outside of modules; what calls them
             has to run where the step body does.
+        carried: attributes of which a microbatch finds what the one before has left; no buffers.
         replaced: children that are other modules after the first forward.
         mixed: modules that keep something of one microbatch where the next one would find it.
     """
@@ -30,6 +31,7 @@ class ModuleWrites:
     ties: frozenset[tuple[int, int]] = frozenset()
     observed: frozenset[int] = frozenset()
     mixed: frozenset[int] = frozenset()
+    carried: frozenset[Key] = frozenset()
     replaced: frozenset[Key] = frozenset()
 
     @property
@@ -50,5 +52,6 @@ class ModuleWrites:
             ties=frozenset((idxs[a], idxs[b]) for a, b in self.ties),
             observed=frozenset(idxs[idx] for idx in self.observed),
             mixed=frozenset(idxs[idx] for idx in self.mixed),
+            carried=frozenset((idxs[idx], name) for idx, name in self.carried),
             replaced=frozenset((idxs[idx], name) for idx, name in self.replaced),
         )

@@ -267,10 +267,11 @@ def _refuse_new_modules(index: ModuleIndex) -> None:
     )
     if names:
         raise ValueError(
-            f"{_C.rank_prefix()}partition: the first forward puts other modules into the place of "
+            f"{_C.rank_prefix()}partition: the forward puts other modules into the place of "
             f"{', '.join(map(repr, names[:4]))}{' and others' if len(names) > 4 else ''}, which "
             "other ranks would not see; call what does so before smp.DistributedModel (for example "
-            "one forward on a batch of the same shapes), so that all ranks have the new ones"
+            "one forward on a batch of the same shapes), so that all ranks have the new ones; if "
+            "each forward does so, leave the model whole (pipeline_parallel_degree=1)"
         )
 
 

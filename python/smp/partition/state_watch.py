@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from smp.modules.attributes import MISSING, same_items, state_of
 from smp.modules.module_writes import Key, ModuleWrites
 from smp.partition.containers import Containers, reachable_from_hook
+from smp.partition.passing_writes import PassingWrites
 from smp.partition.trace_guard import hooks_of
-
-# What a trace, PyTorch and this library keep in a module; no state of its forward.
-_NOT_STATE = frozenset(vars(nn.Module())) | {
-    "forward",
-    "_flat_weights",
-    "_flat_weight_refs",
-    "_output_capturing_hooks_installed",
-}
 
 
 @dataclass(frozen=True)
@@ -49,13 +42,14 @@ class StateWatch:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = [_state_of(module) for module in modules]
+        self._before = [state_of(module) for module in modules]
         self._children = [dict(module._modules) for module in modules]
         self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
         self.assigned: set[Key] = set()  # another value
         self.mutated: set[Key] = set()  # a container or tensor with other contents
         self.observed: set[int] = set()  # modules with hooks that wrote to something
         self.replaced: set[Key] = set()  # children
+        self.passing = PassingWrites(modules, self._before)
         self._counters: set[Key] = set()
         self._of_tensors: set[int] = set()  # modules with a changed container of tensors
         self._containers: dict[int, set[int]] = {}  # modules that have it, by its identity
@@ -63,22 +57,31 @@ class StateWatch:
     def compare(self) -> bool:
         """Looks for what was written since this object was made; is there anything?"""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
-            after = _state_of(module)
+            after = state_of(module)
             for name in before.keys() | after.keys():
-                old, new = before.get(name, _MISSING), after.get(name, _MISSING)
+                old, new = before.get(name, MISSING), after.get(name, MISSING)
                 if old[0] is not new[0]:
                     self.assigned.add((idx, name))
                     if isinstance(new[0], int | float):
                         self._counters.add((idx, name))
-                elif not _same_items(old[1], new[1]):
+                elif not same_items(old[1], new[1]):
                     self._note_mutated(idx, name, new[0])
             children, before_it = module._modules, self._children[idx]
             names = children.keys() | before_it.keys()
             self.replaced |= {
                 (idx, name) for name in names if children.get(name) is not before_it.get(name)
             }
+        for idx, name in self.passing.mutated - self.mutated:
+            self._note_mutated(idx, name, self._before[idx][name][0])
+            self._of_tensors.add(idx)  # what they were meanwhile, the next microbatch would find
+        self.replaced |= self.passing.replaced
         self.observed = {idx for idx, reached in self._hooks.items() if reached.has_changed()}
-        return bool(self.assigned or self.mutated or self.observed or self.replaced)
+        return bool(self.written or self.observed or self.replaced)
+
+    @property
+    def written(self) -> set[Key]:
+        """All attributes and buffers that were, at some time, another than before."""
+        return self.assigned | self.mutated | self.passing.assigned
 
     def _note_mutated(self, idx: int, name: str, value: Any) -> None:
         self.mutated.add((idx, name))
@@ -107,7 +110,8 @@ class StateWatch:
             ties |= {(min(holders), idx) for idx in holders if idx != min(holders)}
         # What a microbatch reads before it writes is what the one before has left.
         carried = {key for key, use in first.items() if key in written and not use.writes}
-        buffers = {key for key in self.mutated if key[1] in self._modules[key[0]]._buffers}
+        buffers = {key for key in self.mutated if self._is_buffer(key)}
+        ties |= {(use.user, use.idx) for use in foreign if use.writes and self._is_buffer(use.key)}
         mixed = {idx for idx, _ in carried} | {idx for idx, _ in buffers if num_calls[idx] > 1}
         # Gradients go from one call to the other by way of their caller.
         shared |= {key for key in written if num_calls[key[0]] > 1} - self._counters
@@ -117,7 +121,12 @@ class StateWatch:
             ties=frozenset(ties),
             observed=frozenset(self.observed),
             mixed=frozenset(mixed | self._of_tensors | hooking),
+            carried=frozenset(key for key in carried if not self._is_buffer(key)),
         )
+
+    def _is_buffer(self, key: Key) -> bool:
+        idx, name = key
+        return name in self._modules[idx]._buffers
 
 
 class HookWatch(TorchFunctionMode):
@@ -167,12 +176,26 @@ def around_uses(
     try:
         for idx, base in bases.items():
             body: dict[str, Any] = {name: _noted(base, idx, name, note) for name in names[idx]}
+            body["__setattr__"] = _noting_buffers(base, idx, names[idx], note)
             body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
             modules[idx].__class__ = type(base.__name__, (base,), body)
         yield
     finally:
         for idx, base in bases.items():
             modules[idx].__class__ = base
+
+
+def _noting_buffers(
+    base: type[nn.Module], idx: int, names: Sequence[str], note: Callable[[int, str, bool], None]
+) -> Callable[[nn.Module, str, Any], None]:
+    """In place of ``__setattr__``, which writes to a buffer behind the property of its name."""
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if name in names and name in module._buffers:
+            note(idx, name, True)
+        base.__setattr__(module, name, value)
+
+    return set_attribute
 
 
 def _noted(base: type, idx: int, name: str, note: Callable[[int, str, bool], None]) -> property:
@@ -200,32 +223,3 @@ def _reached_by_hooks(module: nn.Module) -> Containers:
     for hook in hooks_of(module):
         reached.add(reachable_from_hook(hook))
     return reached
-
-
-_MISSING: tuple[Any, Any] = (object(), None)
-
-
-def _state_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Value of each attribute and buffer, and what tells whether it was changed in place."""
-    plain = {
-        name: (value, _items(value))
-        for name, value in module.__dict__.items()
-        if name not in _NOT_STATE and not name.startswith("_smp_")
-    }
-    return plain | {name: (value, _items(value)) for name, value in module._buffers.items()}
-
-
-def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else [value._version]
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, list | set | deque) else None
-
-
-def _same_items(old: list[Any] | None, new: list[Any] | None) -> bool:
-    if old is None or new is None:
-        return old is new
-    return len(old) == len(new) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(old, new, strict=True)
-    )

@@ -176,8 +176,8 @@ class _Run:
             watch, dtypes = StateWatch(self._modules), dtypes_of(self._modules)
             hooks = HookWatch(lambda: recorder.running)
             recorder = self._recorder()
-            with hooks:
-                self._watched(call, recorder)
+            with hooks, watch.passing.watching():
+                self._watched(call, recorder, watch)
             casts = tuple(
                 (*place, dtype)
                 for place, dtype in dtypes_of(self._modules).items()
@@ -209,21 +209,25 @@ class _Run:
             uses.append(Use(recorder.running, idx, name, writes))
 
         again = StateWatch(self._modules)
-        with around_uses(self._modules, first.assigned | first.mutated, note):
+        with around_uses(self._modules, first.written, note):
             try:
-                self._watched(call if how == "fake" else self._fresh_call(), recorder)
+                self._watched(call if how == "fake" else self._fresh_call(), recorder, again)
             except TraceError:  # a forward that cannot be repeated: each may be written and read
-                uses += [Use(0, *key, True) for key in first.assigned | first.mutated]
+                uses += [Use(0, *key, True) for key in first.written]
         again.compare()
         writes = again.conclude(uses, hooking, num_calls)
         return replace(writes, replaced=frozenset(first.replaced | again.replaced))
 
-    def _watched(self, call: Any, recorder: Recorder) -> None:
+    def _watched(self, call: Any, recorder: Recorder, watch: StateWatch) -> None:
         """Runs the model once."""
         recorder.add_inputs(call)
         args, kwargs = call
+
+        def wrap(idx: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            return watch.passing.wrap(idx, recorder.wrap(idx, forward))
+
         try:
-            with around_forwards(self._modules, recorder.wrap), recorder.watching():
+            with around_forwards(self._modules, wrap), recorder.watching():
                 # What it returns stays where it was made.
                 self._root(*args, **kwargs)
         except Exception as error:

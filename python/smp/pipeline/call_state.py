@@ -71,15 +71,23 @@ class CallState:
         modules: of the model, the same on all ranks.
         names: of the modules, for errors.
         writes: what its forwards write.
+        owners: by index, global rank of modules of other ranks, and this one of modules of later
+            stages.
+        global_rank: of this process.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], names: Sequence[str], writes: ModuleWrites
+        self,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+        writes: ModuleWrites,
+        owners: Mapping[int, int],
+        global_rank: int,
     ) -> None:
         self._modules = modules
         self._names = names
         self._ids = {module: i for i, module in enumerate(modules)}
-        self._attributes = ModuleState(modules, names, writes)
+        self._attributes = ModuleState(modules, names, writes, owners, global_rank)
         self._flags: dict[int, _Flags] = {}
         self._flags_at_first: dict[nn.Module | nn.Parameter, bool] = {}
         self._values_of: dict[int, dict[tuple[int, str], Any]] = {}
@@ -135,7 +143,8 @@ class CallState:
         if along.containers:
             collectors.install(along.containers, [self._modules[i] for i in along.hooked])
         self._attributes.take(along.attributes, along.is_same_rank)
-        with self._flags_of(module_id).set_to(along.flags, self._flags_at_first):
+        flags = self._flags_of(module_id).set_to(along.flags, self._flags_at_first)
+        with flags, module_state.running(module_state.Running.CALL):
             yield
 
     def back(self, module_id: int, along: Along | None) -> Back:

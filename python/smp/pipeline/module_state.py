@@ -6,7 +6,8 @@ written to the callee and to the modules below it, and brings back what these ha
 
 Microbatches take turns on one module, so such an attribute has a value of its own in each of them;
 outside of microbatches it has the one that was written last. The trace of the model tells which
-attributes these are (`smp.modules.module_writes`).
+attributes these are (`smp.modules.module_writes`). What a forward writes besides to a module of
+another rank would not be seen there, so it is refused.
 """
 
 from __future__ import annotations
@@ -15,16 +16,41 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor, nn
 
+import smp._C as _C
+from smp.modules.attributes import PerMicrobatch, is_same, is_state
 from smp.modules.module_writes import Key, ModuleWrites
 
 # By identity of the module and name: what was written in this microbatch on this rank.
 _values: ContextVar[dict[tuple[int, str], Any] | None] = ContextVar("smp_values", default=None)
 
-_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
+# What code of a model runs in this context; none is that of a step function around it.
+_running: ContextVar[Running | None] = ContextVar("smp_running", default=None)
+
+# Called with a module and a name before an attribute is assigned or deleted.
+_Check = Callable[[nn.Module, str, Any], None]
+
+
+class _Gone(Enum):
+    """In place of the value of an attribute that was deleted; travels as one."""
+
+    DELETED = auto()
+
+
+_DELETED = _Gone.DELETED
+_UNKNOWN = object()
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), _Gone)
+
+
+class Running(Enum):
+    """What code of a model runs."""
+
+    BODY = auto()  # what a step function calls
+    CALL = auto()  # of another rank, or of a later stage
 
 
 class Unavailable:
@@ -58,6 +84,16 @@ def begin_context(values: dict[tuple[int, str], Any]) -> None:
 
 
 @contextmanager
+def running(what: Running) -> Iterator[None]:
+    """Inside, code of a model runs for a microbatch."""
+    token = _running.set(what)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@contextmanager
 def apart() -> Iterator[None]:
     """Inside, what is written belongs to no microbatch."""
     token = _values.set(None)
@@ -69,10 +105,11 @@ def apart() -> Iterator[None]:
 
 def _read(base: type, name: str, module: nn.Module) -> Any:
     values = _values.get()
-    if values is not None and (key := (id(module), name)) in values:
-        return values[key]
-    if name in module.__dict__:
-        return module.__dict__[name]
+    found = module.__dict__.get(name, _DELETED)
+    if values is not None:
+        found = values.get((id(module), name), found)
+    if found is not _DELETED:
+        return found
     if hasattr(base, name):
         return getattr(base, name)
     return nn.Module.__getattr__(module, name)
@@ -82,21 +119,29 @@ def _write(name: str, module: nn.Module, value: Any) -> None:
     values = _values.get()
     if values is not None:
         values[id(module), name] = value
-    if name in module._buffers:
-        module._buffers[name] = value
-    else:
-        module.__dict__[name] = value
+    _table_of(module, name)[name] = value
 
 
 def _delete(name: str, module: nn.Module) -> None:
+    values, table = _values.get(), _table_of(module, name)
+    found = table.get(name, _DELETED)
+    if values is not None:
+        found = values.get((id(module), name), found)
+    if found is _DELETED:
+        raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
+    _forget(name, module)
+
+
+def _forget(name: str, module: nn.Module) -> None:
     values = _values.get()
     if values is not None:
-        values.pop((id(module), name), None)
+        values[id(module), name] = _DELETED
     # PyTorch's own would come here again.
-    table = module._buffers if name in module._buffers else module.__dict__
-    if name not in table:
-        raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
-    del table[name]
+    _table_of(module, name).pop(name, None)
+
+
+def _table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._buffers if name in module._buffers else module.__dict__
 
 
 def _reduce(base: type, module: nn.Module, protocol: int) -> Any:
@@ -106,17 +151,27 @@ def _reduce(base: type, module: nn.Module, protocol: int) -> Any:
     return (function, tuple(base if arg is type(module) else arg for arg in args), *rest)
 
 
-def _with_own_values(base: type[nn.Module], names: Sequence[str]) -> type:
-    """``base``, whose instances have a value per microbatch for some attributes and buffers."""
+def _with_own_values(
+    base: type[nn.Module], names: Sequence[str], check: _Check | None = None
+) -> type:
+    """``base``, whose instances have a value per microbatch for some attributes and buffers.
+
+    Args:
+        base: class of a module.
+        names: of these attributes.
+        check: what is called first when any attribute is assigned or deleted.
+    """
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if check is not None:
+            check(module, name, value)
         if name in names:  # PyTorch's own would write to a buffer behind the property
             _write(name, module, value)
         else:
             base.__setattr__(module, name, value)
 
     body: dict[str, Any] = {
-        name: property(
+        name: PerMicrobatch(
             functools.partial(_read, base, name),
             functools.partial(_write, name),
             functools.partial(_delete, name),
@@ -124,6 +179,13 @@ def _with_own_values(base: type[nn.Module], names: Sequence[str]) -> type:
         for name in names
     }
     body["__setattr__"] = set_attribute
+    if check is not None:
+
+        def delete_attribute(module: nn.Module, name: str) -> None:
+            check(module, name, _DELETED)
+            base.__delattr__(module, name)
+
+        body["__delattr__"] = delete_attribute
     body["__reduce_ex__"] = lambda module, protocol: _reduce(base, module, protocol)
     # Registries of other libraries know a class by its name.
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -137,10 +199,18 @@ class ModuleState:
         modules: of the model.
         names: of the modules, for errors.
         writes: what forwards write.
+        owners: by index, global rank of modules of other ranks, and this one of modules of later
+            stages.
+        global_rank: of this process.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], names: Sequence[str], writes: ModuleWrites
+        self,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+        writes: ModuleWrites,
+        owners: Mapping[int, int],
+        global_rank: int,
     ) -> None:
         self._modules = modules
         self._names = names
@@ -148,19 +218,34 @@ class ModuleState:
         for idx, name in sorted(writes.own):
             self._own.setdefault(idx, []).append(name)
         self._users = writes.users
+        self._owners = owners
+        self._global_rank = global_rank
+        self._carried = writes.carried
+        self._followed = {(idx, name) for _, idx, name in writes.users}
         self._ids = {module: i for i, module in enumerate(modules)}
         self._shared: dict[int, list[Key]] = {}
         self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
         """From now on each microbatch has values of its own."""
-        for idx, names in self._own.items():
-            module = self._modules[idx]
+        checked: dict[type[nn.Module], type] = {}
+        for idx in sorted({*self._own, *self._owners}):
+            module, check = self._modules[idx], self._check if idx in self._owners else None
             base = type(module)
-            attributes = [name for name in names if not hasattr(getattr(base, name, 0), "__set__")]
+            attributes = [
+                name
+                for name in self._own.get(idx, ())
+                if not hasattr(getattr(base, name, 0), "__set__")
+            ]
             if attributes:
-                module.__class__ = _with_own_values(base, attributes)
-                self._undo.append(functools.partial(setattr, module, "__class__", base))
+                made = _with_own_values(base, attributes, check)
+            elif check is not None:
+                made = checked.get(base) or _with_own_values(base, (), check)
+                checked[base] = made
+            else:
+                continue
+            module.__class__ = made
+            self._undo.append(functools.partial(setattr, module, "__class__", base))
 
     def close(self) -> None:
         """Gives the modules their classes back. May be called twice."""
@@ -168,24 +253,56 @@ class ModuleState:
             undo()
         self._undo.clear()
 
+    def _check(self, module: nn.Module, name: str, value: Any) -> None:
+        """Before code of this rank writes to a module of another one, or of a later stage.
+
+        Raises:
+            RuntimeError: nothing brings the value there.
+        """
+        where = _running.get()
+        if where is None or _values.get() is None or not is_state(name):
+            return
+        idx = self._ids[module]
+        owner = self._owners[idx]
+        if owner == self._global_rank and where is Running.CALL:
+            return  # of the later stage itself
+        tables = (module._parameters, module._modules, module._buffers, module.__dict__)
+        now = next((table[name] for table in tables if name in table), _DELETED)
+        if now is _DELETED:
+            now = getattr(type(module), name, _DELETED)
+        if (idx, name) in self._followed or is_same(now, value):
+            return
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the model's forward {_how(now, value)} attribute '{name}' of "
+            f"module '{self._names[idx]}', which lives on global_rank {owner}, where nothing would "
+            "be seen of it: the trace of the model has not met this write, or there was no trace; "
+            "hand the value over as an argument, let the partition be traced (skip_tracing=False, "
+            "no manual partition) in a call that does so, or put the module and what writes to it "
+            "on one partition (smp.set_partition)"
+        )
+
     def _shared_with(self, module_id: int) -> list[Key]:
         """What the code of a module and of those below it shares with others."""
         keys = self._shared.get(module_id)
         if keys is None:
             modules = self._modules[module_id].modules() if self._users else ()
             ids = {self._ids[module] for module in modules if module in self._ids}
-            used = {(idx, name) for user, idx, name in self._users if user in ids}
+            used = {(i, name) for user, i, name in self._users if user in ids or i in ids}
             keys = self._shared[module_id] = sorted(used)
         return keys
 
     def values(self, module_id: int) -> dict[Key, Any] | None:
-        """What was written in this microbatch, of what the code of a module shares with others."""
+        """What was written in this microbatch, or the one before has left, of what the code of a
+        module shares with others."""
         written = _values.get() or {}
         found = {}
         for idx, name in self._shared_with(module_id):
-            key = (id(self._modules[idx]), name)
-            if key in written:
-                found[idx, name] = self._fit_to_travel(idx, name, written[key])
+            module = self._modules[idx]
+            value = written.get((id(module), name), _UNKNOWN)
+            if value is _UNKNOWN and (idx, name) in self._carried:
+                value = getattr(module, name, _DELETED)
+            if value is not _UNKNOWN:
+                found[idx, name] = self._fit_to_travel(idx, name, value)
         return found or None
 
     def take(self, values: Mapping[Key, Any] | None, is_same_rank: bool = False) -> None:
@@ -201,6 +318,8 @@ class ModuleState:
             is_apart = is_same_rank or name in module._buffers  # a buffer itself is its owner's
             if is_apart and (written := _values.get()) is not None:
                 written[id(module), name] = value
+            elif value is _DELETED:
+                _forget(name, module)
             else:
                 setattr(module, name, value)
 
@@ -210,6 +329,10 @@ class ModuleState:
         return Unavailable(
             f"attribute '{name}' ({type(value).__name__}) of module '{self._names[idx]}'"
         )
+
+
+def _how(now: Any, value: Any) -> str:
+    return "deletes" if value is _DELETED else "creates" if now is _DELETED else "changes"
 
 
 def _is_plain(value: Any) -> bool:

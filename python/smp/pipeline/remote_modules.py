@@ -81,7 +81,6 @@ class RemoteModules:
         self._server: Server | None = None
         self.first_id = 0  # of the modules, among those of all models
         self._mode = ""
-        self._state = CallState(modules, names, writes or ModuleWrites())
         #: what is learnt of calls in microbatch 0 is for these alone
         self.first_apart = False
         #: of a microbatch, where masks of dropout depend on them
@@ -95,6 +94,11 @@ class RemoteModules:
         ]
         self._remote += [(i, global_rank) for i in later_stages]
         self._later_stages = frozenset(later_stages)
+        away = dict(self._remote)
+        if owners and owners[0] is not None and owners[0] != global_rank:
+            away[0] = owners[0]
+        writes = writes or ModuleWrites()
+        self._state = CallState(modules, names, writes, away, global_rank)
 
     @property
     def server(self) -> Server:
