@@ -63,16 +63,23 @@ def _problem_of(draft: Draft, group: plans.Group) -> str | None:
 
 def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
     owner = draft.modules[path]
-    num = {p: 2 if draft.words[p] == plans.PACKED_COLUMN else 1 for p in group.columns}
+    num = {p: plans.NUM_PACKED.get(draft.words[p], 1) for p in group.columns}
     columns = {p: _features(draft, p, 0) // num[p] for p in group.columns}
     rows = {p: _features(draft, p, 1) for p in group.rows}
     attributes = _numbers_of(owner)
     heads = plan_sizes.heads_of(attributes, columns, next(iter(rows.values())))
+    fused = [p for p in group.columns if draft.words[p] == plans.QKV_COLUMN]
+    for part in fused:
+        _check_fused(draft, part, heads, columns, rows)
     shares = plan_sizes.shares_of(columns, rows, heads, draft.layout.num_ranks)
     if heads is not None:
         draft.owners[path] = _head_attributes(owner, heads, shares)
-        if max(num.values()) > 1:
+        if any(draft.words[p] == plans.PACKED_COLUMN for p in group.columns):
             raise CannotCut("has packed columns in attention, whose order is not known")
+        width = columns[fused[0]] if fused else 0
+        for name in plan_sizes.WIDTH_NAMES if fused else ():
+            if owner.__dict__.get(name) == width:
+                draft.owners[path][name] = shares.columns[fused[0]].sizes[regions.rank()]
     for part, share in shares.columns.items():
         draft.cuts[part] = column_cut(draft.modules[part], share, num[part])
         if heads is not None:
@@ -85,6 +92,27 @@ def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
     if heads is not None:
         _cut_by_heads(draft, path, heads, shares)
         _sum_norms(draft, path, {share.unit for share in shares.columns.values()})
+
+
+def _check_fused(
+    draft: Draft,
+    part: str,
+    heads: plan_sizes.Heads | None,
+    columns: Mapping[str, int],
+    rows: Mapping[str, int],
+) -> None:
+    """Raises unless a layer makes as many queries as keys and values, for heads that are known."""
+    num, width = _features(draft, part, 0), next(iter(rows.values()))
+    if heads is None:
+        raise CannotCut(
+            f"has '{part}', which is {plans.QKV_COLUMN}, and no attribute such as "
+            f"{plan_sizes.QUERY_NAMES[0]} that tells the number of heads"
+        )
+    if len(columns) > 1 or heads.keys != heads.queries or num != 3 * width:
+        raise CannotCut(
+            f"has {num} features in '{part}', which are not queries, keys and values of "
+            f"{width} features each, the only ones beside what takes {width}"
+        )
 
 
 def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:

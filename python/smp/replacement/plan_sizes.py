@@ -12,6 +12,7 @@ KEY_NAMES = frozenset(
 )
 QUERY_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+WIDTH_NAMES = ("split_size", "attn_dim")  # of all heads together
 GROUP_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
 
 

@@ -1,7 +1,7 @@
 """Plans of tensor parallelism: which part of a model is split in which way, by name.
 
-A plan is a dict of paths and words, as transformers' configurations have it. The words, and what
-they mean, are those of ``transformers/distributed/tensor_parallel.py`` (Apache-2.0); see
+A plan is a dict of paths and words, as transformers' configurations have it. The words but one, and
+what they mean, are those of ``transformers/distributed/tensor_parallel.py`` (Apache-2.0); see
 docs/design/plans.md. All here works on names alone.
 """
 
@@ -18,6 +18,8 @@ GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
 PARTIAL = "replicated_with_grad_allreduce"
 TABLE_ROWS, TABLE_COLUMNS = "embedding_rowwise", "embedding_colwise"
 PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
+#: A word of ours: all queries, then all keys, then all values.
+QKV_COLUMN = "qkv_colwise"
 EXPERTS, IDENTITY = "moe_tp_experts", "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
 SUMMED = "all_reduce"
@@ -28,11 +30,13 @@ SPREAD, EACH = "ep_dispatch_experts", "grouped_gemm"
 _SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
 WORDS = frozenset(
     {COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, TABLE_COLUMNS, PACKED_COLUMN}
-    | {PACKED_ROW, EXPERTS, IDENTITY, LATENT, SUMMED, WHOLE, LOCAL, SPREAD, EACH}
+    | {QKV_COLUMN, PACKED_ROW, EXPERTS, IDENTITY, LATENT, SUMMED, WHOLE, LOCAL, SPREAD, EACH}
 )
 #: Words without an effect of their own here.
 SILENT = frozenset({WHOLE, LOCAL, SPREAD, EACH})
-_COLUMNS = frozenset({COLUMN, PACKED_COLUMN})
+_COLUMNS = frozenset({COLUMN, PACKED_COLUMN, QKV_COLUMN})
+#: Matrices that lie behind each other in one layer, by word.
+NUM_PACKED = {PACKED_COLUMN: 2, QKV_COLUMN: 3}
 
 
 class UnknownWord(ValueError):
