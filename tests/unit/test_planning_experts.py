@@ -18,7 +18,7 @@ from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout, other_ranks
 from smp.planning.profile import ModelProfile
 from smp.planning.search import Job, layouts, predict
-from smp.planning.step_time import sent_bytes
+from smp.planning.sent import sent_bytes
 from smp.planning.traced_model import profile
 
 HERE = "tests.unit.test_planning_experts"

@@ -242,6 +242,12 @@ def test_calibration_is_hardware_for_a_plan(
     assert found.at_once == found.devices_per_host == cores.usable_cores()
     assert found.flops_per_byte("fp32") > 0 and found.inside.latency_s > 0
     assert found.source.startswith("measured by")
+    # Processor time of one core: an element of a small transformer takes nanoseconds.
+    overheads = found.overheads
+    assert overheads is not None and found.collective is not None
+    assert 1e-10 < overheads.microbatch_element_s < 1e-7
+    assert 1e-10 < overheads.update_element_s < 1e-7
+    assert 1e-6 < overheads.call_s < 1e-1 and overheads.crowded >= 1
 
 
 def test_calibration_into_no_folder_is_bad_use(

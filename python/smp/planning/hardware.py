@@ -30,6 +30,31 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """What a step takes on the cores of a host besides work and messages, in seconds of a core.
+
+    Measured while all cores are busy, with the library itself (`smp doctor --calibrate`).
+
+    Attributes:
+        microbatch_element_s: of a microbatch, for each element of the parameters: they are read for
+            the forward and the backward, and their gradients are written and added to sums.
+        update_element_s: of a step, for each element: the optimizer, and gradients set to zero.
+        call_s: of a module that code on another rank calls, and of its backward, on both ranks.
+        microbatch_s: of a microbatch on each rank of a pipeline.
+        alone: as many times as fast is a core while the others idle.
+        crowded: as many times as long takes the work of ranks that wait for each other, if they are
+            more than cores.
+    """
+
+    microbatch_element_s: float
+    update_element_s: float
+    call_s: float
+    microbatch_s: float
+    alone: float
+    crowded: float
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a plan knows of a machine.
 
@@ -45,6 +70,9 @@ class Hardware:
         host_copy_bytes_per_s: between the device and its host, in one direction.
         at_once: devices of a host that run at full speed at the same time (cores of a CPU); 0: all.
         devices_per_host: where ``--per-host`` is not given.
+        collective: the link inside of a host for sums and gathers over groups of ranks; None: the
+            same as for messages.
+        overheads: of cores; None: not known.
     """
 
     name: str
@@ -58,6 +86,8 @@ class Hardware:
     host_copy_bytes_per_s: float
     at_once: int = 0
     devices_per_host: int = 8
+    collective: Link | None = None
+    overheads: Overheads | None = None
 
     def rate(self, precision: str) -> float:
         """FLOPs per second that large products reach."""
@@ -117,8 +147,11 @@ def read(text: str, where: str) -> Hardware:
     """
     try:
         values: dict[str, Any] = json.loads(text)
-        links: dict[str, Any] = {key: Link(**values.pop(key)) for key in ("inside", "between")}
-        hardware = Hardware(**values, **links)
+        parts: dict[str, Any] = {key: Link(**values.pop(key)) for key in ("inside", "between")}
+        for key, kind in (("collective", Link), ("overheads", Overheads)):
+            if values.get(key) is not None:
+                parts[key] = kind(**values.pop(key))
+        hardware = Hardware(**{**values, **parts})
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"hardware {where!r}: {error}") from None
     for field in fields(Hardware):
@@ -126,8 +159,12 @@ def read(text: str, where: str) -> Hardware:
         numbers = value.values() if isinstance(value, dict) else [value]
         if isinstance(value, Link):
             numbers = [value.bytes_per_s]
+        elif isinstance(value, Overheads):
+            numbers = asdict(value).values()
         for number in numbers:
-            if isinstance(number, str) or (field.name == "at_once" and number == 0):
+            if isinstance(number, str) or number is None:
+                continue
+            if field.name == "at_once" and number == 0:
                 continue
             if not isinstance(number, int | float) or number <= 0:
                 raise ValueError(f"hardware {where!r}: {field.name} has to be above 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import smp._C as _C
@@ -60,7 +61,7 @@ class Layout:
         """Of a step, over all ranks."""
         return self.microbatch * self.microbatches * self.rdp
 
-    @property
+    @cached_property
     def shares(self) -> Shares:
         """What a rank has of a tensor-parallel group's microbatch."""
         return Shares(1 / self.tp, 1 / self.tp, 1 / self.tp if self.in_memory else 1.0)
@@ -181,7 +182,8 @@ def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardwar
             break
         stride *= sizes[letter]
     if stride * size <= per_host or size == 1:
-        return Reach(size, False, hardware.inside)
+        link = hardware.inside if axis == "P" else hardware.collective or hardware.inside
+        return Reach(size, False, link)
     # Ranks of a ring that share a host send between hosts once, over what all of them have.
     together = max(1, per_host // stride)
     speed = min(hardware.inside.bytes_per_s, hardware.between.bytes_per_s * min(together, size))

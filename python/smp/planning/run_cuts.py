@@ -65,7 +65,7 @@ class RunCuts:
             )
         }
         by_module = [stage_of[module] for module in self._costs.modules]
-        return of_parts(self._model.cut(by_module, layout.pp * layout.chunks), layout.pp)
+        return of_parts(self._model.cut(by_module, layout.pp * layout.chunks, layout.pp), layout.pp)
 
     def _decided(self, layout: Layout, precision: str, room_bytes: int) -> Decision:
         values = layout.config(precision)

@@ -12,8 +12,9 @@ from smp.planning.layout import Layout, other_ranks
 from smp.planning.memory import RankBytes
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.run_cuts import RunCuts
-from smp.planning.stages import Stage, cut, held_by_rank
-from smp.planning.step_time import Grid, StepTime, sent_bytes, step_time
+from smp.planning.sent import sent_bytes
+from smp.planning.stages import Content, Stage, contents_of, cut, held_by_rank, peak_bytes
+from smp.planning.step_time import Grid, StepTime, step_time
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _SIMULATED = 24  # of the fastest by bound
@@ -188,6 +189,15 @@ def _cuts(profile: ModelProfile, layout: Layout) -> tuple[Stage, ...]:
 
 
 def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: bool) -> Plan:
+    time, grid = _time(job, layout, stages, simulated)
+    contents = contents_of(stages, layout.pp, layout.chunks)
+    held = held_by_rank(contents, layout, job.half, job.hardware.bucket_bytes)
+    return Plan(layout, stages, time, tuple(held), grid)
+
+
+def _time(
+    job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool
+) -> tuple[StepTime, Grid]:
     apart = 0.0
     if layout.spreads_experts:
         apart = other_ranks(layout.tp, job.profile.experts, job.profile.routed)
@@ -195,11 +205,7 @@ def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: b
     time = step_time(
         stages, layout, grid, job.hardware, job.precision, job.per_host, simulated=simulated
     )
-    return Plan(layout, stages, time, tuple(_held(job, layout, stages)), grid)
-
-
-def _held(job: Job, layout: Layout, stages: Sequence[Stage]) -> list[RankBytes]:
-    return held_by_rank(stages, layout, job.half, job.hardware.bucket_bytes)
+    return time, grid
 
 
 def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
@@ -209,43 +215,51 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
         job: what for.
         tell: is told how far the search is.
     """
-    fitting: list[Plan] = []
+    fitting: list[tuple[float, Layout]] = []  # with bounds of their times
     closest: Layout | None = None
     least = math.inf
     tried = 0
-    cuts: dict[tuple[int, int, int, bool, bool], tuple[Stage, ...]] = {}
+    cuts: dict[tuple[object, ...], tuple[tuple[Stage, ...], list[Content]]] = {}
+    peaks: dict[Layout, float] = {}
     for layout in layouts(job):
         key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
         if key not in cuts:
-            cuts[key] = _cuts(job.profile_of(layout.tp), layout)
+            stages = _cuts(job.profile_of(layout.tp), layout)
+            cuts[key] = stages, contents_of(stages, layout.pp, layout.chunks)
             tell(f"pp {layout.pp}, tp {layout.tp}: {tried} layouts looked at, {len(fitting)} fit")
         tried += 1
-        held = _held(job, layout, cuts[key])
-        peak = max(rank.peak for rank in held)
+        stages, contents = cuts[key]
+        # Those that differ in their placement alone come one after the other.
+        anywhere = replace(layout, placement="DPT")
+        if anywhere not in peaks:
+            peaks = {anywhere: peak_bytes(contents, layout, job.half, job.hardware.bucket_bytes)}
+        peak = peaks[anywhere]
         if peak <= job.usable_bytes:
-            fitting.append(_predicted(job, layout, cuts[key], simulated=False))
+            fitting.append((_time(job, layout, stages, simulated=False)[0].total, layout))
         elif peak < least:
             least, closest = peak, layout
     nearest = None if fitting or closest is None else predict(job, closest, simulated=False)
     return Found(tuple(_best(job, fitting, tell)), tried, len(fitting), nearest)
 
 
-def _best(job: Job, fitting: Sequence[Plan], tell: Callable[[str], None]) -> list[Plan]:
+def _best(
+    job: Job, fitting: Sequence[tuple[float, Layout]], tell: Callable[[str], None]
+) -> list[Plan]:
     """The fastest by simulation, one of each kind: kinds differ in more than microbatches."""
-    kinds: dict[Layout, list[Plan]] = {}
-    for plan in sorted(fitting, key=lambda plan: plan.time.total):
-        kind = replace(plan.layout, microbatch=1, microbatches=1, placement="DPT")
-        kinds.setdefault(kind, []).append(plan)
-    by_bound = [plans[0] for plans in kinds.values()]  # in the order of their bounds
-    most = _SKEW * by_bound[0].time.total if by_bound else 0.0
+    kinds: dict[Layout, tuple[float, Layout]] = {}
+    for bound_s, layout in sorted(fitting, key=lambda found: found[0]):
+        kind = replace(layout, microbatch=1, microbatches=1, placement="DPT")
+        kinds.setdefault(kind, (bound_s, layout))
     simulated: list[Plan] = []
-    for plan in by_bound:
-        if len(simulated) == _SIMULATED or (simulated and plan.time.total > most):
+    most = math.inf
+    for bound_s, layout in kinds.values():  # in the order of their bounds
+        if len(simulated) == _SIMULATED or bound_s > most:
             break
         tell(f"simulating the best of {len(fitting)}: {len(simulated)} of {_SIMULATED}")
-        own = _as_run(job, plan.layout)
-        if own is not None and own.peak_bytes <= job.usable_bytes:
-            simulated.append(own)
+        plan = _as_run(job, layout)
+        if plan is not None and plan.peak_bytes <= job.usable_bytes:
+            simulated.append(plan)
+            most = min(most, _SKEW * bound_s)
     return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from smp.partition.decide import kept_by
 from smp.planning.layout import PERSISTENT, Layout
@@ -27,12 +27,14 @@ class Stage:
         kinds: those that differ in more than their names, and how often each is there; the same
             object in all stages.
         input_bytes: of one sample, what comes from the stage before.
+        calls: of its modules by code of other ranks, per microbatch.
     """
 
     rank: int
     parts: tuple[Part, ...]
     kinds: tuple[tuple[Part, int], ...]
     input_bytes: float
+    calls: float = 0.0
 
     def elements(self, shares: Shares) -> float:
         """Of the parameters that a rank computes with."""
@@ -85,17 +87,20 @@ def cut(
     return stages
 
 
-def of_parts(parts_of: Sequence[tuple[Sequence[Part], float]], num_ranks: int) -> list[Stage]:
+def of_parts(
+    parts_of: Sequence[tuple[Sequence[Part], float, float]], num_ranks: int
+) -> list[Stage]:
     """Stages of parts that are cut already; a last one beyond full rounds is a tail on rank 0.
 
     Args:
-        parts_of: parts of each stage, and bytes of one sample that come into it.
+        parts_of: of each stage its parts, bytes of one sample that come into it, and calls by other
+            ranks.
         num_ranks: pipeline ranks.
     """
-    kind_of = _kinds_of([part for parts, _ in parts_of for part in parts])
+    kind_of = _kinds_of([part for parts, _, _ in parts_of for part in parts])
     return [
-        _stage(idx % num_ranks, parts, kind_of, num_bytes)
-        for idx, (parts, num_bytes) in enumerate(parts_of)
+        _stage(idx % num_ranks, parts, kind_of, num_bytes, calls)
+        for idx, (parts, num_bytes, calls) in enumerate(parts_of)
     ]
 
 
@@ -106,10 +111,14 @@ def _kinds_of(parts: Sequence[Part]) -> dict[Part, Part]:
 
 
 def _stage(
-    rank: int, parts: Sequence[Part], kind_of: Mapping[Part, Part], input_bytes: float
+    rank: int,
+    parts: Sequence[Part],
+    kind_of: Mapping[Part, Part],
+    input_bytes: float,
+    calls: float = 0.0,
 ) -> Stage:
     kinds = tuple(Counter(kind_of[part] for part in parts).items())
-    return Stage(rank, tuple(parts), kinds, input_bytes)
+    return Stage(rank, tuple(parts), kinds, input_bytes, calls)
 
 
 def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
@@ -143,54 +152,109 @@ def _input(parts: Sequence[Part], begin: int) -> float:
     return parts[begin - 1].largest_bytes
 
 
+@dataclass(frozen=True)
+class Content:
+    """What a pipeline rank has, and so do others.
+
+    Attributes:
+        kinds: how often a part is there, as `Stage.kinds`; not those of a tail.
+        tail: parts of a tail.
+        ranks: pipeline ranks, ascending.
+    """
+
+    kinds: tuple[tuple[Part, int], ...]
+    tail: tuple[Part, ...]
+    ranks: tuple[int, ...]
+
+
+def contents_of(stages: Sequence[Stage], num_ranks: int, chunks: int) -> list[Content]:
+    """Different contents of pipeline ranks.
+
+    Args:
+        stages: of a cut, in the order of the chain.
+        num_ranks: pipeline ranks.
+        chunks: stages of each; what lies behind these is a tail.
+    """
+    by_rank: list[Counter[Part]] = [Counter() for _ in range(num_ranks)]
+    tails: list[tuple[Part, ...]] = [()] * num_ranks
+    for idx, stage in enumerate(stages):
+        if idx >= num_ranks * chunks:
+            tails[stage.rank] += stage.parts
+        else:
+            by_rank[stage.rank].update(dict(stage.kinds))
+    ranks: dict[object, list[int]] = {}
+    for rank, kinds in enumerate(by_rank):
+        ranks.setdefault((frozenset(kinds.items()), tails[rank]), []).append(rank)
+    return [
+        Content(tuple(by_rank[alike[0]].items()), tails[alike[0]], tuple(alike))
+        for alike in ranks.values()
+    ]
+
+
 def held_by_rank(
-    stages: Sequence[Stage], layout: Layout, half: bool, bucket_bytes: int
+    contents: Sequence[Content], layout: Layout, half: bool, bucket_bytes: int
 ) -> list[RankBytes]:
     """What each pipeline rank holds at its peak.
 
     Args:
-        stages: in the order of the chain.
+        contents: of all ranks.
         layout: of the run.
         half: parameters have 16 bits.
         bucket_bytes: of gradients that are reduced together.
     """
-    kept = kept_by(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active)
+    kept = kept_microbatches(layout)
     sharding = layout.sharding(half, bucket_bytes)
-    by_rank: list[Counter[tuple[Part, int]]] = [Counter() for _ in range(layout.pp)]
-    for idx, stage in enumerate(stages):
-        # What a tail keeps goes back at once, as on the last rank.
-        is_tail = idx >= layout.pp * layout.chunks
-        times = kept[-1 if is_tail else stage.rank]
-        for part, count in stage.kinds:
-            by_rank[stage.rank][part, times] += count
-    known: dict[tuple[object, int], RankBytes] = {}
-    result = []
-    for rank, kinds in enumerate(by_rank):
-        key = (frozenset(kinds.items()), kept[rank])
-        if key not in known:
-            width = sharding.parameter_bytes
-            holding = _holding(kinds, layout, kept[rank], width)
-            known[key] = rank_bytes(holding, sharding, layout.microbatches)
-        result.append(known[key])
-    return result
+    result: dict[int, RankBytes] = {}
+    for content in contents:
+        known: dict[int, RankBytes] = {}
+        for rank in content.ranks:
+            times = kept[rank]
+            if times not in known:
+                holding = _holding(content, layout, times, kept[-1], sharding.parameter_bytes)
+                known[times] = rank_bytes(holding, sharding, layout.microbatches)
+            result[rank] = known[times]
+    return [result[rank] for rank in range(layout.pp)]
 
 
-def _holding(
-    kinds: Mapping[tuple[Part, int], int], layout: Layout, kept: int, width: int
-) -> Holding:
+def peak_bytes(contents: Sequence[Content], layout: Layout, half: bool, bucket_bytes: int) -> float:
+    """The peak of the fullest rank; arguments as of `held_by_rank`."""
+    kept = kept_microbatches(layout)
+    sharding = layout.sharding(half, bucket_bytes)
+    most = 0.0
+    for content in contents:
+        times = max(kept[rank] for rank in content.ranks)
+        holding = _holding(content, layout, times, kept[-1], sharding.parameter_bytes)
+        most = max(most, rank_bytes(holding, sharding, layout.microbatches).peak)
+    return most
+
+
+def kept_microbatches(layout: Layout) -> Sequence[int]:
+    """Of which each pipeline rank keeps activations."""
+    return _kept(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active)
+
+
+@cache
+def _kept(policy: str, pp: int, chunks: int, microbatches: int, active: int) -> tuple[int, ...]:
+    return tuple(kept_by(policy, pp, chunks, microbatches, active))
+
+
+def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width: int) -> Holding:
     """What a rank computes with.
 
     Args:
-        kinds: how often a part is there, by itself and the microbatches of which it keeps.
+        content: of the rank.
         layout: of the run.
-        kept: microbatches in flight.
+        kept: microbatches of which it keeps activations.
+        kept_last: the same of the last rank; what a tail keeps goes back at once, as there.
         width: bytes of an element of a parameter.
     """
     shares = layout.shares
     elements = small = largest = all_kept = again = tensor = largest_input = tied = 0.0
     units: list[float] = []
     layers = 0
-    for (part, times), count in kinds.items():
+    parts = [(part, count, kept) for part, count in content.kinds]
+    parts += [(part, 1, kept_last) for part in content.tail]
+    for part, count, times in parts:
         unit = 0.0
         for numel, is_split in part.tensors:
             own = numel * (shares.split_state if is_split else 1.0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import smp._C as _C
-from smp.partition.fastest import StepShape, simulated_step_ms
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout, Reach, reach
+from smp.planning.passing import Cores, StageTime, simulated_s
 from smp.planning.profile import Part
 from smp.planning.stages import Stage
 from smp.planning.tensor_split import Shares
 
 _UPDATE_BYTES = 34  # of memory, per element: norm, Adam with FP32 masters, 16-bit copies
-_SHOWN_PER_RANK = 4  # microbatches of a simulation that is looked at
 _SUM_BYTES = 8  # of memory, per element: a sum of gradients, read and written
 
 
@@ -51,33 +49,6 @@ class Grid:
             along("P", min(2, layout.pp)),
             apart,
         )
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Seconds of one microbatch in one stage.
-
-    Attributes:
-        forward, backward, weight: of the three kinds of work; exchanges that are waited for, and a
-            second forward, are in them.
-        exchanged: of these, for split layers.
-        gathered: of these, for parameters that did not come in time.
-        copied: of these, for activations that go to the host and come back.
-        again: of these, the second forward.
-    """
-
-    forward: float
-    backward: float
-    weight: float
-    exchanged: float
-    gathered: float
-    copied: float
-    again: float
-
-    @property
-    def total(self) -> float:
-        """Of a microbatch."""
-        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
@@ -130,8 +101,15 @@ def stage_time(
                 num_bytes = many * part.input_bytes * shares.whole
                 copies += num_bytes / hardware.host_copy_bytes_per_s
     # Each microbatch's gradients are read and added to their sums.
+    elements = stage.elements(shares)
     width = 4 if precision == "fp32" else 2
-    added = (_SUM_BYTES + width) * stage.elements(shares) / hardware.memory_bytes_per_s
+    added = (_SUM_BYTES + width) * elements / hardware.memory_bytes_per_s
+    overheads = hardware.overheads
+    if overheads is not None:
+        added = overheads.microbatch_element_s * elements
+        called = overheads.call_s * stage.calls / 2 + overheads.microbatch_s / 2
+        forward += called
+        backward += called
     backward += added
     gather = _gather_s(stage, layout, grid, precision)
     scatter = _scatter_s(stage, layout, grid)
@@ -218,11 +196,12 @@ def step_time(
         per_host: devices of a host.
         simulated: run the schedule; otherwise a bound from below, for a search.
     """
-    known: dict[object, StageTime] = {}
-    for stage in stages:
-        if stage.kinds not in known:
-            known[stage.kinds] = stage_time(stage, layout, grid, hardware, precision)
-    times = [known[stage.kinds] for stage in stages]
+    different = {(stage.kinds, stage.calls): stage for stage in stages}
+    known = {
+        kind: stage_time(stage, layout, grid, hardware, precision)
+        for kind, stage in different.items()
+    }
+    times = [known[stage.kinds, stage.calls] for stage in stages]
     by_rank = [0.0] * layout.pp
     for stage, time in zip(stages, times, strict=True):
         by_rank[stage.rank] += time.total
@@ -231,22 +210,34 @@ def step_time(
     if layout.pp == 1:
         pipeline = layout.microbatches * most
     elif simulated:
-        pipeline = _simulated_s(stages, times, layout, grid)
+        pipeline = simulated_s(stages, times, layout, grid.next_stage.link)
     else:
         pipeline = layout.microbatches * most + (sum(by_rank) - most) / layout.chunks
-    updated = max(
-        _UPDATE_BYTES * elements / layout.shard / hardware.memory_bytes_per_s
-        for elements in _by_rank(stages, layout)
-    )
+    one_update = _UPDATE_BYTES / hardware.memory_bytes_per_s
+    if hardware.overheads is not None:
+        one_update = hardware.overheads.update_element_s
+    updated = one_update * max(_by_rank(stages, layout)) / layout.shard
     hides = hardware.at_once == 0
-    reduced = _reduced_s(stages, times, layout, grid, precision, hides)
+    reduced = _reduced_s(
+        [(stage, known[kinds]) for kinds, stage in different.items()],
+        layout,
+        grid,
+        precision,
+        hides,
+    )
     total = pipeline + reduced + updated
     shared = 0.0
-    if hardware.at_once and per_host > hardware.at_once:
-        hosts = -(-layout.num_ranks // per_host)
-        cores = hardware.at_once * hosts
-        shared = _on_cores_s(stages, times, layout, grid, cores, simulated) - pipeline
-        shared += max(0.0, layout.num_ranks / cores - 1) * (reduced + updated)
+    if hardware.at_once:
+        cores = Cores.of(hardware, layout, per_host)
+        replicas = layout.tp * layout.rdp  # ranks that do the same at the same time
+        if layout.pp == 1:
+            shared = (cores.pace(replicas) - 1) * pipeline
+        elif simulated:
+            shared = cores.stretch(stages, times, layout, grid.next_stage.link) * pipeline
+        else:
+            shared = max(0.0, replicas * layout.microbatches * sum(by_rank) / cores.num - pipeline)
+        shared += (cores.crowding(layout) - 1) * (pipeline + shared)
+        shared += (cores.pace(layout.num_ranks) - 1) * (reduced + updated)
         total += shared
     return StepTime(
         total=total,
@@ -260,36 +251,6 @@ def step_time(
     )
 
 
-def _on_cores_s(
-    stages: Sequence[Stage],
-    times: Sequence[StageTime],
-    layout: Layout,
-    grid: Grid,
-    cores: int,
-    simulated: bool,
-) -> float:
-    """Seconds of all microbatches if the ranks that work at one time share so many cores."""
-    together = layout.tp * layout.rdp  # ranks that do the same at the same time
-    if layout.pp == 1:
-        one = layout.microbatches * sum(time.total for time in times)
-        return one * max(1.0, together / cores)
-    if not simulated:  # a bound from below
-        work = together * layout.microbatches * sum(time.total for time in times)
-        return max(work / cores, layout.microbatches * max(time.total for time in times))
-    timeline = _simulation(stages, times, layout, grid).timeline
-    changes = sorted(
-        [(entry.start_ms, 1) for entry in timeline] + [(entry.end_ms, -1) for entry in timeline]
-    )
-    begin = now = taken = 0.0
-    working = 0
-    for now, change in changes:
-        taken += (now - begin) * max(1.0, working * together / cores)
-        working += change
-        begin = now
-    stretched = taken / now if now else 1.0
-    return stretched * _simulated_s(stages, times, layout, grid)
-
-
 def _by_rank(stages: Sequence[Stage], layout: Layout) -> list[float]:
     elements = [0.0] * layout.pp
     for stage in stages:
@@ -297,51 +258,8 @@ def _by_rank(stages: Sequence[Stage], layout: Layout) -> list[float]:
     return elements
 
 
-def _simulated_s(
-    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
-) -> float:
-    costs, boundaries = _costs(stages, times, layout, grid)
-    return simulated_step_ms(costs, boundaries, layout.pp, _shape(layout)) / 1e3
-
-
-def _simulation(
-    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
-) -> _C.SimulationResult:
-    """Of as many microbatches as show how many ranks work at one time."""
-    costs, boundaries = _costs(stages, times, layout, grid)
-    shape = _shape(layout)
-    rounds = min(shape.microbatches, _SHOWN_PER_RANK * layout.pp)
-    active = min(shape.active, rounds)
-    return _C.simulate_policy(costs, boundaries, rounds, active, shape.policy)
-
-
-def _shape(layout: Layout) -> StepShape:
-    return StepShape(layout.schedule, layout.microbatches, layout.active)
-
-
-def _costs(
-    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, grid: Grid
-) -> tuple[list[_C.StageCost], list[_C.BoundaryCost]]:
-    costs = [
-        _C.StageCost(stage.rank, 1e3 * t.forward, 1e3 * t.backward, 1e3 * t.weight, 0)
-        for stage, t in zip(stages, times, strict=True)
-    ]
-    link = grid.next_stage.link
-    boundaries = [
-        _C.BoundaryCost(
-            1e3 * link.latency_s,
-            1e3 / link.bytes_per_s,
-            int(layout.microbatch * stage.input_bytes),
-            int(layout.microbatch * stage.input_bytes),
-        )
-        for stage in stages[1:]
-    ]
-    return costs, boundaries
-
-
 def _reduced_s(
-    stages: Sequence[Stage],
-    times: Sequence[StageTime],
+    stages: Sequence[tuple[Stage, StageTime]],
     layout: Layout,
     grid: Grid,
     precision: str,
@@ -350,10 +268,11 @@ def _reduced_s(
     """Seconds in which gradients are summed and updated parameters gathered, beyond a backward.
 
     Args:
+        stages: different ones, with their times.
         hides: the last backward goes on meanwhile.
     """
     late = 0.0
-    for stage, time in zip(stages, times, strict=True):
+    for stage, time in stages:
         elements = stage.elements(layout.shares)
         if layout.shards_parameters and layout.shard > 1:
             seconds = grid.shard.gather_s(4 * elements) if layout.pp > 1 else 0.0
@@ -366,42 +285,3 @@ def _reduced_s(
             seconds = grid.replicas.all_reduce_s(4 * elements)
         late = max(late, seconds - (time.backward + time.weight if hides else 0.0))
     return max(0.0, late)
-
-
-def sent_bytes(
-    stages: Sequence[Stage], layout: Layout, grid: Grid, precision: str
-) -> dict[str, float]:
-    """Bytes that the rank which sends most sends in a step, by what they are for."""
-    width = 4 if precision == "fp32" else 2
-    ranks: list[dict[str, float]] = [
-        dict.fromkeys(("tensor", "experts", "gather", "reduce", "pipeline"), 0.0)
-        for _ in range(layout.pp)
-    ]
-    rounds = layout.microbatches
-    for position, stage in enumerate(stages):
-        sent = ranks[stage.rank]
-        elements = stage.elements(layout.shares)
-        for part, count in stage.kinds:
-            again = layout.checkpoints and part.is_layer
-            units = (5 + 2 * again) if layout.in_memory else (4 + 2 * again)
-            num_bytes = layout.microbatch * part.input_bytes
-            pairs = count * part.num_products * rounds
-            if layout.spreads_experts:
-                mixtures = count * part.num_mixtures * rounds
-                pairs -= mixtures
-                rows = 2 * grid.apart * num_bytes / layout.tp + grid.tensor.sent_bytes(num_bytes)
-                sent["experts"] += (2 + again) * mixtures * rows
-            sent["tensor"] += units * pairs * grid.tensor.sent_bytes(num_bytes)
-        if layout.shards_parameters and layout.shard > 1:
-            sent["gather"] += 2 * rounds * grid.shard.sent_bytes(width * elements)
-            times = rounds if layout.pp == 1 else 1
-            sent["reduce"] += times * grid.shard.sent_bytes(4 * elements)
-        elif layout.shard > 1:
-            sent["gather"] += grid.shard.sent_bytes(width * elements)
-            sent["reduce"] += grid.shard.sent_bytes(4 * elements)
-        sent["reduce"] += 2 * grid.replicas.sent_bytes(4 * elements / layout.shard)
-        if position > 0 and stage.rank != stages[position - 1].rank:
-            num_bytes = rounds * layout.microbatch * stage.input_bytes
-            sent["pipeline"] += num_bytes
-            ranks[stages[position - 1].rank]["pipeline"] += num_bytes
-    return max(ranks, key=lambda sent: sum(sent.values()))

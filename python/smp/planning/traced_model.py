@@ -61,15 +61,18 @@ class TracedModel:
             tensor_split.experts_per_token(self.root),
         )
 
-    def cut(self, stage_of: Sequence[int], num_stages: int) -> list[tuple[list[Part], float]]:
+    def cut(
+        self, stage_of: Sequence[int], num_stages: int, num_ranks: int
+    ) -> list[tuple[list[Part], float, float]]:
         """Parts of stages that may begin inside of layers.
 
         Args:
             stage_of: stage of each module of `costs`.
             num_stages: of all ranks, without a tail.
+            num_ranks: pipeline ranks.
         Returns:
-            of each stage, and of a tail if there is one, the parts, and bytes of one sample that
-            come from the stages before.
+            of each stage, and of a tail if there is one, the parts, bytes of one sample that
+            come from the stages before, and calls of its modules by code of other ranks.
         """
         place = dict(enumerate(stage_of))
         last = self._groups[-1][2] if len(self._groups) > 1 else []
@@ -98,12 +101,19 @@ class TracedModel:
                 end = max((place[idx] for idx in value.consumers), default=first)
                 for stage in range(first + 1, end + 1):
                     incoming[stage] += value.num_bytes
-        return list(zip(stages, incoming, strict=True))
+        called = [0.0] * len(stages)
+        for caller, idx in self.costs.calls:
+            if stage_of[caller] % num_ranks != stage_of[idx] % num_ranks and self._has_state(idx):
+                called[place[idx]] += self.costs.costs[idx].num_calls
+        return list(zip(stages, incoming, called, strict=True))
 
     @cached_property
     def _has_tail(self) -> bool:
         groups = self._groups
         return len(groups) > 1 and _shares(self.costs, groups[0][2], groups[-1][2])
+
+    def _has_state(self, idx: int) -> bool:
+        return any(True for _ in self.costs.modules[idx].parameters())
 
     def _has_own(self, idx: int) -> bool:
         return any(True for _ in self.costs.modules[idx].parameters(recurse=False))

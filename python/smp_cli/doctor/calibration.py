@@ -14,6 +14,11 @@ from smp_cli.doctor.probes import python_path
 from smp_cli.doctor.transports import run_link
 from smp_cli.sagemaker import count_gpus
 
+# Of differences of two measurements, which may come out below zero on a busy machine.
+_LEAST_S = 1e-12
+_PIPELINES = (2, 4)  # ranks
+_LIMIT_S = 400.0  # of one measurement; seconds where nothing else runs
+
 
 def calibrate(path: str) -> int:
     """Writes a file for ``smp plan --hardware``; prints what it has measured.
@@ -48,12 +53,12 @@ def measure(num_gpus: int) -> dict[str, Any]:
         RuntimeError: ranks cannot start or talk; says why.
     """
     device = {"SMP_DEVICE": "cuda" if num_gpus else "cpu"}
-    rates = _result(device, "rates", 1)
+    count = num_gpus or usable_cores()
+    rates = _result(device, "rates", 1 if num_gpus else count)
     several = {**device, "SMP_SHM": "1"} if num_gpus > 1 else {"SMP_SHM": "1"}
     near = _result(several, "nccl" if num_gpus > 1 else "messages", 2)
     far = _result({"SMP_SHM": "0"}, "messages", 2)
-    count = num_gpus or usable_cores()
-    return {
+    found = {
         "name": f"{platform.node() or 'this machine'}, {rates['device']}",
         "source": "measured by smp doctor --calibrate; 'between' is TCP over the loopback device, "
         "as one machine has no other host: replace it for several",
@@ -66,14 +71,43 @@ def measure(num_gpus: int) -> dict[str, Any]:
         "host_copy_bytes_per_s": rates["copied"],
         "at_once": 0 if num_gpus else count,
         "devices_per_host": count,
+        "collective": None,
+        "overheads": None,
+    }
+    if num_gpus == 0:
+        found |= _of_cores(count, rates.get("alone", 1.0), near)
+    return found
+
+
+def _of_cores(count: int, alone: float, near: dict[str, Any]) -> dict[str, Any]:
+    """What cores of a CPU take besides work and messages, while all of them are busy."""
+    cpu = {"SMP_DEVICE": "cpu"}
+    trained = _result(cpu, "training", max(2, count))
+    calls = _result(cpu, "calls", 2)
+    shared = [_result(cpu, "pipeline", size) for size in _PIPELINES]
+    size = max(2, count)
+    # A ring sends 2 (n - 1) of n pieces.
+    bytes_per_s = 2 * (size - 1) / size * 4 / max(trained["sum s"], _LEAST_S)
+    # What few ranks compute takes so many times as long with ranks that share cores.
+    crowded = shared[1]["wall s"] * shared[1]["cores"] / shared[0]["processor s"]
+    return {
+        "collective": {"bytes_per_s": bytes_per_s, "latency_s": _link(near)["latency_s"]},
+        "overheads": {
+            "microbatch_element_s": max(trained["microbatch s"], _LEAST_S),
+            "update_element_s": max(trained["update s"], _LEAST_S),
+            "call_s": max(calls["call s"], _LEAST_S),
+            "microbatch_s": max(calls["microbatch s"], _LEAST_S),
+            "alone": max(alone, 1.0),
+            "crowded": max(crowded, 1.0),
+        },
     }
 
 
 def _result(settings: dict[str, str], kind: str, size: int) -> dict[str, Any]:
     settings = {**settings, "PYTHONPATH": python_path(os.environ)}
-    section, found = run_link("calibration", settings, [kind], size)
+    section, found = run_link(f"calibration, {kind}", settings, [kind], size, _LIMIT_S)
     if found is None:
-        raise RuntimeError("; ".join(section.problems))
+        raise RuntimeError(f"{kind}: {'; '.join(section.problems)}")
     return found
 
 

@@ -7,7 +7,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import smp
 import smp._C as _C
 from smp.world import runtime
+from smp_cli.doctor import machine
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
 _SMALL_REPEATS, _LARGE_REPEATS = 200, 8
@@ -110,44 +110,15 @@ def lanes() -> dict[str, object]:
     }
 
 
-def rates() -> dict[str, object]:
-    """What the device of one rank computes and moves, without any other; a CPU with one thread."""
-    smp.init({})
-    device = runtime.current().rank.device
-    torch.set_num_threads(1)
-
-    def best_s(run: Callable[[], object]) -> float:
-        samples = []
-        for _ in range(1 + _RATE_REPEATS):
-            started_s = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            samples.append(time.perf_counter() - started_s)
-        return min(samples[1:])  # what comes in between only makes it longer
-
-    width = _WIDTHS[device.type]
-    flops = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
-        flops[name] = 2 * width**3 / best_s(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
-    source = torch.ones(_MOVED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    moved = 2 * _MOVED_BYTES / best_s(lambda: target.copy_(source))  # read and written
-    in_host = torch.empty(_MOVED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    copied = _MOVED_BYTES / best_s(lambda: in_host.copy_(source))
-    found: dict[str, object] = {
-        "device": device.type,
-        "flops": flops,
-        "moved": moved,
-        "copied": copied,
-    }
-    if device.type == "cuda":
-        found["memory"] = torch.cuda.get_device_properties(device).total_memory
-    return found
-
-
-_KINDS = {"messages": messages, "nccl": nccl, "lanes": lanes, "rates": rates}
+_KINDS = {
+    "messages": messages,
+    "nccl": nccl,
+    "lanes": lanes,
+    "rates": machine.rates,
+    "training": machine.training,
+    "pipeline": machine.pipeline,
+    "calls": machine.calls,
+}
 
 
 def main() -> None:

@@ -87,17 +87,21 @@ def _measure(name: str, settings: dict[str, str], kind: str = "messages") -> Sec
 
 
 def run_link(
-    name: str, settings: dict[str, str], arguments: list[str], size: int
+    name: str,
+    settings: dict[str, str],
+    arguments: list[str],
+    size: int,
+    limit_s: float = _LIMIT_S,
 ) -> tuple[Section, dict[str, Any] | None]:
     """What the first of some ranks has found; None with the problem in the section."""
     section = Section(name)
     with tempfile.TemporaryDirectory(prefix="smp-doctor-") as folder:
         ranks = [_start(Path(folder), rank, size, arguments, settings) for rank in range(size)]
         try:
-            outputs = [rank.communicate(timeout=_LIMIT_S)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
             section.problems.append(
-                f"{_count(size)} ranks did not meet or talk within {_LIMIT_S:g} s"
+                f"{_count(size)} ranks did not meet or talk within {limit_s:g} s"
             )
             return section, None
         finally:

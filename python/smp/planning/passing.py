@@ -1,0 +1,139 @@
+"""How long microbatches take through a pipeline: by the simulator, on devices or shared cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import smp._C as _C
+from smp.partition.fastest import StepShape, simulated_step_ms
+from smp.planning.hardware import Hardware, Link
+from smp.planning.layout import Layout
+from smp.planning.stages import Stage
+
+_SHOWN_PER_RANK = 4  # microbatches of a simulation that is looked at
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one microbatch in one stage.
+
+    Attributes:
+        forward, backward, weight: of the three kinds of work; exchanges that are waited for, and a
+            second forward, are in them.
+        exchanged: of these, for split layers.
+        gathered: of these, for parameters that did not come in time.
+        copied: of these, for activations that go to the host and come back.
+        again: of these, the second forward.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    exchanged: float
+    gathered: float
+    copied: float
+    again: float
+
+    @property
+    def total(self) -> float:
+        """Of a microbatch."""
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Of the hosts that ranks of a layout share.
+
+    Attributes:
+        num: of all hosts.
+        alone: as many times as fast is a core while the others of its host idle.
+        crowded: see `Overheads`; for each kind of waiting.
+    """
+
+    num: int
+    alone: float = 1.0
+    crowded: float = 1.0
+
+    @classmethod
+    def of(cls, hardware: Hardware, layout: Layout, per_host: int) -> Cores:
+        """Those of the hosts that a layout takes."""
+        hosts = -(-layout.num_ranks // per_host)
+        num = hosts * min(hardware.at_once, per_host)
+        overheads = hardware.overheads
+        return cls(num) if overheads is None else cls(num, overheads.alone, overheads.crowded)
+
+    def crowding(self, layout: Layout) -> float:
+        """What microbatches take longer because ranks wait for others that have no core."""
+        if layout.num_ranks <= self.num:
+            return 1.0
+        gathers = layout.shards_parameters and layout.shard > 1
+        return self.crowded ** ((layout.pp > 1) + (layout.tp > 1) + gathers)
+
+    def pace(self, working: int) -> float:
+        """What the same work takes longer (or less) while so many ranks work at one time."""
+        if working >= self.num:
+            return working / self.num
+        if self.num == 1 or working == 0:
+            return 1.0
+        idle = (self.num - working) / (self.num - 1)
+        return 1 / (1 + idle * (self.alone - 1))
+
+    def stretch(
+        self, stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
+    ) -> float:
+        """What all microbatches take longer than on a device for each rank, as a share of that."""
+        together = layout.tp * layout.rdp  # ranks that do the same at the same time
+        timeline = _simulation(stages, times, layout, link).timeline
+        changes = sorted(
+            [(entry.start_ms, 1) for entry in timeline] + [(entry.end_ms, -1) for entry in timeline]
+        )
+        begin = now = taken = 0.0
+        working = 0
+        for now, change in changes:
+            taken += (now - begin) * self.pace(working * together)
+            working += change
+            begin = now
+        return taken / now - 1 if now else 0.0
+
+
+def simulated_s(
+    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
+) -> float:
+    """Seconds in which all microbatches pass the pipeline, each rank on a device of its own."""
+    costs, boundaries = _costs(stages, times, layout, link)
+    return simulated_step_ms(costs, boundaries, layout.pp, _shape(layout)) / 1e3
+
+
+def _simulation(
+    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
+) -> _C.SimulationResult:
+    """Of as many microbatches as show how many ranks work at one time."""
+    costs, boundaries = _costs(stages, times, layout, link)
+    shape = _shape(layout)
+    rounds = min(shape.microbatches, _SHOWN_PER_RANK * layout.pp)
+    active = min(shape.active, rounds)
+    return _C.simulate_policy(costs, boundaries, rounds, active, shape.policy)
+
+
+def _shape(layout: Layout) -> StepShape:
+    return StepShape(layout.schedule, layout.microbatches, layout.active)
+
+
+def _costs(
+    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
+) -> tuple[list[_C.StageCost], list[_C.BoundaryCost]]:
+    costs = [
+        _C.StageCost(stage.rank, 1e3 * t.forward, 1e3 * t.backward, 1e3 * t.weight, 0)
+        for stage, t in zip(stages, times, strict=True)
+    ]
+    boundaries = [
+        _C.BoundaryCost(
+            1e3 * link.latency_s,
+            1e3 / link.bytes_per_s,
+            int(layout.microbatch * stage.input_bytes),
+            int(layout.microbatch * stage.input_bytes),
+        )
+        for stage in stages[1:]
+    ]
+    return costs, boundaries

@@ -1,0 +1,263 @@
+"""What parts of a step take on a machine: measurements of ``smp doctor --calibrate``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import smp
+from smp.world import runtime
+
+_WIDTHS = {"cpu": 768, "cuda": 8192}  # of products
+_MOVED_BYTES = 256 << 20
+_WINDOW_S = 0.4  # of one measurement, the same on all ranks
+_FEWEST = 3
+_SHARED_CORES = 2  # of a pipeline with as many ranks, and with twice as many
+_WIDTH, _HEADS, _LAYERS, _TOKENS, _TABLE = 512, 8, 4, 128, 4096
+_ROWS, _MICROBATCHES = (128, 384), (1, 3)
+_CALLS = (4, 12)  # per microbatch
+_STEPS = 4
+
+
+def rates() -> dict[str, object]:
+    """What devices compute and move; cores of a CPU, one thread each, all at the same time."""
+    smp.init({"ddp": True})
+    torch.set_num_threads(1)
+    device = runtime.current().rank.device
+    alone = {}
+    if smp.rank() == 0:
+        alone = _rates(device)
+    smp.barrier()
+    found = _rates(device)
+    smp.barrier()
+    if smp.rank() == 0 and smp.size() > 1:
+        found["alone"] = alone["flops"]["fp32"] / found["flops"]["fp32"]  # type: ignore[index]
+    if device.type == "cuda":
+        found["memory"] = torch.cuda.get_device_properties(device).total_memory
+    return {"device": device.type, **found}
+
+
+def _rates(device: torch.device) -> dict[str, object]:
+    width = _WIDTHS[device.type]
+    flops = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
+        flops[name] = 2 * width**3 / _typical_s(lambda a=left, b=right: torch.mm(a, b), device)  # type: ignore[misc]
+    source = torch.ones(_MOVED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    in_host = torch.empty(_MOVED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return {
+        "flops": flops,
+        # Read and written.
+        "moved": 2 * _MOVED_BYTES / _typical_s(lambda: target.copy_(source), device),
+        "copied": _MOVED_BYTES / _typical_s(lambda: in_host.copy_(source), device),
+    }
+
+
+def _typical_s(run: Callable[[], object], device: torch.device) -> float:
+    """Median over a window of time, so that ranks that measure together do so all the time."""
+    run()
+    samples: list[float] = []
+    begin_s = time.perf_counter()
+    while len(samples) < _FEWEST or time.perf_counter() - begin_s < _WINDOW_S:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - started_s)
+    return statistics.median(samples)
+
+
+class _Block(nn.Module):
+    """Of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(_WIDTH) for _ in range(2))
+        self.heads = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.joined = nn.Linear(_WIDTH, _WIDTH)
+        self.wide = nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.narrow = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        parts = self.heads(self.norms[0](values)).chunk(3, -1)
+        query, key, value = (p.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for p in parts)
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        values = values + self.joined(found.transpose(1, 2).flatten(2))
+        result: Tensor = values + self.narrow(functional.gelu(self.wide(self.norms[1](values))))
+        return result
+
+
+class _Transformer(nn.Module):
+    """A small one, with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(_TABLE, _WIDTH)
+        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
+        self.head = nn.Linear(_WIDTH, _TABLE, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.table(ids)))
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return loss
+
+
+def training() -> dict[str, object]:
+    """Processor seconds of training besides what rows compute, for each element of the parameters.
+
+    Parameters are read and packed for products, gradients written and added. What a microbatch
+    takes for no rows at all is that, by two numbers of rows.
+    """
+    found: dict[tuple[int, int], float] = {}
+    updates = []
+    for rows in _ROWS:
+        for microbatches in _MICROBATCHES:
+            found[rows, microbatches], update_s = _trained_s(rows, microbatches)
+            updates.append(update_s)
+    (less, more), (few, many) = _ROWS, _MICROBATCHES
+    each = {rows: (found[rows, many] - found[rows, few]) / (many - few) for rows in _ROWS}
+    row_s = (each[more] - each[less]) / (more - less)
+    elements = sum(parameter.numel() for parameter in _Transformer().parameters())
+    return {
+        "microbatch s": (each[less] - less * row_s) / elements,
+        "sum s": statistics.fmean(found[rows, few] - few * each[rows] for rows in _ROWS) / elements,
+        "update s": statistics.median(updates) / elements,
+    }
+
+
+def _trained_s(rows: int, microbatches: int) -> tuple[float, float]:
+    """Processor seconds of a step function and of an update, the mean of all ranks."""
+    step, data, model = _training_step({"ddp": True, "microbatches": microbatches}, rows)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    spent = []
+    for _ in range(2 + _STEPS):
+        smp.barrier()
+        started_s = time.process_time()
+        step(data)
+        stepped_s = time.process_time()
+        optimizer.step()
+        optimizer.zero_grad()
+        spent.append((stepped_s - started_s, time.process_time() - stepped_s))
+    own = [statistics.median(each) for each in zip(*spent[2:], strict=True)]
+    steps, updates = zip(*smp.allgather(own, smp.WORLD), strict=True)
+    return statistics.fmean(steps), statistics.fmean(updates)
+
+
+def pipeline() -> dict[str, object]:
+    """Seconds of a step of a pipeline on two cores, and processor seconds of all ranks."""
+    cores = sorted(os.sched_getaffinity(0))[:_SHARED_CORES]
+    os.sched_setaffinity(0, cores)
+    size = int(os.environ["SMP_WORLD_SIZE"])
+    config: dict[str, int | bool] = {
+        "pipeline_parallel_degree": size,
+        "microbatches": 4 * _SHARED_CORES,
+    }
+    step, data, _ = _training_step(config, _ROWS[0])
+    spent = []
+    for _ in range(2 + _STEPS):
+        smp.barrier()
+        started = time.process_time(), time.perf_counter()
+        step(data)
+        smp.barrier()
+        spent.append((time.process_time() - started[0], time.perf_counter() - started[1]))
+    own = [statistics.median(each) for each in zip(*spent[2:], strict=True)]
+    everybody = smp.allgather(own, smp.WORLD)
+    return {
+        "cores": len(cores),
+        "processor s": sum(processor_s for processor_s, _ in everybody),
+        "wall s": everybody[0][1],
+    }
+
+
+def _training_step(
+    config: dict[str, int | bool], rows: int
+) -> tuple[Callable[[Tensor], object], Tensor, nn.Module]:
+    """A step function of `_Transformer` in a new run, and data of so many rows a microbatch."""
+    _begin(config)
+    torch.set_num_threads(1)
+    model = smp.DistributedModel(_Transformer())
+    data = torch.arange(config["microbatches"] * rows).reshape(-1, _TOKENS) % _TABLE
+
+    @smp.step
+    def step(data: Tensor) -> Tensor:
+        loss: Tensor = model(data)
+        model.backward(loss)
+        return loss.detach()
+
+    return step, data, model
+
+
+def _begin(config: dict[str, int | bool]) -> None:
+    """A new run, the one before is over."""
+    if runtime.is_initialized():
+        smp.shutdown()
+    smp.init(config)
+
+
+class _Caller(nn.Module):
+    """Calls modules of the other rank, which do next to nothing."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.first = nn.Linear(8, 8)
+        with smp.partition(1):
+            self.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_calls))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        for other in self.others:
+            values = other(values)
+        return values.sum()
+
+
+def calls() -> dict[str, object]:
+    """Processor seconds of a call of a module on another rank with its backward, both ranks."""
+    found = {}
+    for num_calls in _CALLS:
+        for microbatches in (1, 8):
+            found[num_calls, microbatches] = _step_s(num_calls, microbatches)
+    few, many = _CALLS
+    call_s = (found[many, 8] - found[few, 8]) / (8 * (many - few))
+    microbatch_s = (found[few, 8] - found[few, 1]) / 7 - few * call_s
+    return {"call s": call_s, "microbatch s": microbatch_s}
+
+
+def _step_s(num_calls: int, microbatches: int) -> float:
+    _begin(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": microbatches,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    model = smp.DistributedModel(_Caller(num_calls))
+    data = torch.ones(microbatches, 8)
+
+    @smp.step
+    def step(values: Tensor) -> Tensor:
+        loss: Tensor = model(values)
+        model.backward(loss)
+        return loss.detach()
+
+    for _ in range(3):
+        step(data)
+    spent = []
+    for _ in range(_STEPS):
+        smp.barrier()
+        started_s = time.process_time()
+        step(data)
+        smp.barrier()
+        spent.append(time.process_time() - started_s)
+    total: float = sum(smp.allgather(statistics.median(spent), smp.WORLD))
+    return total
