@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import sys
@@ -138,7 +139,7 @@ def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]
 
 
 def _measure_all(
-    store: dist.Store, own: int, hosts: Sequence[Host]
+    store: dist.Store, own: int, hosts: Sequence[Host], secret: bytes
 ) -> dict[tuple[int, int], Pair | str]:
     """One pair after the other, each by its first host; all hosts learn the results."""
     measured: dict[tuple[int, int], Pair | str] = {}
@@ -147,7 +148,7 @@ def _measure_all(
         if own == one:
             here, there = hosts[one], hosts[other]
             try:
-                pair = measure(here.way["address"], there.way["address"], there.port)
+                pair = measure(here.way["address"], there.way["address"], there.port, secret)
                 store.set(key, json.dumps(asdict(pair)))
             except OSError as error:
                 text = (
@@ -193,12 +194,15 @@ def main() -> int:
     first_ranks = [r for r, machine in enumerate(machines) if machine not in machines[:r]]
     if len(first_ranks) > 1 and (not way.address or is_loopback(way.address)):
         host.problems.append(f"no address that other hosts reach: {way}; set GLOO_SOCKET_IFNAME")
-    with Server(way.address or "127.0.0.1") as server:
+    if rank == 0:
+        store.set("secret", secrets.token_hex(32))
+    secret = store.get("secret")
+    with Server(way.address or "127.0.0.1", secret) as server:
         host.port = server.port
         said = exchange("servers", host)
         hosts = [said[r] for r in first_ranks]
         own = first_ranks.index(rank) if rank in first_ranks else -1
-        measured = _measure_all(store, own, hosts)
+        measured = _measure_all(store, own, hosts, secret)
         sections = report(hosts, measured)
         store.add("end", 1)
         deadline_s = time.monotonic() + _TIMEOUT_S

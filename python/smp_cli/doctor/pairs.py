@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import statistics
 import struct
@@ -15,6 +17,8 @@ _CHUNK_BYTES = 1 << 20
 _LONGEST_SENDING_S = 2.0
 _MOST_BYTES = 64 << 20
 _ASK, _SEND, _END = b"a", b"s", b"e"
+_NONCE_BYTES, _HASH_BYTES = 16, 32
+_HELLO_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class Pair:
 
 
 class Server:
-    """Answers the questions of other hosts, one after the other, while the block lasts."""
+    """Answers the questions of other hosts, one after the other, while the block lasts.
 
-    def __init__(self, address: str) -> None:
+    Who does not begin with a proof that it knows the secret gets no answer.
+    """
+
+    def __init__(self, address: str, secret: bytes) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
+        self._secret = secret
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -50,11 +58,29 @@ class Server:
             except OSError:
                 return  # closed
             with connection:
-                connection.settimeout(2 * _ANSWER_S)
+                connection.settimeout(_HELLO_S)
                 try:
-                    _answer(connection)
+                    hello = _read(connection, _NONCE_BYTES + _HASH_BYTES)
+                    nonce, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
+                    if hmac.compare_digest(_proof_of(self._secret, nonce), proof):
+                        connection.settimeout(2 * _ANSWER_S)
+                        _answer(connection)
                 except OSError:
                     pass  # the other side reports it
+
+
+def _proof_of(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, nonce, "sha256")
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    got = b""
+    while len(got) < num_bytes:
+        piece = connection.recv(num_bytes - len(got))
+        if not piece:
+            raise OSError("the connection closed in the middle")
+        got += piece
+    return got
 
 
 def _answer(connection: socket.socket) -> None:
@@ -68,19 +94,22 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(_END)
 
 
-def measure(own: str, address: str, port: int) -> Pair:
+def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
     """Asks the server of another host.
 
     Args:
         own: address of this host, from which to ask.
         address: of the other.
         port: of its server.
+        secret: which the server knows.
 
     Raises:
         OSError: it does not answer.
     """
     with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(nonce + _proof_of(secret, nonce))
         asked = [_ask(connection) for _ in range(_NUM_ASKED)]
         started_s = time.perf_counter()
         connection.sendall(_SEND)
@@ -101,12 +130,7 @@ def _ask(connection: socket.socket) -> tuple[float, float]:
     """Seconds until the answer, and how far its clock is ahead of the middle of these."""
     before, started_s = time.time(), time.perf_counter()
     connection.sendall(_ASK)
-    answer = b""
-    while len(answer) < 8:
-        piece = connection.recv(8 - len(answer))
-        if not piece:
-            raise OSError("the connection closed in the middle")
-        answer += piece
+    answer = _read(connection, 8)
     took_s = time.perf_counter() - started_s
     (there,) = struct.unpack("!d", answer)
     return took_s, there - (before + took_s / 2)

@@ -1,0 +1,36 @@
+"""The server that `smp doctor --hosts` measures pairs of hosts with."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from smp_cli.doctor import pairs
+from smp_cli.doctor.pairs import Server, measure
+
+SECRET = b"the secret of the tests"
+
+
+def test_a_pair_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_LONGEST_SENDING_S", 0.1)
+    with Server("127.0.0.1", SECRET) as server:
+        pair = measure("127.0.0.1", "127.0.0.1", server.port, SECRET)
+    assert pair.round_trip_s > 0 and pair.bytes_per_s > 0
+    assert abs(pair.ahead_s) < 1.0  # it is one clock
+
+
+def test_strangers_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_HELLO_S", 0.2)
+    monkeypatch.setattr(pairs, "_LONGEST_SENDING_S", 0.1)
+    with Server("127.0.0.1", SECRET) as server:
+        # An answer is 8 bytes of the time, for an "a".
+        for noise in (b"", b"a" * 48, b"a" * 100, b"a" * 10):
+            with socket.create_connection(("127.0.0.1", server.port), 5.0) as stranger:
+                stranger.sendall(noise)
+                try:
+                    assert stranger.recv(8) == b""
+                except ConnectionError:  # closed with bytes of ours unread
+                    pass
+        with pytest.raises(OSError):
+            measure("127.0.0.1", "127.0.0.1", server.port, b"another secret")
+        assert measure("127.0.0.1", "127.0.0.1", server.port, SECRET).round_trip_s > 0
