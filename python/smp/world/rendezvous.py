@@ -127,6 +127,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         if place.private_folder:
             _make_private(os.path.dirname(place.path))
         _await_folder(os.path.dirname(place.path))
+        _make_unreadable(place.path)
         return dist.FileStore(place.path, launch.world_size)
     hosts_store = launch.global_rank == 0 and not place.use_agent_store
     _await_name(place.host)
@@ -192,6 +193,20 @@ def _make_private(folder: str) -> None:
             f"smp launch: {folder} is not a folder of this user with mode 0700; remove it, or "
             "set SMP_RENDEZVOUS=file:///path"
         )
+
+
+def _make_unreadable(path: str) -> None:
+    """Makes the file of the store, which has the secret of the job, so that others cannot read it.
+
+    The store itself would make it as readable as the umask lets it.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise RuntimeError(
+            f"smp launch: the ranks are to meet in the file {path}, which cannot be opened: "
+            f"{error.strerror}; remove it, or correct SMP_RENDEZVOUS"
+        ) from None
 
 
 def exchange_hellos(
