@@ -32,6 +32,15 @@ bool is_beyond_1f1b(const ReadyTask& forward, const StepProgress& progress) {
   return num_held >= limit;
 }
 
+bool has_backwards_to_come(const StepProgress& progress) {
+  if (progress.active_microbatches == 0) return false;
+  std::set<int64_t> seen(progress.ended.begin(), progress.ended.end());
+  for (const Action& action : progress.begun) {
+    if (action.phase == Phase::kBackward) seen.insert(action.mb);
+  }
+  return static_cast<int>(seen.size()) < progress.num_microbatches;
+}
+
 int64_t num_open_units_before(int64_t mb, int64_t chunk, int64_t group,
                               const StepProgress& progress) {
   const auto order = [&](int64_t mb, int64_t chunk) {

@@ -16,6 +16,12 @@ namespace smp::schedule {
 /// beyond.
 bool is_beyond_1f1b(const ReadyTask& forward, const StepProgress& progress);
 
+/// Whether some microbatch is not over and has not begun its backward on this
+/// rank. That, or its end, is then certain to come, whether or not weight
+/// gradients of this rank are put off. False where the policy is not told what
+/// is under way.
+bool has_backwards_to_come(const StepProgress& progress);
+
 /// How many (microbatch, chunk) units of this rank that come before this one
 /// still have a backward to begin. Units come in groups of `group` microbatches
 /// that pass one chunk after the other.

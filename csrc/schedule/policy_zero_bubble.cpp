@@ -12,6 +12,10 @@ namespace {
 // ZB-H1 (arXiv:2401.10241) as a rule: 1F1B whose weight gradients fill the
 // gaps. Rank `depth` puts off at most `depth` of them, so that together with
 // its forwards it keeps no more activations than the first rank.
+//
+// Three quarters of these are for the end. With equal ranks a gap is as long as
+// a message takes: what fills it takes longer, and holds up a backward that the
+// rank in front waits for.
 class ZeroBubblePolicy final : public Policy {
  public:
   const std::string& name() const override {
@@ -37,6 +41,11 @@ class ZeroBubblePolicy final : public Policy {
       return forward;
     }
     if (const auto backward = oldest(ready, Phase::kBackward)) return backward;
+    const int num_for_the_end = (3 * progress.depth + 3) / 4;
+    if (static_cast<int>(weights.size()) <= num_for_the_end &&
+        has_backwards_to_come(progress)) {
+      return std::nullopt;
+    }
     return oldest(ready, Phase::kWeight);
   }
 

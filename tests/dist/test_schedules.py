@@ -135,6 +135,8 @@ SLOPES = [
     ("virtual_interleaved", 2, 0.1),
     ("virtual_interleaved", 4, 0.1),
     ("zero_bubble", 2, -0.1),
+    ("zero_bubble", 2, 0.1),  # a gap on the last rank, with a weight gradient at hand
+    ("zero_bubble", 4, 0.1),
 ]
 
 

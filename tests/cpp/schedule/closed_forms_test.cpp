@@ -145,6 +145,21 @@ TEST(ClosedForms, zero_bubble_policy_is_the_generated_plan) {
   }
 }
 
+// Filling each gap would cost a weight gradient per rank.
+TEST(ClosedForms, messages_cost_zero_bubble_no_more_than_their_own_time) {
+  const double latency_ms = 0.01;
+  for (int p = 2; p <= 4; ++p) {
+    for (int m = p; m <= 32; ++m) {
+      auto input = equal_chain(p, m, 0);
+      const double without_ms = simulate(input, "zero_bubble").makespan_ms;
+      input.boundaries.assign(p - 1, BoundaryCost{latency_ms, 0, 0, 0});
+      EXPECT_LE(simulate(input, "zero_bubble").makespan_ms,
+                without_ms + 4 * p * latency_ms)
+          << name_of(p, m);
+    }
+  }
+}
+
 TEST(ClosedForms, weight_gradients_that_cost_nothing_leave_1f1b) {
   auto input = equal_chain(4, 8, 4);
   for (StageCost& stage : input.stages) {

@@ -166,6 +166,37 @@ TEST(Policy, zero_bubble_puts_off_as_many_weight_gradients_as_its_depth) {
   EXPECT_FALSE(make_policy("interleaved")->splits_backward(0, 0));
 }
 
+// What fills a gap that is as long as a message takes costs more than it saves.
+TEST(Policy, zero_bubble_waits_for_a_backward_with_weight_gradients_at_hand) {
+  const auto policy = make_policy("zero_bubble");
+  const ActionList begun = parse_actions("F0 F1 B0 F2 B1");
+  StepProgress progress = third_of_four(begun);
+  progress.depth = 1;
+  const std::vector<ReadyTask> one = {task(Phase::kWeight, 0, 0)};
+  EXPECT_FALSE(policy->pick(one, progress).has_value());
+  // Not with more than may be put off, nor where ranks put off many.
+  const std::vector<ReadyTask> two = {task(Phase::kWeight, 0, 0),
+                                      task(Phase::kWeight, 1, 1)};
+  EXPECT_EQ(policy->pick(two, progress), 0u);
+  progress.depth = 0;
+  EXPECT_EQ(policy->pick(one, progress), 0u);
+  std::vector<ReadyTask> six;
+  for (int mb = 0; mb < 6; ++mb) six.push_back(task(Phase::kWeight, mb, mb));
+  progress.depth = 8;
+  EXPECT_FALSE(policy->pick(six, progress).has_value());
+  six.push_back(task(Phase::kWeight, 6, 6));
+  EXPECT_EQ(policy->pick(six, progress), 0u);
+  // Nor behind the last backward, or the end of microbatches without one.
+  progress.depth = 1;
+  progress.num_microbatches = 2;
+  EXPECT_EQ(policy->pick(one, progress), 0u);
+  progress.num_microbatches = 3;
+  EXPECT_FALSE(policy->pick(one, progress).has_value());
+  const std::vector<int64_t> ended = {2};
+  progress.ended = ended;
+  EXPECT_EQ(policy->pick(one, progress), 0u);
+}
+
 TEST(Policy, only_simple_keeps_the_driver_from_beginning_a_backward) {
   StepProgress busy;
   busy.num_forwards_pending = 1;
