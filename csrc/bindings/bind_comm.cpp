@@ -10,6 +10,7 @@
 #include "csrc/comm/c10d_communicator.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/flight_watch.h"
+#include "csrc/comm/hierarchical_communicator.h"
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/comm/peer_sockets.h"
 #include "csrc/comm/socket_communicator.h"
@@ -231,6 +232,19 @@ void bind_comm(py::module_& m) {
       .def_property_readonly(
           "num_in_flight",
           py::cpp_function(&comm::FlightWatch::num_in_flight, NoGil()));
+  m.def(
+      "make_hierarchical_communicator",
+      [](comm::CommunicatorPtr flat, comm::CommunicatorPtr scatter,
+         comm::CommunicatorPtr across, comm::CommunicatorPtr gather,
+         bool is_host_by_host) {
+        return comm::make_hierarchical_communicator(
+            {std::move(flat), std::move(scatter), std::move(across),
+             std::move(gather), is_host_by_host});
+      },
+      py::arg("flat"), py::kw_only(), py::arg("scatter"), py::arg("across"),
+      py::arg("gather"), py::arg("is_host_by_host"), NoGil(),
+      "`flat`, whose sums go within hosts, across them, and within them; of "
+      "host tensors. See comm/hierarchical_communicator.h.");
   m.def("watch_collectives", &comm::make_watched_communicator, py::arg("inner"),
         py::arg("board"), py::arg("ranks"), py::arg("flights") = py::none(),
         NoGil(),

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "csrc/topology/host_layout.h"
 #include "csrc/topology/process_grid.h"
 #include "csrc/topology/shard_interval.h"
 
@@ -13,6 +14,20 @@ using topology::ProcessGrid;
 using topology::ShardInterval;
 
 void bind_topology(py::module_& m) {
+  using topology::HostLayout;
+  py::class_<HostLayout>(m, "HostLayout",
+                         "How ranks of a group lie on hosts; see "
+                         "topology/host_layout.h.")
+      .def_readonly("obstacle", &HostLayout::obstacle,
+                    "Why collectives cannot go by hosts; empty: they can.")
+      .def_readonly("across", &HostLayout::across,
+                    "Group ranks with the same place, by host.")
+      .def_readonly("within", &HostLayout::within,
+                    "Group ranks of the own host.")
+      .def_readonly("is_host_by_host", &HostLayout::is_host_by_host);
+  m.def("lay_out_by_hosts", &topology::lay_out_by_hosts, py::arg("hosts"),
+        py::arg("group_rank"), "`hosts` by group rank.");
+
   py::class_<Coordinates>(m, "Coordinates", "Place of a rank on the grid.")
       .def(py::init<int, int, int>(), py::arg("pp"), py::arg("tp"),
            py::arg("rdp"))

@@ -3,14 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
 #include <vector>
 
+#include "csrc/comm/reduce_into.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -30,27 +29,6 @@ constexpr size_t kAhead = 4;
 // Longer ones are acknowledged, so that a root is no further ahead.
 constexpr int64_t kUnacknowledgedBytes = 256 << 10;
 constexpr auto kForever = std::chrono::hours(24 * 365);
-// Below what makes torch use its threads, and in the cache.
-constexpr int64_t kReduceElements = 16 << 10;
-
-void reduce_into(const at::Tensor& to, const at::Tensor& from, ReduceOp op) {
-  for (int64_t begin = 0; begin < to.numel(); begin += kReduceElements) {
-    const int64_t count = std::min(kReduceElements, to.numel() - begin);
-    at::Tensor sum = to.narrow(0, begin, count);
-    const at::Tensor other = from.narrow(0, begin, count);
-    switch (op) {
-      case ReduceOp::kSum:
-        sum.add_(other);
-        break;
-      case ReduceOp::kMax:
-        at::maximum_out(sum, sum, other);
-        break;
-      case ReduceOp::kMin:
-        at::minimum_out(sum, sum, other);
-        break;
-    }
-  }
-}
 
 // Chunk `index` of `count`, in pieces that are sent one by one.
 std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, int index,

@@ -12,6 +12,7 @@
 #include "csrc/comm/communicator_checks.h"
 #include "csrc/comm/socket_collectives.h"
 #include "csrc/comm/socket_exchange.h"
+#include "csrc/comm/threaded_work.h"
 #include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
 #include "csrc/health/thread_name.h"
@@ -22,8 +23,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Stands for "no time-out" where a clock would overflow with more.
-constexpr milliseconds kLongestWait = std::chrono::hours(24 * 365);
 // Tags of messages are positive numbers of 31 bits.
 constexpr uint64_t kCollectiveTag = uint64_t{1} << 63;
 constexpr uint64_t kTagsPerCollective = 4;
@@ -39,10 +38,6 @@ uint64_t note_of(const at::Tensor& tensor) {
 
 at::Tensor flat_of(const at::Tensor& tensor) {
   return tensor.detach().view({-1});
-}
-
-[[noreturn]] void fail_call(const CallName& call, const std::string& why) {
-  throw Error(rank_prefix() + call.text() + ": " + why);
 }
 
 std::string timeout_text(milliseconds timeout) {
@@ -82,42 +77,6 @@ class SocketMessageWork final : public Work {
   const CallName call_;
   const at::Tensor tensor_;
   const SocketExchange::TransferPtr transfer_;
-};
-
-class SocketCollectiveWork final : public Work {
- public:
-  explicit SocketCollectiveWork(CallName call) : call_(std::move(call)) {}
-
-  void finish(std::string error) {
-    std::lock_guard lock(mutex_);
-    if (is_over_) return;
-    is_over_ = true;
-    error_ = std::move(error);
-    changed_.notify_all();
-  }
-
-  bool done() override {
-    std::lock_guard lock(mutex_);
-    return is_over_;
-  }
-
-  void wait(milliseconds timeout) override {
-    std::unique_lock lock(mutex_);
-    if (!changed_.wait_until(lock, end_of_wait(timeout),
-                             [&] { return is_over_; })) {
-      fail_call(call_, timeout_text(timeout));
-    }
-    if (!error_.empty()) fail_call(call_, error_);
-  }
-
-  void abort() override { finish("aborted"); }
-
- private:
-  const CallName call_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_over_ = false;
-  std::string error_;
 };
 
 class SocketCommunicator final : public Communicator {
@@ -265,7 +224,7 @@ class SocketCommunicator final : public Communicator {
  private:
   using Steps = std::function<void(SocketCollective&)>;
   struct Job {
-    std::shared_ptr<SocketCollectiveWork> work;
+    std::shared_ptr<ThreadedWork> work;
     uint64_t tag;
     uint64_t note;
     Steps steps;
@@ -304,7 +263,7 @@ class SocketCommunicator final : public Communicator {
   WorkPtr collective(CallName call, uint64_t kind, uint64_t note, Steps steps,
                      bool is_nothing, const std::function<void()>& alone = {}) {
     check_not_aborted(call);
-    auto work = std::make_shared<SocketCollectiveWork>(std::move(call));
+    auto work = std::make_shared<ThreadedWork>(std::move(call));
     if (size() == 1 || is_nothing) {
       at::NoGradGuard no_grad;
       if (alone) alone();
@@ -358,7 +317,7 @@ class SocketCommunicator final : public Communicator {
   bool is_aborted_ = false;
   uint64_t num_collectives_ = 0;
   std::deque<Job> jobs_;
-  std::shared_ptr<SocketCollectiveWork> running_;
+  std::shared_ptr<ThreadedWork> running_;
   std::thread thread_;
 };
 

@@ -51,26 +51,20 @@ class GathersInOneHop final : public GatherGroup {
   const comm::CommunicatorPtr group_;
 };
 
-// On the host the second half begins when somebody waits: that happens in one
-// order on all ranks, the end of the first half does not. On a device it is
-// issued right behind the first half, on a stream of its own, because what is
-// computed meanwhile waits for neither.
+// The second half is issued right behind the first one, on a stream of its own,
+// because what is computed meanwhile waits for neither.
 class GatherInTwoHops final : public Gather {
  public:
   GatherInTwoHops(comm::CommunicatorPtr across, comm::CommunicatorPtr within,
                   at::Tensor output, const at::Tensor& input, uint64_t stamp,
-                  memory::CopyStream* stream)
+                  memory::CopyStream& stream)
       : across_(std::move(across)),
         within_(std::move(within)),
         output_(std::move(output)),
         stamp_(stamp),
         crossed_(
             at::empty({across_->size() * input.numel()}, input.options())) {
-    if (stream == nullptr) {
-      cross(input);
-      return;
-    }
-    stream->run(memory::Mark::none(), [&] {
+    stream.run(memory::Mark::none(), [&] {
       cross(input);
       const bool is_ordered = work_->order_stream();
       SMP_ASSERT(is_ordered, "a gather over ", across_->name());
@@ -81,10 +75,6 @@ class GatherInTwoHops final : public Gather {
   void follow(const comm::Patience& patience,
               const std::string& what) override {
     if (!work_) return;
-    if (works_.empty()) {
-      comm::wait_for(*work_, patience, *across_, what + " between hosts");
-      spread();
-    }
     for (const comm::WorkPtr& work : works_) {
       comm::follow(*work, patience, *within_, what + " within a host");
     }
@@ -130,18 +120,15 @@ class GathersInTwoHops final : public GatherGroup {
 
   GatherPtr all_gather(at::Tensor output, at::Tensor input,
                        uint64_t stamp) override {
-    if (across_->is_stream_ordered() && !stream_) {
-      stream_.emplace(output.device());
-    }
-    return std::make_unique<GatherInTwoHops>(across_, within_,
-                                             std::move(output), input, stamp,
-                                             stream_ ? &*stream_ : nullptr);
+    if (!stream_) stream_.emplace(output.device());
+    return std::make_unique<GatherInTwoHops>(
+        across_, within_, std::move(output), input, stamp, *stream_);
   }
 
  private:
   const comm::CommunicatorPtr across_;
   const comm::CommunicatorPtr within_;
-  std::optional<memory::CopyStream> stream_;  // between the halves; of a device
+  std::optional<memory::CopyStream> stream_;  // between the halves
 };
 
 }  // namespace
@@ -152,6 +139,10 @@ GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group) {
 
 GatherGroupPtr make_hierarchical_gathers(comm::CommunicatorPtr across,
                                          comm::CommunicatorPtr within) {
+  SMP_CHECK_VALUE(across->is_stream_ordered() && within->is_stream_ordered(),
+                  "gathers in two hops are of devices, got ", across->name(),
+                  " and ", within->name(),
+                  "; for the host see make_hierarchical_communicator");
   return std::make_shared<GathersInTwoHops>(std::move(across),
                                             std::move(within));
 }

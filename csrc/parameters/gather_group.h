@@ -45,7 +45,9 @@ using GatherGroupPtr = std::shared_ptr<GatherGroup>;
 GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group);
 
 /// First between hosts, then within them, so that each part crosses the border
-/// of a host once instead of once per rank of it. The same result.
+/// of a host once instead of once per rank of it. The same result. Of devices;
+/// on the host a group that goes by hosts gathers like that by itself
+/// (`comm::make_hierarchical_communicator`).
 /// Rank `across.group_rank() * within.size() + within.group_rank()` of the
 /// whole group.
 /// @param across  ranks with equal places on their hosts, in the order of hosts

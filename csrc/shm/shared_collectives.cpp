@@ -2,12 +2,12 @@
 
 #include <condition_variable>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/next_stamps.h"
 #include "csrc/common/check.h"
 #include "csrc/shm/collective_memory.h"
 #include "csrc/shm/shared_collectives_setup.h"
@@ -225,14 +225,15 @@ class SharedCommunicator final : public comm::Communicator {
     comm::check_reducible(tensor, call);
     comm::check_cpu_tensor(tensor, call);
     return add(
-        make_all_reduce(std::move(call), take_stamp(), tensor.detach(), op));
+        make_all_reduce(std::move(call), stamps_.take(), tensor.detach(), op));
   }
 
   comm::WorkPtr broadcast(at::Tensor tensor, int root) override {
     comm::CallName call{info_, "broadcast", "root", root};
     comm::check_root(call);
     comm::check_cpu_tensor(tensor, call);
-    return add(make_broadcast(std::move(call), take_stamp(), tensor.detach()));
+    return add(
+        make_broadcast(std::move(call), stamps_.take(), tensor.detach()));
   }
 
   comm::WorkPtr all_gather(at::Tensor output,
@@ -240,7 +241,7 @@ class SharedCommunicator final : public comm::Communicator {
     comm::CallName call{info_, "all_gather"};
     comm::check_parts(output, input, call);
     comm::check_cpu_tensor(input, call);
-    return add(make_all_gather(std::move(call), take_stamp(), output.detach(),
+    return add(make_all_gather(std::move(call), stamps_.take(), output.detach(),
                                input.detach()));
   }
 
@@ -250,7 +251,7 @@ class SharedCommunicator final : public comm::Communicator {
     comm::check_reducible(input, call);
     comm::check_parts(input, output, call);
     comm::check_cpu_tensor(input, call);
-    return add(make_reduce_scatter(std::move(call), take_stamp(),
+    return add(make_reduce_scatter(std::move(call), stamps_.take(),
                                    output.detach(), input.detach(), op));
   }
 
@@ -259,7 +260,7 @@ class SharedCommunicator final : public comm::Communicator {
     comm::CallName call{info_, "all_to_all"};
     comm::check_exchange(output, input, call);
     comm::check_cpu_tensor(input, call);
-    return add(make_all_to_all(std::move(call), take_stamp(), output.detach(),
+    return add(make_all_to_all(std::move(call), stamps_.take(), output.detach(),
                                input.detach()));
   }
 
@@ -269,17 +270,17 @@ class SharedCommunicator final : public comm::Communicator {
     comm::CallName call{info_, "all_to_all_v"};
     comm::check_counts(output, input, output_counts, input_counts, call);
     comm::check_cpu_tensor(input, call);
-    return add(make_all_to_all_v(std::move(call), take_stamp(), output.detach(),
-                                 input.detach(), output_counts, input_counts));
+    return add(make_all_to_all_v(std::move(call), stamps_.take(),
+                                 output.detach(), input.detach(), output_counts,
+                                 input_counts));
   }
 
   comm::WorkPtr barrier() override {
-    return add(make_shared_barrier({info_, "barrier"}, take_stamp()));
+    return add(make_shared_barrier({info_, "barrier"}, stamps_.take()));
   }
 
   bool stamp_next(uint64_t stamp) override {
-    std::lock_guard lock(stamps_mutex_);
-    stamps_[std::this_thread::get_id()] = stamp;
+    stamps_.set(stamp);
     return true;
   }
 
@@ -291,13 +292,6 @@ class SharedCommunicator final : public comm::Communicator {
   }
 
  private:
-  uint64_t take_stamp() {
-    std::lock_guard lock(stamps_mutex_);
-    const auto found = stamps_.find(std::this_thread::get_id());
-    if (found == stamps_.end()) return 0;
-    return stamps_.extract(found).mapped();
-  }
-
   comm::WorkPtr add(SharedOperationPtr operation) {
     return std::make_shared<QueuedWork>(queue_,
                                         queue_->add(std::move(operation)));
@@ -306,8 +300,7 @@ class SharedCommunicator final : public comm::Communicator {
   const comm::CommunicatorPtr inner_;
   const std::shared_ptr<const comm::GroupInfo> info_;
   const std::shared_ptr<Queue> queue_;
-  std::mutex stamps_mutex_;
-  std::map<std::thread::id, uint64_t> stamps_;
+  comm::NextStamps stamps_;
 };
 
 }  // namespace

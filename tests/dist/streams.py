@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smp import _C
 from smp.world import groups
+from smp.world.host_groups import CpuGroups
 from tests.reference.split_families import build_split_family, make_split_batch
 
 Issued = list[tuple[str, str]]  # [(group, call)]
@@ -64,7 +65,7 @@ def streamed() -> Iterator[Any]:
     def make(
         device: torch.device,
         store: Any,
-        on_cpu: groups.CpuGroups,
+        on_cpu: CpuGroups,
         name: str,
         ranks: Sequence[int],
         global_rank: int,

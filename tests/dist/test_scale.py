@@ -44,7 +44,9 @@ def measure(config: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("hosts", ["1", "4"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_twice_the_ranks_are_a_few_more_descriptors(degree: int, hosts: str) -> None:
-    config = {"ddp": True, "pipeline_parallel_degree": degree}
+    # With 16 processes groups of two stages could sum by hosts, with 8 they cannot.
+    backend = "flat" if degree == 2 else "auto"
+    config = {"ddp": True, "pipeline_parallel_degree": degree, "ddp_dist_backend": backend}
     few, many = measure(config, "--hosts", hosts)
     assert few["init_sockets"] > 4 and few["step_sockets"] > 4
     for when in ("init", "step"):

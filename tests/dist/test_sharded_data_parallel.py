@@ -95,10 +95,9 @@ def train_on_hosts(rank: int, run: Run) -> object:
         result = train(rank, run)
         from smp.world import runtime
 
-        comms = runtime.current().rank.comms
-        hops = (comms.shard_across, comms.shard_within)
+        by_hosts = runtime.current().rank.comms.by_hosts
         smp.shutdown()
-        return result, [hop.name if hop else "" for hop in hops]
+        return result, by_hosts.get("shard")
     finally:
         del os.environ["SMP_HOSTNAME"]
 
@@ -109,7 +108,7 @@ def test_gathers_between_hosts_first_give_the_same(pool: Pool) -> None:
     for hierarchical in (True, False):
         keys = {"sdp_hierarchical_allgather": hierarchical}
         ranks = pool.run(4, train_on_hosts, sharded(run, 4, **keys))
-        assert all(all(names) == hierarchical for _, names in ranks)
+        assert all(by_hosts == ((2, 2) if hierarchical else None) for _, by_hosts in ranks)
         results.append([result for result, _ in ranks])
     check_equal(results[0], results[1], 0)
 

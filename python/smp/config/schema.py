@@ -216,8 +216,9 @@ class Config:
     """Gather between hosts first, then inside of them."""
     sdp_gradient_clipping: float = _float(1.0, 0.0, math.inf)
     """L2 threshold, always active with sharded data parallelism unless it is 0."""
-    ddp_dist_backend: str = _choice("auto", "auto", "nccl")
-    """Both mean NCCL on GPUs."""
+    ddp_dist_backend: str = _choice("auto", "auto", "flat", "hierarchical", "nccl")
+    """How gradients are summed over several hosts. auto: by hosts where that pays; flat, nccl: over
+    all ranks at once. On GPUs NCCL does all of it."""
 
     static_mode: bool = _bool(False)
     """Hint; never changes results."""
@@ -264,6 +265,16 @@ class Config:
         return self.deterministic_server or self.sharded_data_parallel_degree > 1
 
     @property
+    def sums_by_hosts(self) -> bool:
+        """Do sums of tensors on the CPU go by hosts, where these have equally many ranks?"""
+        return self.ddp_dist_backend in ("auto", "hierarchical")
+
+    @property
+    def gathers_by_hosts(self) -> bool:
+        """Do gathers of what ranks share go between hosts first, where they can?"""
+        return self.sums_by_hosts if self.shard_optimizer_state else self.sdp_hierarchical_allgather
+
+    @property
     def half_dtype(self) -> torch.dtype | None:
         """What parameters are cast to; None: they stay as they are."""
         if self.fp16:
@@ -307,6 +318,7 @@ TOPOLOGY_KEYS = (
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
     "placement_strategy",
+    "ddp_dist_backend",
 )
 
 

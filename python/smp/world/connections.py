@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world import process_hooks
-from smp.world.groups import CpuGroups, make_way, over_gloo, over_sockets
+from smp.world.groups import make_way, over_gloo, over_sockets
+from smp.world.host_groups import CpuGroups
 from smp.world.sockets import open_sockets
 
 _POLL_S = 0.002

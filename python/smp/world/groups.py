@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import smp._C as _C
 from smp._torch_releases import abort_of
 from smp.config.sources import ReadConfig
 from smp.world import nccl
+from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
@@ -23,10 +24,6 @@ SHARD_KINDS = ("shard", "replica")
 
 # Gloo's own time-out closes every connection of a group; ours must come first.
 _NEVER = timedelta(days=365)
-
-# Makes the communicator of a group, of a name and global ranks, for tensors on the CPU. Collective
-# over these ranks.
-CpuGroups = Callable[[str, Sequence[int]], _C.Communicator]
 
 
 def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
@@ -56,10 +53,12 @@ class Groups:
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
     parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
     then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
-    spans hosts evenly, `shard_across` connects equal places of its hosts and `shard_within` the
-    ranks of this one.
+    of devices spans hosts evenly, `shard_across` connects equal places of its hosts and
+    `shard_within` the ranks of this one.
     Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
     own.
+    ``by_hosts`` has the number of hosts and of the ranks of each, by name, of those of the CPU
+    whose sums and gathers go by hosts.
     """
 
     dp: _C.Communicator | None = None
@@ -82,6 +81,7 @@ class Groups:
     tp_group: _C.TensorParallelGroup = field(
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
+    by_hosts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def made(self) -> list[_C.Communicator]:
@@ -106,31 +106,6 @@ def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, li
         for begin in range(0, len(rdp_ranks), shard_size)
     ]
     return {"shard": shards, "replica": [list(ranks) for ranks in zip(*shards, strict=True)]}
-
-
-def split_by_host(
-    ranks: Sequence[int], hosts: Sequence[str], global_rank: int
-) -> tuple[list[int], list[int]] | None:
-    """The two groups in which a gather over several hosts goes in two hops.
-
-    Args:
-        ranks: of the group, one of them ``global_rank``.
-        hosts: by global rank.
-
-    Returns:
-        ranks with the same place on their hosts, and those of the host of ``global_rank``; None if
-        that saves nothing, or if hosts have different numbers of ranks or mixed ones.
-    """
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    within = by_host[hosts[global_rank]]
-    in_order = [rank for members in by_host.values() for rank in members] == list(ranks)
-    even = len({len(members) for members in by_host.values()}) == 1
-    if len(by_host) == 1 or len(within) == 1 or not (in_order and even):
-        return None
-    place = within.index(global_rank)
-    return [members[place] for members in by_host.values()], within
 
 
 def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int]]]:
@@ -165,7 +140,8 @@ def build_groups(
     device: torch.device,
     board: _C.FaultBoard,
     machine: str,
-    hosts: Sequence[str] = (),
+    gather_hosts: Sequence[str] = (),
+    sum_hosts: Sequence[str] = (),
     shared_memory: bool,
     timeout_s: float,
     hang_s: float = 0.0,
@@ -184,7 +160,8 @@ def build_groups(
         board: ends waits of `tp_group` and of what shares memory when a rank fails, and counts
             the collectives of all groups.
         machine: equal on ranks that may try to share memory.
-        hosts: of all ranks, if parameters are to be gathered between hosts first.
+        gather_hosts: host of each rank, if parameters are to be gathered between hosts first.
+        sum_hosts: host of each rank, if sums are to go by hosts where they can.
         shared_memory: whether this rank wants to, for collectives.
         timeout_s: for making the connections, and of what nobody on the host waits for.
         hang_s: when a device has waited for a collective for so long it is reported; 0: never.
@@ -231,6 +208,20 @@ def build_groups(
         ranks = ranks_of(kind)
         return watched(on_host(on_cpu(f"{kind}_host", ranks), ranks), ranks)
 
+    def by_hosts(kind: str, hosts: Sequence[str], name: str = "") -> _C.Communicator | None:
+        name, ranks = name or kind, ranks_of(kind)
+        flat = between(name, ranks)
+        if flat is None or flat.is_stream_ordered or not hosts:
+            return sharing(flat, ranks)
+        layout = layout_of(ranks, hosts, global_rank)
+        if layout.obstacle:
+            return sharing(flat, ranks)
+        made.by_hosts[name] = (len(layout.across), len(layout.within))
+        return watched(go_by_hosts(flat, name, ranks, layout, on_cpu, on_host), ranks)
+
+    def summing(kind: str, name: str = "") -> _C.Communicator | None:
+        return by_hosts(kind, sum_hosts, name)
+
     def on_host(communicator: _C.Communicator, ranks: Sequence[int]) -> _C.Communicator:
         return _C.share_collectives(
             communicator,
@@ -242,23 +233,25 @@ def build_groups(
         )
 
     made.dp_control = watched(control("dp"), own["dp"])
-    made.dp = sharing(on_device("dp"), own["dp"])
+    made.dp = summing("dp")
     made.dp_host = beside("dp", made.dp)
     if shard_size > 1:
         ranks = own["shard"]
-        made.shard = sharing(on_device("shard"), ranks)
-        made.shard_reduce = sharing(on_device("shard", "shard_reduce"), ranks)
-        made.replica = sharing(on_device("replica"), own["replica"])
-        if hosts and (hops := split_by_host(ranks, hosts, global_rank)) is not None:
-            across, within = hops
-            made.shard_across = watched(between("shard_across", across), across)
-            made.shard_within = sharing(between("shard_within", within), within)
+        made.shard = by_hosts("shard", gather_hosts)
+        made.shard_reduce = summing("shard", "shard_reduce")
+        made.replica = summing("replica")
+        if gather_hosts and made.shard is not None and made.shard.is_stream_ordered:
+            layout = layout_of(ranks, gather_hosts, global_rank)
+            if not layout.obstacle and layout.is_host_by_host:
+                across, within = members(ranks, layout)
+                made.shard_across = watched(between("shard_across", across), across)
+                made.shard_within = watched(between("shard_within", within), within)
     if shard_size > 1 and grid.group_size("tp") > 1:
-        made.whole_shard_reduce = sharing(on_device("shard", "whole_shard_reduce"), own["shard"])
-        made.whole_replica = sharing(on_device("replica", "whole_replica"), own["replica"])
-        made.whole_tp = sharing(on_device("tp", "whole_tp"), own["tp"])
+        made.whole_shard_reduce = summing("shard", "whole_shard_reduce")
+        made.whole_replica = summing("replica", "whole_replica")
+        made.whole_tp = summing("tp", "whole_tp")
     if grid.group_size("tp") > 1:
-        made.rdp, made.tp = sharing(on_device("rdp"), own["rdp"]), on_device("tp")
+        made.rdp, made.tp = summing("rdp"), on_device("tp")
         made.rdp_host = beside("rdp", made.rdp)
         assert made.tp is not None
         is_ahead = made.tp.is_stream_ordered

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
+from smp.world.host_groups import check_dist_backend
 from smp.world.interfaces import Crossing, Way
 from smp.world.launch import Launch, Rendezvous, plan_rendezvous
 from smp.world.presence import wait_for_hellos
@@ -257,6 +258,9 @@ def meet(
         if hello.device == "cuda":
             grid = make_grid(read, launch.world_size)
             check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
+        if read.config is not None:
+            grid = make_grid(read, launch.world_size)
+            check_dist_backend(read.config, grid.groups("dp"), hosts, hello.device)
         machines = [other.machine for other in hellos]
         if len(set(machines)) > 1:
             crossing = Crossing(store, launch.global_rank, machines, hosts)

@@ -18,6 +18,7 @@ from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
 from smp.world.attached import Detection, Dropout, Pipeline, StepLog, Verification
+from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
@@ -109,6 +110,8 @@ class Runtime:
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
         first_rank_log.info("%s", self._placement(meeting))
+        if text := describe(self.rank.comms.by_hosts):
+            first_rank_log.info("smp: %s", text)
         if not loopback:
             first_rank_log.info("smp: %s takes part as %s", own.host, Way(**own.way))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
@@ -217,6 +220,8 @@ def init(config: UserConfig = None) -> None:
     if launch.world_size == 1:
         if read.error is not None:
             raise ValueError(read.error)
+        assert read.config is not None
+        check_dist_backend(read.config, [[0]], [launch.hostname], device_type)
         rank = Rank(read, launch, settings, device_of(device_type, 0, num_devices))
         _start(Runtime(rank), read.notes)
         return

@@ -3,12 +3,22 @@
 #include <ATen/ops/isnan.h>
 #include <gtest/gtest.h>
 
+#include "tests/cpp/comm/host_world.h"
 #include "tests/cpp/parameters/parameter_store_fixture.h"
 
 namespace smp::parameters {
 namespace {
 
 using Body = std::function<void(const GatherGroupPtr&)>;
+
+// Gathers by hosts, of the device or of the host.
+GatherGroupPtr gathers_of(const comm::HostGroups& groups) {
+  const comm::CommunicatorPtr across = comm::as_wanted(groups.across);
+  if (!across->is_stream_ordered()) {
+    return make_flat_gathers(comm::make_hierarchical_communicator(groups));
+  }
+  return make_hierarchical_gathers(across, comm::as_wanted(groups.gather));
+}
 
 // On the ranks of `num_hosts` pretended hosts; one host gathers in one hop.
 void on_hosts(int num_hosts, int ranks_per_host, const Body& body) {
@@ -19,22 +29,12 @@ void on_hosts(int num_hosts, int ranks_per_host, const Body& body) {
                     });
     return;
   }
-  std::vector<std::vector<comm::CommunicatorPtr>> across;
-  std::vector<std::vector<comm::CommunicatorPtr>> within;
-  for (int i = 0; i < ranks_per_host; ++i) {
-    across.push_back(comm::make_local_world(num_hosts, "across"));
-  }
-  for (int i = 0; i < num_hosts; ++i) {
-    within.push_back(comm::make_local_world(ranks_per_host, "within"));
-  }
-  comm::run_ranks(
-      num_hosts * ranks_per_host,
-      [&](int rank, const comm::CommunicatorPtr& /*group*/) {
-        const int host = rank / ranks_per_host;
-        const int local = rank % ranks_per_host;
-        body(make_hierarchical_gathers(comm::as_wanted(across[local][host]),
-                                       comm::as_wanted(within[host][local])));
-      });
+  const comm::HostWorld world{num_hosts, ranks_per_host};
+  const std::vector<comm::HostGroups> groups = world.make_groups();
+  comm::run_ranks(world.size(),
+                  [&](int rank, const comm::CommunicatorPtr& /*group*/) {
+                    body(gathers_of(groups[rank]));
+                  });
 }
 
 // Three units; sizes that nothing divides, one that is gathered alone.

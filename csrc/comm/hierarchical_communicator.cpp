@@ -1,0 +1,307 @@
+#include "csrc/comm/hierarchical_communicator.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/host_hops.h"
+#include "csrc/comm/next_stamps.h"
+#include "csrc/comm/threaded_work.h"
+#include "csrc/common/check.h"
+#include "csrc/common/without_gil.h"
+#include "csrc/health/thread_name.h"
+
+namespace smp::comm {
+namespace {
+
+// Pieces that have left and not arrived; their shares have memory. Enough for
+// the network to have work while hosts sum.
+constexpr int kMostCrossing = 4;
+
+// A collective is over when the last of its legs has arrived.
+struct Leg {
+  std::shared_ptr<ThreadedWork> work;
+  HostHopsPtr hops;
+  bool is_last = true;
+};
+
+// The legs of all collectives, one after the other, in two threads.
+class Journey {
+ public:
+  explicit Journey(HostGroups groups) : groups_(std::move(groups)) {}
+
+  ~Journey() {
+    // The threads may be dropping tensors.
+    without_gil([this] {
+      if (end("aborted")) abort_hops();
+      if (leaver_.joinable()) leaver_.join();
+      if (arriver_.joinable()) arriver_.join();
+    });
+  }
+
+  const HostGroups& groups() const { return groups_; }
+
+  /// @throws Error where an earlier collective has failed, or after `abort`
+  WorkPtr begin(CallName call, std::vector<HostHopsPtr> all_hops) {
+    auto work = std::make_shared<ThreadedWork>(call);
+    const std::lock_guard lock(mutex_);
+    if (!error_.empty()) fail_call(call, error_);
+    for (HostHopsPtr& hops : all_hops) {
+      const bool is_last = &hops == &all_hops.back();
+      leaving_.push_back({work, std::move(hops), is_last});
+    }
+    if (all_hops.empty()) {
+      work->finish("");
+      return work;
+    }
+    if (!leaver_.joinable()) {
+      leaver_ = std::thread([this] { run(&Journey::leave_next, "smp-out-"); });
+      arriver_ = std::thread([this] { run(&Journey::arrive_next, "smp-in-"); });
+    }
+    changed_.notify_all();
+    return work;
+  }
+
+  void abort() {
+    end("aborted");
+    abort_hops();
+  }
+
+ private:
+  /// @return whether a thread is in the middle of a leg
+  bool end(const std::string& error) {
+    const std::lock_guard lock(mutex_);
+    if (error_.empty()) error_ = error;
+    for (const std::deque<Leg>* legs : {&leaving_, &crossing_}) {
+      for (const Leg& leg : *legs) leg.work->finish(error_);
+    }
+    for (const auto& work : on_the_way_) work->finish(error_);
+    changed_.notify_all();
+    return !on_the_way_.empty();
+  }
+
+  void abort_hops() {
+    groups_.scatter->abort();
+    groups_.across->abort();
+    groups_.gather->abort();
+  }
+
+  void run(bool (Journey::*go)(), const std::string& which) {
+    health::name_this_thread(which + groups_.flat->name());
+    const at::NoGradGuard no_grad;
+    try {
+      while ((this->*go)()) {
+      }
+    } catch (const std::exception& error) {
+      end(plain_text(error));
+    }
+  }
+
+  bool leave_next() {
+    Leg leg;
+    if (!take(leg, leaving_, [this] { return num_crossing_ < kMostCrossing; }))
+      return false;
+    leg.hops->leave(groups_);
+    const std::lock_guard lock(mutex_);
+    put_back(leg);
+    ++num_crossing_;
+    crossing_.push_back(std::move(leg));
+    changed_.notify_all();
+    return true;
+  }
+
+  bool arrive_next() {
+    Leg leg;
+    if (!take(leg, crossing_, [] { return true; })) return false;
+    leg.hops->arrive(groups_);
+    leg.hops.reset();  // its tensors are the caller's again
+    const std::lock_guard lock(mutex_);
+    put_back(leg);
+    --num_crossing_;
+    if (leg.is_last) leg.work->finish("");
+    changed_.notify_all();
+    return true;
+  }
+
+  // The next leg, once it may go; false at the end.
+  template <typename May>
+  bool take(Leg& leg, std::deque<Leg>& legs, May&& may) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock,
+                  [&] { return !error_.empty() || (!legs.empty() && may()); });
+    if (!error_.empty()) return false;
+    leg = std::move(legs.front());
+    legs.pop_front();
+    on_the_way_.push_back(leg.work);
+    return true;
+  }
+
+  void put_back(const Leg& leg) {
+    on_the_way_.erase(
+        std::find(on_the_way_.begin(), on_the_way_.end(), leg.work));
+  }
+
+  const HostGroups groups_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string error_;  // why nothing goes on; empty: it does
+  std::deque<Leg> leaving_;
+  std::deque<Leg> crossing_;
+  std::vector<std::shared_ptr<ThreadedWork>> on_the_way_;  // in the threads
+  int num_crossing_ = 0;  // legs that have left and have not arrived
+  std::thread leaver_;
+  std::thread arriver_;
+};
+
+at::Tensor line_of(const at::Tensor& tensor) {
+  return tensor.detach().view({-1});
+}
+
+class HierarchicalCommunicator final : public Communicator {
+ public:
+  explicit HierarchicalCommunicator(HostGroups groups)
+      : flat_(groups.flat),
+        info_(std::make_shared<GroupInfo>(
+            GroupInfo{flat_->name(), flat_->group_rank(), flat_->size()})),
+        is_host_by_host_(groups.is_host_by_host),
+        journey_(std::move(groups)) {}
+
+  int group_rank() const override { return info_->group_rank; }
+  int size() const override { return info_->size; }
+  const std::string& name() const override { return info_->name; }
+
+  WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
+    CallName call{info_, "all_reduce"};
+    check_reducible(tensor, call);
+    check_cpu_tensor(tensor, call);
+    const at::Tensor line = line_of(tensor);
+    const int64_t per_host = journey_.groups().scatter->size();
+    const int64_t piece =
+        kShareBytes / static_cast<int64_t>(line.element_size()) * per_host;
+    const uint64_t stamp = stamps_.take();
+    std::vector<HostHopsPtr> hops;
+    for (int64_t begin = 0; begin < line.numel(); begin += piece) {
+      const int64_t numel = std::min(piece, line.numel() - begin);
+      hops.push_back(make_sum_hops(line.narrow(0, begin, numel), op, stamp));
+    }
+    return journey_.begin(std::move(call), std::move(hops));
+  }
+
+  WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
+                         ReduceOp op) override {
+    if (!is_host_by_host_) {
+      return flat().reduce_scatter(std::move(output), input, op);
+    }
+    CallName call{info_, "reduce_scatter"};
+    check_reducible(input, call);
+    check_parts(input, output, call);
+    check_cpu_tensor(input, call);
+    std::vector<HostHopsPtr> hops;
+    const uint64_t stamp = stamps_.take();
+    if (input.numel() > 0) {
+      hops.push_back(
+          make_scatter_hops(line_of(output), line_of(input), op, stamp));
+    }
+    return journey_.begin(std::move(call), std::move(hops));
+  }
+
+  WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override {
+    if (!is_host_by_host_) return flat().all_gather(std::move(output), input);
+    CallName call{info_, "all_gather"};
+    check_parts(output, input, call);
+    check_cpu_tensor(input, call);
+    std::vector<HostHopsPtr> hops;
+    const uint64_t stamp = stamps_.take();
+    if (input.numel() > 0) {
+      hops.push_back(make_gather_hops(line_of(output), line_of(input), stamp));
+    }
+    return journey_.begin(std::move(call), std::move(hops));
+  }
+
+  /// Ranks of one host compare it, where their transport does.
+  bool stamp_next(uint64_t stamp) override {
+    stamps_.set(stamp);
+    return false;
+  }
+
+  void abort() override {
+    journey_.abort();
+    flat_->abort();
+  }
+
+  // ---- as the flat group does it
+
+  WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
+    return flat_->send(tensor, dst, tag);
+  }
+  WorkPtr recv(at::Tensor tensor, int src, int tag) override {
+    return flat_->recv(std::move(tensor), src, tag);
+  }
+  WorkPtr recv_any(at::Tensor tensor, int tag) override {
+    return flat_->recv_any(std::move(tensor), tag);
+  }
+  WorkPtr broadcast(at::Tensor tensor, int root) override {
+    return flat().broadcast(std::move(tensor), root);
+  }
+  WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
+    return flat().all_to_all(std::move(output), input);
+  }
+  WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
+                       const Counts& output_counts,
+                       const Counts& input_counts) override {
+    return flat().all_to_all_v(std::move(output), input, output_counts,
+                               input_counts);
+  }
+  WorkPtr barrier() override { return flat().barrier(); }
+
+ private:
+  Communicator& flat() {
+    if (const uint64_t stamp = stamps_.take()) flat_->stamp_next(stamp);
+    return *flat_;
+  }
+
+  const CommunicatorPtr flat_;
+  const std::shared_ptr<const GroupInfo> info_;
+  const bool is_host_by_host_;
+  NextStamps stamps_;
+  Journey journey_;
+};
+
+}  // namespace
+
+CommunicatorPtr make_hierarchical_communicator(HostGroups groups) {
+  const auto& [flat, scatter, across, gather, is_host_by_host] = groups;
+  SMP_CHECK_VALUE(flat && scatter && across && gather,
+                  "make_hierarchical_communicator: expected four groups");
+  SMP_CHECK_VALUE(scatter->size() >= 2 && across->size() >= 2 &&
+                      scatter->size() * across->size() == flat->size() &&
+                      gather->size() == scatter->size() &&
+                      gather->group_rank() == scatter->group_rank(),
+                  "make_hierarchical_communicator: ", across->size(),
+                  " hosts with ", scatter->size(), " and ", gather->size(),
+                  " ranks do not make up the ", flat->size(), " ranks of ",
+                  flat->name());
+  SMP_CHECK_VALUE(
+      !is_host_by_host ||
+          flat->group_rank() ==
+              across->group_rank() * scatter->size() + scatter->group_rank(),
+      "make_hierarchical_communicator: group rank ", flat->group_rank(), " of ",
+      flat->name(), " is rank ", scatter->group_rank(), " of host ",
+      across->group_rank(), ", which is not host by host");
+  for (const CommunicatorPtr& group : {flat, scatter, across, gather}) {
+    SMP_CHECK_VALUE(!group->is_stream_ordered(),
+                    "make_hierarchical_communicator: ", group->name(),
+                    " is of a device");
+  }
+  return std::make_shared<HierarchicalCommunicator>(std::move(groups));
+}
+
+}  // namespace smp::comm

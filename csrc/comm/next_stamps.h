@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace smp::comm {
+
+/// The stamps that threads have given to the collectives they issue next; see
+/// `Communicator::stamp_next`. Thread-safe.
+class NextStamps {
+ public:
+  void set(uint64_t stamp) {
+    const std::lock_guard lock(mutex_);
+    stamps_[std::this_thread::get_id()] = stamp;
+  }
+
+  /// That of the calling thread, once; 0: it has given none.
+  uint64_t take() {
+    const std::lock_guard lock(mutex_);
+    const auto found = stamps_.find(std::this_thread::get_id());
+    if (found == stamps_.end()) return 0;
+    return stamps_.extract(found).mapped();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::thread::id, uint64_t> stamps_;
+};
+
+}  // namespace smp::comm
