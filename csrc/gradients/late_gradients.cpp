@@ -7,14 +7,15 @@
 namespace smp::gradients {
 
 void LateGradients::reduce(const std::vector<bool>& late, double pass_divisor,
-                           Lock& lock) {
+                           bool goes_further, Lock& lock) {
   for (int b = 0; b < buckets_.size(); ++b) {
-    reduce_bucket(b, late, pass_divisor, lock);
+    reduce_bucket(b, late, pass_divisor, goes_further, lock);
   }
 }
 
 void LateGradients::reduce_bucket(int bucket_idx, const std::vector<bool>& late,
-                                  double pass_divisor, Lock& lock) {
+                                  double pass_divisor, bool goes_further,
+                                  Lock& lock) {
   const Bucket& plan = buckets_.plan().buckets[bucket_idx];
   std::vector<BucketSlot> slots;  // packed without gaps
   int64_t numel = 0;
@@ -38,17 +39,26 @@ void LateGradients::reduce_bucket(int bucket_idx, const std::vector<bool>& late,
   }
   const double divisor = pass_divisor * plan.divisor;
   if (divisor != 1) sum.div_(divisor);
-  const comm::WorkPtr work =
-      groups_.first().all_reduce(sum, comm::ReduceOp::kSum);
-  lock.unlock();
-  comm::follow(
-      *work, groups_.patience(), groups_.first(),
-      detail::concat("reduction of late gradients of bucket ", bucket_idx));
-  lock.lock();
+  sum_over(groups_.first(), sum, bucket_idx, lock);
+  if (goes_further) {
+    for (const comm::CommunicatorPtr& group : groups_.further()) {
+      sum_over(*group, sum, bucket_idx, lock);
+    }
+  }
   for (const BucketSlot& slot : slots) {
     buckets_[bucket_idx].add_late(buckets_.slot_of(slot.record_idx),
                                   part(slot));
   }
+}
+
+void LateGradients::sum_over(comm::Communicator& group, const at::Tensor& sum,
+                             int bucket_idx, Lock& lock) {
+  const comm::WorkPtr work = group.all_reduce(sum, comm::ReduceOp::kSum);
+  lock.unlock();
+  comm::follow(
+      *work, groups_.patience(), group,
+      detail::concat("reduction of late gradients of bucket ", bucket_idx));
+  lock.lock();
 }
 
 }  // namespace smp::gradients

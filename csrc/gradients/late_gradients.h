@@ -32,13 +32,18 @@ class LateGradients {
   bool has(int param_idx) const { return grads_.contains(param_idx); }
 
   /// Sums them over the ranks of the first sum and adds them to it.
-  /// @param late  by parameter: some rank has such gradients
-  /// @param lock  not held while it waits for other ranks
-  void reduce(const std::vector<bool>& late, double pass_divisor, Lock& lock);
+  /// @param late         by parameter: some rank has such gradients
+  /// @param goes_further  what they are added to is summed over the further
+  ///                      groups already: so are they
+  /// @param lock         not held while it waits for other ranks
+  void reduce(const std::vector<bool>& late, double pass_divisor,
+              bool goes_further, Lock& lock);
 
  private:
   void reduce_bucket(int bucket_idx, const std::vector<bool>& late,
-                     double pass_divisor, Lock& lock);
+                     double pass_divisor, bool goes_further, Lock& lock);
+  void sum_over(comm::Communicator& group, const at::Tensor& sum,
+                int bucket_idx, Lock& lock);
 
   const ReducedParameters& parameters_;
   const BucketTable& buckets_;

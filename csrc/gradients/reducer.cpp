@@ -118,7 +118,7 @@ void Reducer::open(int num_microbatches, Phase phase) {
   active_ = any_active_ = false;
   counts_.begin_step(num_microbatches);
   order_.begin(num_microbatches, counts_.per_microbatch());
-  round_.begin_first(num_microbatches);
+  round_.begin_first(num_microbatches, is_last_pass());
 }
 
 void Reducer::begin_implicit_step() {
@@ -220,6 +220,7 @@ bool Reducer::in_step() const {
 Reducer::Stats Reducer::stats() const {
   const Lock lock(mutex_);
   Stats stats = stats_;
+  stats.num_early_hops = round_.num_early_hops();
   stats.flat_bytes = buckets_.pool().held_bytes();
   stats.peak_flat_bytes = buckets_.pool().peak_bytes();
   return stats;

@@ -134,9 +134,9 @@ std::vector<bool> Reducer::finish_sums(Lock& lock) {
                                 "exchange of used parameters");
   lock.lock();
   round_.settle_all(lock);
-  late_.reduce({flags.begin() + num_params, flags.end()}, round_.pass_divisor(),
-               lock);
   if (is_last_pass()) round_.reduce_further(lock);
+  late_.reduce({flags.begin() + num_params, flags.end()}, round_.pass_divisor(),
+               is_last_pass(), lock);
   stats_.num_late_parameters += late_.num_parameters();
   late_.clear();
   return {flags.begin(), flags.begin() + num_params};

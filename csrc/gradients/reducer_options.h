@@ -43,8 +43,10 @@ struct ReducerOptions {
 
 /// What a `Reducer` has done.
 struct ReducerStats {
-  int64_t num_reductions = 0;       ///< steps that were reduced
-  int64_t num_early_buckets = 0;    ///< reduced while backward went on
+  int64_t num_reductions = 0;     ///< steps that were reduced
+  int64_t num_early_buckets = 0;  ///< reduced while backward went on
+  /// Sums over further groups that began while backward went on.
+  int64_t num_early_hops = 0;
   int64_t num_late_parameters = 0;  ///< needed a second round
   int64_t num_rounds = 0;           ///< sums over ranks that were begun
   /// Of full buckets where gradients are sharded; between steps none.

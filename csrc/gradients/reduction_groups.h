@@ -1,6 +1,7 @@
 #pragma once
 
 #include <utility>
+#include <vector>
 
 #include "csrc/gradients/reducer_options.h"
 
@@ -27,6 +28,11 @@ class ReductionGroups {
   /// Of the first sum.
   comm::Communicator& first() const {
     return options_.is_sharded() ? *options_.sharding->shard : *dp_;
+  }
+  /// What follows the first sum, in this order.
+  std::vector<comm::CommunicatorPtr> further() const {
+    return options_.is_sharded() ? options_.sharding->further
+                                 : std::vector<comm::CommunicatorPtr>();
   }
   const comm::Patience& patience() const { return options_.patience; }
 

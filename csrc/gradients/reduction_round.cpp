@@ -25,9 +25,11 @@ bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
 
 }  // namespace
 
-void ReductionRound::begin_first(int num_microbatches) {
+void ReductionRound::begin_first(int num_microbatches, bool is_last_pass) {
   num_microbatches_ = num_microbatches;
   round_idx_ = 0;
+  is_last_pass_ = is_last_pass;
+  num_hopped_ = 0;
   begin();
 }
 
@@ -62,6 +64,11 @@ void ReductionRound::launch_header() {
 }
 
 void ReductionRound::launch_next() {
+  SMP_CHECK(num_hopped_ == 0 || may_go_further(),
+            "a gradient came behind the last microbatch of its step, when the "
+            "sums over ",
+            buckets_[num_launched_].group().name(),
+            " had begun; call backward inside the step function");
   if (groups_.has_peers()) launch_header();
   buckets_[num_launched_].launch(pass_divisor());
   ++num_launched_;
@@ -126,7 +133,21 @@ void ReductionRound::settle_next() {
   comm::follow(*bucket.work(), groups_.patience(), bucket.group(),
                "reduction of a bucket");
   bucket.settle();
+  if (go_further(num_settled_)) ++num_early_hops_;
   ++num_settled_;
+}
+
+bool ReductionRound::may_go_further() const {
+  if (!options_.is_sharded() || !is_last_pass_) return false;
+  if (!groups_.has_peers() || groups_.is_stream_ordered()) return false;
+  return !options_.every_microbatch() || round_idx_ == num_microbatches_ - 1;
+}
+
+// Buckets end in one order on all ranks, hence these sums begin in one.
+bool ReductionRound::go_further(int bucket_idx) {
+  if (!may_go_further() || !buckets_[bucket_idx].launch_hop(0)) return false;
+  ++num_hopped_;
+  return true;
 }
 
 // Moves sums on that need their ranks for it, and takes back the memory of
@@ -143,14 +164,16 @@ void ReductionRound::settle_all(Lock& lock) {
   for (; num_settled_ < num_launched_; ++num_settled_) {
     await(num_settled_, lock);
     buckets_[num_settled_].settle();
+    go_further(num_settled_);
   }
 }
 
 void ReductionRound::reduce_further(Lock& lock) {
   for (int hop_idx = 0;; ++hop_idx) {
-    bool has_hop = false;
-    for (const auto& bucket : buckets_) {
-      has_hop = bucket->launch_hop(hop_idx) || has_hop;
+    const int num_begun = hop_idx == 0 ? num_hopped_ : 0;
+    bool has_hop = num_begun > 0;
+    for (int b = num_begun; b < buckets_.size(); ++b) {
+      has_hop = buckets_[b].launch_hop(hop_idx) || has_hop;
     }
     if (!has_hop) return;
     for (int b = 0; b < buckets_.size(); ++b) {

@@ -36,7 +36,8 @@ class ReductionRound {
       : buckets_(buckets), groups_(groups), options_(options) {}
 
   /// The first round of a step begins, or another one.
-  void begin_first(int num_microbatches);
+  /// @param is_last_pass  the sums of this step go on over the further groups
+  void begin_first(int num_microbatches, bool is_last_pass);
   void begin_next();
   /// A gradient has come here.
   void note_gradient() { is_active_ = true; }
@@ -65,8 +66,13 @@ class ReductionRound {
   void settle_finished();
   /// Waits for all.
   void settle_all(Lock& lock);
-  /// What follows the first sums where shards are kept.
+  /// What follows the first sums where shards are kept, as far as it has not
+  /// begun behind each of them: that it does in the last round of a step whose
+  /// sums are the host's. On a device all groups have to be used in one order
+  /// on all ranks, and which sums are over in the middle of a backward differs.
   void reduce_further(Lock& lock);
+  /// Further sums that began while gradients still came, of all steps.
+  int64_t num_early_hops() const { return num_early_hops_; }
 
   /// Operations of it may be in flight.
   bool is_under_way() const { return header_work_ != nullptr; }
@@ -79,6 +85,8 @@ class ReductionRound {
   void begin();
   void launch_header();
   void settle_next();
+  bool go_further(int bucket_idx);
+  bool may_go_further() const;
   void await(int bucket_idx, Lock& lock) const;
 
   const BucketTable& buckets_;
@@ -87,6 +95,9 @@ class ReductionRound {
 
   int num_microbatches_ = 0;  // of the step
   int round_idx_ = 0;         // in it
+  bool is_last_pass_ = false;
+  int64_t num_early_hops_ = 0;
+  int num_hopped_ = 0;  // buckets whose first further sum began, in index order
   bool is_active_ = false;
   at::Tensor header_;
   comm::WorkPtr header_work_;

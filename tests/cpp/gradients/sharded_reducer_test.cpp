@@ -313,6 +313,44 @@ TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
   });
 }
 
+// The sum over copies of a bucket begins when its sum over shards is there, and
+// not before the last microbatch and the last pass. Of a device it does not.
+TEST(ShardedReducerUse, further_sums_begin_while_gradients_come) {
+  for (const bool every_microbatch : {false, true}) {
+    for (const int passes : {1, 2}) {
+      on_grid({2, 2, 1}, [&](int group_rank, const ShardGroups& groups) {
+        Reducer::Options options =
+            sharded_options(groups, true, every_microbatch);
+        options.passes_per_reduction = passes;
+        ShardedRank rank(kFourShardedBuckets, groups, options);
+        int64_t expected = 0;
+        for (int step = 0; step < 4; ++step) {
+          if (step % passes == 0) rank.zero_grad();
+          const bool is_last_pass = step % passes == passes - 1;
+          rank.reducer->begin_step(2);
+          for (int mb = 0; mb < 2; ++mb) {
+            for (int i = 3; i >= 0; --i) {
+              rank.contribute(i, mb, group_rank + i);
+              // So the sum of the bucket is there when the next one comes.
+              groups.plain->barrier()->wait(std::chrono::seconds(20));
+            }
+            const bool is_early = is_last_pass && mb == 1;
+            if (is_early && !groups.dp->is_stream_ordered()) expected += 3;
+            EXPECT_EQ(rank.reducer->stats().num_early_hops, expected);
+            rank.reducer->finish_microbatch(mb);
+          }
+          rank.reducer->end_step();
+          if (!is_last_pass) continue;
+          for (int i = 0; i < 4; ++i) {
+            EXPECT_TRUE(rank.grad(i).equal(
+                at::full_like(rank.grad(i), passes * (1.5 + i))));
+          }
+        }
+      });
+    }
+  }
+}
+
 TEST(ShardedReducerUse, late_gradients_are_summed_in_a_second_round) {
   for (const bool every_microbatch : {false, true}) {
     on_grid({2, 2, 1}, [&](int group_rank, const ShardGroups& groups) {
