@@ -56,8 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "alone: measures times or what is left on the machine, or needs all of its file in one "
-        "process; not beside other tests",
+        "waits: waits for limits of seconds and for processes that end, and measures how long that "
+        "takes; beside other tests, ahead of them",
+    )
+    config.addinivalue_line(
+        "markers",
+        "alone: measures a speed, or what is left on the machine; not beside other tests",
     )
     if ABSENT:
         config.pluginmanager.register(SkipsWithoutPackages())

@@ -13,7 +13,7 @@ import pytest
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, Started, run_ranks, start_ranks, wait_for_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
 HANG_S = 3.0

@@ -24,7 +24,7 @@ from tests.dist.processes import (
     wait_for_ranks,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "fault.py"
 LIMIT_S = 10.0

@@ -13,7 +13,7 @@ import smp
 from smp.world import runtime, thread_device
 from tests.dist.pool import Pool
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 
 def error_of_init(rank: int, config: Any) -> str:

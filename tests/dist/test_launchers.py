@@ -16,7 +16,7 @@ from tests.dist.processes import REPO, launch, mpirun, run_ranks
 from tests.dist.scripts.train_small import CASE
 from tests.reference.single_process import train_reference
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "train_small.py"
 

@@ -16,7 +16,7 @@ import pytest
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
 ALL = os.environ.get("SMP_GRID") == "all"

@@ -31,7 +31,7 @@ from tests.dist.processes import (
     wait_for_ranks,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "robust.py"
 EXIT_RESUME = 75

@@ -14,7 +14,7 @@ from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import REPO, HostRanks
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.waits,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 

@@ -4,18 +4,20 @@ and say which host cannot be reached.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.dist.pool import Pool
-from tests.dist.processes import Ended, Started
+from tests.dist.processes import Ended, Started, wait_for_ranks
 from tests.dist.zygote import MONOTONIC_VARIABLE
 from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import REPO, HostRanks
@@ -23,7 +25,7 @@ from tests.hosts.train_on import CASE
 from tests.reference.single_process import train_reference
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.waits,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
@@ -123,6 +125,9 @@ def test_clocks_that_count_from_another_boot_change_no_number(pool: Pool, pp: in
 # ---- faults that stay ----------------------------------------------------------
 
 
+Fault = Callable[[Network, Started], None]
+
+
 def cut(network: Network, started: Started) -> None:
     network.cut(1)
 
@@ -136,21 +141,41 @@ def vanish(network: Network, started: Started) -> None:
     os.kill(started.pids[1], signal.SIGKILL)  # nothing of it can say goodbye
 
 
+FAULTS = [(fault, pp) for fault in (cut, silence, vanish) for pp in (1, 2)]
+
+
+class Faulty(NamedTuple):
+    """A job that has lost a host, and when."""
+
+    started: Started
+    began_s: float
+
+
+@pytest.fixture(scope="module")
+def faulty_jobs(pool: Pool) -> Iterator[dict[tuple[Fault, int], Faulty]]:
+    """One after the other they train and lose a host; all at once they wait for it to come back."""
+    with contextlib.ExitStack() as networks:
+        jobs: dict[tuple[Fault, int], Faulty] = {}
+        for fault, pp in FAULTS:
+            network = networks.enter_context(Network(2))
+            argv = [str(pp), str(FOREVER)]
+            started = HostRanks(network, pool).start_script(SCRIPT, argv, timeout=120)
+            wait_for_step(started, 5)
+            jobs[fault, pp] = Faulty(started, time.monotonic())
+            fault(network, started)
+        yield jobs
+
+
 @pytest.mark.sample(keep=0)
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("fault", [cut, silence, vanish])
+@pytest.mark.parametrize(("fault", "pp"), FAULTS)
 def test_a_host_that_is_gone_ends_the_job(
-    pool: Pool, fault: Callable[[Network, Started], None], pp: int
+    pool: Pool, faulty_jobs: dict[tuple[Fault, int], Faulty], fault: Fault, pp: int
 ) -> None:
-    with Network(2) as network:
-        ranks = HostRanks(network, pool)
-        started = ranks.start_script(SCRIPT, [str(pp), str(FOREVER)], timeout=90)
-        wait_for_step(started, 5)
-        began_s = time.monotonic()
-        fault(network, started)
-        results = ranks.wait(started)
+    job = faulty_jobs[fault, pp]
     check_ended(
-        results, began_s, {0: {"host1"}} if fault is vanish else {0: {"host1"}, 1: {"host0"}}
+        wait_for_ranks(pool, job.started),
+        job.began_s,
+        {0: {"host1"}} if fault is vanish else {0: {"host1"}, 1: {"host0"}},
     )
 
 

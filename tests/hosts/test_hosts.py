@@ -21,7 +21,7 @@ from tests.hosts.ranks import HostRanks, Launched
 from tests.hosts.traffic import Measured, send_objects, train_pipelines
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.waits,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 

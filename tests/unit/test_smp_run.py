@@ -17,7 +17,7 @@ from smp_cli.supervisor import EXIT_RESUME, Attempt
 
 from tests.conftest import REPO
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 PYTHON = str(REPO / "python")
 
