@@ -85,6 +85,12 @@ void Scheduler::make_ready_locked(Context* context) {
   choice_.add_ready(context);
 }
 
+void Scheduler::end_backward(int64_t mb) {
+  Lock lock(mutex_);
+  choice_.end_backward(mb);
+  dispatch_locked();
+}
+
 void Scheduler::end_microbatch(int64_t mb) {
   Lock lock(mutex_);
   choice_.end_microbatch(mb);

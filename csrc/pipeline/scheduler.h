@@ -83,6 +83,9 @@ class Scheduler {
   /// Adds the next task that the leader published.
   void add_agreed(int64_t step, const TaskKey& key);
 
+  /// No module of a microbatch has a backward to come, on any rank. Gradients
+  /// of weights that were put off may still be to come.
+  void end_backward(int64_t mb);
   /// Nothing of a microbatch is kept on any rank any more.
   void end_microbatch(int64_t mb);
   /// An action of the schedule has nothing to do here.

@@ -282,6 +282,8 @@ void Steps::end_body(int mb) {
 }
 
 void Steps::finish_microbatch(int mb) {
+  // Forwards may wait for it, and with them gradients of weights.
+  parts_.scheduler.end_backward(mb);
   if (parts_.weights.puts_off_end(mb)) return;
   parts_.announcements.end_microbatch(mb);
   parts_.callee.end_microbatch(mb);

@@ -13,6 +13,8 @@ void TaskChoice::begin_step(const StepOptions& options) {
   order_ = schedule::ExecutedOrder();
   last_action_.reset();
   ended_microbatches_.clear();
+  num_backwards_.clear();
+  going_back_.clear();
 }
 
 void TaskChoice::add_body(Context* context) {
@@ -46,8 +48,27 @@ bool TaskChoice::note_turn(const Context& context) {
   }
   if (context.state == Context::State::kNotStarted) {
     executed_.push_back(context.key);
+    if (action && action->phase == Phase::kBackward) {
+      count_backward(action->mb);
+    }
   }
   return begins_task;
+}
+
+// A backward of several modules frees the last of its activations with the
+// last of them, and its requests come one by one: between two of them this rank
+// may have nothing to do but a forward. How many will come, the microbatches
+// before have told; where one has fewer, its end counts.
+void TaskChoice::count_backward(int64_t mb) {
+  const int count = ++num_backwards_[mb];
+  std::erase(going_back_, mb);
+  if (count < expected_backwards_) going_back_.push_back(mb);
+}
+
+void TaskChoice::end_backward(int64_t mb) {
+  std::erase(going_back_, mb);
+  const auto found = num_backwards_.find(mb);
+  if (found != num_backwards_.end()) expected_backwards_ = found->second;
 }
 
 void TaskChoice::note_end(const Context& context) {
@@ -91,6 +112,7 @@ StepProgress TaskChoice::progress() const {
     progress.active_microbatches = options_.active_microbatches;
     progress.begun = order_.begun();
     progress.ended = ended_microbatches_;
+    progress.going_back = going_back_;
   }
   if (!options_.is_driver) return progress;
   // The first body runs while the others are still being added.

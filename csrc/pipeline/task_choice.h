@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -92,6 +93,8 @@ class TaskChoice {
   ///     belongs to no action, nor with a further part of the last action
   bool note_turn(const Context& context);
   void note_end(const Context& context);
+  /// No module of a microbatch has a backward to come.
+  void end_backward(int64_t mb);
   /// Nothing of a microbatch is kept on any rank any more.
   void end_microbatch(int64_t mb) { ended_microbatches_.push_back(mb); }
   /// An action of the schedule has nothing to do here.
@@ -105,6 +108,7 @@ class TaskChoice {
   bool body_may_start() const;
   StepProgress progress() const;
   std::optional<Action> action_of(const Context& context) const;
+  void count_backward(int64_t mb);
   std::vector<ReadyTask> ready_tasks() const;
   std::optional<size_t> find_agreed(const std::vector<ReadyTask>& tasks);
   std::optional<size_t> pick(const std::vector<ReadyTask>& tasks) const;
@@ -123,6 +127,10 @@ class TaskChoice {
   schedule::ExecutedOrder order_;
   std::optional<Action> last_action_;
   std::vector<int64_t> ended_microbatches_;
+  std::map<int64_t, int> num_backwards_;  // modules, by microbatch
+  std::vector<int64_t> going_back_;
+  // Of a microbatch: as many as the last one had, also of earlier steps.
+  int expected_backwards_ = 0;
 };
 
 }  // namespace smp::pipeline

@@ -18,7 +18,11 @@ bool is_beyond_1f1b(const ReadyTask& forward, const StepProgress& progress) {
   for (const Action& action : progress.begun) {
     if (action.mb >= forward.key.mb) continue;
     if (action.phase == Phase::kForward) held.insert({action.mb, action.chunk});
-    if (action.phase == Phase::kBackward) held.erase({action.mb, action.chunk});
+    if (action.phase == Phase::kBackward &&
+        std::ranges::find(progress.going_back, action.mb) ==
+            progress.going_back.end()) {
+      held.erase({action.mb, action.chunk});
+    }
   }
   int num_held = 0;
   int64_t last = -1;

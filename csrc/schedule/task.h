@@ -77,6 +77,9 @@ struct StepProgress {
   std::span<const Action> begun = {};
   /// Microbatches that are over: nothing of them is kept on any rank.
   std::span<const int64_t> ended = {};
+  /// Those whose backward has begun here, and of which more modules are to
+  /// come: they are still kept.
+  std::span<const int64_t> going_back = {};
 };
 
 }  // namespace smp::schedule

@@ -12,12 +12,28 @@ class TaskChoiceTest : public ::testing::Test {
  protected:
   void begin(const char* policy_name, int num_microbatches, int active,
              OrderRole order = OrderRole::kFree) {
+    options.order = order;
+    begin_with_bodies(policy_name, num_microbatches, active);
+  }
+
+  // The last of two ranks, with a policy that lets forwards wait.
+  void begin_behind(int num_microbatches) {
+    options.is_driver = false;
+    options.lets_wait = true;
+    options.num_partitions = 2;
+    options.depth = 1;
+    contexts.clear();
+    begin_with_bodies("interleaved", num_microbatches, 2);
+    ASSERT_TRUE(turn());  // bodies
+    ASSERT_TRUE(turn());
+  }
+
+  void begin_with_bodies(const char* policy_name, int num_microbatches,
+                         int active) {
     policy = schedule::make_policy(policy_name);
-    StepOptions options;
     options.policy = policy.get();
     options.num_microbatches = num_microbatches;
     options.active_microbatches = active;
-    options.order = order;
     choice.begin_step(options);
     for (int mb = 0; mb < num_microbatches; ++mb) {
       choice.add_body(make(Phase::kForward, mb, TaskKey::kStepBody));
@@ -38,7 +54,15 @@ class TaskChoiceTest : public ::testing::Test {
     return chosen;
   }
 
+  // A request that this rank serves in its next turn.
+  bool serves(Phase phase, int64_t mb, int64_t module_id) {
+    Context* context = make(phase, mb, module_id);
+    choice.add_ready(context);
+    return turn() == context;
+  }
+
   std::unique_ptr<Policy> policy;
+  StepOptions options;
   TaskChoice choice;
   std::vector<std::unique_ptr<Context>> contexts;
 };
@@ -100,6 +124,38 @@ TEST_F(TaskChoiceTest,
   other->waits_for = kTurn;
   choice.add_ready(other);
   EXPECT_FALSE(choice.may_begin_backward(kTurn));
+}
+
+TEST_F(TaskChoiceTest, a_forward_waits_for_all_of_the_backward_before_it) {
+  begin_behind(2);
+  ASSERT_TRUE(serves(Phase::kForward, 0, 1));
+  ASSERT_TRUE(serves(Phase::kForward, 0, 2));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 2));
+  // Nothing has told yet that there is another module.
+  ASSERT_TRUE(serves(Phase::kForward, 1, 1));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 1));
+  choice.end_backward(0);
+
+  begin_behind(2);
+  ASSERT_TRUE(serves(Phase::kForward, 0, 1));
+  ASSERT_TRUE(serves(Phase::kForward, 0, 2));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 2));
+  EXPECT_FALSE(serves(Phase::kForward, 1, 1));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 1));
+  EXPECT_EQ(turn()->key, (TaskKey{Phase::kForward, 1, 1, 0, 0}));
+}
+
+TEST_F(TaskChoiceTest, a_backward_with_fewer_modules_ends_with_its_microbatch) {
+  begin_behind(3);
+  ASSERT_TRUE(serves(Phase::kForward, 0, 1));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 1));
+  ASSERT_TRUE(serves(Phase::kBackward, 0, 2));
+  choice.end_backward(0);
+  ASSERT_TRUE(serves(Phase::kForward, 1, 1));
+  ASSERT_TRUE(serves(Phase::kBackward, 1, 1));
+  EXPECT_FALSE(serves(Phase::kForward, 2, 1));
+  choice.end_backward(1);
+  EXPECT_EQ(turn()->key, (TaskKey{Phase::kForward, 2, 1, 0, 0}));
 }
 
 }  // namespace

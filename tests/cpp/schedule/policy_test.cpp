@@ -111,6 +111,13 @@ TEST(Policy, forward_waits_while_1f1b_would_keep_no_more) {
         << name;
     const ActionList later = parse_actions("F3 F4 F5");
     EXPECT_TRUE(policy->pick(next, third_of_four(later)).has_value()) << name;
+    // One whose backward has further modules on this rank is still kept.
+    const std::vector<int64_t> first = {0};
+    StepProgress goes_back = third_of_four(one_left);
+    goes_back.going_back = first;
+    EXPECT_FALSE(policy->pick(next, goes_back).has_value()) << name;
+    goes_back.ended = first;
+    EXPECT_TRUE(policy->pick(next, goes_back).has_value()) << name;
     // A microbatch that is over counts no more, backward or not.
     const std::vector<int64_t> ended = {1};
     StepProgress over = third_of_four(two);
