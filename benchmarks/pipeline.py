@@ -4,12 +4,14 @@ Trains a GPT-style model, as plain modules and as Hugging Face GPT-J and Llama, 
 one thread each: smp with its own partition, `torch.distributed.pipelining` cut by hand into equal
 blocks, and the model in one process, in turns and in the same processes. ``--pipelines-only``
 leaves the one process out, which is shorter and says nothing of ideal and simulated times. With
-``--ranks 4`` on two cores only the CPU seconds say something.
+``--ranks 4`` on two cores only the CPU seconds say something. Each case has processes of its own:
+what one has kept must not count as the next one's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -21,30 +23,42 @@ from environment import REPO, describe
 from pipeline_report import AIMS, MAX_PREDICTION_ERROR
 from run import launch
 
+from smp import _C
+
 SHAPE = {"num_layers": 8, "hidden": 512, "num_heads": 8, "vocab_size": 4096, "seq_len": 128}
 QUICK = {"num_layers": 8, "hidden": 128, "num_heads": 4, "vocab_size": 1024, "seq_len": 64}
 REPEATS = {4: 5, 8: 4, 16: 3}
 TIMEOUT_S = 3600
 
 
-def worker_config(args: argparse.Namespace) -> dict[str, Any]:
+def worker_config(args: argparse.Namespace, kind: str, microbatches: int) -> dict[str, Any]:
     shape = dict(QUICK if args.quick else SHAPE)
     shape |= {key: n for key in ("hidden", "vocab_size", "seq_len") if (n := getattr(args, key))}
     return {
         "shape": shape,
         "pipeline": args.pipeline,
-        "active": args.active,
+        "active": in_flight(args, microbatches),
         "pipelines_only": args.pipelines_only,
         "microbatch_size": 4,
         "num_ranks": args.ranks,
-        "kinds": args.models,
-        "microbatches": [[m, args.repeats or REPEATS.get(m, 3)] for m in args.microbatches],
+        "kind": kind,
+        "microbatches": microbatches,
+        "repeats": args.repeats or REPEATS.get(microbatches, 3),
         "one_process_microbatches": 4 if args.quick else 2,
         # On more ranks than cores they would disturb each other.
         "one_process_everywhere": args.ranks <= len(os.sched_getaffinity(0)),
         "memory_weight": args.memory_weight,
         "cut": args.cut,
+        "trace": str(args.trace / f"{kind}_{args.pipeline}_{microbatches}") if args.trace else "",
     }
+
+
+def in_flight(args: argparse.Namespace, microbatches: int) -> int:
+    """Microbatches that smp may have in flight."""
+    if args.active == "library":
+        policy = _C.make_policy(args.pipeline)
+        return int(policy.default_active_microbatches(args.ranks, microbatches))
+    return args.ranks if args.active == "ranks" else int(args.active)
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
@@ -85,32 +99,40 @@ def main() -> int:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--memory-weight", type=float, help="else as the library decides")
     parser.add_argument("--pipeline", default="interleaved")
-    parser.add_argument("--active", type=int, help="microbatches in flight, else one per rank")
+    parser.add_argument(
+        "--active",
+        default="ranks",
+        help="microbatches in flight: a number, 'ranks' (one per rank, as 1F1B has), or 'library' "
+        "(what smp takes by itself)",
+    )
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--pipelines-only", action="store_true")
     parser.add_argument("--cut", default="", help="partition smp by hand in front of this module")
+    parser.add_argument("--trace", type=Path, help="folder for a timeline of one step of each case")
     parser.add_argument("--out", type=Path, default=REPO / "build" / "bench" / "pipeline.jsonl")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    environment = describe()
-    results = launch(
-        "pipeline_worker",
-        args.ranks,
-        worker_config(args),
-        preloaded(os.environ, REPO / "build" / "bench"),
-        TIMEOUT_S,
-    )
-    missed = []
-    with args.out.open("a", encoding="utf-8") as file:
-        for result in results:
-            result["environment"] = environment
-            file.write(json.dumps(result) + "\n")
-            show(result)
-            if result["contender"] == "smp":
-                case = f"{result['model']} m={result['microbatches']}"
-                missed += [f"{case}: {text}" for text in verdict(result)]
+    if args.trace:
+        args.trace = args.trace.absolute()
+        args.trace.mkdir(parents=True, exist_ok=True)
+    environment, missed = describe(), []
+    for kind, microbatches in itertools.product(args.models, args.microbatches):
+        results = launch(
+            "pipeline_worker",
+            args.ranks,
+            worker_config(args, kind, microbatches),
+            preloaded(os.environ, REPO / "build" / "bench"),
+            TIMEOUT_S,
+        )
+        with args.out.open("a", encoding="utf-8") as file:
+            for result in results:
+                result["environment"] = environment
+                file.write(json.dumps(result) + "\n")
+                show(result)
+                if result["contender"] == "smp":
+                    missed += [f"{kind} m={microbatches}: {text}" for text in verdict(result)]
     print(f"results are in {args.out}")
     for text in missed:
         print(f"MISSED {text}")

@@ -140,7 +140,7 @@ def own_figures(
         ],
         case.microbatches,
         worker.config["pipeline"],
-        active_microbatches=worker.config["active"] or case.num_ranks,
+        active_microbatches=worker.config["active"],
     )
     peaks = [max(part["smp"]["peak_bytes"]) for part in ranks]
     counters = [part["smp"]["counters"] for part in ranks]

@@ -20,6 +20,8 @@ from workers import Worker
 import smp
 from smp.observe.metrics import server_stats
 
+TRACED_STEPS = 3
+
 
 @dataclass
 class Samples:
@@ -102,8 +104,9 @@ def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, floa
     return {name: after[name] - before[name] for name in names}
 
 
-def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> None:
+def measure_case(worker: Worker) -> None:
     config = worker.config
+    kind, microbatches, repeats = config["kind"], config["microbatches"], config["repeats"]
     shape = GptShape(**config["shape"])
     num_ranks = config["num_ranks"]
     weight = config["memory_weight"]
@@ -112,7 +115,7 @@ def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> 
             "pipeline_parallel_degree": num_ranks,
             "microbatches": microbatches,
             "pipeline": config["pipeline"],
-            "active_microbatches": config["active"] or num_ranks,
+            "active_microbatches": config["active"],
             **({} if weight is None else {"memory_weight": weight}),
             "auto_partition": not config["cut"],
         }
@@ -129,6 +132,7 @@ def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> 
         for _ in range(repeats):
             race.turn()
         report_pipelines(worker, case, race.samples, owner_of)
+        draw(race, config["trace"])
         smp.shutdown()
         return
     count = min(microbatches, config["one_process_microbatches"])
@@ -142,14 +146,23 @@ def measure_case(worker: Worker, kind: str, microbatches: int, repeats: int) -> 
     for _ in range(repeats):
         race.turn()
     report(worker, case, race.samples, one, owner_of)
+    draw(race, config["trace"])
     smp.shutdown()
 
 
+def draw(race: Race, path: str) -> None:
+    """The timeline of some more steps of smp, which are not counted."""
+    contender = race.contenders["smp"]
+    if not path or contender is None:
+        return
+    with smp.trace(path):
+        for _ in range(TRACED_STEPS):
+            contender.run()
+            contender.finish()
+
+
 def main() -> None:
-    worker = Worker("pipeline")
-    for kind in worker.config["kinds"]:
-        for microbatches, repeats in worker.config["microbatches"]:
-            measure_case(worker, kind, microbatches, repeats)
+    measure_case(Worker("pipeline"))
 
 
 if __name__ == "__main__":
