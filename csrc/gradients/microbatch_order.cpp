@@ -70,6 +70,16 @@ void MicrobatchOrder::finish(int mb) {
   for (size_t i = 0; i < params_.size(); ++i) drain(static_cast<int>(i));
 }
 
+void MicrobatchOrder::emit_surplus(int mb) {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto surplus = params_[i].surplus.extract(mb);
+    if (surplus.empty()) continue;
+    for (const at::Tensor& grad : surplus.mapped()) {
+      emit_(static_cast<int>(i), grad);
+    }
+  }
+}
+
 void MicrobatchOrder::finish_all() {
   finished_.assign(finished_.size(), true);
   cursor_ = num_microbatches();

@@ -18,7 +18,8 @@ namespace smp::gradients {
 /// pipeline rank hears long after its own part. So a parameter may come with
 /// the number of gradients that each microbatch gave it before: then it is
 /// known at once, and nothing waits in memory. What a microbatch gives beyond
-/// that number comes last of all, in microbatch order too.
+/// that number comes last of all, in microbatch order too, unless
+/// `emit_surplus` asks for it.
 class MicrobatchOrder {
  public:
   using Emit = std::function<void(int param_idx, const at::Tensor& grad)>;
@@ -36,6 +37,9 @@ class MicrobatchOrder {
 
   /// Nothing of this microbatch will come any more.
   void finish(int mb);
+  /// What a finished microbatch gave beyond the number that was expected passes
+  /// now, where microbatches are reduced one by one.
+  void emit_surplus(int mb);
   /// Nothing will come any more: all that waits passes.
   void finish_all();
 

@@ -18,6 +18,8 @@ void Reducer::finish_microbatch(int mb) {
   if (mb == 0) expect_as_first();
   order_.finish(mb);
   if (!options_.every_microbatch()) return;
+  // Behind the last round there is none for them: sums over copies have begun.
+  order_.emit_surplus(mb);
   phase_ = Phase::kEnding;  // nothing comes while this thread waits
   try {
     if (launch_rest(lock)) round_.settle_all(lock);
