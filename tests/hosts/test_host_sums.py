@@ -146,7 +146,8 @@ def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str) -> None:
 
 
 @pytest.mark.sample(keep=0)
-def test_a_cable_that_is_put_back_changes_no_number(pool: Pool) -> None:
+@pytest.mark.parametrize("pause_s", [2.0])
+def test_a_cable_that_is_put_back_changes_no_number(pool: Pool, pause_s: float) -> None:
     steps = 200
     with Network(2) as network:
         ranks = HostRanks(network, pool, 2)
@@ -155,7 +156,7 @@ def test_a_cable_that_is_put_back_changes_no_number(pool: Pool) -> None:
         network.cut(1)
         seen = (started.folder / "rank0.log").read_text()
         assert "LOSSES" not in seen, "the job is over before the fault"
-        time.sleep(2.0)
+        time.sleep(pause_s)
         network.mend(1)
         results = ranks.wait(started)
     check_trained(results, steps)

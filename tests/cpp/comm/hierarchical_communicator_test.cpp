@@ -121,7 +121,8 @@ TEST_P(OnHosts, ManyInFlightEndWhetherOrNotSomebodyWaits) {
       sums.push_back(at::full({1000 + i}, i));
       gathered.push_back(at::empty({size * 3}));
       works.push_back(comm->all_reduce(sums.back(), ReduceOp::kSum));
-      works.push_back(comm->all_gather(gathered.back(), at::full({3}, 1.0 * rank)));
+      works.push_back(
+          comm->all_gather(gathered.back(), at::full({3}, 1.0 * rank)));
     }
     EXPECT_TRUE(becomes_true([&] {
       return std::all_of(works.begin(), works.end(),
