@@ -21,6 +21,8 @@ _TITLES = {
     "tp2own": "the same, each rank with samples of its own",
     "tp4": "tensor parallelism over four ranks",
     "pp2tp2": "two stages of two tensor-parallel ranks",
+    "ep2": "experts spread over two ranks; losses and parameters",
+    "ep2own": "the same, each rank with samples of its own",
     "checkpointing": "two pipeline ranks, repeated layers checkpointed",
     "bf16": "two pipeline ranks, bfloat16",
 }
