@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -171,11 +172,14 @@ TEST(SocketCommunicator, NothingIsLostBeforeTheOtherSideHasItsGroup) {
 
 TEST(SocketCommunicator, ABrokenConnectionNamesItsPeer) {
   Sockets world = make_socket_world(2);
+  std::promise<void> both_are_there;  // what is not sent yet is lost with it
   run_ranks(2, [&](int rank, const CommunicatorPtr&) {
     CommunicatorPtr group =
         make_socket_communicator(world[rank], "tcp:broken", {0, 1});
     group->barrier()->wait(kPatient);
+    if (rank == 0) both_are_there.set_value();
     if (rank == 1) {
+      both_are_there.get_future().wait();
       world[1]->close();
       return;
     }
