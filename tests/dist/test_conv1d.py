@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.dist.one_step import train_once
 from tests.dist.pool import Pool
-from tests.dist.split_training import marked_values
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -95,15 +95,7 @@ def train(rank: int, tp: int, prescaled: bool, num_keys: int, by_plan: bool, pp:
         smp.set_tensor_parallelism(plain, plan=inside)
     else:
         smp.set_tensor_parallelism(plain)
-    model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
-    train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
-    shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
-    return marked_values(model, "grad"), model.state_dict(), shapes
+    return train_once(plain, batch_of, prescaled)
 
 
 def check(results: Any, num_keys: int, num_batches: int, where: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.dist.one_step import train_once
 from tests.dist.pool import Pool, RankFailure
-from tests.dist.split_training import marked_values
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -90,15 +90,7 @@ def train(rank: int, case: str, plan: dict[str, str], tp: int, prescaled: bool, 
     smp.init({**config, "pipeline_parallel_degree": pp})
     plain = make(case)
     smp.set_tensor_parallelism(plain.model, plan=plan)
-    model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
-    train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
-    shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
-    return marked_values(model, "grad"), model.state_dict(), shapes
+    return train_once(plain, batch_of, prescaled)
 
 
 @pytest.mark.parametrize("prescaled", [False, True])

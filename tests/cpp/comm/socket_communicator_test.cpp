@@ -172,7 +172,7 @@ TEST(SocketCommunicator, NothingIsLostBeforeTheOtherSideHasItsGroup) {
 
 TEST(SocketCommunicator, ABrokenConnectionNamesItsPeer) {
   Sockets world = make_socket_world(2);
-  std::promise<void> both_are_there;  // what is not sent yet is lost with it
+  std::promise<void> both_are_there;  // a run ends when all are through
   run_ranks(2, [&](int rank, const CommunicatorPtr&) {
     CommunicatorPtr group =
         make_socket_communicator(world[rank], "tcp:broken", {0, 1});

@@ -1,0 +1,31 @@
+"""One step of a model whose layers are split, as its ranks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.dist.steps import marked_values
+
+
+def train_once(plain: nn.Module, batch_of: Callable[[int], Tensor], prescaled: bool) -> Any:
+    """Gradients, the whole state and the shapes of what a rank has. Collective, after `smp.init`.
+
+    Args:
+        plain: the model, whose forward gives the loss.
+        batch_of: makes the batch of a replica; with ``prescaled`` split ranks have it in common.
+        prescaled: as in the configuration.
+    """
+    import smp
+
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x))
+
+    train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
+    shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
+    return marked_values(model, "grad"), model.state_dict(), shapes
