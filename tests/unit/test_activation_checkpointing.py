@@ -153,6 +153,17 @@ def test_only_arguments_are_kept() -> None:
     assert alive[-1]() is None and len(alive) == 3
 
 
+@pytest.mark.parametrize("strategy", ["each", "group_2", "budget:1"])
+def test_a_marked_module_is_garbage_when_the_program_lets_go(strategy: str) -> None:
+    sequence = nn.Sequential(Net(), Net())
+    smp.set_activation_checkpointing(sequence, strategy=strategy)
+    gradients(sequence, torch.randn(2, 8))
+    gone = [weakref.ref(module) for module in sequence.modules()]
+    del sequence
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
 def test_surroundings_are_those_of_the_call() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="outside")
     seen: list[tuple[str, torch.dtype, bool]] = []

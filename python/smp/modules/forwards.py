@@ -9,6 +9,7 @@ import copy
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,6 +64,7 @@ class _Chain:
         self.original = original
         self.is_own = is_own  # of the instance, not of its class
         self.wrappers: dict[Around, Callable[[Forward], Forward]] = {}
+        self.tokens: dict[Around, object] = {}  # of the call that has put each of them there
         self.composed = original
         functools.update_wrapper(self, original)  # its signature is looked at
 
@@ -122,21 +124,26 @@ def wrap_forward(
         wrapper: makes a forward out of the one further inside. Called again when that changes.
 
     Returns:
-        undoes it; may be called twice.
+        undoes it; may be called twice. Keeps neither the module nor the wrapper alive: who holds
+        it may be found from a table of modules.
     """
     chain = _chain_of(module)
     if chain is None:
         chain = _Chain(module, module.forward, "forward" in module.__dict__)
         # Not through nn.Module.__setattr__: it is neither parameter nor submodule.
         module.__dict__[_CHAIN] = module.__dict__["forward"] = chain
+    token = object()
     chain.wrappers[around] = wrapper
+    chain.tokens[around] = token
     chain.compose()
     _Changes.number += around != Around.COMPILED
+    of_chain = weakref.ref(chain)
 
     def undo() -> None:
-        if chain.wrappers.get(around) is not wrapper:
+        chain = of_chain()
+        if chain is None or chain.tokens.get(around) is not token:
             return
-        del chain.wrappers[around]
+        del chain.wrappers[around], chain.tokens[around]
         _Changes.number += around != Around.COMPILED
         chain.compose()
         if not chain.wrappers:
