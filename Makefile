@@ -86,7 +86,7 @@ quick: build  ## C++ and one-process tests only
 
 .PHONY: grid
 grid: extension  ## all of what the tests run samples of, and thousands of random programs: hours
-	$(RUN) SMP_NUM_PROGRAMS=5000 SMP_GRID=all $(PY) -m pytest tests/dist tests/hosts $(PYTEST_ARGS)
+	$(RUN) SMP_NUM_PROGRAMS=5000 SMP_GRID=all $(PY) -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(SETUP)  ## check format (clang-format, ruff) and types (mypy)

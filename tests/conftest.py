@@ -31,6 +31,7 @@ for path in (str(REPO / "python"), str(REPO)):
 
 from tests.absent import ABSENT, SkipsWithoutPackages  # noqa: E402 - from the path above
 from tests.dist.pool import Pool  # noqa: E402
+from tests.marked import check_named, lacks_marks  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 from tests.samples import to_run  # noqa: E402
 
@@ -74,8 +75,13 @@ def pytest_report_header() -> str:
     return f"SMP_GRID_SEED={os.environ['SMP_GRID_SEED']}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if lacks_marks(collection_path, config) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is in no sample, unless somebody names single tests."""
+    check_named(items)
     if any("::" in argument for argument in config.args):
         return
     chosen = to_run(items)

@@ -2,8 +2,10 @@
 
 ``SMP_SAMPLES`` is `some` (the default), `others` or `all`. A test with the marker
 ``sample(keep=n)`` has more cases than its claim needs: `some` runs n of them, which show as many
-values of each parameter as n can, `others` the rest. A test with ``sample`` alone divides its work
-by itself and runs in both. A test without the marker runs in `some` only.
+values of each parameter as n can, `others` so many that both together show every value; what a
+product has beyond that runs with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together
+show each value t times. A test with ``sample`` alone divides its work by itself and runs in both.
+A test without the marker runs in `some` only.
 """
 
 from __future__ import annotations
@@ -41,12 +43,28 @@ def spread(rows: Sequence[Row], num_rows: int) -> list[Row]:
     return [*best, *(row for row in rows if row not in best)][:num_rows]
 
 
+def completing(rows: Sequence[Row], shown: Sequence[Row]) -> list[Row]:
+    """Of the rows, those that show the values of columns which the shown ones do not."""
+    missing = _values(rows) - _values(shown)
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(_values([row]) & missing))
+        chosen.append(best)
+        missing -= _values([best])
+    return chosen
+
+
+def _values(rows: Iterable[Row]) -> set[tuple[int, Hashable]]:
+    return {value for row in rows for value in enumerate(row)}
+
+
 def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
     """What of a session's tests the environment asks for."""
     chosen = set(items) - _beyond_covering(items)
     some = chosen - _beyond_samples(item for item in items if item in chosen)
     if SAMPLES == "some":
         return some
+    chosen -= _beyond_values([item for item in items if item in chosen])
     if SAMPLES == "all":
         return chosen
     itself = {i for i in some if (m := i.get_closest_marker("sample")) and "keep" not in m.kwargs}
@@ -89,4 +107,19 @@ def _beyond_samples(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     for marker, by_row in _by_row(items, "sample").values():
         kept = set(spread(list(by_row), marker.kwargs["keep"]))
         left_out |= {item for row, item in by_row.items() if row not in kept}
+    return left_out
+
+
+def _beyond_values(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Cases of samples whose values other cases show, where no ``covering`` says how often."""
+    left_out: set[pytest.Item] = set()
+    if RUNS_GRID:
+        return left_out
+    for marker, by_row in _by_row(items, "sample").values():
+        if any(item.get_closest_marker("covering") for item in by_row.values()):
+            continue
+        some = spread(list(by_row), marker.kwargs["keep"])
+        rest = [row for row in by_row if row not in some]
+        needed = set(completing(rest, some))
+        left_out |= {by_row[row] for row in rest if row not in needed}
     return left_out

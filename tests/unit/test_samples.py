@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests import samples
+from tests import marked, samples
 from tests.progress import progress_line
 
 
@@ -33,6 +36,29 @@ def test_a_claim_with_many_cases(case: int) -> None:
     assert case in range(5)
 
 
+def test_what_completes_rows_shows_the_values_that_they_do_not() -> None:
+    rows = list(itertools.product("abcd", range(3), range(2)))
+    some = samples.spread(rows, 2)
+    others = samples.completing([row for row in rows if row not in some], some)
+    assert len(others) == 2  # of 22: two letters are missing, and one number
+    assert [{row[i] for row in some + others} for i in range(3)] == [set("abcd"), {0, 1, 2}, {0, 1}]
+    assert samples.completing(others, some + others) == []
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("second", range(4))
+@pytest.mark.parametrize("first", range(4))
+def test_a_claim_about_a_product(first: int, second: int) -> None:
+    assert (first, second) in itertools.product(range(4), range(4))
+
+
+@pytest.mark.sample
+def test_marked_products_show_each_value(request: pytest.FixtureRequest) -> None:
+    ran = [i for i in request.session.items if i.name.startswith("test_a_claim_about_a_product[")]
+    whole = samples.RUNS_GRID or "::" in "".join(request.config.args)
+    assert len(ran) == (16 if whole else {"some": 1, "others": 3, "all": 4}[samples.SAMPLES])
+
+
 @pytest.mark.sample
 def test_marked_cases_are_sampled(request: pytest.FixtureRequest) -> None:
     ran = [i for i in request.session.items if i.name.startswith("test_a_claim_with_many_cases[")]
@@ -44,6 +70,40 @@ def test_every_sample_keeps_a_case_and_leaves_one_out(request: pytest.FixtureReq
     for item in request.session.items:
         marker = item.get_closest_marker("sample")
         assert marker is None or marker.kwargs.get("keep", 1) >= 1, item.nodeid
+
+
+def lacks(path: Path, expression: str, *named: str) -> bool:
+    config: Any = SimpleNamespace(args=named, option=SimpleNamespace(markexpr=expression))
+    return marked.lacks_marks(path, config)
+
+
+def test_files_without_the_marker_of_a_session_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "SAMPLES", "some")
+    waits, other = tmp_path / "test_waits.py", tmp_path / "test_other.py"
+    waits.write_text("pytestmark = pytest.mark.waits")
+    other.write_text("@pytest.mark.sample(keep=1)")
+    folder = str(tmp_path)
+    assert not lacks(waits, "waits", folder) and lacks(other, "waits", folder)
+    assert lacks(waits, "alone", folder)
+    for expression in ("", "not alone", "not alone and not waits"):
+        assert not lacks(other, expression, folder)
+    # What somebody names is for pytest to look into, and helpers have no tests.
+    assert not lacks(other, "waits", str(other)) and not lacks(other, "waits", f"{other}::test_it")
+    assert not lacks(tmp_path / "pool.py", "waits", folder)
+    monkeypatch.setattr(samples, "SAMPLES", "others")
+    assert lacks(waits, "", folder) and not lacks(other, "", folder)
+    assert lacks(other, "waits", folder)
+
+
+def test_a_marker_from_another_file_is_refused(request: pytest.FixtureRequest) -> None:
+    item: Any = SimpleNamespace(
+        nodeid="test_x", path=Path(marked.__file__), get_closest_marker=lambda name: name == "alone"
+    )
+    with pytest.raises(pytest.UsageError, match="test_x has the marker 'alone', which its file"):
+        marked.check_named([item])
+    marked.check_named(request.session.items)
 
 
 def test_progress_tells_what_remains() -> None:
