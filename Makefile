@@ -150,6 +150,17 @@ wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
 	rm -rf build/wheel
 	$(WITH_VENV) $(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
 
+# Its packages have an environment of their own; with NO_VENV=1 they are in that of PYTHON.
+SITE := $(if $(NO_VENV),$(PYTHON),.venv-site/bin/python)
+
+.PHONY: site
+site: extension  ## the documentation as a site, in build/site/html
+ifeq ($(NO_VENV),)
+	scripts/setup_site.sh .venv-site "$(PYTHON)"
+endif
+	$(RUN) OMP_NUM_THREADS=1 $(PY) -m website.timeline build/site/timelines
+	$(SITE) -m website --out build/site
+
 .PHONY: clean
 clean:  ## remove everything that was built; .venv stays
 	rm -rf build dist *.egg-info python/*.egg-info

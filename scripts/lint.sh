@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python=$1
 fix=${2:-}
 failed=0
-code=(python tests benchmarks examples cmake setup.py)
+code=(python tests benchmarks examples website cmake setup.py)
 
 mapfile -t cpp < <(find csrc tests/cpp benchmarks \
   \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) | sort)

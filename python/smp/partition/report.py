@@ -25,9 +25,11 @@ def explain_partition(module: str | None = None, model: WrappedModel | None = No
         module: qualified name, as in ``named_modules()`` of the unwrapped model; the answer then
             says why it is where it is and what moving it to each other rank would cost.
         model: the `DistributedModel` that is meant; needed if there are several.
+
     Returns:
         per rank parameters, activations, peak memory, share of compute, transfers and load; bytes
         over each pair of ranks; without a trace parameters only.
+
     Raises:
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
         ValueError: on every rank, if there is no such module.
@@ -55,6 +57,7 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
     Args:
         path: of the file, on the host of the first rank.
         model: the `DistributedModel` that is meant; needed if there are several.
+
     Raises:
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
         OSError: on every rank, if the file cannot be written.

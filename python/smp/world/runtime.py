@@ -203,6 +203,7 @@ def init(config: UserConfig = None) -> None:
     Args:
         config: dict of configuration keys, or path of a JSON or YAML file. Values from the
             launcher (`SM_HP_MP_PARAMETERS`) win.
+
     Raises:
         ValueError: the configuration of some rank is wrong, or the ranks disagree; raised on all
             ranks with the same text.
