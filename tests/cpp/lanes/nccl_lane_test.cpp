@@ -48,15 +48,15 @@ class ManyMessages {
                .max_us = 150,
                .num_slots = num_ways}) {}
 
-  // How many took a way.
-  int run(int num_steps) {
-    for (int i = 0; i < num_steps; ++i) step(i);
+  // Until so many took a way; returns how many found none.
+  int run(int num_messages) {
+    for (int i = 0; num_sent_ < num_messages; ++i) step(i);
     for (const int dst : {0, 1}) {
       while (!headers_[dst].empty()) take(dst);
       while (!came_[dst].empty()) read(dst);
     }
     EXPECT_FALSE(pair_.first.board->fault() || pair_.second.board->fault());
-    return num_sent_;
+    return num_refused_;
   }
 
  private:
@@ -84,6 +84,7 @@ class ManyMessages {
     const auto posted = lane(1 - dst).post(dst, data, false);
     data.fill_(-1);
     if (!posted) {
+      ++num_refused_;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       return;
     }
@@ -108,15 +109,14 @@ class ManyMessages {
   std::deque<std::pair<int, Descriptor>> headers_[2];
   std::deque<std::pair<int, MarkedTensor>> came_[2];
   int num_sent_ = 0;
+  int num_refused_ = 0;
 };
 
 TEST(NcclLane, numbers_arrive_whatever_is_late) {
-  constexpr int kNumSteps = 600;
   for (const int seed : {1, 2, 3}) {
     for (const int num_ways : {1, 3}) {
-      const int num_sent = ManyMessages(seed, num_ways).run(kNumSteps);
-      EXPECT_GT(num_sent, kNumSteps / 20);
-      EXPECT_LT(num_sent, kNumSteps / 2) << "no way was ever in use";
+      EXPECT_GT(ManyMessages(seed, num_ways).run(80), 0)
+          << "no way was ever in use";
     }
   }
 }
