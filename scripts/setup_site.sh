@@ -7,8 +7,9 @@ cd "$(dirname "$0")/.."
 
 venv=$1
 python=$2
-wanted=$(sha256sum < requirements/site.txt)
+wanted=$(sha256sum < requirements/locked/site.txt)
 [[ ! -f $venv/.ready || $(< "$venv/.ready") != "$wanted" ]] || exit 0
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-"$python" scripts/install.py "$venv/bin/python" -r requirements/site.txt
+"$python" scripts/install.py "$venv/bin/python" \
+  --no-deps --require-hashes -r requirements/locked/site.txt
 echo "$wanted" > "$venv/.ready"

@@ -28,7 +28,15 @@ recent_cmake || tools+=("$(pinned cmake)")
 command -v ninja > /dev/null || tools+=("$(pinned ninja)")
 command -v mpicc > /dev/null || tools+=("$(pinned openmpi)")
 
-wanted=$(echo "torch==$torch" "${tools[@]}" | cat - requirements/*.txt | sha256sum)
+# Packages of the developed release come with the hashes of requirements/locked,
+# which scripts/lock.sh writes: nothing else is installed, whatever an index has.
+# Another torch needs others; HASHES=off is for an index with files of its own.
+locked=requirements/locked
+hashes=${HASHES:-on}
+grep -qx "torch==$torch" requirements/torch.txt || hashes=off
+
+wanted=$(echo "torch==$torch" "${tools[@]}" "$hashes" |
+  cat - requirements/{run,test,tools}.txt "$locked"/{all,system}.txt | sha256sum)
 stamp() { echo "$venv/.smp_ready_$1"; }
 has() { [[ -f $(stamp "$1") && $(cat "$(stamp "$1")") == "$wanted" ]]; }
 install() {
@@ -38,6 +46,12 @@ install() {
   echo "$wanted" > "$(stamp "$1")"
 }
 
+# block <name==version>: its lines in the locked files
+block() {
+  awk -v name="$1" '$1 == name { on = 1 } on { print } on && !/\\$/ { exit }' \
+    "$locked"/{all,system}.txt | grep .
+}
+
 if ! has "$level"; then
   [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
   # In this environment `import smp` means the checkout, from any folder.
@@ -45,9 +59,20 @@ if ! has "$level"; then
 packages = pathlib.Path(sysconfig.get_path("purelib"))
 (packages / "smp_checkout.pth").write_text(str(pathlib.Path("python").resolve()) + "\n")'
 fi
-install build --no-deps "torch==$torch" "${tools[@]}"
+if [[ $hashes != off ]]; then
+  checked=(--no-deps --require-hashes)
+  for package in "torch==$torch" "${tools[@]}"; do block "$package"; done \
+    > "$venv/.smp_build.txt"
+  build=("${checked[@]}" -r "$venv/.smp_build.txt")
+  run=("${checked[@]}" -r "$locked/run.txt")
+  all=("${checked[@]}" -r "$locked/all.txt")
+else
+  build=(--no-deps "torch==$torch" "${tools[@]}")
+  run=("torch==$torch" -r requirements/run.txt)
+  all=("${run[@]}" -r requirements/test.txt -r requirements/tools.txt)
+fi
+install build "${build[@]}"
 [[ $level == build ]] && exit
-install run "torch==$torch" -r requirements/run.txt
+install run "${run[@]}"
 [[ $level == run ]] && exit
-install all "torch==$torch" -r requirements/run.txt -r requirements/test.txt \
-  -r requirements/tools.txt
+install all "${all[@]}"
