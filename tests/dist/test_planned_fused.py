@@ -129,6 +129,13 @@ def test_fused_queries_keys_and_values_have_the_gradients_of_one_process(
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
+def test_fused_parts_of_gpt2_that_are_split_as_one_are_refused(pool: Pool) -> None:
+    plan = {**FUSED, "h.*.attn.c_attn": "colwise"}
+    text = r"plan does not fit 'model.h.0.attn'.*'model.h.0.attn.c_attn' is colwise.*qkv_colwise"
+    with pytest.raises(RankFailure, match=text):
+        pool.run(2, train, "gpt2", plan, 2, True)
+
+
 def split_other(rank: int, word: str, out: int, knows_heads: bool) -> None:
     import smp
 

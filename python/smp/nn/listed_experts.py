@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,11 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.activations.recompute import recompute
-from smp.modules import collected
 from smp.modules.flat import tensors_in
-from smp.modules.given import Given, fill
-from smp.modules.left_behind import Watch
 from smp.nn.experts import HoldsExperts, pairs_at_a_time
 from smp.nn.module import IndivisibleModule
 from smp.nn.planned.borders import draws_from
+from smp.nn.run_aside import device_of, has_no_data, random_state_kept, run_aside
 from smp.tensor_parallel import regions, sharding, tokens
 
 #: dtype and width of what an expert makes of rows, by those of the rows and by the casts.
@@ -80,7 +79,7 @@ class Listed:
         first = next(self.own[0].parameters())
         key = (rows.dtype, rows.shape[-1], casts, first.dtype)
         if key not in self._kinds:
-            with torch.no_grad(), _random_state_kept(rows.device):
+            with torch.no_grad(), random_state_kept(rows.device):
                 result: Any = self.own[0].compute(rows.new_zeros(1, rows.shape[-1]))
             if not isinstance(result, Tensor) or result.dim() != 2 or result.shape[0] != 1:
                 told = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -216,11 +215,11 @@ class SpreadMixture(IndivisibleModule):
         """The same as the class it comes in front of."""
         listed, run = self._smp_listed, super().forward
         given = tensors_in([*args, *kwargs.values()])
-        if regions.is_alone() or any(_has_no_data(tensor) for tensor in given):
+        if regions.is_alone() or any(has_no_data(tensor) for tensor in given):
             return _within(_Alone(listed), run, args, kwargs)
         asking = _Asking(listed)
-        draws = listed.draws(_device_of(given))
-        _ask(self, asking, given, run, args, kwargs)
+        draws = listed.draws(device_of(given))
+        _ask(self, asking, run, args, kwargs)
         with draws:
             results, end = _results_of(self, asking.asked, given)
         answering = _Answering(listed, asking.asked, results)
@@ -240,27 +239,21 @@ def _within(
         _running.reset(token)
 
 
+def _asked_within(call: _Call, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _within(call, run, args, kwargs)
+
+
 def _ask(
     module: nn.Module,
     asking: _Asking,
-    given: Sequence[Tensor],
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     """The first run; it leaves nothing behind."""
     name = asking.listed.name
-    watch = Watch([module], copies=True, every=True)
-    containers = Given.to(args, kwargs)
-    versions = [tensor._version for tensor in given]
-    context = contextvars.copy_context()
-    for var, container in collected.in_context():
-        context.run(var.set, collected.outline(container))
     try:
-        with _random_state_kept(_device_of(given)):
-            # Copies, as some routers change what they get in place.
-            copied = {key: _copied(value) for key, value in kwargs.items()}
-            context.run(_within, asking, run, tuple(map(_copied, args)), copied)
+        written = run_aside(module, functools.partial(_asked_within, asking, run), args, kwargs)
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
@@ -270,11 +263,7 @@ def _ask(
             "ranks have no elements, so experts have to be called, and not their parts; leave the "
             "list out of the plan"
         ) from error
-    finally:
-        watch.undo()
-        for number, contents in containers.changed_from():
-            fill(containers.containers[number], contents)
-    if [tensor._version for tensor in given] != versions:
+    if written:
         raise ValueError(
             f"{_C.rank_prefix()}'{name}' changes a tensor inside of one of its arguments in place, "
             "which its second run would do again; expected an argument of its own, where the "
@@ -428,24 +417,6 @@ def _only_argument(
             "tensor of rows, where the experts of a list are spread; leave the list out of the plan"
         )
     return x
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _has_no_data(tensor: Tensor) -> bool:
-    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
-
-
-def _device_of(given: Sequence[Tensor]) -> torch.device:
-    return next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        yield
 
 
 _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

@@ -83,6 +83,7 @@ class Draft:
         words: by path, of modules and parameters that the plan names.
         cuts: by path of a module: what it becomes.
         owners: by path of a group: attributes that say how many heads there are here.
+        hints: by path of a group: words that may be meant instead, as sentences.
         experts: paths of those that are cut.
         report: what is to be told.
     """
@@ -95,6 +96,7 @@ class Draft:
     words: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hints: dict[str, list[str]] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
     report: Report = field(default_factory=Report)
 

@@ -71,6 +71,7 @@ def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
     fused = [p for p in group.columns if draft.words[p] == plans.QKV_COLUMN]
     for part in fused:
         _check_fused(draft, part, heads, columns, rows)
+    draft.hints[path] = [_hint(draft, p, rows) for p in columns if _is_thrice(draft, p, rows)]
     shares = plan_sizes.shares_of(columns, rows, heads, draft.layout.num_ranks)
     if heads is not None:
         draft.owners[path] = _head_attributes(owner, heads, shares)
@@ -113,6 +114,21 @@ def _check_fused(
             f"has {num} features in '{part}', which are not queries, keys and values of "
             f"{width} features each, the only ones beside what takes {width}"
         )
+
+
+def _is_thrice(draft: Draft, column: str, rows: Mapping[str, int]) -> bool:
+    """Does a column make as many features as queries, keys and values of what a row takes?"""
+    is_plain = draft.words[column] == plans.COLUMN
+    return is_plain and _features(draft, column, 0) == 3 * next(iter(rows.values()))
+
+
+def _hint(draft: Draft, column: str, rows: Mapping[str, int]) -> str:
+    row, width = next(iter(rows.items()))
+    return (
+        f"'{draft.prefix}{column}' is {plans.COLUMN} and makes {3 * width} features, three times "
+        f"those that '{draft.prefix}{row}' takes: if they are all queries, then all keys, then all "
+        f"values, its word is {plans.QKV_COLUMN}."
+    )
 
 
 def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:

@@ -20,6 +20,7 @@ from smp.replacement.plan_exceptions import unfit_parts
 from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
 from smp.tensor_parallel.registry import registration_of
+from smp.world import runtime
 from smp.world.log import first_rank_log
 
 # What a model splits at least, to count as one with a plan: many name no more than their head.
@@ -103,7 +104,9 @@ def split_by_plan(
         why = None if part in adapted and mark_of(part) is None else stays_out(root_mark, part)
         if why is not None:
             left_out.setdefault(part, why)
-    report = apply_plan(module, found.plan, prefix, left_out)
+    # What transformers says of its own models is tried in tests/zoo.
+    is_tried = not found.is_own and runtime.current().rank.settings.check_first_step != "0"
+    report = apply_plan(module, found.plan, prefix, left_out, is_tried)
     if not found.is_own:
         _refuse_rest(module, report)
     if report.split and layouts.current().has_own_batches:

@@ -13,6 +13,7 @@ from smp.nn.conv1d import is_linear
 from smp.nn.experts import HoldsExperts
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
+from smp.nn.planned.trial import Trial
 from smp.nn.planned.watch import Watch
 from smp.replacement import plans
 from smp.replacement.plan_adapters import decide_adapters, find_adapters
@@ -25,7 +26,11 @@ from smp.tensor_parallel import reading, sharding
 
 
 def apply_plan(
-    root: nn.Module, plan: plans.Plan, prefix: str, taken: Mapping[nn.Module, str]
+    root: nn.Module,
+    plan: plans.Plan,
+    prefix: str,
+    taken: Mapping[nn.Module, str],
+    is_tried: bool = False,
 ) -> Report:
     """Splits what a plan names, as far as it can be split.
 
@@ -34,6 +39,7 @@ def apply_plan(
         plan: checked.
         prefix: of its name in the model, with a dot at the end; for messages.
         taken: modules inside that the plan is not for, and why, as the end of a sentence.
+        is_tried: blocks look before their first run whether the plan fits their code.
     """
     draft = draft_of(root, plan, prefix, taken)
     adapters = find_adapters(draft)
@@ -51,13 +57,28 @@ def apply_plan(
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, cut in draft.cuts.items():
         _split(draft, path, cut, plans.holder(path, blocks) is not None, made)
+    trials = {path: _trial_of(draft, path, groups) if is_tried else None for path in blocks}
     for path in groups:
         for name, value in draft.owners.get(path, {}).items():
             if name != "_smp_heads":
                 setattr(draft.modules[path], name, value)
     for path in sorted(blocks):
-        _make_block(draft, path)
+        _make_block(draft, path, trials[path])
     return draft.report
+
+
+def _trial_of(draft: Draft, block: str, groups: Mapping[str, plans.Group]) -> Trial:
+    """What a block is tried with; attributes of its groups are those of the whole yet."""
+    inside = [path for path in groups if plans.holder(path, (block,)) is not None]
+    wholes = {
+        path.removeprefix(block).removeprefix("."): {
+            name: draft.modules[path].__dict__[name]
+            for name in draft.owners.get(path, {})
+            if name != "_smp_heads"
+        }
+        for path in inside
+    }
+    return Trial(wholes, [hint for path in inside for hint in draft.hints.get(path, ())])
 
 
 def _tell_rest(draft: Draft) -> None:
@@ -135,7 +156,7 @@ def _split(
         draft.report.split[path] = draft.words[path]
 
 
-def _make_block(draft: Draft, path: str) -> None:
+def _make_block(draft: Draft, path: str, trial: Trial | None) -> None:
     block = draft.modules[path]
     for part in block.modules():
         if isinstance(part, HoldsExperts):
@@ -145,6 +166,7 @@ def _make_block(draft: Draft, path: str) -> None:
         _smp_layout=draft.layout,
         _smp_name=f"{draft.prefix}{path}" or "(root)",
         _smp_heads=draft.owners.get(path, {}).get("_smp_heads"),
+        _smp_trial=trial,
         _smp_watch=Watch(
             [
                 (f"{draft.prefix}{plans.join(path, name)}", parameter)

@@ -17,6 +17,7 @@ from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
 from smp.nn.planned.calls import Call, call_of_block
 from smp.nn.planned.linear import has_hooks
+from smp.nn.planned.trial import Trial, can_be_tried
 from smp.nn.planned.watch import Watch
 from smp.tensor_parallel import regions
 
@@ -35,6 +36,7 @@ class PlannedBlock(DistributedModule):
         _smp_sums_late: with own batches: rows inside may leave their sums to whom reads them,
             because no rank has hooks there; None: nobody has asked.
         _smp_watch: of its whole parameters; None: they were looked at.
+        _smp_trial: of its code; None: it was tried, or is not to be.
     """
 
     is_indivisible = True  # what its parts give to each other is split
@@ -45,6 +47,7 @@ class PlannedBlock(DistributedModule):
     _smp_rates: list[tuple[nn.Module, str]] | None = None
     _smp_sums_late: bool | None = None
     _smp_watch: Watch | None = None
+    _smp_trial: Trial | None = None
 
 
 def block_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -84,6 +87,10 @@ def _run(
         args, kwargs, num_samples = regions.in_layer(
             block._smp_name, borders.enter, layout, block._smp_name, args, kwargs, call
         )
+    trial: Trial | None = block._smp_trial
+    if trial is not None and can_be_tried(args, kwargs):
+        block.__dict__["_smp_trial"] = None
+        trial.run(block, block._smp_name, inner, args, kwargs)
     drawing = _drawing(block, (*args, *kwargs.values()))
     masks = blocks.entered(layout.has_own_batches)
     with call_of_block(call), drawing, masks:

@@ -1,0 +1,75 @@
+"""Runs the code of a module besides its real run, so that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.modules import collected
+from smp.modules.flat import tensors_in
+from smp.modules.given import Given, fill
+from smp.modules.left_behind import Watch
+
+
+def run_aside(
+    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Calls a function with the arguments of a module, and undoes what it does to others.
+
+    Attributes and buffers of the module and of those below it, containers and objects among the
+    arguments, and the generators of torch are as before. Tensors that are arguments are copied.
+
+    Args:
+        module: whose code runs.
+        run: gets the arguments; what it returns is dropped.
+        args, kwargs: of a call of the module.
+
+    Returns:
+        Tensors inside of arguments that it has written to in place, which is not undone.
+
+    Raises:
+        Exception: whatever `run` raises; all is undone then as well.
+    """
+    given = tensors_in([*args, *kwargs.values()])
+    watch = Watch([module], copies=True, every=True)
+    containers = Given.to(args, kwargs)
+    versions = [tensor._version for tensor in given]
+    context = contextvars.copy_context()
+    for var, container in collected.in_context():
+        context.run(var.set, collected.outline(container))
+    try:
+        with random_state_kept(device_of(given)):
+            # Copies, as some modules change what they get in place.
+            copied = {key: _copied(value) for key, value in kwargs.items()}
+            context.run(run, *map(_copied, args), **copied)
+    finally:
+        watch.undo()
+        for number, contents in containers.changed_from():
+            fill(containers.containers[number], contents)
+    return [x for x, version in zip(given, versions, strict=True) if x._version != version]
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Is it on the meta device, or a fake one of a compiler?"""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
+def device_of(given: Sequence[Tensor]) -> torch.device:
+    """The device on which code with these tensors draws random numbers."""
+    return next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """The generators of torch are as before behind it."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        yield
