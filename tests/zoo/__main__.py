@@ -101,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="results, a line each; kept up to date")
     parser.add_argument("--table", type=Path, help="page to write")
     parser.add_argument(
-        "--read", type=Path, nargs="+", help="results of earlier runs; nothing is run, for --table"
+        "--read",
+        type=Path,
+        nargs="+",
+        help="results of earlier runs, or a page (.md); nothing is run, for --table",
     )
     parser.add_argument("--note", default="", help="a sentence for the page: what was run how")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="every Nth model only")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.zoo.judging import EQUAL, SKIPPED, Result, modes_of
 from tests.zoo.known import reason_for
+from tests.zoo.page import results_of
 
 _TITLES = {
     "pp2": "two pipeline ranks, automatic partition",
@@ -44,13 +45,23 @@ every parameter are compared.
 
 
 def read(files: list[Path]) -> list[Result]:
-    """Results of earlier runs; of several for one model and mode, the last counts."""
+    """Results of earlier runs; of several for one model and mode, the last counts.
+
+    Args:
+        files: results, a line each, or pages (``.md``), which say less of each.
+    """
     found: dict[tuple[str, str], Result] = {}
     for file in files:
-        for line in file.read_text().splitlines():
-            result = Result(**json.loads(line))
+        for result in _results_in(file):
             found[result.model, result.mode] = result
     return list(found.values())
+
+
+def _results_in(file: Path) -> list[Result]:
+    text = file.read_text()
+    if file.suffix == ".md":
+        return results_of(text)
+    return [Result(**json.loads(line)) for line in text.splitlines()]
 
 
 def write(page: Path, results: list[Result], note: str = "") -> None:
