@@ -65,7 +65,7 @@ test: transformers  ## every claim: C++, lint rules, one process, several proces
 	$(RUN) scripts/test.sh $(BUILD) $(PY) $(PYTEST_ARGS)
 
 # One of ZOO models of the zoo, on two ranks; those of `make zoo` are all.
-ZOO ?= 16
+ZOO ?= 32
 
 .PHONY: test-all
 test-all: transformers  ## what `make test` leaves out: larger samples of the same claims

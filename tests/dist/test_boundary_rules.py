@@ -119,6 +119,7 @@ def run_distributed(rank: int, rule: str, pp: int, dp: int, schedule: str) -> Re
     return record
 
 
+@pytest.mark.sample(keep=len(RULES))
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_gives_the_numbers_of_one_process(pool: Pool, rule: str, schedule: str) -> None:
@@ -168,6 +169,7 @@ def train_uneven(rank: int, rows: list[int], pp: int, dp: int) -> tuple[float, i
     )
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (1, 2)])
 @pytest.mark.parametrize("rows", [[7], [6, 7, 8], [2], [9, 1]])
 def test_batches_that_microbatches_do_not_divide_are_weighted_exactly(

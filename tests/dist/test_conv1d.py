@@ -121,6 +121,7 @@ def test_conv1d_alone_has_the_gradients_of_one_process(pool: Pool, prescaled: bo
     check(results, HEADS, 1 if prescaled else 2, f"alone {prescaled}")
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("prescaled", [False, True])
 @pytest.mark.parametrize(("tp", "num_keys", "pp"), [(2, HEADS, 1), (3, 1, 1), (2, HEADS, 2)])
 def test_conv1d_of_a_plan_has_the_gradients_of_one_process(

@@ -130,6 +130,7 @@ def resume(rank: int, config: dict[str, Any], folder: str, same: bool) -> list[f
     return [train(1), train(2)]
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("fp16", [False, True])
 def test_parts_of_ranks_wait_too(pool: Pool, tmp_path: Path, fp16: bool, same: bool) -> None:

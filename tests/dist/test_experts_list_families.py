@@ -123,6 +123,7 @@ def check(pool: Pool, family: str, tp: int, prescaled: bool) -> None:
     assert len(with_grad) > len(names) / 3, "few experts get tokens"
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own", "common"])
 @pytest.mark.parametrize("family", PLANS)
 def test_a_family_with_a_dictionary_of_experts(pool: Pool, family: str, prescaled: bool) -> None:

@@ -98,6 +98,7 @@ def gradients(rank: int, plan: dict[str, str], prescaled: bool) -> dict[str, Any
     return marked_values(model, "grad")
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own", "common"])
 @pytest.mark.parametrize("beside", [{}, BESIDE], ids=["alone", "in_a_block"])
 def test_experts_of_the_user_are_spread(

@@ -57,6 +57,7 @@ def batch(sign: float) -> Tensor:
     return x
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["all", "plan"])
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 def test_layers_that_differ_between_ranks_are_named(

@@ -110,6 +110,7 @@ def look_at_reductions(rank: int, prescaled: bool, optimize: str) -> None:
     assert rest == (whole if optimize == "memory" else set())
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own_batch", "prescaled"])
 def test_scaled_batch_parameters_are_those_of_the_reducer(

@@ -57,6 +57,7 @@ def train_once(rank: int, tp: int, optimize: str, prescaled: bool) -> tuple[dict
     return marked_values(model, "grad"), num_split
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize(("optimize", "prescaled"), MODES)
 def test_own_layer_has_the_gradients_of_one_process(

@@ -48,6 +48,7 @@ def train_once(rank: int, case: str, tp: int, prescaled: bool) -> tuple[Any, Any
     return marked_values(model, "grad"), shapes
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize(("case", "tp"), [("qwen3", 2), ("qwen3_tied", 4), ("llama", 2)])
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_adapters_are_split_with_their_base_layer(

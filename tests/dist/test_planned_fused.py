@@ -93,6 +93,7 @@ def train(rank: int, case: str, plan: dict[str, str], tp: int, prescaled: bool, 
     return train_once(plain, batch_of, prescaled)
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("prescaled", [False, True])
 @pytest.mark.parametrize(
     ("case", "plan", "tp", "pp"),

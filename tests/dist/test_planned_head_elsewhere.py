@@ -30,6 +30,7 @@ def train_compiled(rank: int, run: SplitRun) -> tuple[SplitRecord, list[str], in
         return record, units, num_graphs()
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_tied"])
 def test_a_model_with_a_split_head_is_compiled_and_trains_as_in_one_process(
@@ -117,6 +118,7 @@ def alone(rank: int, num_batches: int) -> tuple[dict[str, Tensor], list[Any]]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, seen
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_a_plan_with_a_head_works_with_transformers_4_30_2(

@@ -132,6 +132,7 @@ def expected_grads(network: type[nn.Module], num_batches: int) -> dict[str, Any]
     return {name: p.grad for name, p in plain.named_parameters()}
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("optimize", "prescaled"), MODES)
 def test_planned_modules_have_the_gradients_of_one_process(
@@ -266,6 +267,7 @@ ROUTED = {
 }
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_packed_columns_and_experts_have_the_gradients_of_one_process(

@@ -145,6 +145,7 @@ def make_late(rank: int, run: SplitRun) -> tuple[dict[str, Any], list[str]]:
     return dict(model.state_dict()), split
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=str)
 def test_delayed_parameters_of_a_planned_model_do_not_depend_on_the_layout(

@@ -278,6 +278,7 @@ def autocast(rank: int, pp: int, optimizer_args: dict[str, Any]) -> list[tuple[f
     return seen
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_grad_scaler_skips_on_all_ranks(pool: Pool, pp: int, fused: bool) -> None:

@@ -88,6 +88,7 @@ def pairs(records: list[Any]) -> list[tuple[Any, Any]]:
     return [pair for group in of_place.values() for pair in itertools.pairwise(group)]
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str)
 def test_peers_with_one_batch_stay_equal(

@@ -122,6 +122,7 @@ def test_own_batches(pool: Pool, case: str, padded: tuple[str, ...], num_dropped
     check(pool, SplitRun(case, 1, 2, 1), padded, num_dropped)
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize(("padded", "num_dropped"), [("none", 2), ("second", 1), ("each", 0)])
 def test_one_batch(pool: Pool, optimize: str, padded: str, num_dropped: int) -> None:

@@ -187,6 +187,7 @@ def backward_of(rank: int, pp: int, kind: str) -> None:
     train(torch.randn(8, 6))
 
 
+@pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "error", "text"),

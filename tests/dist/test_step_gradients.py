@@ -101,6 +101,7 @@ def clip(rank: int, run: Run, max_norm: float) -> tuple[float, RankRecord]:
     return float(norm), record_of(model)
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("max_norm", [1e-2, 1e6])
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2), (2, 2), (4, 2)])
 def test_clipping_uses_the_norm_of_the_whole_model(
@@ -218,6 +219,7 @@ def backward_of_one(rank: int, config: dict[str, Any], kind: str) -> dict[str, T
     return {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sample(keep=4)
 @pytest.mark.parametrize("kind", ["tensor", "list", "scalar"])
 @pytest.mark.parametrize("pipeline", ["", "interleaved", "simple"])
 def test_backward_takes_one_tensor_and_its_gradient(pool: Pool, pipeline: str, kind: str) -> None:
