@@ -147,8 +147,11 @@ debian:  ## on Debian 13's own packages: build, test, make python3-smp and try i
 
 .PHONY: wheel
 wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
-	rm -rf build/wheel
-	$(WITH_VENV) $(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
+	$(WITH_VENV) scripts/wheel.sh build $(PY)
+
+.PHONY: wheel-check
+wheel-check: $(SETUP)  ## try the wheel of dist/ in an environment with torch alone
+	$(WITH_VENV) scripts/wheel.sh check $(PY)
 
 # Its packages have an environment of their own; with NO_VENV=1 they are in that of PYTHON.
 SITE := $(if $(NO_VENV),$(PYTHON),.venv-site/bin/python)

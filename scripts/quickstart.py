@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="program not to start")
     without = set(parser.parse_args().without)
     where = output_of([sys.executable, "-c", "import smp; print(smp.__file__)"]).strip()
-    if SOURCES in Path(where).parents:
+    if SOURCES / "python" in Path(where).parents:
         sys.exit(f"smp comes from {where}, not from the package")
     output_of(["smp", "doctor"])
     printed, num_compared = "", 0

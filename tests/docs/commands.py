@@ -19,7 +19,7 @@ from tests.docs.pages import REPO
 #: What stands for files of the reader.
 PLACEHOLDERS = {"train.py", "package.train", "config.json"}
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
-_TARGETS = set(re.findall(r"^([a-z_]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+_TARGETS = set(re.findall(r"^([a-z_-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
 
 
 def lines_of(source: str) -> list[list[str]]:
