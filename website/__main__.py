@@ -15,7 +15,7 @@ from pathlib import Path
 
 from website import figures, navigation, reference, timeline
 from website.results import REPO
-from website.stage import Stage
+from website.stage import LISTING, SOURCE, Stage
 
 
 def stage_pages(folder: Path, timelines: Path) -> None:
@@ -44,7 +44,7 @@ def configuration(pages: Path, site: Path, path: Path) -> None:
         "nav": navigation.navigation(),
         "plugins": {"mkdocstrings": {"handlers": {"python": {"paths": [str(REPO / "python")]}}}},
         # Sources that pages link to.
-        "not_in_nav": "*.py.md\n*.sbatch.md\n*.in.md\nfiles.md\nLICENSE.md\n",
+        "not_in_nav": f"*{SOURCE}\n{LISTING}\n",
     }
     path.write_text(json.dumps(content, indent=1))
 

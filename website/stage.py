@@ -16,6 +16,9 @@ _MARKED = re.compile(r"^<!--\s*(.*?)\s*-->[ ]*\n```(\w+)[ ]*\n", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".toml": "toml"}
+#: How names of pages with sources end; they are in no menu.
+SOURCE = ".source.md"
+LISTING = "files.md"
 _PICTURES = {".svg", ".png"}
 
 
@@ -81,9 +84,9 @@ class Stage:
     def _source_page(self, path: Path, target: str) -> str:
         """A page that shows a file, or what is in a folder."""
         if path.is_dir():
-            own, text = f"{target}/files.md", _listing(path, target)
+            own, text = f"{target}/{LISTING}", _listing(path, target)
         else:
-            own = f"{target}.md"
+            own = f"{target}{SOURCE}"
             language = _LANGUAGES.get(path.suffix, "text")
             text = f"# {target}\n\n`````{language}\n{path.read_text()}`````\n"
         self.write(own, text)

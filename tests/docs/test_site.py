@@ -64,8 +64,8 @@ def test_links_to_sources_lead_to_pages_with_them(repo: Path, tmp_path: Path) ->
     (repo / "docs" / "a.md").write_text(text)
     Stage(repo, tmp_path / "out", ["docs/a.md", "docs/b.md"]).copy_all()
     written = (tmp_path / "out" / "docs" / "a.md").read_text()
-    assert written == "[b](b.md#b) [run](../run.py.md)\n```md\n[no](link.md)\n```\n"
-    assert "x = 1\n" in (tmp_path / "out" / "run.py.md").read_text()
+    assert written == "[b](b.md#b) [run](../run.py.source.md)\n```md\n[no](link.md)\n```\n"
+    assert "x = 1\n" in (tmp_path / "out" / "run.py.source.md").read_text()
 
 
 def test_links_to_nothing_are_refused(repo: Path, tmp_path: Path) -> None:
