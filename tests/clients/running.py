@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
+from tests.hosts.ranks import HostRanks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -21,6 +22,8 @@ class Client:
     folder: Path
     script: str
     launcher: str = "torchrun"
+    hosts: HostRanks | None = None
+    """Where its ranks run; None: on this machine."""
 
     def run(
         self,
@@ -52,7 +55,11 @@ class Client:
         for old in (self.folder / "train").glob("result_*.json"):
             old.unlink()
         script = SCRIPTS / self.script
-        ended = run_ranks(self.pool, script, world_size, words, timeout, env, self.launcher)
+        if self.hosts is None:
+            ended = run_ranks(self.pool, script, world_size, words, timeout, env, self.launcher)
+        else:
+            assert self.hosts.world_size == world_size
+            ended = self.hosts.run_script(script, words, timeout=timeout, env=env)
         failed = [rank for rank in ended if rank.returncode != 0]
         failed.sort(key=lambda rank: rank.time)
         assert not failed, "\n".join(
