@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 _MAX_LINE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
+
+
+Write = Callable[[list[bytes]], None]
+"""Takes whole lines, without their ends."""
+
+
+@dataclass
+class Writers:
+    """Where the two streams of a rank go."""
+
+    out: Write
+    err: Write
+    log: IO[Any] | None = None
+
+    def close(self) -> None:
+        """Closes the log."""
+        if self.log is not None:
+            self.log.close()
 
 
 @dataclass(frozen=True)
@@ -21,23 +40,48 @@ class Output:
     folder: Path | None = None
     """Also write ``rank<r>.log`` there."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Ranks of this machine write to the streams of the launcher themselves."""
+        return not self.prefix and self.folder is None
+
+    def open(self, rank: int, is_first: bool) -> Writers:
+        """What takes the lines of a rank.
+
+        Args:
+            rank: that writes.
+            is_first: its log begins anew; otherwise it is continued.
+        """
+        log: IO[Any] | None = None
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            log = open(self.folder / f"rank{rank}.log", "wb" if is_first else "ab")  # noqa: SIM115
+        prefix = f"[{rank}] ".encode() if self.prefix else b""
+
+        def writer(to: IO[Any]) -> Write:
+            return lambda lines: _write(lines, prefix, to, log)
+
+        return Writers(writer(sys.stdout.buffer), writer(sys.stderr.buffer), log)
+
+
+def _write(lines: list[bytes], prefix: bytes, to: IO[Any], log: IO[Any] | None) -> None:
+    _write_all(to, b"".join(prefix + line + b"\n" for line in lines))
+    if log is not None:
+        _write_all(log, b"".join(line + b"\n" for line in lines))
+
 
 class LineRelay:
     """Passes one stream of a rank on, whole lines at a time, so that lines of ranks do not mix."""
 
-    def __init__(self, fd: int, prefix: bytes, to: IO[Any], log: IO[Any] | None) -> None:
+    def __init__(self, fd: int, write: Write) -> None:
         """
         Args:
             fd: the end to read from; closed by `close`.
-            prefix: in front of each line.
-            to: where the lines go.
-            log: where they go without the prefix.
+            write: where the lines go.
         """
         os.set_blocking(fd, False)
         self.fd = fd
-        self._prefix = prefix
-        self._to = to
-        self._log = log
+        self._write = write
         self._rest = b""
 
     def pump(self) -> bool:
@@ -58,14 +102,8 @@ class LineRelay:
         if len(self._rest) > _MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
-        self._write(lines)
-
-    def _write(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
-        _write_all(self._to, b"".join(self._prefix + line + b"\n" for line in lines))
-        if self._log is not None:
-            _write_all(self._log, b"".join(line + b"\n" for line in lines))
+        if lines:
+            self._write(lines)
 
     def close(self) -> None:
         """Passes on what is there, and closes the stream."""

@@ -7,11 +7,9 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
-from typing import IO, Any
 
-from smp_cli.output import LineRelay, Output
+from smp_cli.output import LineRelay, Output, Writers
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,10 +24,10 @@ class Ranks:
             is_first: log files begin anew; otherwise they are continued.
         """
         self._output = output
-        self._mode = "wb" if is_first else "ab"
+        self._is_first = is_first
         self._processes: list[subprocess.Popen[bytes]] = []
         self._relays: dict[int, LineRelay] = {}
-        self._logs: list[IO[Any]] = []
+        self._writers: list[Writers] = []
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self.ended: list[tuple[int, int]] = []
@@ -42,8 +40,8 @@ class Ranks:
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
         """Starts the next rank."""
-        rank, raw = len(self._processes), not self._output.prefix
-        piped = None if raw and self._output.folder is None else subprocess.PIPE
+        rank = len(self._processes)
+        piped = None if self._output.is_direct else subprocess.PIPE
         process = subprocess.Popen(
             command,
             env=env,
@@ -51,24 +49,20 @@ class Ranks:
             stdout=piped,
             stderr=piped,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._processes.append(process)
         pidfd = os.pidfd_open(process.pid)
         self._pidfds[pidfd] = rank
         self._selector.register(pidfd, selectors.EVENT_READ)
         if piped is not None:
-            self._relay(process, rank, b"" if raw else f"[{rank}] ".encode())
+            self._relay(process, self._output.open(rank, self._is_first))
 
-    def _relay(self, process: subprocess.Popen[bytes], rank: int, prefix: bytes) -> None:
-        log = None
-        if self._output.folder is not None:
-            self._output.folder.mkdir(parents=True, exist_ok=True)
-            log = open(self._output.folder / f"rank{rank}.log", self._mode)  # noqa: SIM115
-            self._logs.append(log)
-        for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+    def _relay(self, process: subprocess.Popen[bytes], writers: Writers) -> None:
+        self._writers.append(writers)
+        for stream, write in ((process.stdout, writers.out), (process.stderr, writers.err)):
             assert stream is not None
-            relay = LineRelay(os.dup(stream.fileno()), prefix, to.buffer, log)
+            relay = LineRelay(os.dup(stream.fileno()), write)
             stream.close()
             self._relays[relay.fd] = relay
             self._selector.register(relay.fd, selectors.EVENT_READ)
@@ -115,12 +109,12 @@ class Ranks:
         """Passes on the last output and frees everything."""
         for fd in list(self._relays):
             self._end_relay(fd)
-        for log in self._logs:
-            log.close()
+        for writers in self._writers:
+            writers.close()
         self._selector.close()
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """For the child: the kernel ends it when the launcher is killed."""
     libc = ctypes.CDLL(None)
 

@@ -1,28 +1,29 @@
-"""``smp run``: the ranks of one job as processes of this machine."""
+"""``smp run``: the ranks of one job, as processes of this machine or of several hosts."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from smp_cli.cores import usable_cores
-from smp_cli.output import Output
+from smp_cli.environment import Place, for_other_hosts, rank_environment, without_foreign
+from smp_cli.hosts import AGENT, Agent, HostPlan, plan_hosts
+from smp_cli.output import Output, say
+from smp_cli.preflight import find_problems
+from smp_cli.remote import RemoteJob
 from smp_cli.sagemaker import read_config, variables
-from smp_cli.supervisor import Attempt, Job, run_job
+from smp_cli.supervisor import Attempt, Job, Running, run_job, start_here, start_on_hosts
 
-# Set by other launchers; a script that reads them would take our ranks for theirs.
-_FOREIGN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
-)
 _EXAMPLES = """\
 examples:
   smp run -n 4 train.py --epochs 3
   smp run -n 4 --config pipeline_parallel_degree=2,microbatches=4,ddp=True train.py
   smp run -n 4 --max-restarts 3 --log-dir logs -m package.train
+  smp run -n 16 --hosts node1,node2 --preflight train.py
 """
 
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the subcommand ``run``."""
     parser = subparsers.add_parser(
         "run",
-        help="start a script in several processes of this machine",
+        help="start a script in several processes of this machine, or of several hosts",
         description="Starts a script once per rank, passes signals on, and ends all ranks when one "
         "fails. The exit status is that of the rank that failed first.",
         epilog=_EXAMPLES,
@@ -68,6 +69,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "for Hugging Face: Accelerate would take the job for plain data parallelism",
     )
     add(
+        "--hosts",
+        metavar="A,B|A:2,B:1",
+        help="hosts over which the ranks are divided, rank 0 on the first. It is reached by all "
+        "under this name, or under MASTER_ADDR if that is set. They have the script, the "
+        "interpreter and the current folder under the same paths",
+    )
+    add(
+        "--agent",
+        metavar="COMMAND",
+        default=AGENT,
+        help="starts a process on a host: called with the host and a command (%(default)s)",
+    )
+    add("--python", default=sys.executable, help="the interpreter on the hosts (that of smp)")
+    add(
+        "--preflight",
+        action="store_true",
+        help="with --hosts: first look at them, as smp doctor --hosts does, and start nothing if "
+        "something is wrong",
+    )
+    add(
         "--sm-dir",
         type=Path,
         default=Path("sagemaker"),
@@ -82,59 +103,79 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the job; returns the exit status."""
-    base = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-    if arguments.config is not None:
-        try:
-            base |= variables(read_config(arguments.config), base, arguments.sm_dir.absolute())
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"):
-            Path(base[name]).mkdir(parents=True, exist_ok=True)
-    module = ["-m"] if arguments.module else []
-    job = Job(
-        command=[sys.executable, *module, arguments.script, *arguments.args],
-        num_ranks=arguments.ranks,
-        environment=lambda rank, attempt: rank_environment(
-            base, rank, arguments.ranks, attempt, torch_env=arguments.torch_env
-        ),
-        output=Output(prefix=arguments.output == "prefix", folder=arguments.log_dir),
-        max_restarts=arguments.max_restarts,
-        grace_s=arguments.grace_s,
-    )
-    return run_job(job)
+    base = without_foreign(os.environ)
+    try:
+        hosts = plan_hosts(arguments.hosts, arguments.ranks) if arguments.hosts else []
+        if arguments.preflight and len(hosts) < 2:
+            raise ValueError("--preflight compares hosts; name at least two with --hosts")
+        if arguments.config is not None:
+            base |= _sagemaker_variables(arguments, base, hosts)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    agent = Agent(shlex.split(arguments.agent), arguments.python)
+    if arguments.preflight:
+        problems = find_problems(hosts, agent, for_other_hosts(base))
+        for problem in problems:
+            say(f"preflight: {problem}")
+        if problems:
+            say("nothing is started")
+            return 1
+    start = _on_hosts(arguments, base, hosts, agent) if hosts else _here(arguments, base)
+    return run_job(Job(start, arguments.max_restarts, arguments.grace_s))
 
 
-def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, attempt: Attempt, *, torch_env: bool
+def _sagemaker_variables(
+    arguments: argparse.Namespace, base: dict[str, str], hosts: list[HostPlan]
 ) -> dict[str, str]:
-    """Environment of one rank.
+    known = dict(base)
+    if hosts:
+        known.setdefault("SM_HOSTS", json.dumps([host.address for host in hosts]))
+    found = variables(read_config(arguments.config), known, arguments.sm_dir.absolute())
+    found["SM_HOSTS"] = {**known, **found}["SM_HOSTS"]
+    for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"):
+        Path({**base, **found}[name]).mkdir(parents=True, exist_ok=True)
+    return found
 
-    Args:
-        base: what all ranks have.
-        rank: of the process.
-        size: number of ranks.
-        attempt: how often all have been started, and the folder of this time.
-        torch_env: set torchrun's variables, too.
-    """
-    env = {
-        **base,
-        "SMP_RANK": str(rank),
-        "SMP_WORLD_SIZE": str(size),
-        "SMP_RENDEZVOUS": f"file://{attempt.folder}/rendezvous",
-        "SMP_RESTART_COUNT": str(attempt.index),
-        "SMP_FAILURE_FILE": str(attempt.failure_file(rank)),
-    }
-    # Several ranks that each use all cores are slower than with one thread each.
-    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    # For what scripts do with torch.distributed themselves; smp meets in a file.
-    env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", str(attempt.port))
-    if torch_env:
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    return env
+
+def _command(arguments: argparse.Namespace, python: str) -> list[str]:
+    module = ["-m"] if arguments.module else []
+    return [python, *module, arguments.script, *arguments.args]
+
+
+def _output(arguments: argparse.Namespace) -> Output:
+    return Output(prefix=arguments.output == "prefix", folder=arguments.log_dir)
+
+
+def _here(arguments: argparse.Namespace, base: dict[str, str]) -> Callable[[Attempt], Running]:
+    def environment(rank: int, attempt: Attempt) -> dict[str, str]:
+        size = arguments.ranks
+        return rank_environment(
+            {**base, "SMP_RENDEZVOUS": f"file://{attempt.folder}/rendezvous"},
+            Place(rank, size, rank, size),
+            restart_count=attempt.index,
+            failure_file=str(attempt.failure_file(rank)),
+            torch_env=arguments.torch_env,
+            # For what scripts do with torch.distributed themselves; smp meets in a file.
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(attempt.port),
+        )
+
+    command = _command(arguments, sys.executable)
+    return start_here(command, arguments.ranks, environment, _output(arguments))
+
+
+def _on_hosts(
+    arguments: argparse.Namespace, base: dict[str, str], hosts: list[HostPlan], agent: Agent
+) -> Callable[[Attempt], Running]:
+    job = RemoteJob(
+        command=_command(arguments, agent.python),
+        hosts=hosts,
+        agent=agent,
+        environment=for_other_hosts(base),
+        torch_env=arguments.torch_env,
+    )
+    return start_on_hosts(job, _output(arguments))
 
 
 def _positive(text: str) -> int:

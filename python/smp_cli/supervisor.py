@@ -16,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from smp_cli.output import Output, say
 from smp_cli.ranks import Ranks
+from smp_cli.remote import HostError, RemoteJob, RemoteRanks
 
 EXIT_RESUME = 75
 """Status of a rank that saved its state and wants to be started again (EX_TEMPFAIL of sysexits.h).
@@ -44,17 +46,79 @@ class Attempt:
         return self.folder / f"failure{rank}.json"
 
 
+class Running(Protocol):
+    """The ranks of one attempt: `Ranks` or `RemoteRanks`."""
+
+    ended: list[tuple[int, int]]
+
+    @property
+    def running(self) -> list[int]: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What to run."""
 
-    command: list[str]
-    num_ranks: int
-    environment: Callable[[int, Attempt], dict[str, str]]
-    """Of a rank, by its number."""
-    output: Output
+    start: Callable[[Attempt], Running]
+    """Starts all ranks."""
     max_restarts: int = 0
     grace_s: float = 10.0
+
+
+def start_here(
+    command: list[str],
+    num_ranks: int,
+    environment: Callable[[int, Attempt], dict[str, str]],
+    output: Output,
+) -> Callable[[Attempt], Running]:
+    """What starts all ranks on this machine.
+
+    Args:
+        command: of a rank.
+        num_ranks: of the job.
+        environment: of a rank, by its number.
+        output: where theirs goes.
+    """
+
+    def start(attempt: Attempt) -> Running:
+        ranks = Ranks(output, is_first=attempt.index == 0)
+        try:
+            for rank in range(num_ranks):
+                ranks.start(command, environment(rank, attempt))
+        except BaseException:
+            _end(ranks)
+            raise
+        return ranks
+
+    return start
+
+
+def start_on_hosts(job: RemoteJob, output: Output) -> Callable[[Attempt], Running]:
+    """What starts all ranks on several hosts; raises `HostError`."""
+
+    def start(attempt: Attempt) -> Running:
+        ranks = RemoteRanks(job, output, attempt.index == 0, attempt.folder)
+        try:
+            ranks.start(attempt.index)
+        except BaseException:
+            _end(ranks)
+            raise
+        return ranks
+
+    return start
+
+
+def _end(ranks: Running) -> None:
+    ranks.kill()
+    ranks.close()
 
 
 @dataclass(frozen=True)
@@ -87,7 +151,11 @@ def run_job(job: Job) -> int:
     with _Signals() as signals:
         num_failures = index = 0
         while True:
-            failure = _run_attempt(job, index, signals)
+            try:
+                failure = _run_attempt(job, index, signals)
+            except HostError as error:
+                say(f"{error}; nothing is started")
+                return 1
             if failure is None:
                 return 0
             wants_resume = failure.status == EXIT_RESUME
@@ -104,20 +172,19 @@ def run_job(job: Job) -> int:
 
 def _run_attempt(job: Job, index: int, signals: _Signals) -> Failure | None:
     folder = Path(tempfile.mkdtemp(prefix="smp-run-"))
-    attempt = Attempt(index, folder, _free_port())
-    ranks = Ranks(job.output, is_first=index == 0)
     try:
-        for rank in range(job.num_ranks):
-            ranks.start(job.command, job.environment(rank, attempt))
-        _watch(job, ranks, signals)
+        attempt = Attempt(index, folder, _free_port())
+        ranks = job.start(attempt)
+        try:
+            _watch(job, ranks, signals)
+        finally:
+            _end(ranks)
         return _find_failure(attempt, ranks.ended)
     finally:
-        ranks.kill()
-        ranks.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(job: Job, ranks: Ranks, signals: _Signals) -> None:
+def _watch(job: Job, ranks: Running, signals: _Signals) -> None:
     """Returns when all ranks have ended."""
     steps = [signal.SIGTERM, signal.SIGKILL]  # for those that do not end by themselves
     deadline = float("inf")

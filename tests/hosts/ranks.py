@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import subprocess
@@ -142,6 +143,18 @@ class Launched:
             )
             assert not any(codes), f"{codes}\n{logs}"
             return task.results(world_size)
+
+
+def write_agent(network: Network, folder: Path) -> Path:
+    """A program that is called as ssh is, with a host and a command for its shell."""
+    cases = "\n".join(
+        f'{network.name(i)}) exec {shlex.join(network.command(i, ["sh", "-c"]))} "$*" ;;'
+        for i in range(network.num_hosts)
+    )
+    agent = folder / "agent"
+    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{cases}\nesac\nexit 1\n')
+    agent.chmod(0o755)
+    return agent
 
 
 class Task:

@@ -5,7 +5,6 @@ The hosts are namespaces of this machine (`network.py`).
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import mpirun
 from tests.dist.resume_training import Job
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import HostRanks, Launched
+from tests.hosts.ranks import HostRanks, Launched, write_agent
 from tests.hosts.traffic import Measured, send_objects, train_pipelines
 
 pytestmark = [
@@ -75,28 +74,35 @@ def torchrun_with_an_address(network: Network, folder: Path) -> Commands:
     ]
 
 
-def mpirun_with_an_agent(network: Network, folder: Path) -> Commands:
+def _mpirun(network: Network, folder: Path, *variables: str) -> Commands:
     """One mpirun, which starts its daemon on the other host by what stands for ssh."""
     command = mpirun(4)
     if command is None:
         pytest.skip("no mpirun on this machine")
-    cases = "\n".join(
-        f'{network.name(i)}) exec {shlex.join(network.command(i, ["sh", "-c"]))} "$*" ;;'
-        for i in range(2)
-    )
-    agent = folder / "agent"
-    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{cases}\nesac\nexit 1\n')
-    agent.chmod(0o755)
     words = [
         *command[:-1],
-        *("--prtemca", "plm_ssh_agent", str(agent), "--host", "host0:2,host1:2"),
-        *("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
-        *("-x", "MASTER_ADDR=host0", "-x", "MASTER_PORT=29400", command[-1]),
+        *("--prtemca", "plm_ssh_agent", str(write_agent(network, folder))),
+        *("--host", "host0:2,host1:2"),
+        *(word for name in ("PYTHONPATH", "OMP_NUM_THREADS", *variables) for word in ("-x", name)),
     ]
-    return [words]
+    return [[*words, command[-1]]]
 
 
-LAUNCHERS = (torchrun_with_a_rendezvous, torchrun_with_an_address, mpirun_with_an_agent)
+def mpirun_with_an_agent(network: Network, folder: Path) -> Commands:
+    return _mpirun(network, folder, "MASTER_ADDR=host0", "MASTER_PORT=29400")
+
+
+def smp_run_with_an_agent(network: Network, folder: Path) -> Commands:
+    words = [sys.executable, "-m", "smp_cli", "run", "-n", "4", "--hosts", "host0,host1"]
+    return [[*words, "--agent", str(write_agent(network, folder))]]
+
+
+LAUNCHERS = (
+    torchrun_with_a_rendezvous,
+    torchrun_with_an_address,
+    mpirun_with_an_agent,
+    smp_run_with_an_agent,
+)
 
 
 @pytest.mark.sample(keep=0)

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from smp_cli import run, sagemaker
-from smp_cli.supervisor import EXIT_RESUME, Attempt
+from smp_cli import environment as environments
+from smp_cli import sagemaker
+from smp_cli.environment import Place
+from smp_cli.supervisor import EXIT_RESUME
 
 from tests.conftest import REPO
 
@@ -128,27 +130,46 @@ def test_raw_output_has_no_prefix(command: Callable[..., list[str]]) -> None:
     assert done.stdout == "plain\n"
 
 
-def test_environment_is_ours_and_not_torchruns(tmp_path: Path) -> None:
-    attempt = Attempt(2, tmp_path, 1234)
-    env = run.rank_environment({"A": "b"}, 1, 4, attempt, torch_env=False)
+def rank_environment(base: dict[str, str], place: Place, torch_env: bool = False) -> dict[str, str]:
+    return environments.rank_environment(
+        base,
+        place,
+        restart_count=2,
+        failure_file="/failure1",
+        torch_env=torch_env,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1234",
+    )
+
+
+def test_environment_is_ours_and_not_torchruns() -> None:
+    env = rank_environment({"A": "b", "MASTER_PORT": "5"}, Place(3, 4, 1, 2))
     assert env["A"] == "b"
-    assert (env["SMP_RANK"], env["SMP_WORLD_SIZE"], env["SMP_RESTART_COUNT"]) == ("1", "4", "2")
-    assert env["SMP_RENDEZVOUS"] == f"file://{tmp_path}/rendezvous"
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "1234")
+    assert (env["SMP_RANK"], env["SMP_WORLD_SIZE"], env["SMP_RESTART_COUNT"]) == ("3", "4", "2")
+    assert (env["SMP_LOCAL_RANK"], env["SMP_LOCAL_SIZE"]) == ("1", "2")
+    assert env["SMP_FAILURE_FILE"] == "/failure1"
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "5")
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & env.keys(), "Accelerate reads them"
-    env = run.rank_environment({}, 1, 4, attempt, torch_env=True)
+    env = rank_environment({}, Place(3, 4, 1, 2), torch_env=True)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert [env[name] for name in names] == ["1", "4", "1", "4"]
+    assert [env[name] for name in names] == ["3", "4", "1", "2"]
+
+
+def test_ranks_of_one_machine_meet_in_a_file(command: Callable[..., list[str]]) -> None:
+    source = "import os\nprint(os.environ['SMP_RENDEZVOUS'], os.environ['MASTER_ADDR'])\n"
+    done = execute(command(source, "-n", "2"), SMP_RENDEZVOUS="file:///elsewhere")
+    places = {line.split("] ")[1] for line in done.stdout.splitlines()}
+    (place,) = places
+    assert place.startswith("file:///") and place.endswith("/rendezvous 127.0.0.1"), done
 
 
 def test_threads_are_divided_unless_the_user_says_how_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run, "usable_cores", lambda: 8)
-    attempt = Attempt(0, tmp_path, 1)
+    monkeypatch.setattr(environments, "usable_cores", lambda: 8)
 
     def threads(size: int, base: dict[str, str]) -> str:
-        return run.rank_environment(base, 0, size, attempt, torch_env=False)["OMP_NUM_THREADS"]
+        return rank_environment(base, Place(0, 2 * size, 0, size))["OMP_NUM_THREADS"]
 
     assert [threads(size, {}) for size in (1, 3, 8, 16)] == ["8", "2", "1", "1"]
     assert threads(16, {"OMP_NUM_THREADS": "5"}) == "5"

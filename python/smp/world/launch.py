@@ -66,6 +66,7 @@ class Rendezvous:
 
 # Names of our own: Accelerate takes those of torchrun as the sign of a plain data-parallel job.
 _SMP_RUN = ("SMP_RANK", "SMP_WORLD_SIZE")
+_SMP_LOCAL = ("SMP_LOCAL_RANK", "SMP_LOCAL_SIZE")
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
@@ -83,7 +84,8 @@ def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
     """
     hostname = env.get(HOSTNAME_VARIABLE) or hostname
     if any(name in env for name in _SMP_RUN):
-        launch = _read(env, "smp", *_SMP_RUN, _SMP_RUN[0], _SMP_RUN[1])  # one host
+        local = _SMP_LOCAL if _SMP_LOCAL[0] in env else _SMP_RUN  # else one host
+        launch = _read(env, "smp", *_SMP_RUN, *local)
     elif any(name in env for name in _TORCHRUN):
         launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif any(name in env for name in _OPEN_MPI):
