@@ -118,7 +118,9 @@ class DistributedModel(ModelViews):
         # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
         seed = torch.initial_seed()
         initialise_again(module, current.rank.device, seed)
-        module, registrations = replace_marked(module, current.rank.device)
+        rank = current.rank
+        tries_plans = rank.settings.check_first_step != "0"
+        module, registrations = replace_marked(module, rank.device, tries_plans=tries_plans)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:

@@ -20,7 +20,6 @@ from smp.replacement.plan_exceptions import unfit_parts
 from smp.replacement.planned import apply_plan
 from smp.tensor_parallel import regions
 from smp.tensor_parallel.registry import registration_of
-from smp.world import runtime
 from smp.world.log import first_rank_log
 
 # What a model splits at least, to count as one with a plan: many name no more than their head.
@@ -83,7 +82,7 @@ def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:
 
 
 def split_by_plan(
-    module: nn.Module, name: str, found: PlanOf, taken: Mapping[nn.Module, str]
+    module: nn.Module, name: str, found: PlanOf, taken: Mapping[nn.Module, str], tries: bool
 ) -> Report:
     """Splits a module by its plan, and says so.
 
@@ -92,6 +91,7 @@ def split_by_plan(
         name: where it is in the model.
         found: its plan.
         taken: parts that the plan is not for, and why.
+        tries: blocks look once whether a plan of the user's fits.
 
     Raises:
         ValueError: a plan of the user's names what is not there, or cannot be split.
@@ -105,8 +105,7 @@ def split_by_plan(
         if why is not None:
             left_out.setdefault(part, why)
     # What transformers says of its own models is tried in tests/zoo.
-    is_tried = not found.is_own and runtime.current().rank.settings.check_first_step != "0"
-    report = apply_plan(module, found.plan, prefix, left_out, is_tried)
+    report = apply_plan(module, found.plan, prefix, left_out, tries and not found.is_own)
     if not found.is_own:
         _refuse_rest(module, report)
     if report.split and layouts.current().has_own_batches:

@@ -56,19 +56,23 @@ _UNKNOWN = Declined(
 _NUM_NAMED = 5  # in one message
 
 
-def replace_marked(root: nn.Module, device: torch.device) -> tuple[nn.Module, list[Registration]]:
+def replace_marked(
+    root: nn.Module, device: torch.device, *, tries_plans: bool = True
+) -> tuple[nn.Module, list[Registration]]:
     """Replaces the outermost marked modules that have a distributed form, in place.
 
     Args:
         root: a model; it may be replaced itself.
         device: on which new values are made.
+        tries_plans: blocks of plans that users give look once whether these fit
+            (`smp.nn.planned.trial`).
 
     Returns:
         the model, and the registrations that were used, each once.
     """
     huggingface.register_available()
     has_experts = spread_experts(root)  # before a plan splits them by features
-    replacement = _Replacement(root, device)
+    replacement = _Replacement(root, device, tries_plans)
     new_root = replacement.visit(root, "")
     if not has_experts:
         replacement.say_if_nothing_is_split(root)
@@ -81,10 +85,12 @@ class _Replacement:
     Args:
         root: the model.
         device: on which new values are made.
+        tries_plans: see `replace_marked`.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, tries_plans: bool) -> None:
         self._device = device
+        self._tries_plans = tries_plans
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
         self._made: set[nn.Module] = set()  # what has taken a place
@@ -159,7 +165,7 @@ class _Replacement:
             if isinstance(part, DistributedModule)
             and not isinstance(part, HoldsExperts | SpreadMixture)
         }
-        report = split_by_plan(module, name, plan, taken)
+        report = split_by_plan(module, name, plan, taken, self._tries_plans)
         self.num_planned += len(report.split)
         is_done = bool(report.split) or not plan.is_own
         if not is_done:
