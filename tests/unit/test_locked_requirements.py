@@ -106,3 +106,16 @@ def test_another_torch_and_other_files_are_asked_for(
     calls = _calls(tmp_path, *arguments, **variables)
     assert len(calls) == 3 and not any("locked" in call or "hashes" in call for call in calls)
     assert calls[-1].endswith("-r requirements/test.txt -r requirements/tools.txt")
+
+
+# ---- images ------------------------------------------------------------------------------
+
+
+def test_images_install_locked_files_alone() -> None:
+    text = (REPO / "docker" / "cuda.Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install ([^&\n]*)", text)
+    assert len(installs) == 3
+    for arguments in installs:
+        assert "--no-index" in arguments or "--require-hashes" in arguments, arguments
+    names = re.findall(r"-r (\S+)", text)
+    assert len(names) == 2 and all((REPO / name).is_file() for name in names)
