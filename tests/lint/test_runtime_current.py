@@ -35,12 +35,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "step/decorator.py": frozenset({"StepFunction.__call__"}),
     "tensor_parallel/reading.py": frozenset({"is_outside"}),
     "tensor_parallel/regions.py": frozenset({"_group"}),
+    "v1/replicas.py": frozenset({"DistributedDataParallel.__init__"}),
     "world/comm.py": frozenset({"_run"}),
     "world/preemption.py": frozenset({"_run", "on_signal"}),
     "world/state.py": frozenset({"_run"}),
 }
 
-MOST_CALLS = 30
+MOST_CALLS = 31
 
 
 def calls(text: str) -> Iterator[str]:

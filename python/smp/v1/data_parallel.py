@@ -17,6 +17,7 @@ from torch import Tensor
 import smp._C as _C
 from smp.world import comm, runtime
 from smp.world.launch import read_launch
+from smp.world.state import state
 
 BACKENDS = ("smddp", "nccl", "gloo")
 """Words that scripts give `init_process_group`; the device of the ranks decides."""
@@ -52,7 +53,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether `init_process_group` was called, or `smp.init` with the key ``ddp``."""
-    return runtime.is_initialized() and runtime.current().rank.config.ddp
+    return state.cfg is not None and state.cfg.ddp
 
 
 def init_process_group(backend: str | None = None, *_: Any, **more: Any) -> None:
@@ -75,18 +76,17 @@ def init_process_group(backend: str | None = None, *_: Any, **more: Any) -> None
         )
     if not is_initialized():
         runtime.init({"ddp": True})
-    rank = runtime.current().rank
-    for name, own in (("rank", rank.global_rank), ("world_size", rank.world_size)):
+    for name, own in (("rank", comm.rank()), ("world_size", comm.size())):
         given = more.get(name, -1)
         if given not in (-1, own):
             raise ValueError(
                 f"{_C.rank_prefix()}init_process_group({name}={given}), and the launcher says "
                 f"{own}; leave it out"
             )
-    if rank.sizes["mp"] > 1:
+    if comm.mp_size() > 1:
         raise ValueError(
             f"{_C.rank_prefix()}smdistributed.dataparallel: the configuration splits models over "
-            f"{rank.sizes['mp']} ranks, so not every rank is a replica; use smp.DistributedModel, "
+            f"{comm.mp_size()} ranks, so not every rank is a replica; use smp.DistributedModel, "
             "or leave pipeline_parallel_degree and tensor_parallel_degree out"
         )
     comm.get_world_process_group()  # a world of one makes it when somebody asks
