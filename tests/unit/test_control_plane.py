@@ -1,0 +1,33 @@
+"""The benchmark of the hub speaks as ranks do, and counts what the hub says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.conftest import REPO
+
+N = 12
+
+
+def test_the_hub_answers_simulated_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, "control_plane.py", "--ranks", str(N), "--seconds", "1"],
+        env={**os.environ, "PYTHONPATH": str(REPO / "python")},
+        cwd=REPO / "benchmarks",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["num_ranks"] == N
+    assert found["join"]["to_hub"] == N and found["join"]["from_hub"] >= N
+    assert found["steady"]["to_hub"] == N
+    assert found["stop"]["to_hub"] == N + 1 and found["stop"]["from_hub"] >= 2 * N
+    assert found["fault"]["to_hub"] == 1 and found["fault"]["from_hub"] >= N - 1
+    assert found["leave"]["to_hub"] == N and found["leave"]["from_hub"] >= N * (N - 1)
+    assert all(found[phase]["hub_cpu_s"] > 0 for phase in ("join", "steady", "leave"))
