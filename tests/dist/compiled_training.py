@@ -43,6 +43,8 @@ def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiler_of(folder: Path | str) -> Iterator[Callable[[], int]]:
     """The compiler as tests use it: code in one folder, no processes of its own.
 
+    And no vectors: to compile kernels with them takes most of the time of a test.
+
     Yields:
         a function that tells how many graphs were compiled so far.
     """
@@ -55,7 +57,7 @@ def compiler_of(folder: Path | str) -> Iterator[Callable[[], int]]:
     stats = torch._dynamo.utils.counters["stats"]
     stats.clear()
     try:
-        with torch._inductor.config.patch(compile_threads=1):
+        with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
             yield lambda: int(stats["unique_graphs"])
     finally:
         torch._dynamo.reset()

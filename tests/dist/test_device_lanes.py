@@ -35,7 +35,7 @@ COUNTERS = (
     "lane_times_too_large",
 )
 NUM_PROGRAMS = 30
-SOAK_STEPS = 240
+SOAK_STEPS = 80
 
 
 def counted(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

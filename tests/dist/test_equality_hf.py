@@ -15,7 +15,7 @@ VARIANTS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
 @pytest.mark.sample(keep=3)
-@pytest.mark.covering(times=2)
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_auto_partition_trains_like_one_process_in_fp64(

@@ -24,7 +24,7 @@ CROSS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
 @pytest.mark.sample(keep=4)
-@pytest.mark.covering(times=2)
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_manual_partition_trains_like_one_process_in_fp64(
@@ -34,7 +34,7 @@ def test_manual_partition_trains_like_one_process_in_fp64(
 
 
 @pytest.mark.sample(keep=4)
-@pytest.mark.covering(times=2)
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_auto_partition_trains_like_one_process_in_fp64(

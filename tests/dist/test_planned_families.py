@@ -27,7 +27,7 @@ from tests.reference.tolerances import assert_close
 
 
 @pytest.mark.sample(keep=4)
-@pytest.mark.covering(times=2)
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout))
 @pytest.mark.parametrize("case", PLANNED_FAMILIES)
 def test_planned_family_trains_like_one_process(

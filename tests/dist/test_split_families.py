@@ -11,7 +11,7 @@ from tests.reference.split_families import SPLIT_FAMILIES
 
 
 @pytest.mark.sample(keep=5)
-@pytest.mark.covering(times=2)
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout))
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
 def test_split_family_trains_like_one_process(
