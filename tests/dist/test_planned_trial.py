@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.dist.one_step import train_once
 from tests.dist.pool import Pool, RankFailure
 from tests.reference.models import randomise_
+from tests.reference.split_families import build_split_family, make_split_batch
 from tests.reference.tolerances import assert_close
 
 SAMPLES, LENGTH, WIDTH, HEADS, INNER = 2, 5, 12, 4, 20
@@ -265,6 +266,57 @@ def test_what_cannot_be_tried_and_may_be_wrong_is_told(pool: Pool) -> None:
     told = [line for line in lines if "could not be tried: it draws random numbers" in line]
     assert len(told) == 1 and "its word is qkv_colwise" in told[0]
     assert not any("could not be tried" in line for line in other[-1])
+
+
+def train_by_own_plan(rank: int, case: str, prescaled: bool, dtype: torch.dtype) -> Any:
+    """How many blocks there are, how many were not tried, and what could not be."""
+    import smp
+    from smp.nn.planned.block import PlannedBlock
+    from smp.replacement import plans
+
+    lines: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("smp")
+    level = logger.level
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": prescaled, "ddp": True})
+    plain: Any = build_split_family(case, dtype)
+    paths = [*dict(plain.named_modules()), *dict(plain.named_parameters())]
+    unused = plans.match(plans.check_plan(plain.tp_plan), paths).unused
+    plan = {key: word for key, word in plain.tp_plan.items() if key not in unused}
+    smp.set_tensor_parallelism(plain, plan=plan)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(batch: dict[str, Tensor]) -> None:
+        model.backward(model(**batch)["loss"])
+
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        train_step(make_split_batch(case, 0 if prescaled else smp.dp_rank(), 0))
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    blocks = [module for module in plain.modules() if isinstance(module, PlannedBlock)]
+    left = sum(block._smp_trial is not None for block in blocks)
+    return len(blocks), left, [line for line in lines if "could not be tried" in line]
+
+
+@pytest.mark.parametrize(
+    ("case", "prescaled", "dtype"),
+    [
+        ("llama", True, torch.float32),
+        ("qwen3", False, torch.float32),
+        ("qwen3_tied", True, torch.bfloat16),
+        ("mixtral", True, torch.float64),
+    ],
+)
+def test_plans_of_transformers_pass_their_trials(
+    pool: Pool, case: str, prescaled: bool, dtype: torch.dtype
+) -> None:
+    for num_blocks, left, told in pool.run(2, train_by_own_plan, case, prescaled, dtype):
+        assert num_blocks >= 2 and left == 0 and told == []
 
 
 def train_unchecked(rank: int) -> Any:
