@@ -13,7 +13,7 @@ import pytest
 
 from tests.dist import split_training, test_resume, training
 from tests.dist.pool import Pool
-from tests.dist.processes import mpirun
+from tests.dist.processes import REPO, mpirun
 from tests.dist.resume_training import Job
 from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import HostRanks, Launched, write_agent
@@ -92,9 +92,26 @@ def mpirun_with_an_agent(network: Network, folder: Path) -> Commands:
     return _mpirun(network, folder, "MASTER_ADDR=host0", "MASTER_PORT=29400")
 
 
+def mpirun_of_sagemaker(network: Network, folder: Path) -> Commands:
+    """A job of the service with MPI: its ranks know nothing but the names of the hosts."""
+    return _mpirun(network, folder, 'SM_HOSTS=["host0","host1"]', "SAGEMAKER_JOB_NAME=train-1")
+
+
 def smp_run_with_an_agent(network: Network, folder: Path) -> Commands:
     words = [sys.executable, "-m", "smp_cli", "run", "-n", "4", "--hosts", "host0,host1"]
     return [[*words, "--agent", str(write_agent(network, folder))]]
+
+
+def entry_of_sagemaker(network: Network, folder: Path) -> Commands:
+    """A job of the service without a distribution, by the variables that it sets."""
+    entry = str(REPO / "examples" / "sagemaker" / "entry.py")
+    return [
+        [
+            *("env", 'SM_HOSTS=["host1", "host0"]', f"SM_CURRENT_HOST={network.name(index)}"),
+            *("SM_NUM_GPUS=0", sys.executable, entry, "--ranks-per-host", "2"),
+        ]
+        for index in range(2)
+    ]
 
 
 LAUNCHERS = (
@@ -102,6 +119,8 @@ LAUNCHERS = (
     torchrun_with_an_address,
     mpirun_with_an_agent,
     smp_run_with_an_agent,
+    entry_of_sagemaker,
+    mpirun_of_sagemaker,
 )
 
 

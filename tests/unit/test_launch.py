@@ -225,6 +225,7 @@ def test_ranks_without_any_address_are_refused() -> None:
         ("node[01-04,07],gpu3", "node01"),
         ("rack[3,5]-n", "rack3-n"),
         ("a-b[9]", "a-b9"),
+        ("queue1-dy-gpu-[2-4],queue1-st-gpu-1", "queue1-dy-gpu-2"),  # of ParallelCluster
     ],
 )
 def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
