@@ -70,6 +70,7 @@ def make_contender(name: str, ring_mb: int) -> Contender:
             smp.size(),
             loopback=True,
             towards="127.0.0.1",
+            secret=b"known to the ranks of this benchmark",
             board=board,
             timeout_s=TIMEOUT_S,
         )

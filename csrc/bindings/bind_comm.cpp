@@ -57,11 +57,16 @@ comm::CommunicatorPtr make_c10d(c10::intrusive_ptr<c10d::Backend> backend,
 }
 
 std::shared_ptr<comm::PeerSockets> make_sockets(int global_rank,
-                                                bool loopback_only,
-                                                std::string address) {
+                                                std::string address,
+                                                std::string secret,
+                                                int world_size) {
   const py::gil_scoped_release released;
+  comm::PeerSockets::Options options;
+  options.address = std::move(address);
+  options.secret = std::move(secret);
+  options.door.max_half_open += static_cast<size_t>(world_size);
   return end_without_gil(
-      new comm::PeerSockets(global_rank, {loopback_only, std::move(address)}));
+      new comm::PeerSockets(global_rank, std::move(options)));
 }
 
 void bind_sockets(py::module_& m) {
@@ -71,10 +76,10 @@ void bind_sockets(py::module_& m) {
       m, "PeerSockets",
       "TCP connections from this process to other ranks, opened when they are "
       "first used and shared by all groups.")
-      .def(py::init(&make_sockets), py::arg("global_rank"),
-           py::arg("loopback_only") = true, py::arg("address") = "")
+      .def(py::init(&make_sockets), py::arg("global_rank"), py::kw_only(),
+           py::arg("address"), py::arg("secret"), py::arg("world_size"))
       .def_property_readonly("address", &PeerSockets::address,
-                             "Where others reach this process; a secret.")
+                             "Where others reach this process.")
       .def("set_addresses", &PeerSockets::set_addresses, py::arg("addresses"),
            NoGil(), "Those of all ranks.")
       .def_property_readonly("num_connections", &PeerSockets::num_connections,

@@ -13,6 +13,7 @@
 #include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/health/handshake.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/stop_agreement.h"
 #include "csrc/memory/device_scope.h"
@@ -22,6 +23,7 @@ namespace py = pybind11;
 namespace smp::bindings {
 
 using health::FaultBoard;
+using health::Handshake;
 using health::LivenessClient;
 using health::LivenessHub;
 using health::StopAgreement;
@@ -68,8 +70,9 @@ py::dict activity(FaultBoard& board) {
   return result;
 }
 
-std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
-                                      std::string token,
+std::shared_ptr<LivenessHub> make_hub(int world_size,
+                                      const std::string& address,
+                                      std::string secret,
                                       double deadlock_after_s,
                                       double hang_after_s, bool hang_raises) {
   LivenessHub::Options options;
@@ -77,11 +80,11 @@ std::shared_ptr<LivenessHub> make_hub(int world_size, bool loopback_only,
   options.hang_after = to_ms(hang_after_s);
   options.hang_raises = hang_raises;
   return end_without_gil(
-      new LivenessHub(world_size, loopback_only, std::move(token), options));
+      new LivenessHub(world_size, address, std::move(secret), options));
 }
 
 std::shared_ptr<LivenessClient> make_client(
-    const std::string& host, int port, std::string token, int global_rank,
+    const std::string& host, int port, std::string secret, int global_rank,
     std::shared_ptr<FaultBoard> board, double connect_timeout_s,
     std::shared_ptr<StopAgreement> stops,
     std::optional<std::array<int, 3>> stacks_signals, int stacks_fd,
@@ -106,7 +109,7 @@ std::shared_ptr<LivenessClient> make_client(
   }
   py::gil_scoped_release release;
   return end_without_gil(new LivenessClient(
-      host, port, std::move(token), global_rank, std::move(board), options));
+      host, port, std::move(secret), global_rank, std::move(board), options));
 }
 
 void bind_fault_board(py::module_& m) {
@@ -156,12 +159,35 @@ void bind_fault_board(py::module_& m) {
       .def_property_readonly("is_asked", &StopAgreement::is_asked);
 }
 
+// The bytes of the handshake among those that came, and what to send.
+py::tuple advance(Handshake& handshake, const std::string& received) {
+  std::string out;
+  const size_t used = handshake.advance(received, out);
+  return py::make_tuple(used, py::bytes(out));
+}
+
+void bind_handshake(py::module_& m) {
+  py::class_<Handshake>(
+      m, "Handshake",
+      "One side of the proof that both ends of a connection know the secret.")
+      .def_static("listener", &Handshake::listener, py::arg("secret"),
+                  py::arg("purpose"))
+      .def_static("caller", &Handshake::caller, py::arg("secret"),
+                  py::arg("purpose"), py::arg("number"))
+      .def("advance", &advance, py::arg("received"),
+           "Takes bytes; how many belong to it, and the bytes to send. "
+           "RuntimeError when the other side does not know the secret.")
+      .def_property_readonly("is_proven", &Handshake::is_proven)
+      .def_property_readonly("caller_number", &Handshake::caller_number);
+  m.attr("MIN_SECRET_BYTES") = health::kMinSecretBytes;
+}
+
 void bind_liveness(py::module_& m) {
   py::class_<LivenessHub, std::shared_ptr<LivenessHub>>(
       m, "LivenessHub",
       "Hosted by rank 0: tells all ranks which of them have died.")
       .def(py::init(&make_hub), py::arg("world_size"), py::kw_only(),
-           py::arg("loopback_only"), py::arg("token"),
+           py::arg("address"), py::arg("secret"),
            py::arg("deadlock_after_s") = 5.0, py::arg("hang_after_s") = 0.0,
            py::arg("hang_raises") = false)
       .def_property_readonly("port", &LivenessHub::port)
@@ -174,7 +200,7 @@ void bind_liveness(py::module_& m) {
   py::class_<LivenessClient, std::shared_ptr<LivenessClient>>(
       m, "LivenessClient", "Connection of one rank to the hub.")
       .def(py::init(&make_client), py::arg("host"), py::arg("port"),
-           py::kw_only(), py::arg("token"), py::arg("global_rank"),
+           py::kw_only(), py::arg("secret"), py::arg("global_rank"),
            py::arg("board"), py::arg("connect_timeout_s") = 60.0,
            py::arg("stops") = nullptr, py::arg("stacks_signals") = py::none(),
            py::arg("stacks_fd") = -1, py::arg("hang_after_s") = 0.0,
@@ -194,6 +220,7 @@ void bind_liveness(py::module_& m) {
 
 void bind_health(py::module_& m) {
   bind_fault_board(m);
+  bind_handshake(m);
   bind_liveness(m);
 }
 

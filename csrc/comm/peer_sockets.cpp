@@ -1,142 +1,41 @@
 #include "csrc/comm/peer_sockets.h"
 
-#include <sys/epoll.h>
-#include <sys/socket.h>
-
-#include <algorithm>
-#include <array>
 #include <atomic>
-#include <cerrno>
-#include <cstring>
-#include <deque>
 #include <map>
 #include <mutex>
-#include <random>
-#include <set>
 #include <sstream>
 #include <thread>
 #include <utility>
 
+#include "csrc/comm/incoming_peers.h"
+#include "csrc/comm/socket_events.h"
 #include "csrc/comm/socket_frames.h"
+#include "csrc/comm/socket_streams.h"
 #include "csrc/common/check.h"
 #include "csrc/health/fork_guard.h"
-#include "csrc/health/socket.h"
+#include "csrc/health/handshake.h"
 #include "csrc/health/thread_name.h"
 
 namespace smp::comm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
+using Kind = SocketEvents::Kind;
 
-// A connection that has not said who it is by then is nobody of ours.
-constexpr milliseconds kStrangerTimeout{10000};
-constexpr milliseconds kTick{1000};
-constexpr int kMaxEvents = 64;
-
-std::string random_token() {
-  std::random_device random;
-  std::string token;
-  for (size_t i = 0; i < kTokenBytes; ++i) {
-    token += "0123456789abcdef"[random() % 16];
-  }
-  return token;
-}
-
-// Keeps what comes for a stream that has no receiver yet, then hands it on.
-class EarlyFrames final : public PeerSockets::Receiver {
- public:
-  uint8_t* begin(const PeerSockets::Frame& frame) override {
-    std::lock_guard lock(mutex_);
-    if (target_) {
-      open_[frame.source_rank] = nullptr;
-      return target_->begin(frame);
-    }
-    Kept& kept = frames_.emplace_back(Kept{frame, {}});
-    kept.bytes.resize(frame.size);
-    open_[frame.source_rank] = &kept;
-    return kept.bytes.data();
-  }
-
-  void end(const PeerSockets::Frame& frame) override {
-    std::lock_guard lock(mutex_);
-    Kept* const kept = open_.at(frame.source_rank);
-    open_.erase(frame.source_rank);
-    if (kept == nullptr) return target_->end(frame);
-    kept->is_complete = true;
-    if (target_) hand_on(*kept);
-  }
-
-  void lost(int, const std::string&) override {}
-
-  void hand_on_to(std::shared_ptr<PeerSockets::Receiver> target) {
-    std::lock_guard lock(mutex_);
-    target_ = std::move(target);
-    for (const Kept& kept : frames_) {
-      if (kept.is_complete) hand_on(kept);
-    }
-    while (!frames_.empty() && frames_.front().is_complete) {
-      frames_.pop_front();
-    }
-  }
-
- private:
-  struct Kept {
-    PeerSockets::Frame frame;
-    std::vector<uint8_t> bytes;
-    bool is_complete = false;
-  };
-
-  void hand_on(const Kept& kept) {
-    uint8_t* const to = target_->begin(kept.frame);
-    std::copy(kept.bytes.begin(), kept.bytes.end(), to);
-    target_->end(kept.frame);
-  }
-
-  std::mutex mutex_;
-  std::deque<Kept> frames_;    // stay where they are
-  std::map<int, Kept*> open_;  // by source; null: the target has it
-  std::shared_ptr<PeerSockets::Receiver> target_;
-};
-
-// For a stream that is over.
-class Nobody final : public PeerSockets::Receiver {
- public:
-  uint8_t* begin(const PeerSockets::Frame& frame) override {
-    auto& bytes = bytes_[frame.source_rank];
-    bytes.resize(frame.size);
-    return bytes.data();
-  }
-  void end(const PeerSockets::Frame& frame) override {
-    bytes_.erase(frame.source_rank);
-  }
-  void lost(int, const std::string&) override {}
-
- private:
-  std::map<int, std::vector<uint8_t>> bytes_;
-};
+constexpr const char* kClosedHere = "closed by this process";
 
 struct Address {
   std::string host;
   int port = 0;
-  std::string token;
 };
 
 Address read_address(const std::string& text) {
   Address address;
   std::istringstream words(text);
-  words >> address.host >> address.port >> address.token;
-  SMP_CHECK(words && address.token.size() == kTokenBytes, "'", text,
-            "' is no address of a rank");
+  std::string rest;
+  words >> address.host >> address.port;
+  SMP_CHECK(words && !(words >> rest), "'", text,
+            "' is no address of a rank; expected a host and a port");
   return address;
-}
-
-// What an event of epoll is about.
-enum class Kind : uint64_t { kWake, kListener, kIncoming, kOutgoing };
-constexpr int kKindShift = 56;
-
-uint64_t event_data(Kind kind, uint64_t number) {
-  return static_cast<uint64_t>(kind) << kKindShift | number;
 }
 
 }  // namespace
@@ -146,60 +45,43 @@ struct PeerSockets::Impl {
   struct Peer {
     std::mutex mutex;
     OutgoingSocket socket;
+    bool is_connected = false;
     std::string error;  // why nothing goes there any more
-  };
-  struct Incoming {
-    Incoming(health::OwnedFd fd, const std::string& token,
-             IncomingSocket::FindReceiver find)
-        : socket(std::move(fd), token, std::move(find)) {}
-    IncomingSocket socket;
-    const Clock::time_point since = Clock::now();
   };
 
   Impl(int global_rank, Options options);
 
   Peer& peer_of(int global_rank);
   void post(int dst, uint64_t stream, std::vector<Outgoing> frames, Sent sent);
-  std::shared_ptr<Receiver> receiver_of(uint64_t stream);
-  void add_receiver(uint64_t stream, std::shared_ptr<Receiver> receiver);
 
   void run();
   bool is_stopping();
-  void serve(const epoll_event& event);
-  void watch(int fd, uint32_t events, uint64_t data, bool is_new) const;
+  void serve(Kind kind, uint64_t number, uint32_t what);
   void open_wanted();
   void open(int peer);
-  void serve_outgoing(int peer, uint32_t events);
-  void accept_all();
-  void serve_incoming(uint64_t id);
-  void drop_strangers();
+  void serve_outgoing(int peer, uint32_t what);
+  std::string go_on(int peer, Peer& to, uint32_t what,
+                    OutgoingSocket::Done& done);
+  void fail_outgoing(int peer, const std::string& why);
   void lose_outgoing(int peer, const std::string& why);
   void lose(int peer, const std::string& why);
   void close();
 
   const int self;
   const Options options;
-  const std::string token = random_token();
   const health::ForkGuard fork_guard;
-  const health::Listener listener;
   const health::WakeFd wake;
-  const health::OwnedFd epoll{::epoll_create1(EPOLL_CLOEXEC)};
+  const SocketEvents events;
+  SocketStreams streams;
+  IncomingPeers incoming;
 
   std::mutex mutex;
   std::vector<std::string> addresses;
   std::map<int, std::unique_ptr<Peer>> peers;
   std::vector<int> wanted;  // connections that the thread opens
-  std::map<uint64_t, std::shared_ptr<Receiver>> receivers;
-  std::set<int> sources;  // have a connection to this process
-  std::map<int, std::string> lost;
   bool stopping = false;
 
-  // Of the thread.
-  std::map<uint64_t, std::unique_ptr<Incoming>> incoming;
-  uint64_t next_id = 0;
-  size_t num_strangers = 0;
-
-  std::atomic<int64_t> num_connections{0};
+  std::atomic<int64_t> num_opened{0};
   std::mutex close_mutex;
   std::thread thread;
 };
@@ -207,10 +89,11 @@ struct PeerSockets::Impl {
 PeerSockets::Impl::Impl(int global_rank, Options the_options)
     : self(global_rank),
       options(std::move(the_options)),
-      listener(health::listen_tcp(options.loopback_only)) {
-  SMP_CHECK(epoll, "cannot make an epoll descriptor");
-  watch(wake.get(), EPOLLIN, event_data(Kind::kWake, 0), true);
-  watch(listener.fd.get(), EPOLLIN, event_data(Kind::kListener, 0), true);
+      incoming(
+          events, global_rank, options.address, options.secret, options.door,
+          {[this](uint64_t stream) { return streams.receiver_of(stream); },
+           [this](int peer, const std::string& why) { lose(peer, why); }}) {
+  events.add(wake.get(), EPOLLIN, Kind::kWake, 0);
   thread = std::thread([this] { run(); });
 }
 
@@ -219,7 +102,10 @@ PeerSockets::Impl::Impl(int global_rank, Options the_options)
 PeerSockets::Impl::Peer& PeerSockets::Impl::peer_of(int global_rank) {
   std::lock_guard lock(mutex);
   std::unique_ptr<Peer>& peer = peers[global_rank];
-  if (!peer) peer = std::make_unique<Peer>();
+  if (!peer) {
+    peer = std::make_unique<Peer>();
+    if (stopping) peer->error = kClosedHere;  // nobody opens it any more
+  }
   return *peer;
 }
 
@@ -230,7 +116,6 @@ void PeerSockets::Impl::post(int dst, uint64_t stream,
   OutgoingSocket::Done done;
   std::string error;
   bool is_wanted = false;
-  bool needs_thread = false;
   {
     std::lock_guard lock(peer.mutex);
     if (!peer.error.empty()) {
@@ -242,10 +127,9 @@ void PeerSockets::Impl::post(int dst, uint64_t stream,
       // Behind others the thread sends it.
       if (peer.socket.is_open() && is_first) {
         error = peer.socket.send(done);
-        needs_thread = peer.socket.has_unsent() && error.empty();
-        if (needs_thread) {
-          watch(peer.socket.fd().get(), EPOLLIN | EPOLLOUT,
-                event_data(Kind::kOutgoing, dst), false);
+        if (peer.socket.has_unsent() && error.empty()) {
+          events.change(peer.socket.fd().get(), EPOLLIN | EPOLLOUT,
+                        Kind::kOutgoing, dst);
         }
       }
     }
@@ -259,42 +143,18 @@ void PeerSockets::Impl::post(int dst, uint64_t stream,
   if (!error.empty()) lose_outgoing(dst, error);
 }
 
-std::shared_ptr<PeerSockets::Receiver> PeerSockets::Impl::receiver_of(
-    uint64_t stream) {
-  std::lock_guard lock(mutex);
-  std::shared_ptr<Receiver>& receiver = receivers[stream];
-  if (!receiver) receiver = std::make_shared<EarlyFrames>();
-  return receiver;
-}
-
-void PeerSockets::Impl::add_receiver(uint64_t stream,
-                                     std::shared_ptr<Receiver> receiver) {
-  const std::shared_ptr<Receiver> before = receiver_of(stream);
-  auto* const early = dynamic_cast<EarlyFrames*>(before.get());
-  SMP_ASSERT(early != nullptr, "a stream has two receivers");
-  early->hand_on_to(receiver);
-  std::map<int, std::string> lost_before;
-  {
-    std::lock_guard lock(mutex);
-    receivers[stream] = receiver;
-    lost_before = lost;
-  }
-  for (const auto& [peer, why] : lost_before) receiver->lost(peer, why);
-}
-
 // --------------------------------------------------------------- the thread
 
 void PeerSockets::Impl::run() {
   health::name_this_thread("smp-sockets");
-  std::array<epoll_event, kMaxEvents> events;
   while (!is_stopping()) {
-    const int tick = num_strangers > 0 ? static_cast<int>(kTick.count()) : -1;
-    const int count =
-        ::epoll_wait(epoll.get(), events.data(), kMaxEvents, tick);
-    for (int i = 0; i < count; ++i) serve(events[i]);
-    if (num_strangers > 0) drop_strangers();
+    events.wait(incoming.tick_ms(),
+                [this](Kind kind, uint64_t number, uint32_t what) {
+                  serve(kind, number, what);
+                });
+    incoming.tick();
   }
-  incoming.clear();
+  incoming.close();
 }
 
 bool PeerSockets::Impl::is_stopping() {
@@ -302,29 +162,18 @@ bool PeerSockets::Impl::is_stopping() {
   return stopping;
 }
 
-void PeerSockets::Impl::serve(const epoll_event& event) {
-  const uint64_t number = event.data.u64 & ((uint64_t{1} << kKindShift) - 1);
-  switch (static_cast<Kind>(event.data.u64 >> kKindShift)) {
+void PeerSockets::Impl::serve(Kind kind, uint64_t number, uint32_t what) {
+  switch (kind) {
     case Kind::kWake:
       wake.clear();
       return open_wanted();
     case Kind::kListener:
-      return accept_all();
+      return incoming.accept_all();
     case Kind::kIncoming:
-      return serve_incoming(number);
+      return incoming.serve(number);
     case Kind::kOutgoing:
-      return serve_outgoing(static_cast<int>(number), event.events);
+      return serve_outgoing(static_cast<int>(number), what);
   }
-}
-
-void PeerSockets::Impl::watch(int fd, uint32_t events, uint64_t data,
-                              bool is_new) const {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = data;
-  SMP_CHECK(::epoll_ctl(epoll.get(), is_new ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd,
-                        &event) == 0,
-            "cannot watch a connection: ", std::strerror(errno));
 }
 
 void PeerSockets::Impl::open_wanted() {
@@ -343,137 +192,90 @@ void PeerSockets::Impl::open(int peer) {
     {
       std::lock_guard lock(mutex);
       SMP_CHECK(peer < static_cast<int>(addresses.size()),
-                "there is no such "
-                "rank");
+                "there is no such rank");
       text = addresses[peer];
     }
     const Address address = read_address(text);
-    SocketHello hello{0, self, {}};
-    std::copy(address.token.begin(), address.token.end(), hello.token.begin());
+    auto handshake =
+        health::Handshake::caller(options.secret, peer_purpose(peer), self);
     health::OwnedFd fd = health::begin_connect_tcp(address.host, address.port);
     Peer& to = peer_of(peer);
     std::lock_guard lock(to.mutex);
-    to.socket.begin(std::move(fd), hello);
-    watch(to.socket.fd().get(), EPOLLIN | EPOLLOUT,
-          event_data(Kind::kOutgoing, peer), true);
-    num_connections.fetch_add(1);
+    to.socket.begin(std::move(fd), std::move(handshake));
+    events.add(to.socket.fd().get(), EPOLLIN | EPOLLOUT, Kind::kOutgoing, peer);
+    num_opened.fetch_add(1);
   } catch (const Error& error) {
     lose_outgoing(peer, error.what());
   }
 }
 
-void PeerSockets::Impl::serve_outgoing(int peer, uint32_t events) {
+void PeerSockets::Impl::serve_outgoing(int peer, uint32_t what) {
   Peer& to = peer_of(peer);
   OutgoingSocket::Done done;
   std::string error;
   {
     std::lock_guard lock(to.mutex);
     if (!to.error.empty() || to.socket.is_new()) return;
-    if (!to.socket.is_open()) {
-      error = health::connect_error(to.socket.fd());
-      if (!error.empty()) {
-        error = "cannot connect: " + error +
-                "; check that no firewall is between the hosts";
-      } else if ((events & EPOLLOUT) != 0) {
-        to.socket.open();
-      }
-    }
-    if (error.empty() && to.socket.is_open()) {
-      error = to.socket.send(done);
-      if (error.empty() && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
-        error = to.socket.look_for_end();
-      }
-      if (error.empty() && !to.socket.has_unsent()) {
-        watch(to.socket.fd().get(), EPOLLIN, event_data(Kind::kOutgoing, peer),
-              false);
-      }
+    try {
+      error = go_on(peer, to, what, done);
+    } catch (const Error& caught) {
+      error = caught.what();
     }
   }
   for (auto& [call, text] : done) call(text);
   if (!error.empty()) lose_outgoing(peer, error);
 }
 
-void PeerSockets::Impl::accept_all() {
-  while (health::OwnedFd fd = health::accept_tcp(listener.fd)) {
-    const uint64_t id = next_id++;
-    const int number = fd.get();
-    incoming[id] = std::make_unique<Incoming>(
-        std::move(fd), token,
-        [this](uint64_t stream) { return receiver_of(stream); });
-    ++num_strangers;
-    watch(number, EPOLLIN, event_data(Kind::kIncoming, id), true);
+// Connects, proves, sends, whatever is next; with the lock of the peer. Returns
+// why the connection is broken, if it is.
+std::string PeerSockets::Impl::go_on(int peer, Peer& to, uint32_t what,
+                                     OutgoingSocket::Done& done) {
+  OutgoingSocket& socket = to.socket;
+  if (!to.is_connected) {
+    const std::string why = health::connect_error(socket.fd());
+    if (!why.empty()) {
+      return "cannot connect: " + why +
+             "; check that no firewall is between the hosts";
+    }
+    if ((what & EPOLLOUT) == 0) return "";
+    to.is_connected = true;
   }
+  std::string error;
+  if (!socket.is_open()) error = socket.prove();
+  if (error.empty() && socket.is_open()) {
+    error = socket.send(done);
+    if (error.empty() && (what & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
+      error = socket.look_for_end();
+    }
+  }
+  if (!error.empty()) return error;
+  events.change(socket.fd().get(),
+                socket.wants_to_write() ? EPOLLIN | EPOLLOUT : EPOLLIN,
+                Kind::kOutgoing, peer);
+  return "";
 }
 
-void PeerSockets::Impl::serve_incoming(uint64_t id) {
-  const auto entry = incoming.find(id);
-  if (entry == incoming.end()) return;
-  IncomingSocket& socket = entry->second->socket;
-  const bool was_stranger = socket.source_rank() < 0;
-  std::string why;
-  bool goes_on = false;
-  try {
-    goes_on = socket.read(why);
-  } catch (const std::exception& error) {
-    why = error.what();
+void PeerSockets::Impl::fail_outgoing(int peer, const std::string& why) {
+  OutgoingSocket::Done done;
+  Peer& to = peer_of(peer);
+  {
+    std::lock_guard lock(to.mutex);
+    if (to.error.empty()) to.error = why;
+    to.socket.fail(to.error, done);
   }
-  const int source = socket.source_rank();
-  if (was_stranger && (source >= 0 || !goes_on)) --num_strangers;
-  if (was_stranger && source >= 0) {
-    num_connections.fetch_add(1);
-    std::lock_guard lock(mutex);
-    sources.insert(source);
-  }
-  if (goes_on) return;
-  incoming.erase(entry);
-  if (source >= 0) lose(source, why);
-}
-
-void PeerSockets::Impl::drop_strangers() {
-  const Clock::time_point now = Clock::now();
-  num_strangers -= std::erase_if(incoming, [&](const auto& entry) {
-    return entry.second->socket.source_rank() < 0 &&
-           now - entry.second->since > kStrangerTimeout;
-  });
+  for (auto& [call, text] : done) call(text);
 }
 
 // Nothing goes to the peer any more. What it has sent may still be on its way:
 // that is over when the connection from there ends.
 void PeerSockets::Impl::lose_outgoing(int peer, const std::string& why) {
-  OutgoingSocket::Done done;
-  Peer& to = peer_of(peer);
-  {
-    std::lock_guard lock(to.mutex);
-    if (to.error.empty()) to.error = why;
-    to.socket.fail(to.error, done);
-  }
-  for (auto& [call, text] : done) call(text);
-  {
-    std::lock_guard lock(mutex);
-    if (sources.contains(peer)) return;
-  }
-  lose(peer, why);
+  fail_outgoing(peer, why);
+  if (!incoming.will_tell(peer, why)) streams.lose(peer, why);
 }
 
 void PeerSockets::Impl::lose(int peer, const std::string& why) {
-  OutgoingSocket::Done done;
-  Peer& to = peer_of(peer);
-  {
-    std::lock_guard lock(to.mutex);
-    if (to.error.empty()) to.error = why;
-    to.socket.fail(to.error, done);
-  }
-  std::vector<std::shared_ptr<Receiver>> told;
-  {
-    std::lock_guard lock(mutex);
-    if (lost.emplace(peer, why).second) {
-      for (const auto& [stream, receiver] : receivers) {
-        told.push_back(receiver);
-      }
-    }
-  }
-  for (auto& [call, text] : done) call(text);
-  for (const auto& receiver : told) receiver->lost(peer, why);
+  fail_outgoing(peer, why);
+  streams.lose(peer, why);
 }
 
 void PeerSockets::Impl::close() {
@@ -485,13 +287,13 @@ void PeerSockets::Impl::close() {
   }
   wake.wake();
   thread.join();
+  streams.clear();
   std::vector<int> ranks;
   {
     std::lock_guard lock(mutex);
-    receivers.clear();
     for (const auto& [rank, peer] : peers) ranks.push_back(rank);
   }
-  for (const int rank : ranks) lose(rank, "closed by this process");
+  for (const int rank : ranks) lose(rank, kClosedHere);
 }
 
 // ------------------------------------------------------------------- public
@@ -510,9 +312,7 @@ PeerSockets::~PeerSockets() {
 int PeerSockets::global_rank() const { return impl_->self; }
 
 std::string PeerSockets::address() const {
-  const std::string& host = impl_->options.address;
-  return (host.empty() ? "127.0.0.1" : host) + " " +
-         std::to_string(impl_->listener.port) + " " + impl_->token;
+  return impl_->options.address + " " + std::to_string(impl_->incoming.port());
 }
 
 void PeerSockets::set_addresses(std::vector<std::string> addresses) {
@@ -526,12 +326,11 @@ void PeerSockets::set_addresses(std::vector<std::string> addresses) {
 
 void PeerSockets::add_receiver(uint64_t stream,
                                std::shared_ptr<Receiver> receiver) {
-  impl_->add_receiver(stream, std::move(receiver));
+  impl_->streams.add(stream, std::move(receiver));
 }
 
 void PeerSockets::remove_receiver(uint64_t stream) {
-  std::lock_guard lock(impl_->mutex);
-  impl_->receivers[stream] = std::make_shared<Nobody>();
+  impl_->streams.remove(stream);
 }
 
 void PeerSockets::post(int dst_global_rank, uint64_t stream,
@@ -540,7 +339,7 @@ void PeerSockets::post(int dst_global_rank, uint64_t stream,
 }
 
 int64_t PeerSockets::num_connections() const {
-  return impl_->num_connections.load();
+  return impl_->num_opened.load() + impl_->incoming.num_ranks();
 }
 
 void PeerSockets::close() {

@@ -8,12 +8,16 @@
 #include <string>
 #include <vector>
 
+#include "csrc/health/doorkeeper.h"
+#include "csrc/health/socket.h"
+
 namespace smp::comm {
 
 /// Frames of bytes from this process to other ranks and back, over TCP.
 ///
-/// A connection is opened when the first frame goes to a rank, and serves one
-/// direction; all streams share it. So a process has as many sockets as it has
+/// A connection is opened when the first frame goes to a rank, begins with a
+/// proof of both sides that they are of one job, and serves one direction; all
+/// streams share it. So a process has as many sockets as it has
 /// ranks that it really talks with, however many ranks and groups there are.
 /// One thread connects, receives, and finishes what `post` could not send at
 /// once. Frames of one rank to another one arrive in the order of `post`.
@@ -23,10 +27,13 @@ namespace smp::comm {
 class PeerSockets {
  public:
   struct Options {
-    /// Listen on 127.0.0.1 only, because all ranks are on this machine.
-    bool loopback_only = true;
-    /// Others reach this process there; numeric. Empty: 127.0.0.1.
-    std::string address;
+    /// Of this host, numeric: this process listens there, and is reached there.
+    std::string address = health::kLoopback;
+    /// Of the job. Who does not prove that he knows it sends no frame to
+    /// anybody, and gets none (health::Handshake).
+    std::string secret;
+    /// Of connections that have proven nothing yet.
+    health::DoorLimits door = {};
   };
 
   struct Frame {
@@ -70,8 +77,7 @@ class PeerSockets {
 
   int global_rank() const;
 
-  /// Where others reach this process, for their `set_addresses`. A secret:
-  /// who knows it may send.
+  /// Where others reach this process, for their `set_addresses`.
   std::string address() const;
 
   /// @param addresses  of all ranks. Before, frames may come but not go.
@@ -85,7 +91,8 @@ class PeerSockets {
   void remove_receiver(uint64_t stream);
 
   /// Sends frames in one piece. Never waits.
-  /// @param sent  called once, here or by the receiving thread; may be empty
+  /// @param sent  called once, here or by the receiving thread; may be empty.
+  ///              With an error at once when the rank is lost, or after `close`
   void post(int dst_global_rank, uint64_t stream, std::vector<Outgoing> frames,
             Sent sent);
 

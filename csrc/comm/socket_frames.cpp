@@ -9,12 +9,14 @@
 #include <string_view>
 
 #include "csrc/common/check.h"
+#include "csrc/health/socket.h"
 
 namespace smp::comm {
 namespace {
 
-constexpr uint32_t kHelloMagic = 0x48504d53;  // "SMPH"
 constexpr uint32_t kFrameMagic = 0x46504d53;  // "SMPF"
+// More than any message of a handshake.
+constexpr size_t kMaxHandshakeBytes = 4096;
 constexpr size_t kMaxVectors = 64;
 constexpr size_t kStageBytes = 32 << 10;
 // Afterwards it is the turn of another connection.
@@ -31,13 +33,28 @@ PeerSockets::Piece piece_of(const Plain& plain) {
 
 // ----------------------------------------------------------------- sending
 
-void OutgoingSocket::begin(health::OwnedFd fd, const SocketHello& hello) {
+std::string peer_purpose(int global_rank) {
+  return "peer " + std::to_string(global_rank);
+}
+
+void OutgoingSocket::begin(health::OwnedFd fd, health::Handshake handshake) {
   fd_ = std::move(fd);
-  SocketHello with_magic = hello;
-  with_magic.magic = kHelloMagic;
-  Batch first;
-  first.pieces.push_back(piece_of(with_magic));
-  queue_.push_front(std::move(first));
+  handshake_ = std::move(handshake);
+}
+
+std::string OutgoingSocket::prove() {
+  const health::IoResult got =
+      health::read_available(fd_, handshake_in_, kMaxHandshakeBytes);
+  try {
+    handshake_in_.erase(0, handshake_->advance(handshake_in_, handshake_out_));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  const health::IoResult sent = health::write_available(fd_, handshake_out_);
+  is_open_ = handshake_->is_proven() && handshake_out_.empty();
+  if (got == health::IoResult::kOk && sent == health::IoResult::kOk) return "";
+  return "closed by the other side before both had proven that they know the "
+         "secret of the job";
 }
 
 void OutgoingSocket::queue(uint64_t stream,
@@ -116,20 +133,21 @@ void OutgoingSocket::fail(const std::string& why, Done& done) {
 
 // --------------------------------------------------------------- receiving
 
-IncomingSocket::IncomingSocket(health::OwnedFd fd, const std::string& token,
+IncomingSocket::IncomingSocket(health::OwnedFd fd, health::Handshake handshake,
                                FindReceiver find)
     : fd_(std::move(fd)),
-      token_(token),
+      handshake_(std::move(handshake)),
       find_(std::move(find)),
       staged_(kStageBytes) {}
 
-bool IncomingSocket::read(std::string& why) {
+bool IncomingSocket::read(std::string& why,
+                          const std::function<void()>& admit) {
   for (size_t turn = 0; turn < kTurnBytes;) {
     bool is_empty = false;
     const size_t before = filled_;
     if (!read_some(why, is_empty)) return false;
     if (is_empty) return true;
-    consume();
+    consume(admit);
     turn += std::max(kStageBytes, filled_ > before ? filled_ - before : 0);
   }
   return true;
@@ -162,7 +180,7 @@ bool IncomingSocket::read_some(std::string& why, bool& is_empty) {
   return false;
 }
 
-void IncomingSocket::consume() {
+void IncomingSocket::consume(const std::function<void()>& admit) {
   while (true) {
     if (in_frame_) {
       const size_t part =
@@ -174,9 +192,8 @@ void IncomingSocket::consume() {
       staged_begin_ += part;
       if (filled_ < frame_.size) return;
       end_frame();
-    } else if (source_rank_ < 0) {
-      if (staged_end_ - staged_begin_ < sizeof(SocketHello)) return;
-      take_hello();
+    } else if (!is_proven()) {
+      if (!shake_hands(admit)) return;
     } else {
       if (staged_end_ - staged_begin_ < sizeof(FrameHead)) return;
       begin_frame();
@@ -184,24 +201,31 @@ void IncomingSocket::consume() {
   }
 }
 
-void IncomingSocket::take_hello() {
-  SocketHello hello;
-  std::memcpy(&hello, staged_.data() + staged_begin_, sizeof(hello));
-  staged_begin_ += sizeof(hello);
-  SMP_CHECK(hello.magic == kHelloMagic && hello.global_rank >= 0 &&
-                std::string_view(hello.token.data(), kTokenBytes) == token_,
-            "a connection that is not of this job");
-  source_rank_ = hello.global_rank;
+// Whether the other side has proven itself.
+bool IncomingSocket::shake_hands(const std::function<void()>& admit) {
+  const std::string_view in(
+      reinterpret_cast<const char*>(staged_.data()) + staged_begin_,
+      staged_end_ - staged_begin_);
+  std::string out;
+  const size_t used = handshake_.advance(in, out);
+  staged_begin_ += used;
+  if (used > 0) admit();
+  // These are the first bytes that go there, and fit.
+  SMP_CHECK(
+      health::write_available(fd_, out) == health::IoResult::kOk && out.empty(),
+      "its handshake cannot be answered: ", std::strerror(errno));
+  return is_proven();
 }
 
 void IncomingSocket::begin_frame() {
   FrameHead head;
   std::memcpy(&head, staged_.data() + staged_begin_, sizeof(head));
   staged_begin_ += sizeof(head);
-  SMP_CHECK(head.magic == kFrameMagic, "what global_rank ", source_rank_,
+  SMP_CHECK(head.magic == kFrameMagic && head.size <= kMaxFrameBytes,
+            "what global_rank ", handshake_.caller_number(),
             " sends makes no sense; ranks that run different versions of smp "
             "cannot work together");
-  frame_ = {source_rank_, head.tag, head.note, head.size};
+  frame_ = {handshake_.caller_number(), head.tag, head.note, head.size};
   receiver_ = find_(head.stream);
   to_ = receiver_->begin(frame_);
   filled_ = 0;

@@ -1,30 +1,29 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "csrc/comm/peer_sockets.h"
 #include "csrc/health/fork_guard.h"
+#include "csrc/health/handshake.h"
 
 namespace smp::comm {
 
-// The two ends of a connection of PeerSockets. First comes a hello, then one
-// frame after the other: a head and its bytes. Ranks of a run have one byte
+// The two ends of a connection of PeerSockets. First comes a handshake, then
+// one frame after the other: a head and its bytes. Ranks of a run have one byte
 // order.
 
-inline constexpr size_t kTokenBytes = 32;
+/// What the handshake with a rank that listens is for.
+std::string peer_purpose(int global_rank);
 
-struct SocketHello {
-  uint32_t magic;
-  int32_t global_rank;                  ///< who connects
-  std::array<char, kTokenBytes> token;  ///< of who listens
-};
+/// No tensor is larger; a head that says more is broken.
+inline constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 40;
 
 struct FrameHead {
   uint32_t magic;
@@ -41,14 +40,20 @@ class OutgoingSocket {
   using Done = std::vector<std::pair<PeerSockets::Sent, std::string>>;
 
   bool is_new() const { return !fd_; }
+  /// Frames may go: both sides have proven that they know the secret.
   bool is_open() const { return is_open_; }
   bool has_unsent() const { return !queue_.empty(); }
+  /// Whether to go on when the system takes bytes.
+  bool wants_to_write() const {
+    return is_open_ ? has_unsent() : !handshake_out_.empty();
+  }
   const health::OwnedFd& fd() const { return fd_; }
 
   /// @param fd  a connection that is being made
-  void begin(health::OwnedFd fd, const SocketHello& hello);
-  /// The connection is there.
-  void open() { is_open_ = true; }
+  void begin(health::OwnedFd fd, health::Handshake handshake);
+  /// Goes on with the handshake, once the connection is there.
+  /// @return why the connection is broken; empty if it is not
+  std::string prove();
 
   void queue(uint64_t stream, std::vector<PeerSockets::Outgoing> frames,
              PeerSockets::Sent sent);
@@ -69,6 +74,9 @@ class OutgoingSocket {
   };
 
   health::OwnedFd fd_;
+  std::optional<health::Handshake> handshake_;
+  std::string handshake_in_;
+  std::string handshake_out_;
   bool is_open_ = false;
   std::deque<Batch> queue_;
 };
@@ -79,29 +87,30 @@ class IncomingSocket {
   using FindReceiver =
       std::function<std::shared_ptr<PeerSockets::Receiver>(uint64_t stream)>;
 
-  /// @param token  that the other side must know
-  IncomingSocket(health::OwnedFd fd, const std::string& token,
+  /// @param handshake  of a listener
+  IncomingSocket(health::OwnedFd fd, health::Handshake handshake,
                  FindReceiver find);
 
-  /// -1 until the hello was right.
-  int source_rank() const { return source_rank_; }
+  const health::Handshake& handshake() const { return handshake_; }
+  bool is_proven() const { return handshake_.is_proven(); }
   const health::OwnedFd& fd() const { return fd_; }
 
   /// Reads for a while, and returns whether the connection goes on.
-  /// @param why  gets the reason if it does not
-  bool read(std::string& why);
+  /// @param why    gets the reason if it does not
+  /// @param admit  called when the handshake has gone on, before it is answered
+  ///               and before anything behind it is read; may throw
+  bool read(std::string& why, const std::function<void()>& admit);
 
  private:
   bool read_some(std::string& why, bool& is_empty);
-  void consume();
-  void take_hello();
+  void consume(const std::function<void()>& admit);
+  bool shake_hands(const std::function<void()>& admit);
   void begin_frame();
   void end_frame();
 
   const health::OwnedFd fd_;
-  const std::string token_;
+  health::Handshake handshake_;
   const FindReceiver find_;
-  int source_rank_ = -1;
   std::vector<uint8_t> staged_;  // read, and not looked at from `staged_begin_`
   size_t staged_begin_ = 0;
   size_t staged_end_ = 0;

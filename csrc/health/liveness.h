@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "csrc/health/doorkeeper.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/health/stack_dump.h"
 #include "csrc/health/stop_agreement.h"
@@ -37,10 +38,14 @@ class LivenessHub {
     std::chrono::milliseconds hang_after{0};
     /// After twice the time a rank that neither waits nor moves is a fault.
     bool hang_raises = false;
+    /// Of ranks that have not proven who they are; all may come at once.
+    DoorLimits door = {};
   };
 
-  /// @param token  shared secret; connections without it are refused
-  LivenessHub(int world_size, bool loopback_only, std::string token,
+  /// @param address  where to listen: numeric, of this host; empty: everywhere
+  /// @param secret   of the job; who does not prove that he knows it is refused
+  ///                 before anything else that he says is looked at (Handshake)
+  LivenessHub(int world_size, const std::string& address, std::string secret,
               Options options);
   ~LivenessHub();  // calls close()
 
@@ -85,8 +90,9 @@ class LivenessClient {
   };
 
   /// Connects and waits to be welcomed.
+  /// @param secret  of the job; a hub that does not know it is not talked to
   /// @throws Error when the hub cannot be reached, or refuses
-  LivenessClient(const std::string& host, int port, std::string token,
+  LivenessClient(const std::string& host, int port, std::string secret,
                  int global_rank, std::shared_ptr<FaultBoard> faults,
                  Options options);
   ~LivenessClient();  // calls close()

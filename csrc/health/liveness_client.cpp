@@ -12,6 +12,7 @@
 #include "csrc/common/log.h"
 #include "csrc/health/file_meter.h"
 #include "csrc/health/fork_guard.h"
+#include "csrc/health/handshake.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
 #include "csrc/health/process_words.h"
@@ -41,8 +42,9 @@ struct LivenessClient::Impl {
   Impl(std::shared_ptr<FaultBoard> faults, int global_rank, Options options)
       : faults(std::move(faults)), global_rank(global_rank), options(options) {}
 
-  void connect(const std::string& host, int port, const std::string& token);
-  void await_welcome(const std::string& address);
+  void connect(const std::string& host, int port, const std::string& secret);
+  std::optional<LivenessFrame> read_welcome(Handshake& handshake);
+  void await_welcome(Handshake handshake, const std::string& address);
   void start();
   void run();
   void serve();
@@ -105,36 +107,54 @@ struct LivenessClient::Impl {
 };
 
 void LivenessClient::Impl::connect(const std::string& host, int port,
-                                   const std::string& token) {
+                                   const std::string& secret) {
   fd = connect_tcp(host, port, options.connect_timeout,
                    [this] { faults->check_interrupt(); });
-  LivenessFrame hello;
-  hello.type = Type::kHello;
-  hello.global_rank = global_rank;
-  hello.text = token;
-  hello.where = process_space();
-  hello.progress = ::getpid();
-  out = encode_frame(hello);
-  const std::string address = host + ":" + std::to_string(port);
-  await_welcome(address);
+  await_welcome(Handshake::caller(secret, kHubPurpose, global_rank),
+                host + ":" + std::to_string(port));
 }
 
-void LivenessClient::Impl::await_welcome(const std::string& address) {
+// Says hello once the hub has proven itself.
+std::optional<LivenessFrame> LivenessClient::Impl::read_welcome(
+    Handshake& handshake) {
+  if (handshake.is_proven()) return take_frame(in);
+  in.erase(0, handshake.advance(in, out));
+  if (handshake.is_proven()) {
+    LivenessFrame hello;
+    hello.type = Type::kHello;
+    hello.global_rank = global_rank;
+    hello.where = process_space();
+    hello.progress = ::getpid();
+    out += encode_frame(hello);
+  }
+  return std::nullopt;
+}
+
+void LivenessClient::Impl::await_welcome(Handshake handshake,
+                                         const std::string& address) {
   const Clock::time_point deadline = Clock::now() + options.connect_timeout;
   while (true) {
-    const bool is_open = write_available(fd, out) == IoResult::kOk &&
-                         read_available(fd, in) == IoResult::kOk;
-    if (const auto frame = take_frame(in)) {
+    const bool is_open = read_available(fd, in) == IoResult::kOk;
+    std::optional<LivenessFrame> frame;
+    try {
+      frame = read_welcome(handshake);
+    } catch (const Error& error) {
+      SMP_CHECK(false, "the connection to the liveness hub at ", address, ": ",
+                error.what());
+    }
+    if (frame) {
       SMP_CHECK(frame->type == Type::kWelcome, "the liveness hub at ", address,
                 " refuses global_rank ", global_rank, ": ", frame->text);
       return;
     }
-    SMP_CHECK(is_open, "the liveness hub at ", address,
+    SMP_CHECK(is_open && write_available(fd, out) == IoResult::kOk,
+              "the liveness hub at ", address,
               " closed the connection of global_rank ", global_rank,
               "; has rank 0 ended?");
     SMP_CHECK(Clock::now() < deadline, "the liveness hub at ", address,
               " does not answer global_rank ", global_rank);
-    pollfd entry{fd.get(), POLLIN, 0};
+    const int events = POLLIN | (out.empty() ? 0 : POLLOUT);
+    pollfd entry{fd.get(), static_cast<short>(events), 0};
     ::poll(&entry, 1, static_cast<int>(kPollSlice.count()));
     faults->check_interrupt();
   }
@@ -501,11 +521,11 @@ void LivenessClient::Impl::close() {
 }
 
 LivenessClient::LivenessClient(const std::string& host, int port,
-                               std::string token, int global_rank,
+                               std::string secret, int global_rank,
                                std::shared_ptr<FaultBoard> faults,
                                Options options)
     : impl_(std::make_unique<Impl>(std::move(faults), global_rank, options)) {
-  impl_->connect(host, port, token);
+  impl_->connect(host, port, secret);
   impl_->start();
 }
 

@@ -11,8 +11,8 @@ namespace smp::health {
 /// What the hub and its clients say to each other.
 struct LivenessFrame {
   enum class Type : uint8_t {
-    kHello = 1,    ///< client: global_rank, text = token, progress = its
-                   ///< process, where = process_space()
+    kHello = 1,    ///< client, after the Handshake: global_rank, progress =
+                   ///< its process, where = process_space()
     kWelcome,      ///< hub: the hello was right
     kRefused,      ///< hub: it was not; text = why
     kStatus,       ///< client, regularly: whether it waits, and where
@@ -49,6 +49,9 @@ struct LivenessFrame {
   std::string text;
   std::string collectives;  ///< of kStatus and kLeft: CollectiveLog::State
 };
+
+/// What the Handshake in front of the frames is for.
+inline constexpr const char* kHubPurpose = "liveness";
 
 inline constexpr size_t kMaxTextBytes = 64 * 1024;
 

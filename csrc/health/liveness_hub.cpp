@@ -12,7 +12,9 @@
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
 #include "csrc/health/collective_log.h"
+#include "csrc/health/doorkeeper.h"
 #include "csrc/health/fork_guard.h"
+#include "csrc/health/handshake.h"
 #include "csrc/health/hang_watch.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
@@ -32,14 +34,17 @@ constexpr milliseconds kTick{250};
 constexpr milliseconds kPause{3000};
 constexpr milliseconds kAliveEvery{1000};
 constexpr milliseconds kTellTimeout{2000};
-constexpr milliseconds kHelloTimeout{10000};
 constexpr size_t kMaxHelloBytes = 4096;
 
 struct Connection {
+  Connection(OwnedFd fd, Handshake handshake)
+      : fd(std::move(fd)), handshake(std::move(handshake)) {}
+
   OwnedFd fd;
+  Handshake handshake;
   std::string in;
   std::string out;
-  Clock::time_point accepted;
+  const Clock::time_point accepted = Clock::now();
   int global_rank = -1;  // -1 until a right hello
   bool is_closed = false;
   bool is_unreachable = false;  // that is why it closed
@@ -60,6 +65,11 @@ struct Connection {
   }
 };
 
+DoorLimits with_room(DoorLimits limits, int world_size) {
+  limits.max_half_open += static_cast<size_t>(world_size);
+  return limits;
+}
+
 std::string rank_text(int global_rank, const std::string& where) {
   return "global_rank " + std::to_string(global_rank) +
          (where.empty() ? "" : " (" + where + ")");
@@ -68,11 +78,13 @@ std::string rank_text(int global_rank, const std::string& where) {
 }  // namespace
 
 struct LivenessHub::Impl {
-  Impl(int world_size, bool loopback_only, std::string token, Options options)
+  Impl(int world_size, const std::string& address, std::string secret,
+       Options options)
       : world_size(world_size),
-        token(std::move(token)),
+        secret(std::move(secret)),
         options(options),
-        listener(listen_tcp(loopback_only)),
+        listener(listen_tcp(address)),
+        door("the liveness hub", with_room(options.door, world_size)),
         hangs(world_size, options.hang_after, options.hang_raises) {
     thread = std::thread([this] { run(); });
   }
@@ -82,6 +94,7 @@ struct LivenessHub::Impl {
   void poll_once();
   void accept_all();
   void serve(Connection& connection);
+  void read(Connection& connection);
   void handle(Connection& connection, const LivenessFrame& frame);
   void handle_hello(Connection& connection, const LivenessFrame& hello);
   void handle_status(Connection& connection, const LivenessFrame& status);
@@ -99,10 +112,11 @@ struct LivenessHub::Impl {
   void close(milliseconds linger);
 
   const int world_size;
-  const std::string token;
+  const std::string secret;
   const Options options;
   const ForkGuard fork_guard;
   const Listener listener;
+  Doorkeeper door;
   const WakeFd wake;
   const std::string space = process_space();
 
@@ -153,8 +167,9 @@ bool LivenessHub::Impl::should_end() {
 }
 
 void LivenessHub::Impl::poll_once() {
-  std::vector<pollfd> entries = {{listener.fd.get(), POLLIN, 0},
-                                 {wake.get(), POLLIN, 0}};
+  door.look_again();
+  const int at_door = door.is_open() ? listener.fd.get() : -1;  // -1: ignored
+  std::vector<pollfd> entries = {{at_door, POLLIN, 0}, {wake.get(), POLLIN, 0}};
   for (const auto& connection : connections) {
     const int events = POLLIN | (connection->out.empty() ? 0 : POLLOUT);
     entries.push_back({connection->fd.get(), static_cast<short>(events), 0});
@@ -183,29 +198,38 @@ void LivenessHub::Impl::poll_once() {
 }
 
 void LivenessHub::Impl::accept_all() {
-  while (OwnedFd fd = accept_tcp(listener.fd)) {
-    auto connection = std::make_unique<Connection>();
-    connection->fd = std::move(fd);
-    connection->accepted = Clock::now();
-    connections.push_back(std::move(connection));
+  while (OwnedFd fd = door.accept(listener.fd)) {
+    connections.push_back(std::make_unique<Connection>(
+        std::move(fd), Handshake::listener(secret, kHubPurpose)));
   }
 }
 
 void LivenessHub::Impl::serve(Connection& connection) {
-  const IoResult result = read_available(connection.fd, connection.in);
+  const bool is_stranger = connection.global_rank < 0;
+  const size_t most = is_stranger ? kMaxHelloBytes : SIZE_MAX;
+  const IoResult result = read_available(connection.fd, connection.in, most);
   try {
-    const bool is_stranger = connection.global_rank < 0;
-    SMP_CHECK(!is_stranger || connection.in.size() <= kMaxHelloBytes,
-              "too many bytes before the hello");
-    while (!connection.is_closed) {
-      const auto frame = take_frame(connection.in);
-      if (!frame) break;
-      handle(connection, *frame);
-    }
-  } catch (const Error&) {
+    read(connection);
+  } catch (const Error& error) {
+    if (is_stranger) door.tell_of(connection.fd, error.what());
     connection.is_closed = true;  // not one of us, or confused
   }
   connection.note(result);
+}
+
+void LivenessHub::Impl::read(Connection& connection) {
+  std::string& in = connection.in;
+  if (!connection.handshake.is_proven()) {
+    in.erase(0, connection.handshake.advance(in, connection.out));
+    if (!connection.handshake.is_proven()) return;
+  }
+  while (!connection.is_closed) {
+    const auto frame = take_frame(in);
+    if (!frame) break;
+    handle(connection, *frame);
+  }
+  SMP_CHECK(connection.global_rank >= 0 || in.size() < kMaxHelloBytes,
+            "its hello is too long");
 }
 
 void LivenessHub::Impl::handle(Connection& connection,
@@ -251,7 +275,9 @@ void LivenessHub::Impl::handle(Connection& connection,
 void LivenessHub::Impl::handle_hello(Connection& connection,
                                      const LivenessFrame& hello) {
   const int rank = hello.global_rank;
-  SMP_CHECK(hello.text == token, "wrong token");  // a stranger learns nothing
+  SMP_CHECK(rank == connection.handshake.caller_number(),
+            "it says global_rank ", rank, " and has proven ",
+            connection.handshake.caller_number());
   const bool is_taken =
       gone.contains(rank) ||
       std::any_of(connections.begin(), connections.end(),
@@ -266,6 +292,7 @@ void LivenessHub::Impl::handle_hello(Connection& connection,
     answer.text = "another process has this rank";
   } else {
     connection.global_rank = rank;
+    door.on_no_longer_half_open();
     connection.stuck_since = Clock::now();
     if (!space.empty() && hello.where == space) {
       hangs.on_process(rank, static_cast<int>(hello.progress));
@@ -293,12 +320,14 @@ void LivenessHub::Impl::handle_status(Connection& connection,
 }
 
 void LivenessHub::Impl::drop_closed() {
-  const Clock::time_point now = Clock::now();
   for (const auto& connection : connections) {
     const int rank = connection->global_rank;
-    if (rank < 0 && now - connection->accepted > kHelloTimeout) {
+    if (rank < 0 && !connection->is_closed &&
+        door.is_late(connection->accepted)) {
+      door.tell_of(connection->fd, kTooLate);
       connection->is_closed = true;
     }
+    if (rank < 0 && connection->is_closed) door.on_no_longer_half_open();
     if (!connection->is_closed || rank < 0 || !gone.insert(rank).second) {
       continue;
     }
@@ -498,9 +527,9 @@ void LivenessHub::Impl::close(milliseconds linger) {
   thread.join();
 }
 
-LivenessHub::LivenessHub(int world_size, bool loopback_only, std::string token,
-                         Options options)
-    : impl_(std::make_unique<Impl>(world_size, loopback_only, std::move(token),
+LivenessHub::LivenessHub(int world_size, const std::string& address,
+                         std::string secret, Options options)
+    : impl_(std::make_unique<Impl>(world_size, address, std::move(secret),
                                    options)) {}
 
 LivenessHub::~LivenessHub() {

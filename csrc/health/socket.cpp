@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "csrc/common/check.h"
 
@@ -67,27 +68,40 @@ OwnedFd new_socket(int family) {
       ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-int bind_any_port(const OwnedFd& fd, bool is_ipv6, bool loopback_only) {
-  sockaddr_in6 v6{};
-  sockaddr_in v4{};
-  auto* address = reinterpret_cast<sockaddr*>(&v6);
-  socklen_t length = sizeof(v6);
-  if (is_ipv6) {
-    v6.sin6_family = AF_INET6;
-    v6.sin6_addr = in6addr_any;
-    set_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
-  } else {
-    v4.sin_family = AF_INET;
-    v4.sin_addr.s_addr = htonl(loopback_only ? INADDR_LOOPBACK : INADDR_ANY);
-    address = reinterpret_cast<sockaddr*>(&v4);
-    length = sizeof(v4);
-  }
+// Listens there, on a free port, which is returned; -1 leaves errno.
+int listen_at(const OwnedFd& fd, const sockaddr* address, socklen_t length) {
+  sockaddr_storage bound{};
+  socklen_t bound_length = sizeof(bound);
+  auto* const place = reinterpret_cast<sockaddr*>(&bound);
   if (::bind(fd.get(), address, length) != 0 ||
       ::listen(fd.get(), kBacklog) != 0 ||
-      ::getsockname(fd.get(), address, &length) != 0) {
+      ::getsockname(fd.get(), place, &bound_length) != 0) {
     return -1;
   }
-  return ntohs(is_ipv6 ? v6.sin6_port : v4.sin_port);
+  return ntohs(bound.ss_family == AF_INET6
+                   ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                   : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+}
+
+Listener listen_everywhere() {
+  if (OwnedFd fd = new_socket(AF_INET6)) {  // else a host without IPv6
+    set_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+    sockaddr_in6 any{};
+    any.sin6_family = AF_INET6;
+    any.sin6_addr = in6addr_any;
+    const int port =
+        listen_at(fd, reinterpret_cast<sockaddr*>(&any), sizeof(any));
+    if (port > 0) return {std::move(fd), port};
+  }
+  OwnedFd fd = new_socket(AF_INET);
+  sockaddr_in any{};
+  any.sin_family = AF_INET;
+  any.sin_addr.s_addr = htonl(INADDR_ANY);
+  const int port =
+      fd ? listen_at(fd, reinterpret_cast<sockaddr*>(&any), sizeof(any)) : -1;
+  SMP_CHECK(port > 0,
+            "cannot listen on a TCP port of this host: ", last_error());
+  return {std::move(fd), port};
 }
 
 bool poll_one(int fd, short events, std::chrono::milliseconds timeout) {
@@ -128,16 +142,22 @@ OwnedFd connect_address(const addrinfo& address, Clock::time_point deadline,
 
 }  // namespace
 
-Listener listen_tcp(bool loopback_only) {
-  for (const bool is_ipv6 : {true, false}) {
-    if (is_ipv6 && loopback_only) continue;
-    OwnedFd fd = new_socket(is_ipv6 ? AF_INET6 : AF_INET);
-    if (!fd) continue;  // a host without IPv6
-    const int port = bind_any_port(fd, is_ipv6, loopback_only);
-    if (port > 0) return {std::move(fd), port};
-  }
-  SMP_CHECK(false, "cannot listen on a TCP port of this host: ", last_error());
-  return {};
+Listener listen_tcp(const std::string& address) {
+  if (address.empty()) return listen_everywhere();
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* found = nullptr;
+  const int status = ::getaddrinfo(address.c_str(), "0", &hints, &found);
+  SMP_CHECK(status == 0, "'", address,
+            "' is no numeric address: ", ::gai_strerror(status));
+  const AddressList addresses(found, &::freeaddrinfo);
+  OwnedFd fd = new_socket(found->ai_family);
+  const int port = fd ? listen_at(fd, found->ai_addr, found->ai_addrlen) : -1;
+  SMP_CHECK(port > 0, "cannot listen on a TCP port of ", address,
+            ", by which the other ranks are to reach this one: ", last_error(),
+            "; GLOO_SOCKET_IFNAME names another interface");
+  return {std::move(fd), port};
 }
 
 OwnedFd accept_tcp(const OwnedFd& listener) {
@@ -145,6 +165,20 @@ OwnedFd accept_tcp(const OwnedFd& listener) {
                        SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (fd) tune(fd.get());
   return fd;
+}
+
+std::string peer_text(const OwnedFd& fd) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof(peer);
+  std::array<char, NI_MAXHOST> host;
+  std::array<char, NI_MAXSERV> port;
+  auto* const address = reinterpret_cast<sockaddr*>(&peer);
+  if (::getpeername(fd.get(), address, &length) != 0 ||
+      ::getnameinfo(address, length, host.data(), host.size(), port.data(),
+                    port.size(), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return "an unknown address";
+  }
+  return std::string(host.data()) + ":" + port.data();
 }
 
 OwnedFd connect_tcp(const std::string& host, int port,
@@ -210,10 +244,11 @@ std::string connect_error(const OwnedFd& fd) {
   return status == 0 ? "" : std::strerror(status);
 }
 
-IoResult read_available(const OwnedFd& fd, std::string& buffer) {
+IoResult read_available(const OwnedFd& fd, std::string& buffer, size_t most) {
   std::array<char, 16384> chunk;
-  while (true) {
-    const ssize_t size = ::recv(fd.get(), chunk.data(), chunk.size(), 0);
+  while (buffer.size() < most) {
+    const size_t room = std::min(chunk.size(), most - buffer.size());
+    const ssize_t size = ::recv(fd.get(), chunk.data(), room, 0);
     if (size > 0) {
       buffer.append(chunk.data(), static_cast<size_t>(size));
     } else if (size < 0 && errno == EINTR) {
@@ -224,6 +259,7 @@ IoResult read_available(const OwnedFd& fd, std::string& buffer) {
       return size == 0 ? IoResult::kClosed : failure();
     }
   }
+  return IoResult::kOk;
 }
 
 IoResult write_available(const OwnedFd& fd, std::string& buffer) {

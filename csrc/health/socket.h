@@ -1,6 +1,8 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -15,11 +17,21 @@ struct Listener {
   int port = 0;
 };
 
-/// Listens on a free port, of 127.0.0.1 only or of all interfaces.
-Listener listen_tcp(bool loopback_only);
+/// Only processes of this host (of its network namespace) get there.
+inline constexpr const char* kLoopback = "127.0.0.1";
 
-/// The next connection that waits at a listener; empty when there is none.
+/// Listens on a free port.
+/// @param address  numeric, of this host; empty: all of its addresses
+/// @throws Error naming the address when that is not possible
+Listener listen_tcp(const std::string& address);
+
+/// The next connection that waits at a listener; empty when there is none, or
+/// that failed: see errno.
 OwnedFd accept_tcp(const OwnedFd& listener);
+
+/// Where the other end is, as "10.0.0.2:4711"; "an unknown address" once that
+/// cannot be told any more.
+std::string peer_text(const OwnedFd& fd);
 
 /// @param idle  called a few times per second while waiting; may throw
 /// @throws Error naming the address when it cannot be reached in time
@@ -53,7 +65,9 @@ enum class IoResult {
 
 /// Appends what has arrived to `buffer`; kClosed or kUnreachable at the end or
 /// on an error.
-IoResult read_available(const OwnedFd& fd, std::string& buffer);
+/// @param most  stops when there are so many bytes in it; more may have arrived
+IoResult read_available(const OwnedFd& fd, std::string& buffer,
+                        size_t most = SIZE_MAX);
 
 /// How `kUnreachable` was seen, for people.
 std::string unreachable_text();

@@ -10,13 +10,26 @@ class StopAgreement:
     @property
     def is_asked(self) -> bool: ...
 
+MIN_SECRET_BYTES: int
+
+class Handshake:
+    @staticmethod
+    def listener(secret: bytes, purpose: str) -> Handshake: ...
+    @staticmethod
+    def caller(secret: bytes, purpose: str, number: int) -> Handshake: ...
+    def advance(self, received: bytes) -> tuple[int, bytes]: ...
+    @property
+    def is_proven(self) -> bool: ...
+    @property
+    def caller_number(self) -> int: ...
+
 class LivenessHub:
     def __init__(
         self,
         world_size: int,
         *,
-        loopback_only: bool,
-        token: str,
+        address: str,
+        secret: bytes,
         deadlock_after_s: float = 5.0,
         hang_after_s: float = 0.0,
         hang_raises: bool = False,
@@ -31,7 +44,7 @@ class LivenessClient:
         host: str,
         port: int,
         *,
-        token: str,
+        secret: bytes,
         global_rank: int,
         board: FaultBoard,
         connect_timeout_s: float = 60.0,

@@ -15,7 +15,8 @@ from tests.docs import commands
 from tests.docs.pages import REPO, blocks_of
 
 TEXTS = [
-    *(REPO / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(REPO / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")),
+    REPO / "SECURITY.md",
     *sorted((REPO / "docs").rglob("*.md")),
     *sorted((REPO / "examples").rglob("*.md")),
     *sorted((REPO / "benchmarks").rglob("*.md")),

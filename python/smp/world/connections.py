@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +75,9 @@ class Connections:
         store: dist.Store,
         *,
         own_host: str,
+        own_address: str,
         loopback: bool,
+        secret: bytes,
         transport: str,
         machine: str,
         shared_memory: bool,
@@ -90,7 +91,9 @@ class Connections:
         Args:
             store: keys of this init.
             own_host: address of this machine as others see it; that of rank 0 is used.
-            loopback: all ranks are on one machine.
+            own_address: the same as a number, where to listen; empty: not known, listen at all.
+            loopback: all ranks are on one machine; nothing listens elsewhere.
+            secret: of this job; whoever connects to this process proves that it knows it.
             transport: "gloo", "tcp" or "mpi", the last for messages only.
             machine: equal on ranks that may try to share memory.
             shared_memory: whether this rank wants to.
@@ -101,22 +104,21 @@ class Connections:
         """
         rank, size = self._global_rank, self._world_size
         if rank == 0:
-            token = secrets.token_hex(16)
             self._hub = _C.LivenessHub(
                 size,
-                loopback_only=loopback,
-                token=token,
+                address="127.0.0.1" if loopback else own_address,
+                secret=secret,
                 hang_after_s=self._hang_s,
                 hang_raises=self._hang_raises,
             )
             host = "127.0.0.1" if loopback else own_host
-            store.set("liveness", f"{host} {self._hub.port} {token}")
-        host, port, token = store.get("liveness").decode().split()
+            store.set("liveness", f"{host} {self._hub.port}")
+        host, port = store.get("liveness").decode().split()
         stacks_signals, stacks_fd = process_hooks.register_stack_dump()
         self._client = _C.LivenessClient(
             host,
             int(port),
-            token=token,
+            secret=secret,
             global_rank=rank,
             board=self.board,
             stops=self.stops,
@@ -134,6 +136,7 @@ class Connections:
                 size,
                 loopback=loopback,
                 towards=host,
+                secret=secret,
                 board=self.board,
                 timeout_s=self._timeout_s,
             )

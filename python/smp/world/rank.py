@@ -71,6 +71,8 @@ class Rank:
         *,
         loopback: bool,
         own_host: str,
+        own_address: str,
+        secret: bytes,
         addresses: Sequence[str],
         machine: str,
         shares_gpus: bool = False,
@@ -81,6 +83,8 @@ class Rank:
             store: keys of this init.
             loopback: all ranks are on one machine; nothing listens elsewhere.
             own_host: address of this machine as others see it.
+            own_address: the same as a number; empty: not known.
+            secret: of this job.
             addresses: of the machines of all ranks, as far as they are known.
             machine: equal on ranks that may try to share memory.
             shares_gpus: some ranks use one GPU together.
@@ -99,7 +103,9 @@ class Rank:
         connections.connect(
             store,
             own_host=own_host,
+            own_address=own_address,
             loopback=loopback,
+            secret=secret,
             transport=self.settings.transport,
             machine=machine,
             shared_memory=self.settings.shared_memory,

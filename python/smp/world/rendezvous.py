@@ -19,7 +19,8 @@ import torch.distributed as dist
 from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
 from smp.world.host_groups import check_dist_backend
-from smp.world.interfaces import Crossing, Way
+from smp.world.interfaces import Crossing, Way, is_loopback
+from smp.world.job_secret import check_same_secret
 from smp.world.launch import Launch, Rendezvous, plan_rendezvous
 from smp.world.presence import wait_for_hellos
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
@@ -32,6 +33,8 @@ _RANK_PROCESS = "SMP_RANK_PROCESS"
 _FOLDER_S = 10.0
 # How long a name may take to be known: clusters register hosts while these start.
 _NAME_S = 20.0
+# All ranks may come at once.
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Hello:
     """Why this rank cannot start."""
     way: dict[str, str] = field(default_factory=dict)
     """How the other hosts reach this one: a `Way`."""
+    secret: str = ""
+    """Fingerprint of the secret that the environment gives; empty: none."""
 
 
 def machine_id(hostname: str) -> str:
@@ -141,6 +146,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,  # torch.distributed may use the same address
+            master_listen_fd=_loopback_listener(place) if hosts_store else None,
         )
     except Exception as error:
         raise RuntimeError(
@@ -149,6 +155,27 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
             f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
             "port is free"
         ) from None
+
+
+def _loopback_listener(place: Rendezvous) -> int | None:
+    """A socket that listens where only processes of this host get, for the store of rank 0.
+
+    The store would listen at all addresses of this host, and has no secret. None when ranks may
+    come from elsewhere, or the port is taken, perhaps by a store of this process: torch knows.
+    """
+    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    addresses = [place[0] for *_, place in found]
+    if not all(is_loopback(str(address)) for address in addresses):
+        return None
+    family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+            listener.listen(_BACKLOG)
+        except OSError:
+            return None
+        return listener.detach()
 
 
 def _await_name(host: str) -> None:
@@ -251,6 +278,7 @@ def meet(
     hellos = exchange_hellos(store, launch, hello, settings.timeout_s)
     try:
         raise_first_error([other.error for other in hellos])
+        check_same_secret([other.secret for other in hellos])
         compare_configs([other.config or {} for other in hellos])
         hosts = [other.host for other in hellos]
         nums_devices = [other.num_devices for other in hellos]

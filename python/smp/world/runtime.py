@@ -20,6 +20,7 @@ from smp.world import lanes, process_hooks, thread_device
 from smp.world.attached import Detection, Dropout, Pipeline, StepLog, Verification
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
+from smp.world.job_secret import fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.placement_map import placement_map
@@ -82,13 +83,16 @@ class Runtime:
             )
         return self._activation_store
 
-    def connect(self, store: dist.Store, meeting: Sequence[Hello], own_host: str) -> None:
+    def connect(
+        self, store: dist.Store, meeting: Sequence[Hello], own_host: str, given: bytes | None
+    ) -> None:
         """Connects to the other ranks of a world of more than one. Collective.
 
         Args:
             store: keys of this init.
             meeting: what the ranks have told each other.
             own_host: address of this machine as others see it, where `meeting` does not tell.
+            given: secret of this job that the environment has; None: the job draws one.
         """
         own = meeting[self.rank.global_rank]
         loopback = len({other.machine for other in meeting}) == 1
@@ -99,6 +103,8 @@ class Runtime:
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
+            own_address=own.way["address"],
+            secret=share_secret(store, self.rank.global_rank, given),
             addresses=[] if loopback else [other.way["address"] for other in meeting],
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
@@ -227,11 +233,12 @@ def init(config: UserConfig = None) -> None:
         _start(Runtime(rank), read.notes)
         return
     store = _meeting_point.open(launch, env, settings.timeout_s)
-    way, way_error = Way("", "", ""), None
+    way, secret, own_error = Way("", "", ""), None, None
     try:
         way = choose_way(env, _meeting_point.host, hostname)
+        secret = given_secret(env)
     except ValueError as error:  # all ranks are to hear of it
-        way_error = str(error)
+        own_error = str(error)
     hello = Hello(
         launch.world_size,
         launch.hostname,
@@ -239,8 +246,9 @@ def init(config: UserConfig = None) -> None:
         device_type,
         num_devices,
         read.config_dict(),
-        read.error or way_error,
+        read.error or own_error,
         asdict(way),
+        fingerprint(secret),
     )
     meeting = meet(store, launch, hello, read, settings)
     launch = with_hosts(launch, [other.host for other in meeting])
@@ -248,7 +256,7 @@ def init(config: UserConfig = None) -> None:
     runtime = Runtime(Rank(read, launch, settings, device))
     _start(runtime, read.notes)
     try:
-        runtime.connect(store, meeting, env.get("MASTER_ADDR") or hostname)
+        runtime.connect(store, meeting, env.get("MASTER_ADDR") or hostname, secret)
     except BaseException as error:
         runtime.rank.report_raised("smp.init", error)
         _end()

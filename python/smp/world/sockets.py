@@ -19,6 +19,7 @@ def open_sockets(
     *,
     loopback: bool,
     towards: str,
+    secret: bytes,
     board: _C.FaultBoard,
     timeout_s: float,
 ) -> _C.PeerSockets:
@@ -33,6 +34,7 @@ def open_sockets(
         world_size: number of all ranks.
         loopback: all ranks are on one machine; nothing listens elsewhere.
         towards: a host that all ranks reach.
+        secret: of this job; both sides of a connection prove that they know it.
         board: ends the wait when a rank has failed.
         timeout_s: for all ranks to come here.
 
@@ -41,8 +43,8 @@ def open_sockets(
         RuntimeError: ranks did not come in time, or this host has no address for others.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    address = "" if loopback else _C.own_address(interface, towards)
-    sockets = _C.PeerSockets(global_rank, loopback, address)
+    address = "127.0.0.1" if loopback else _C.own_address(interface, towards)
+    sockets = _C.PeerSockets(global_rank, address=address, secret=secret, world_size=world_size)
     store.set(f"socket/{global_rank}", sockets.address)
     deadline_s = time.monotonic() + timeout_s
     if global_rank == 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import shutil
 import socket
 import sys
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from smp._version import __version__
 from smp.world.interfaces import Way, choose_way, is_loopback, towards
+from smp.world.job_secret import check_same_secret, fingerprint, given_secret, share_secret
 from smp.world.launch import Launch, read_launch
 from smp.world.presence import wait_for_hellos
 from smp.world.rendezvous import MeetingPoint, machine_id
@@ -50,6 +50,8 @@ class Host:
     variables: dict[str, str]
     problems: list[str] = field(default_factory=list)
     port: int = 0
+    secret: str = ""
+    """Fingerprint of the secret that the environment gives."""
 
 
 def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
@@ -186,6 +188,12 @@ def main() -> int:
         return [Host(**json.loads(text)) for text in texts]
 
     host = look(launch, point.host, env)
+    given = None
+    try:
+        given = given_secret(env)
+    except ValueError as error:
+        host.problems.append(str(error))
+    host.secret = fingerprint(given)
     said = exchange("facts", host)
     others = [one.way["address"] for one in said if one.machine != host.machine]
     way = towards(Way(**host.way), others)
@@ -194,10 +202,14 @@ def main() -> int:
     first_ranks = [r for r, machine in enumerate(machines) if machine not in machines[:r]]
     if len(first_ranks) > 1 and (not way.address or is_loopback(way.address)):
         host.problems.append(f"no address that other hosts reach: {way}; set GLOO_SOCKET_IFNAME")
-    if rank == 0:
-        store.set("secret", secrets.token_hex(32))
-    secret = store.get("secret")
-    with Server(way.address or "127.0.0.1", secret) as server:
+    try:
+        check_same_secret([one.secret for one in said])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    secret = share_secret(store, rank, given)
+    is_asked = len(first_ranks) > 1 and way.address
+    with Server(way.address if is_asked else "127.0.0.1", secret) as server:
         host.port = server.port
         said = exchange("servers", host)
         hosts = [said[r] for r in first_ranks]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
 import statistics
 import struct
@@ -11,13 +9,15 @@ import threading
 import time
 from dataclasses import dataclass
 
+import smp._C as _C
+
 _ANSWER_S = 5.0
 _NUM_ASKED = 40
 _CHUNK_BYTES = 1 << 20
 _LONGEST_SENDING_S = 2.0
 _MOST_BYTES = 64 << 20
 _ASK, _SEND, _END = b"a", b"s", b"e"
-_NONCE_BYTES, _HASH_BYTES = 16, 32
+_PURPOSE = "doctor"
 _HELLO_S = 2.0
 
 
@@ -34,7 +34,8 @@ class Pair:
 class Server:
     """Answers the questions of other hosts, one after the other, while the block lasts.
 
-    Who does not begin with a proof that it knows the secret gets no answer.
+    Who does not begin with a proof that it knows the secret gets no answer. The proof is that of
+    all connections of a job: `csrc/health/handshake.h`.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -60,17 +61,29 @@ class Server:
             with connection:
                 connection.settimeout(_HELLO_S)
                 try:
-                    hello = _read(connection, _NONCE_BYTES + _HASH_BYTES)
-                    nonce, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
-                    if hmac.compare_digest(_proof_of(self._secret, nonce), proof):
-                        connection.settimeout(2 * _ANSWER_S)
-                        _answer(connection)
+                    first = _prove(connection, _C.Handshake.listener(self._secret, _PURPOSE))
+                    connection.settimeout(2 * _ANSWER_S)
+                    _answer(connection, first)
                 except OSError:
                     pass  # the other side reports it
 
 
-def _proof_of(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, "sha256")
+def _prove(connection: socket.socket, handshake: _C.Handshake) -> bytes:
+    """Returns what came behind the proof of the other side."""
+    received = b""
+    while True:
+        try:
+            used, answer = handshake.advance(received)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        received = received[used:]
+        connection.sendall(answer)
+        if handshake.is_proven:
+            return received
+        piece = connection.recv(_CHUNK_BYTES)
+        if not piece:
+            raise OSError("closed before both sides had proven that they know the secret")
+        received += piece
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
@@ -83,9 +96,10 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     return got
 
 
-def _answer(connection: socket.socket) -> None:
+def _answer(connection: socket.socket, first: bytes) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while command := connection.recv(1):
+    while command := first or connection.recv(1):  # who asks waits for the answer
+        first = b""
         if command == _ASK:
             connection.sendall(struct.pack("!d", time.time()))
         elif command == _SEND:
@@ -104,12 +118,11 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
         secret: which the server knows.
 
     Raises:
-        OSError: it does not answer.
+        OSError: it does not answer, or does not know the secret.
     """
     with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(nonce + _proof_of(secret, nonce))
+        _prove(connection, _C.Handshake.caller(secret, _PURPOSE, 0))
         asked = [_ask(connection) for _ in range(_NUM_ASKED)]
         started_s = time.perf_counter()
         connection.sendall(_SEND)

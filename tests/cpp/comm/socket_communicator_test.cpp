@@ -208,22 +208,27 @@ TEST(SocketCommunicator, RanksThatCallDifferentThingsAreTold) {
   });
 }
 
-TEST(SocketCommunicator, AStrangerIsNotHeard) {
-  const auto sockets = std::make_shared<PeerSockets>(0, PeerSockets::Options{});
-  const auto other = std::make_shared<PeerSockets>(1, PeerSockets::Options{});
-  std::string address = sockets->address();
-  address.back() = address.back() == '0' ? '1' : '0';  // another token
-  sockets->set_addresses({sockets->address(), other->address()});
-  other->set_addresses({address, other->address()});
+TEST(SocketCommunicator, RanksWithDifferentSecretsDoNotTalk) {
+  const Sockets world = {
+      std::make_shared<PeerSockets>(0, PeerSockets::Options{.secret = kSecret}),
+      std::make_shared<PeerSockets>(
+          1, PeerSockets::Options{.secret = std::string(32, 'x')})};
+  for (const auto& one : world) {
+    one->set_addresses({world[0]->address(), world[1]->address()});
+  }
   const CommunicatorPtr mine =
-      make_socket_communicator(sockets, "tcp:pair", {0, 1});
+      make_socket_communicator(world[0], "tcp:pair", {0, 1});
   const CommunicatorPtr theirs =
-      make_socket_communicator(other, "tcp:pair", {0, 1});
+      make_socket_communicator(world[1], "tcp:pair", {0, 1});
   const WorkPtr recv = mine->recv(at::zeros({5}), 1, 0);
-  theirs->send(at::zeros({5}), 0, 0)->wait(kPatient);
+  const WorkPtr send = theirs->send(at::zeros({5}), 0, 0);
+  EXPECT_NE(error_of([&] {
+              send->wait(kPatient);
+            }).find("does not know the secret of this job"),
+            std::string::npos);
   EXPECT_NE(error_of([&] { recv->wait(milliseconds(200)); }).find("timed out"),
             std::string::npos);
-  EXPECT_EQ(sockets->num_connections(), 0);
+  EXPECT_EQ(world[0]->num_connections(), 0);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "csrc/common/check.h"
 #include "csrc/health/fault_aware_wait.h"
 #include "csrc/health/fork_guard.h"
+#include "csrc/health/handshake.h"
 #include "csrc/health/liveness_frame.h"
 #include "csrc/health/socket.h"
 #include "tests/cpp/common/expectations.h"
@@ -222,7 +223,7 @@ TEST(Liveness, ThreadOfAClientBeginsBeforeItTellsTheBoard) {
     was_told = true;
   });
   world.clients[1] = std::make_unique<LivenessClient>(
-      "127.0.0.1", world.hub->port(), kToken, 1, world.boards[1],
+      "127.0.0.1", world.hub->port(), kSecret, 1, world.boards[1],
       LivenessClient::Options{.status_every = milliseconds(50),
                               .begin_thread = [] { has_begun = true; }});
   world.clients[0]->report_raised("a step", "no reason");
@@ -267,7 +268,8 @@ TEST(Liveness, HostThatOneRankCannotReachIsNamedByAll) {
 // A hub that welcomes one rank and then says nothing: rank 0 is stopped.
 class StoppedHub {
  public:
-  StoppedHub() : listener_(listen_tcp(true)), thread_([this] { welcome(); }) {}
+  StoppedHub()
+      : listener_(listen_tcp(kLoopback)), thread_([this] { welcome(); }) {}
   ~StoppedHub() { thread_.join(); }
   int port() const { return listener_.port; }
 
@@ -276,9 +278,18 @@ class StoppedHub {
     while (!(connection_ = accept_tcp(listener_.fd))) {
       std::this_thread::sleep_for(milliseconds(5));
     }
+    auto handshake = Handshake::listener(kSecret, kHubPurpose);
+    std::string in;
+    std::string bytes;
+    while (!handshake.is_proven()) {
+      read_available(connection_, in);
+      in.erase(0, handshake.advance(in, bytes));
+      write_available(connection_, bytes);
+      std::this_thread::sleep_for(milliseconds(5));
+    }
     LivenessFrame answer;
     answer.type = LivenessFrame::Type::kWelcome;
-    std::string bytes = encode_frame(answer);
+    bytes = encode_frame(answer);
     write_available(connection_, bytes);
   }
 
@@ -292,7 +303,7 @@ TEST(Liveness, StoppedHubIsReportedByARankThatWaits) {
   auto board = std::make_shared<FaultBoard>(1);
   board->set_coordinates({"pp 0", "pp 1"});
   LivenessClient client(
-      "127.0.0.1", hub.port(), kToken, 1, board,
+      "127.0.0.1", hub.port(), kSecret, 1, board,
       {.status_every = milliseconds(50), .hang_after = milliseconds(300)});
   testing::internal::CaptureStderr();
   std::this_thread::sleep_for(milliseconds(600));
@@ -313,7 +324,7 @@ TEST(Liveness, SilentHubIsAFaultAfterTwiceTheTime) {
   StoppedHub hub;
   auto board = std::make_shared<FaultBoard>(2);
   board->set_coordinates({"pp 0", "pp 1", "pp 2"});
-  LivenessClient client("127.0.0.1", hub.port(), kToken, 2, board,
+  LivenessClient client("127.0.0.1", hub.port(), kSecret, 2, board,
                         {.status_every = milliseconds(50),
                          .hang_after = milliseconds(300),
                          .hang_raises = true});
@@ -332,7 +343,7 @@ TEST(Liveness, HubThatLivesIsNotReported) {
   World world(2, false);
   world.connect(0);
   LivenessClient client(
-      "127.0.0.1", world.hub->port(), kToken, 1, world.boards[1],
+      "127.0.0.1", world.hub->port(), kSecret, 1, world.boards[1],
       {.status_every = milliseconds(50), .hang_after = milliseconds(1500)});
   testing::internal::CaptureStderr();
   BlockedScope waits(world.boards[1]->waits(), "a gate");
@@ -365,23 +376,19 @@ TEST(Liveness, MissingRankIsNoDeadlock) {
   world.leave_all();
 }
 
-TEST(Liveness, StrangersAreRefusedAndHarmless) {
+TEST(Liveness, RanksThatAreNoneAreRefused) {
   World world(2);
   auto board = std::make_shared<FaultBoard>(1);
-  EXPECT_THROW(LivenessClient("127.0.0.1", world.hub->port(), "wrong", 1, board,
-                              {.connect_timeout = seconds(5)}),
-               Error);
-  EXPECT_THROW(LivenessClient("127.0.0.1", world.hub->port(), kToken, 7, board,
-                              {.connect_timeout = seconds(5)}),
-               Error);
-  EXPECT_THROW(LivenessClient("127.0.0.1", world.hub->port(), kToken, 1, board,
-                              {.connect_timeout = seconds(5)}),
-               Error);
-  OwnedFd stranger =
-      connect_tcp("127.0.0.1", world.hub->port(), seconds(5), [] {});
-  std::string noise(100'000, '\xff');
-  write_available(stranger, noise);
-  stranger.reset();
+  EXPECT_NE(error_of([&] {
+              LivenessClient("127.0.0.1", world.hub->port(), kSecret, 7, board,
+                             {.connect_timeout = seconds(5)});
+            }).find("ranks are 0 to 1"),
+            std::string::npos);
+  EXPECT_NE(error_of([&] {
+              LivenessClient("127.0.0.1", world.hub->port(), kSecret, 1, board,
+                             {.connect_timeout = seconds(5)});
+            }).find("another process has this rank"),
+            std::string::npos);
   world.clients[1]->report_raised("", "still works");
   EXPECT_EQ(world.fault_at(0)->text, "still works");
 }
@@ -389,19 +396,19 @@ TEST(Liveness, StrangersAreRefusedAndHarmless) {
 TEST(Liveness, UnreachableHubIsAnErrorInTime) {
   int port = 0;
   {
-    const Listener closed = listen_tcp(true);
+    const Listener closed = listen_tcp(kLoopback);
     port = closed.port;
   }
   auto board = std::make_shared<FaultBoard>(1);
   const auto begin = Clock::now();
-  EXPECT_THROW(LivenessClient("127.0.0.1", port, kToken, 1, board,
+  EXPECT_THROW(LivenessClient("127.0.0.1", port, kSecret, 1, board,
                               {.connect_timeout = milliseconds(500)}),
                Error);
   EXPECT_LT(Clock::now() - begin, seconds(5));
 }
 
 TEST(Liveness, HubListensOnLoopbackOnlyWhenAsked) {
-  const Listener loopback = listen_tcp(true);
+  const Listener loopback = listen_tcp(kLoopback);
   sockaddr_storage address{};
   socklen_t length = sizeof(address);
   ASSERT_EQ(::getsockname(loopback.fd.get(),

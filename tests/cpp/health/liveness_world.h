@@ -6,18 +6,19 @@
 #include <vector>
 
 #include "csrc/health/liveness.h"
+#include "csrc/health/socket.h"
 #include "tests/cpp/common/expectations.h"
 
 namespace smp::health {
 
-inline constexpr const char* kToken = "secret";
+inline constexpr const char* kSecret = "a secret that only these tests know";
 
 /// A hub and the clients of all ranks in this process.
 class World {
  public:
   explicit World(int size, bool connect = true)
       : hub(std::make_unique<LivenessHub>(
-            size, true, kToken,
+            size, kLoopback, kSecret,
             LivenessHub::Options{.deadlock_after =
                                      std::chrono::milliseconds(400)})),
         boards(size),
@@ -30,7 +31,7 @@ class World {
 
   void connect(int rank) {
     clients[rank] = std::make_unique<LivenessClient>(
-        "127.0.0.1", hub->port(), kToken, rank, boards[rank],
+        "127.0.0.1", hub->port(), kSecret, rank, boards[rank],
         LivenessClient::Options{.status_every = std::chrono::milliseconds(50)});
   }
 

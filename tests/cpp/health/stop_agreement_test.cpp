@@ -11,6 +11,8 @@
 
 #include "csrc/common/check.h"
 #include "csrc/health/liveness.h"
+#include "csrc/health/socket.h"
+#include "tests/cpp/health/liveness_world.h"
 
 namespace smp::health {
 namespace {
@@ -59,7 +61,7 @@ TEST(StopAgreement, AllRanksStopAtTheSameBoundaryWheneverTheyAreAsked) {
   constexpr int kRanks = 4;
   std::mt19937 random(7);
   for (int round = 0; round < 6; ++round) {
-    LivenessHub hub(kRanks, true, "secret", {});
+    LivenessHub hub(kRanks, kLoopback, kSecret, {});
     std::vector<std::shared_ptr<FaultBoard>> boards;
     std::vector<std::shared_ptr<StopAgreement>> stops;
     std::vector<std::unique_ptr<LivenessClient>> clients;
@@ -69,7 +71,7 @@ TEST(StopAgreement, AllRanksStopAtTheSameBoundaryWheneverTheyAreAsked) {
       LivenessClient::Options options;
       options.stops = stops[rank];
       clients.push_back(std::make_unique<LivenessClient>(
-          "127.0.0.1", hub.port(), "secret", rank, boards[rank], options));
+          "127.0.0.1", hub.port(), kSecret, rank, boards[rank], options));
     }
     std::vector<int> stopped_at(kRanks, -1);
     std::vector<std::thread> ranks;

@@ -25,13 +25,13 @@ using std::chrono::milliseconds;
 // Rank 1 loops and rank 0 waits for it.
 struct StuckWorld {
   StuckWorld()
-      : hub(2, true, kToken,
+      : hub(2, kLoopback, kSecret,
             {.hang_after = milliseconds(600), .hang_raises = true}) {
     for (int rank = 0; rank < 2; ++rank) {
       boards.push_back(std::make_shared<FaultBoard>(rank));
       boards[rank]->set_coordinates({"pp 0", "pp 1"});
       clients.push_back(std::make_unique<LivenessClient>(
-          "127.0.0.1", hub.port(), kToken, rank, boards[rank],
+          "127.0.0.1", hub.port(), kSecret, rank, boards[rank],
           LivenessClient::Options{
               .status_every = milliseconds(50),
               .interrupt_script = [this] { ++num_interrupted; },

@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 // Two ends of a connection; what is written waits while nobody reads.
 class Pair {
  public:
-  Pair() : listener_(listen_tcp(true)) {
+  Pair() : listener_(listen_tcp(kLoopback)) {
     writer = connect_tcp("127.0.0.1", listener_.port, seconds(5), [] {});
     while (!(reader = accept_tcp(listener_.fd))) {
       std::this_thread::sleep_for(milliseconds(1));

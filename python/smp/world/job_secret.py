@@ -1,0 +1,113 @@
+"""The secret of a job: what every connection of ours proves that it knows, before anything else.
+
+See `csrc/health/handshake.h` for the proof, and docs/security.md for what that protects.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+import smp._C as _C
+
+SECRET_VARIABLE = "SMP_JOB_SECRET"
+FILE_VARIABLE = "SMP_JOB_SECRET_FILE"
+_HOW = "for instance what `openssl rand -hex 32` prints"
+
+
+def given_secret(env: Mapping[str, str]) -> bytes | None:
+    """The secret that the environment gives; None if the job is to draw one.
+
+    Args:
+        env: `SMP_JOB_SECRET` is the secret, `SMP_JOB_SECRET_FILE` a file of this user with
+            mode 0600 (or 0400) that has it.
+
+    Raises:
+        ValueError: both are set, the secret is too short, or the file cannot be read or can be by
+            others. The text never has the secret.
+    """
+    text, path = env.get(SECRET_VARIABLE, ""), env.get(FILE_VARIABLE, "")
+    if text and path:
+        raise ValueError(
+            f"smp launch: {SECRET_VARIABLE} and {FILE_VARIABLE} are both set; remove one of them"
+        )
+    if not text and not path:
+        return None
+    where = SECRET_VARIABLE if text else f"{path} ({FILE_VARIABLE})"
+    secret = text.strip().encode() if text else _read_private(path)
+    if len(secret) < _C.MIN_SECRET_BYTES:
+        raise ValueError(
+            f"smp launch: the secret in {where} has {len(secret)} bytes; give at least "
+            f"{_C.MIN_SECRET_BYTES} that nobody can guess, {_HOW}"
+        )
+    return secret
+
+
+def _read_private(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read().strip()
+    except OSError as error:
+        raise ValueError(
+            f"smp launch: {FILE_VARIABLE}={path!r} cannot be read: {error.strerror}; correct it"
+        ) from None
+    if info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o077:
+        raise ValueError(
+            f"smp launch: {FILE_VARIABLE}={path!r} has mode {stat.S_IMODE(info.st_mode):04o} and "
+            f"belongs to user {info.st_uid}; it must be a file that only user {os.getuid()} may "
+            "read: chmod 600"
+        )
+    return text
+
+
+def fingerprint(secret: bytes | None) -> str:
+    """Equal for equal secrets, and says nothing else of them; empty: none was given."""
+    if secret is None:
+        return ""
+    return hmac.digest(secret, b"smp fingerprint", "sha256").hex()[:16]
+
+
+def check_same_secret(fingerprints: Sequence[str]) -> None:
+    """Checks that all ranks were given the same secret, or none of them one.
+
+    Args:
+        fingerprints: of each rank, index = global rank.
+
+    Raises:
+        ValueError: names the ranks; the same text on all of them.
+    """
+    if len(set(fingerprints)) < 2:
+        return
+    without = [rank for rank, one in enumerate(fingerprints) if not one]
+    if without:
+        raise ValueError(
+            f"smp launch: ranks {without} were given no {SECRET_VARIABLE} (nor {FILE_VARIABLE}), "
+            "other ranks were; give all ranks of a job the same secret, or none of them one"
+        )
+    others = [rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]]
+    raise ValueError(
+        f"smp launch: {SECRET_VARIABLE} (or {FILE_VARIABLE}) of ranks {others} is another one than "
+        "that of rank 0; give all ranks of a job the same secret"
+    )
+
+
+def share_secret(store: dist.Store, global_rank: int, given: bytes | None) -> bytes:
+    """The secret of this job. Collective if none was given.
+
+    Args:
+        store: keys of this init. A secret that the job draws itself goes through it, so whoever
+            can read the store then knows it.
+        global_rank: of this process; rank 0 draws.
+        given: by the environment, on all ranks or on none.
+    """
+    if given is not None:
+        return given
+    if global_rank == 0:
+        store.set("secret", secrets.token_hex(32))
+    return bytes.fromhex(store.get("secret").decode())
