@@ -29,8 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import smp._C as _C
+
 _LIMIT_S = 120.0
-_TOKEN = "benchmark"
+_SECRET = b"of no job, for ranks of a benchmark"
+_PURPOSE = "liveness"  # kHubPurpose in csrc/health/liveness_frame.h
 _STATUS_EVERY_S = 1.0  # LivenessClient::Options::status_every
 _SLOTS = 50  # into which the ranks of a second fall
 # `LivenessFrame` and its `Prefix` in csrc/health/liveness_frame.
@@ -110,13 +113,25 @@ class Ranks:
             one = socket.create_connection(("127.0.0.1", self.port), _LIMIT_S)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.sockets.append(one)
-            self.send(rank, _HELLO, 0, b"", _TOKEN.encode())
+            self.rests[rank] = self._prove(rank)
+            self.send(rank, _HELLO)
             one.setblocking(False)
             self.by_fd[one.fileno()] = rank
             self.epoll.register(one.fileno(), select.EPOLLIN)
             if rank % 64 == 63:
                 self.pump(0.0)
         self.wait(lambda: self.received[_WELCOME] == self.size)
+
+    def _prove(self, rank: int) -> bytes:
+        """Both sides know the secret; returns what has come behind its proof."""
+        handshake, received = _C.Handshake.caller(_SECRET, _PURPOSE, rank), b""
+        while True:
+            used, answer = handshake.advance(received)
+            received = received[used:]
+            self.sockets[rank].sendall(answer)
+            if handshake.is_proven:
+                return received
+            received += self.sockets[rank].recv(1 << 12)
 
     def steady(self, seconds: float) -> None:
         begin, slot = time.monotonic(), 0
@@ -173,9 +188,7 @@ def be_ranks(port: int, size: int, pid: int, phases: list[str], seconds: float) 
 
 def measure(size: int, phases: list[str], seconds: float) -> dict[str, Any]:
     """One hub, and its ranks in a process of their own."""
-    import smp._C as _C
-
-    hub = _C.LivenessHub(size, loopback_only=True, token=_TOKEN)
+    hub = _C.LivenessHub(size, address="127.0.0.1", secret=_SECRET)
     words = ["--as-ranks", str(hub.port), "--pid", str(os.getpid()), "--phases", *phases]
     done = subprocess.run(
         [sys.executable, __file__, "--ranks", str(size), "--seconds", str(seconds), *words],
