@@ -117,7 +117,8 @@ RUNS ?= 1000000
 SEED ?= 1
 
 .PHONY: fuzz
-fuzz: extension  ## RUNS inputs that are nearly right for each decoder of files
+fuzz: extension  ## RUNS inputs that are nearly right for each decoder
+	$(WITH_VENV) scripts/fuzz.sh $(BUILD) $(PY) $(RUNS) $(SEED)
 	$(RUN) $(PY) -m tests.fuzz --runs $(RUNS) --seed $(SEED)
 
 .PHONY: bench

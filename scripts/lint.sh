@@ -9,7 +9,7 @@ fix=${2:-}
 failed=0
 code=(python tests benchmarks examples website cmake setup.py)
 
-mapfile -t cpp < <(find csrc tests/cpp benchmarks \
+mapfile -t cpp < <(find csrc tests/cpp tests/fuzz benchmarks \
   \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) | sort)
 pinned=$(sed -n 's/^clang-format==//p' requirements/tools.txt)
 found=$(clang-format --version 2> /dev/null |

@@ -88,7 +88,12 @@ State State::decode(const std::string& bytes) {
   if (groups_bytes > 0) {  // memcpy takes no null pointer, of an empty vector
     std::memcpy(result.groups.data(), at + ranks_bytes, groups_bytes);
   }
-  return result;
+  // Counts from 0 on, whose differences fit.
+  const bool is_right =
+      header.sequence >= 0 &&
+      std::none_of(result.groups.begin(), result.groups.end(),
+                   [](const Group& one) { return one.num_entered < 0; });
+  return is_right ? result : State();
 }
 
 bool State::has_entered(const CollectiveId& id) const {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <random>
 
 namespace smp::health {
@@ -76,6 +77,20 @@ TEST(CollectiveLog, StateIsToldWhole) {
   EXPECT_EQ(state.waits_for->ranks, id.ranks);
   EXPECT_EQ(state.waits_for->sequence, 1);
   EXPECT_TRUE(state.waits_for->goes_on_alone);
+}
+
+TEST(CollectiveLog, CountsBelowZeroAreNothing) {
+  CollectiveLog::State state;
+  CollectiveId id;
+  id.group = 1;
+  id.sequence = std::numeric_limits<int64_t>::min();
+  state.waits_for = id;
+  EXPECT_FALSE(CollectiveLog::State::decode(state.encode()).waits_for);
+  state.waits_for.reset();
+  state.groups.push_back({.group = 1, .num_entered = -1});
+  EXPECT_TRUE(CollectiveLog::State::decode(state.encode()).groups.empty());
+  state.groups.back().num_entered = 1;
+  EXPECT_EQ(CollectiveLog::State::decode(state.encode()).groups.size(), 1U);
 }
 
 TEST(CollectiveLog, BytesWithoutSenseAreNothing) {
