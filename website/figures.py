@@ -230,6 +230,13 @@ def _planned_times(lines: Sequence[Line]) -> str:
     return scatter(points, "ms of a step")
 
 
+def _control_plane(lines: Sequence[Line]) -> str:
+    bars = [
+        Bar(f"{line['num_ranks']} ranks", "training", line["steady"]["hub_cpu_s"]) for line in lines
+    ]
+    return bar_chart(bars, "seconds that the thread of the hub computes in five of training")
+
+
 # ---- the page ----------------------------------------------------------------------------
 
 _PLANNING = "planning_xeon2_202611"
@@ -275,6 +282,9 @@ FIGURES = (
     Figure("Sums over hosts: bytes", "hosts_xeon2_202611",
            "All-reduce of 64 MiB; hosts are namespaces of one machine. Bytes depend on no load.",
            _is_any, _host_bytes),
+    Figure("The hub of a job with thousands of ranks", "control_plane_epyc2_202611",
+           "The real hub of rank 0, and ranks that only talk to it.",
+           _is_any, _control_plane, repeats="1"),
     Figure("Memory that `smp estimate` predicts", _PLANNING,
            "Twenty layouts of one GPT-2; on the line the prediction is exact.",
            _is_planned, _planned_memory),

@@ -19,6 +19,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
               "examples/README.md"),
     "Use": ("docs/running.md", TIMELINE, "docs/planning.md", "docs/verifying.md",
             "docs/tensor_parallelism.md", "docs/memory.md", "docs/checkpoints.md",
+            "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/security.md",
             "docs/debian.md"),
     "When something is wrong": ("docs/troubleshooting.md", "docs/limits.md", "docs/models.md"),
 }  # fmt: skip
@@ -32,7 +33,7 @@ def navigation() -> list[dict[str, Any]]:
     results = [{_short_title(page): page} for page in _all("benchmarks/results")]
     sections["Figures"] = [FIGURES, "benchmarks/README.md", *results]
     sections["Inside"] = ["ARCHITECTURE.md", *_all("docs/design")]
-    sections["Project"] = ["CHANGELOG.md", "CONTRIBUTING.md"]
+    sections["Project"] = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
     return [{name: pages} for name, pages in sections.items()]
 
 

@@ -102,7 +102,8 @@ def _numbers(line: results.Line) -> list[float]:
     plain = [value for value in line.values() if isinstance(value, float)]
     lists = [max(value) for value in line.values() if isinstance(value, list) and value]
     sums = [line["state_mb"] + line["step_peak_mb"]] if "state_mb" in line else []
-    return [*plain, *(value for value in lists if isinstance(value, float)), *sums]
+    phases = [v["hub_cpu_s"] for v in line.values() if isinstance(v, dict) and "hub_cpu_s" in v]
+    return [*plain, *phases, *(value for value in lists if isinstance(value, float)), *sums]
 
 
 def test_the_page_says_the_conditions_of_each_figure() -> None:
