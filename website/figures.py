@@ -243,6 +243,10 @@ _PLANNING = "planning_xeon2_202611"
 _FUSED_NOTE = "Operators of smp against the same in eager PyTorch, one thread. "
 
 FIGURES = (
+    Figure("Pipelines on an idle machine", "pipeline_default_epyc2_idle_202611",
+           "Two ranks against PyTorch's 1F1B, cut by hand into equal blocks; all choices are the "
+           "library's.",
+           _is_smp_pipeline, _pipelines, repeats="3 or 4"),
     Figure("Pipelines, partition and schedule of the library", "pipeline_default_epyc2_202611",
            "Two ranks against PyTorch's 1F1B, cut by hand into equal blocks.",
            _is_smp_pipeline, _pipelines, repeats="3 or 4"),
