@@ -38,7 +38,7 @@ def run_aside(
     given = tensors_in([*args, *kwargs.values()])
     watch = Watch([module], copies=True, every=True)
     containers = Given.to(args, kwargs)
-    versions = [tensor._version for tensor in given]
+    written = _Written(given)
     context = contextvars.copy_context()
     for var, container in collected.in_context():
         context.run(var.set, collected.outline(container))
@@ -51,7 +51,26 @@ def run_aside(
         watch.undo()
         for number, contents in containers.changed_from():
             fill(containers.containers[number], contents)
-    return [x for x, version in zip(given, versions, strict=True) if x._version != version]
+    return written.since()
+
+
+class _Written:
+    """Which tensors have been written to in place since this object was made.
+
+    Those of inference mode count no versions, so their values are kept.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._before = [(x, x.clone() if x.is_inference() else x._version) for x in tensors]
+
+    def since(self) -> list[Tensor]:
+        return [tensor for tensor, before in self._before if not _is_as(tensor, before)]
+
+
+def _is_as(tensor: Tensor, before: Tensor | int) -> bool:
+    if isinstance(before, int):
+        return tensor._version == before
+    return bool(((tensor == before) | ((tensor != tensor) & (before != before))).all())  # or NaN
 
 
 def has_no_data(tensor: Tensor) -> bool:
