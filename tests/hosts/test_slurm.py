@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,8 +42,13 @@ CONFIG = {"pipeline_parallel_degree": 2}
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Slurm]:
-    with Network(2) as hosts, Slurm(hosts, tmp_path / "slurm") as one:
+def cluster() -> Iterator[Slurm]:
+    # Slurm's sockets lie in the folder, and the path of a socket has at most 107 bytes.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder,
+        Network(2) as hosts,
+        Slurm(hosts, Path(folder) / "slurm") as one,
+    ):
         yield one
 
 
