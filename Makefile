@@ -5,7 +5,7 @@
 PYTHON ?= python3
 NO_VENV ?=
 TORCH ?=
-JOBS ?= $(shell nproc)
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 BUILD ?= build/dev
 PYTEST_ARGS ?=
 
@@ -25,7 +25,7 @@ else
 endif
 RUN := $(WITH_VENV) PYTHONPATH="$(CURDIR)/python$${PYTHONPATH:+:$$PYTHONPATH}"
 # Two processes share the cores.
-THREADS_OF_TWO := $(shell n=$$(($$(nproc) / 2)); echo $$((n > 0 ? n : 1)))
+THREADS_OF_TWO := $(shell n=$$(($$(env -u OMP_NUM_THREADS nproc) / 2)); echo $$((n > 0 ? n : 1)))
 
 .DEFAULT_GOAL := help
 

@@ -29,4 +29,4 @@ if [[ ! -f $folder/CMakeCache.txt ]]; then
 fi
 cmake -S . -B "$folder" "${generator[@]}" -DPython_EXECUTABLE="$python" \
   --log-level=WARNING "${defines[@]}"
-cmake --build "$folder" --parallel "${JOBS:-$(nproc)}" "${targets[@]}"
+cmake --build "$folder" --parallel "${JOBS:-$(env -u OMP_NUM_THREADS nproc)}" "${targets[@]}"

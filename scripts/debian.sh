@@ -122,7 +122,7 @@ stage_root() {
 stage_package() {
   copy_tree
   rm -f "$shared"/*.deb
-  inside "$root" env DEB_BUILD_OPTIONS="parallel=${JOBS:-$(nproc)}" \
+  inside "$root" env DEB_BUILD_OPTIONS="parallel=${JOBS:-$(env -u OMP_NUM_THREADS nproc)}" \
     dpkg-buildpackage --build=binary --no-sign
   ls -l "$shared"/python3-smp_*.deb
 }
