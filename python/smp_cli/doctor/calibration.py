@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def measure(num_gpus: int) -> dict[str, Any]:
     }
     if num_gpus == 0:
         found |= _of_cores(count, rates.get("alone", 1.0), near)
+        found["overheads"]["crowded"] = _crowded(found)
     return found
 
 
@@ -84,12 +86,9 @@ def _of_cores(count: int, alone: float, near: dict[str, Any]) -> dict[str, Any]:
     cpu = {"SMP_DEVICE": "cpu"}
     trained = _result(cpu, "training", max(2, count))
     calls = _result(cpu, "calls", 2)
-    shared = [_result(cpu, "pipeline", size) for size in _PIPELINES]
     size = max(2, count)
     # A ring sends 2 (n - 1) of n pieces.
-    bytes_per_s = 2 * (size - 1) / size * 4 / max(trained["sum s"], _LEAST_S)
-    # What few ranks compute takes so many times as long with ranks that share cores.
-    crowded = shared[1]["wall s"] * shared[1]["cores"] / shared[0]["processor s"]
+    bytes_per_s = 2 * (size - 1) / size / _result(cpu, "sums", size)["byte s"]
     return {
         "collective": {"bytes_per_s": bytes_per_s, "latency_s": _link(near)["latency_s"]},
         "overheads": {
@@ -98,14 +97,31 @@ def _of_cores(count: int, alone: float, near: dict[str, Any]) -> dict[str, Any]:
             "call_s": max(calls["call s"], _LEAST_S),
             "microbatch_s": max(calls["microbatch s"], _LEAST_S),
             "alone": max(alone, 1.0),
-            "crowded": max(crowded, 1.0),
+            "crowded": 1.0,
         },
     }
 
 
-def _result(settings: dict[str, str], kind: str, size: int) -> dict[str, Any]:
+def _crowded(known: Mapping[str, Any]) -> float:
+    """As many times as long as a plan says takes a pipeline whose ranks share cores.
+
+    That is, more than one whose ranks have a core each: what a plan misses of both does not count.
+
+    Args:
+        known: all other numbers.
+    """
+    text = json.dumps(known)
+    own, shared = (_result({"SMP_DEVICE": "cpu"}, "pipeline", n, text) for n in _PIPELINES)
+    return max(_missed(shared) / _missed(own), 1.0)
+
+
+def _missed(found: Mapping[str, float]) -> float:
+    return found["measured s"] / found["predicted s"]
+
+
+def _result(settings: dict[str, str], kind: str, size: int, *words: str) -> dict[str, Any]:
     settings = {**settings, "PYTHONPATH": python_path(os.environ)}
-    section, found = run_link(f"calibration, {kind}", settings, [kind], size, _LIMIT_S)
+    section, found = run_link(f"calibration, {kind}", settings, [kind, *words], size, _LIMIT_S)
     if found is None:
         raise RuntimeError(f"{kind}: {'; '.join(section.problems)}")
     return found

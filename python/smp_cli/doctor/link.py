@@ -116,7 +116,8 @@ _KINDS = {
     "lanes": lanes,
     "rates": machine.rates,
     "training": machine.training,
-    "pipeline": machine.pipeline,
+    "sums": machine.sums,
+    "pipeline": lambda: machine.pipeline(sys.argv[2]),
     "calls": machine.calls,
 }
 

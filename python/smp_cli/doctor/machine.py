@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import smp
+from smp.commands.plan import View
+from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
+from smp.planning import hardware
+from smp.planning.hardware import Hardware
+from smp.planning.layout import Layout
+from smp.planning.search import Job, predict
 from smp.world import runtime
 
 _WIDTHS = {"cpu": 768, "cuda": 8192}  # of products
@@ -19,7 +27,8 @@ _MOVED_BYTES = 256 << 20
 _WINDOW_S = 0.4  # of one measurement, the same on all ranks
 _FEWEST = 3
 _SHARED_CORES = 2  # of a pipeline with as many ranks, and with twice as many
-_WIDTH, _HEADS, _LAYERS, _TOKENS, _TABLE = 512, 8, 4, 128, 4096
+_WIDTH, _HEADS, _TOKENS, _TABLE = 512, 8, 128, 4096
+_FEW_LAYERS, _MANY_LAYERS = 4, 8  # of one process; of a pipeline
 _ROWS, _MICROBATCHES = (128, 384), (1, 3)
 _CALLS = (4, 12)  # per microbatch
 _STEPS = 4
@@ -99,10 +108,10 @@ class _Block(nn.Module):
 class _Transformer(nn.Module):
     """A small one, with its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.table = nn.Embedding(_TABLE, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(_Block() for _ in range(num_layers)))
         self.head = nn.Linear(_WIDTH, _TABLE, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -126,18 +135,37 @@ def training() -> dict[str, object]:
     (less, more), (few, many) = _ROWS, _MICROBATCHES
     each = {rows: (found[rows, many] - found[rows, few]) / (many - few) for rows in _ROWS}
     row_s = (each[more] - each[less]) / (more - less)
-    elements = sum(parameter.numel() for parameter in _Transformer().parameters())
+    elements = sum(parameter.numel() for parameter in _Transformer(_FEW_LAYERS).parameters())
     return {
         "microbatch s": (each[less] - less * row_s) / elements,
-        "sum s": statistics.fmean(found[rows, few] - few * each[rows] for rows in _ROWS) / elements,
         "update s": statistics.median(updates) / elements,
     }
 
 
+def sums() -> dict[str, object]:
+    """Seconds of summing gradients over all ranks at the same time, for each byte of a rank's."""
+    smp.init({"ddp": True})
+    torch.set_num_threads(1)
+    rank = runtime.current().rank
+    communicator = rank.comms.dp
+    assert communicator is not None, "there are several ranks"
+    gradients = torch.zeros(_MOVED_BYTES // 4).split(bucket_cap_bytes(DEFAULT_MB, rank.device) // 4)
+    spent = []
+    for _ in range(_STEPS):
+        smp.barrier()
+        started_s = time.perf_counter()
+        for bucket in gradients:
+            communicator.all_reduce(bucket).wait(rank.timeout_s)
+        spent.append(time.perf_counter() - started_s)
+    return {"byte s": statistics.median(spent) / _MOVED_BYTES}
+
+
 def _trained_s(rows: int, microbatches: int) -> tuple[float, float]:
     """Processor seconds of a step function and of an update, the mean of all ranks."""
-    step, data, model = _training_step({"ddp": True, "microbatches": microbatches}, rows)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    step, data, model = _training_step(
+        {"ddp": True, "microbatches": microbatches}, rows, _FEW_LAYERS
+    )
+    optimizer = _optimizer(model)
     spent = []
     for _ in range(2 + _STEPS):
         smp.barrier()
@@ -152,39 +180,64 @@ def _trained_s(rows: int, microbatches: int) -> tuple[float, float]:
     return statistics.fmean(steps), statistics.fmean(updates)
 
 
-def pipeline() -> dict[str, object]:
-    """Seconds of a step of a pipeline on two cores, and processor seconds of all ranks."""
+def _optimizer(model: nn.Module) -> smp.DistributedOptimizer:
+    return smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def pipeline(known: str) -> dict[str, object]:
+    """Seconds of a step of a pipeline on two cores, measured and as a plan has it.
+
+    Args:
+        known: a hardware file of this machine, whose `crowded` is 1.
+    """
     cores = sorted(os.sched_getaffinity(0))[:_SHARED_CORES]
     os.sched_setaffinity(0, cores)
     size = int(os.environ["SMP_WORLD_SIZE"])
-    config: dict[str, int | bool] = {
-        "pipeline_parallel_degree": size,
-        "microbatches": 4 * _SHARED_CORES,
-    }
-    step, data, _ = _training_step(config, _ROWS[0])
+    layout = Layout(pp=size, microbatches=4 * _SHARED_CORES, active=size)
+    device = replace(hardware.read(known, "calibration"), at_once=len(cores))
+    step, data, model = _training_step(layout.config("fp32"), _TOKENS, _MANY_LAYERS)
+    optimizer = _optimizer(model)
     spent = []
     for _ in range(2 + _STEPS):
         smp.barrier()
-        started = time.process_time(), time.perf_counter()
+        started_s = time.perf_counter()
         step(data)
+        optimizer.step()
+        optimizer.zero_grad()
         smp.barrier()
-        spent.append((time.process_time() - started[0], time.perf_counter() - started[1]))
-    own = [statistics.median(each) for each in zip(*spent[2:], strict=True)]
-    everybody = smp.allgather(own, smp.WORLD)
+        spent.append(time.perf_counter() - started_s)
     return {
-        "cores": len(cores),
-        "processor s": sum(processor_s for processor_s, _ in everybody),
-        "wall s": everybody[0][1],
+        "measured s": statistics.median(spent[2:]),
+        "predicted s": _predicted_s(layout, device) if smp.rank() == 0 else None,
     }
 
 
+def _predicted_s(layout: Layout, device: Hardware) -> float:
+    """Seconds of a step of `_Transformer`, one sample a microbatch, on one host."""
+    with torch.device("meta"):
+        model = _Transformer(_MANY_LAYERS)
+    sample = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    view = View.of(model, ((sample,), {}), device, "fp32")
+    job = Job(
+        view.profile,
+        device,
+        layout.pp,
+        layout.pp,
+        device.memory_bytes,
+        layout.samples,
+        "fp32",
+        cuts=view.cuts,
+    )
+    return predict(job, layout).time.total
+
+
 def _training_step(
-    config: dict[str, int | bool], rows: int
+    config: Mapping[str, Any], rows: int, num_layers: int
 ) -> tuple[Callable[[Tensor], object], Tensor, nn.Module]:
     """A step function of `_Transformer` in a new run, and data of so many rows a microbatch."""
     _begin(config)
     torch.set_num_threads(1)
-    model = smp.DistributedModel(_Transformer())
+    model = smp.DistributedModel(_Transformer(num_layers))
     data = torch.arange(config["microbatches"] * rows).reshape(-1, _TOKENS) % _TABLE
 
     @smp.step
@@ -196,7 +249,7 @@ def _training_step(
     return step, data, model
 
 
-def _begin(config: dict[str, int | bool]) -> None:
+def _begin(config: Mapping[str, Any]) -> None:
     """A new run, the one before is over."""
     if runtime.is_initialized():
         smp.shutdown()
