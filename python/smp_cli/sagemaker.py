@@ -17,6 +17,7 @@ def read_config(text: str) -> dict[str, Any]:
 
     Args:
         text: path of a JSON file, or ``key=value,key=value``.
+
     Raises:
         ValueError: it is neither.
     """

@@ -103,6 +103,7 @@ def write(path: Path, structure: Any, options: WriteOptions | None = None) -> Wr
     Args:
         structure: dictionaries, lists, tuples, numbers, strings, bytes, None, torch's sizes,
             dtypes and devices, tensors on any device, :class:`Deferred`.
+
     Raises:
         ValueError: naming the place of an object of another kind.
         RuntimeError: naming the file, if it cannot be written.

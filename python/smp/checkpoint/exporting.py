@@ -50,8 +50,10 @@ def export(
         dtype: of floating-point tensors; None: as they were saved.
         translate: from names of distributed modules to those of Hugging Face; None: those of the
             families that the manifest names.
+
     Returns:
         All files.
+
     Raises:
         FileExistsError: if the folder has safetensors files already.
         ValueError: if there is no model, or a family is unknown.

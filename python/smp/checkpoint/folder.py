@@ -134,6 +134,7 @@ class Generation:
             name_newest: write its name into ``newest``.
             when_complete: is given the folder when all is in it and synchronised, before it gets
                 its name.
+
         Raises:
             ManifestError: if a file of the manifest is missing or has another size.
         """
@@ -239,6 +240,7 @@ def find(path: Path, tag: str | None) -> Path:
     Args:
         tag: with or without ``_partial``; None reads ``newest``. Where that names a whole model,
             saved later, it is the newest of the partial ones.
+
     Raises:
         FileNotFoundError: if there is none, naming those that there are.
     """

@@ -65,6 +65,7 @@ class FolderReader:
             part: None: all.
             into: contiguous CPU tensor of the entry's dtype with as many elements; None: a new
                 one, of the entry's shape for a whole entry and flat otherwise.
+
         Raises:
             ManifestError: if elements of the part are stored nowhere.
             RuntimeError: naming file and offset, if bytes are damaged.

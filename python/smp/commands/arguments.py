@@ -45,6 +45,7 @@ def check_counts(arguments: argparse.Namespace, *names: str) -> None:
     Args:
         arguments: parsed.
         names: of options, without the two dashes.
+
     Raises:
         BadUse: one is not.
     """

@@ -69,6 +69,7 @@ def load_model(name: str) -> LoadedModel:
             function takes no arguments, runs on the meta device and returns a model, or a model and
             the arguments of its forward (a dictionary, a tuple or a tensor; the first dimension of
             tensors is the batch). Modules are also looked for in the current folder.
+
     Raises:
         BadUse: there is no such model, it cannot be built, or nothing is known of its arguments.
     """

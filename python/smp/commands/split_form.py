@@ -25,6 +25,7 @@ def split_form(module: nn.Module) -> Iterator[nn.Module | None]:
 
     Args:
         module: on the meta device; of no further use if it has a form.
+
     Yields:
         the model; None where no layer of it has a form, and its own code is split in place.
     """

@@ -288,6 +288,7 @@ class Config:
         Args:
             values: key (aliases allowed) to value; `None` means the default for keys
                 whose default depends on others.
+
         Raises:
             ValueError: for an unknown key, a bad value, or values that do not
                 go together.
@@ -339,8 +340,10 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given
     Args:
         values: key (or alias) to value.
         from_text: strings such as ``"True"``, ``"4"``, ``"5e8"`` are converted.
+
     Returns:
         The values; notes say which private keys are ignored.
+
     Raises:
         ValueError: rows 1, 2, 3, 6, 11, 12 and 13 of the configuration errors.
     """

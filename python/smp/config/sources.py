@@ -25,6 +25,7 @@ def read_user_config(config: UserConfig) -> Given:
 
     Args:
         config: dict, path of a ``.json``, ``.yaml`` or ``.yml`` file, or None.
+
     Raises:
         ValueError: as `normalize`, or when the file cannot be read.
     """
@@ -144,6 +145,7 @@ def compare_configs(configs: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         configs: effective configuration of each rank, index = global rank.
+
     Raises:
         ValueError: names keys, values and ranks that differ; the same text
             wherever it is called with the same list.

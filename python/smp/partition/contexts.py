@@ -38,6 +38,7 @@ def check_index(source: str, index: object, pp_size: int | None) -> int:
         source: what the user called or the module that is meant.
         index: what the user gave.
         pp_size: number of partitions; None when it is not known yet.
+
     Raises:
         ValueError: `index` is not an integer in ``[0, pp_size)``.
     """
@@ -73,6 +74,7 @@ def partition(index: int) -> Iterator[None]:
     Args:
         index: partition, in ``[0, pp_size())``. Before `smp.init` the upper bound is not known and
             is checked when the model is partitioned.
+
     Raises:
         ValueError: ``index`` is out of range.
     """
@@ -91,6 +93,7 @@ def set_partition(module: nn.Module, index: int) -> None:
     Args:
         module: part of the model, before or after it is wrapped.
         index: partition, in ``[0, pp_size())``.
+
     Raises:
         ValueError: ``index`` is out of range, or ``module`` is not a module.
         RuntimeError: the model that holds ``module`` is partitioned already.

@@ -121,6 +121,7 @@ def decide(
         kept: see `partition_options`.
         fastest: with ``auto_partition``, the shortest step is looked for instead of a balance by
             ``memory_weight``.
+
     Raises:
         WishError: with ``auto_partition``, modules that must stay together are set to different
             partitions.
@@ -222,6 +223,7 @@ def add_wishes(index: ModuleIndex, wishes: Sequence[int | None], pp_size: int) -
         index: the module tree.
         wishes: partition per module; None: any. That of the root does not count.
         pp_size: number of partitions.
+
     Raises:
         WishError: modules that must stay together are set to different partitions.
     """

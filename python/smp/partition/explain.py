@@ -111,6 +111,7 @@ def explain(decision: Decision, module: str | None = None) -> Explanation:
         decision: as `decide` made it; on other ranks than the one that traced, only parameters
             are known.
         module: qualified name; the model's own name is "".
+
     Raises:
         ValueError: there is no such module.
     """

@@ -112,6 +112,7 @@ def stage_times(
         evaluation: of the partition.
         compute_per_byte: what a byte over a boundary costs in the unit of compute.
         num_partitions: pipeline ranks.
+
     Returns:
         nothing where no costs are known.
     """
@@ -143,6 +144,7 @@ def step_ratio(
     Args:
         evaluation, compute_per_byte, num_partitions: see `stage_times`.
         shape: the step.
+
     Returns:
         None where no costs are known.
     """

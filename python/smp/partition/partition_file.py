@@ -112,6 +112,7 @@ def read(path: str | Path, index: ModuleIndex, pp_size: int, num_chunks: int = 1
         path: file written by `write`, or by hand.
         index: the modules of the model.
         pp_size, num_chunks: what the run has; the file has to be for the same.
+
     Raises:
         ValueError: the file is malformed or does not fit the model; names the line.
         OSError: the file cannot be read.

@@ -71,6 +71,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
         root: on the meta device; its parameters are cast to the precision of the configuration.
         args, kwargs: of one microbatch as one rank reads it; small real tensors.
         run: the configuration, and what stands beside it.
+
     Raises:
         ValueError: the configuration does not fit the number of ranks or the model.
         TraceError: the forward raised.

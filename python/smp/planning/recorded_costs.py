@@ -33,6 +33,7 @@ def with_recorded(
         trace: by which it was decided.
         config: whose schedule counts.
         forward_ms, backward_ms: of one microbatch, by pipeline rank.
+
     Raises:
         ValueError: there are not as many ranks, or a rank that has no work by estimate took time.
     """

@@ -35,6 +35,7 @@ class RunCuts:
         Args:
             model: on the meta device.
             device: type of the devices of the run: "cpu" or "cuda".
+
         Raises:
             TraceError: the forward raised.
         """
@@ -53,6 +54,7 @@ class RunCuts:
             layout: of the run.
             precision: of its parameters.
             room_bytes: that the partition may take on a rank.
+
         Raises:
             ValueError: the library cannot partition the model so.
         """

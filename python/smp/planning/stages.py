@@ -56,6 +56,7 @@ def cut(
         num_ranks: pipeline ranks.
         chunks: stages of each.
         weight: what a part weighs.
+
     Raises:
         ValueError: there are fewer parts than stages.
     """

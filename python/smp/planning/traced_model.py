@@ -34,6 +34,7 @@ class TracedModel:
             root: on the meta device, in the dtype that it computes in.
             args, kwargs: of a forward with one sample.
             flops_per_byte: of the device.
+
         Raises:
             TraceError: the forward raised.
         """
@@ -70,6 +71,7 @@ class TracedModel:
             stage_of: stage of each module of `costs`.
             num_stages: of all ranks, without a tail.
             num_ranks: pipeline ranks.
+
         Returns:
             of each stage, and of a tail if there is one, the parts, bytes of one sample that
             come from the stages before, and calls of its modules by code of other ranks.

@@ -160,6 +160,7 @@ def gathered(x: Tensor, whole: Tensor) -> Tensor:
     Args:
         x: the part of this rank along dim 0; all parts are alike.
         whole: what `gather` gave for it; unchanged since.
+
     Raises:
         ValueError: the part is not one of this whole.
     """
@@ -236,6 +237,7 @@ def gathered_linears(
         dim: along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
             gradient is summed over the ranks.
         sizes: of the parts along `dim`.
+
     Returns:
         One [..., out] for each weight.
     """
@@ -279,8 +281,10 @@ def vocabulary_cross_entropy(
         ignore_index: target of tokens without a loss.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
         vocab_size: entries of all ranks.
+
     Returns:
         Loss per token [tokens], 0 where ignored; float32, or float64 for such logits.
+
     Raises:
         ValueError: a target is outside of the vocabulary.
     """

@@ -235,6 +235,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     Args:
         src_rank: rank of the sender in the caller's group of kind `rank_type`.
         rank_type: how `src_rank` is counted.
+
     Returns:
         the object; tensors that were on a GPU are on the caller's device.
     """

@@ -79,6 +79,7 @@ def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
         env: environment variables.
         hostname: name of this machine; `SMP_HOSTNAME` replaces it, so that
             several hosts can be simulated on one.
+
     Raises:
         ValueError: a variable is missing, not a number, or out of range.
     """
@@ -206,6 +207,7 @@ def plan_rendezvous(
         env: environment variables.
         temp_folder: a folder all processes of one host share.
         user_id: numeric user, part of the name of private folders.
+
     Raises:
         ValueError: nothing says where to meet.
     """

@@ -89,6 +89,7 @@ class MeetingPoint:
             launch: of this process.
             env: environment variables.
             timeout_s: for the connection and for each wait.
+
         Raises:
             ValueError: the environment does not say where to meet.
             RuntimeError: nobody answers there.

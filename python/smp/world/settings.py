@@ -187,6 +187,7 @@ def check_devices(
         devices: "cpu" or "cuda" of each rank.
         nums_devices: GPUs that each rank sees.
         share_gpu: from `SMP_SHARE_GPU`.
+
     Raises:
         ValueError: devices differ, or a host has fewer GPUs than processes.
     """
@@ -211,6 +212,7 @@ def check_gpu_sharing(
         dp_groups: global ranks of each data-parallel group.
         hosts: host name of each rank.
         nums_devices: GPUs that each rank sees.
+
     Raises:
         ValueError: names the ranks and the GPU.
     """
