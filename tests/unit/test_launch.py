@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp.world import launch
-from smp.world.launch import Launch, Rendezvous
+from smp.world.launch import Launch, Rendezvous, TorchGroup
 
 TORCHRUN = {
     "RANK": "3",
@@ -135,7 +135,7 @@ def test_local_ranks_are_counted_from_simulated_hosts() -> None:
 
 def test_torchrun_reuses_the_store_of_its_agent() -> None:
     plan = rendezvous(TORCHRUN)
-    expected = Rendezvous("tcp", host="node0", port=29500, use_agent_store=True, attempt="2")
+    expected = Rendezvous("tcp", host="node0", port=29500, has_server=True, attempt="2")
     assert plan == expected
 
 
@@ -168,7 +168,7 @@ def test_mpirun_over_hosts_without_an_address_is_refused() -> None:
     with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR"):
         rendezvous(env)
     plan = rendezvous({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
-    assert (plan.kind, plan.host, plan.port, plan.use_agent_store) == ("tcp", "node0", 1234, False)
+    assert (plan.kind, plan.host, plan.port, plan.has_server) == ("tcp", "node0", 1234, False)
 
 
 def test_sagemaker_hosts_meet_on_the_first_of_them() -> None:
@@ -230,3 +230,45 @@ def test_ranks_without_any_address_are_refused() -> None:
 )
 def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
     assert launch.first_slurm_host(nodes) == first
+
+
+# ---- a group of torch ----------------------------------------------------------------
+
+MET = Rendezvous("tcp", host="node7", port=4711, has_server=True)
+GROUP = TorchGroup(1, 2, MET, "TCPStore")
+ALONE = TorchGroup(1, 2, None, "HashStore")
+
+
+def of_group(env: dict[str, str], group: TorchGroup) -> tuple[Launch, Rendezvous]:
+    found = launch.read_launch(env, "here", group)
+    return found, launch.plan_rendezvous(found, env, "/scratch", 1000, group)
+
+
+def test_processes_that_have_a_group_of_torch_are_its_ranks_and_meet_there() -> None:
+    assert of_group({}, GROUP) == (Launch("torch", 1, 2, 0, 0, "here"), MET)
+    address = {"MASTER_ADDR": "node0", "MASTER_PORT": "1"}
+    assert of_group(address, GROUP)[1] == MET, "where the group has met for certain"
+    file = {"SMP_RENDEZVOUS": "file:///tmp/x"}
+    assert of_group(file, GROUP)[1] == Rendezvous("file", path="/tmp/x")
+
+
+def test_variables_of_a_launcher_count_more_than_a_group_of_torch() -> None:
+    found, plan = of_group(TORCHRUN, GROUP)
+    assert (found.launcher, found.global_rank, plan.host) == ("torchrun", 3, "node0")
+
+
+def test_ranks_without_an_address_meet_where_their_group_of_torch_has() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert of_group(env, GROUP)[1] == MET
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT is not set"):
+        of_group({"RANK": "0", "WORLD_SIZE": "2"}, GROUP)  # another rank: another group
+
+
+def test_a_group_of_torch_of_one_is_a_single_process() -> None:
+    found, plan = of_group({}, TorchGroup(0, 1, MET, "TCPStore"))
+    assert (found.launcher, found.world_size, plan.kind) == ("single", 1, "hash")
+
+
+def test_a_group_of_torch_that_has_met_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 1 of 2 with a HashStore, .* set MASTER_ADDR"):
+        of_group({}, ALONE)

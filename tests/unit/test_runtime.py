@@ -208,7 +208,7 @@ def test_each_init_has_keys_of_its_own() -> None:
 
 
 def test_unreachable_meeting_point_is_named() -> None:
-    plan = Rendezvous("tcp", host="127.0.0.1", port=9, use_agent_store=True)
+    plan = Rendezvous("tcp", host="127.0.0.1", port=9, has_server=True)
     launch = read_launch({"RANK": "1", "WORLD_SIZE": "2"}, "here")
     with pytest.raises(RuntimeError, match="127.0.0.1:9"):
         rendezvous._connect(plan, launch, 0.5)

@@ -1,9 +1,9 @@
 """What started this process: rank, size and host, read from the launcher's variables.
 
 Pure functions of an environment mapping; nothing is connected here. Understood
-are ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm and a
-plain single process, in this order: a torchrun started inside a Slurm job counts
-as torchrun.
+are ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm, processes
+that have a group of ``torch.distributed`` already, and a plain single process, in
+this order: a torchrun started inside a Slurm job counts as torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Launch:
     """Place of this process among those that were started together."""
 
     launcher: str
-    """"smp", "torchrun", "mpi", "slurm" or "single"."""
+    """"smp", "torchrun", "mpi", "slurm", "torch" (its default group) or "single"."""
     global_rank: int
     world_size: int
     local_rank: int
@@ -51,8 +51,8 @@ class Rendezvous:
     private_folder: bool = False
     host: str = ""
     port: int = 0
-    use_agent_store: bool = False
-    """torchrun's agent already listens on host:port."""
+    has_server: bool = False
+    """Somebody listens on host:port already: torchrun's agent, the default group of torch."""
     attempt: str = "0"
     """Grows when the launcher restarts all ranks against the same store."""
 
@@ -60,6 +60,18 @@ class Rendezvous:
     def identity(self) -> str:
         """The same text for the same meeting point."""
         return f"{self.kind}:{self.path or f'{self.host}:{self.port}'}#{self.attempt}"
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    """The default group of `torch.distributed`, which was made before `smp.init`."""
+
+    rank: int
+    size: int
+    place: Rendezvous | None
+    """Where its processes have met; None: at no place that others could come to."""
+    store: str
+    """Class of its store, for messages."""
 
 
 # ---- ranks -------------------------------------------------------------------
@@ -72,13 +84,14 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
-def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
+def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None = None) -> Launch:
     """Rank, size and host of this process.
 
     Args:
         env: environment variables.
         hostname: name of this machine; `SMP_HOSTNAME` replaces it, so that
             several hosts can be simulated on one.
+        group: of torch, which counts where no launcher has set variables.
 
     Raises:
         ValueError: a variable is missing, not a number, or out of range.
@@ -96,6 +109,8 @@ def read_launch(env: Mapping[str, str], hostname: str) -> Launch:
         size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
         launch = _read(env, "slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
         launch = replace(launch, local_size=_slurm_local_size(env, launch.world_size))
+    elif group is not None and group.size > 1:
+        launch = Launch("torch", group.rank, group.size, 0, 0, hostname)
     else:
         return Launch("single", 0, 1, 0, 1, hostname, hosts=(hostname,))
     hosts = (hostname,) if launch.world_size == 1 else ()
@@ -198,7 +213,11 @@ _MPI_JOB_VARIABLES = (
 
 
 def plan_rendezvous(
-    launch: Launch, env: Mapping[str, str], temp_folder: str, user_id: int
+    launch: Launch,
+    env: Mapping[str, str],
+    temp_folder: str,
+    user_id: int,
+    group: TorchGroup | None = None,
 ) -> Rendezvous:
     """Where the ranks of this launch meet.
 
@@ -207,6 +226,7 @@ def plan_rendezvous(
         env: environment variables.
         temp_folder: a folder all processes of one host share.
         user_id: numeric user, part of the name of private folders.
+        group: of torch, whose processes have met already.
 
     Raises:
         ValueError: nothing says where to meet.
@@ -222,13 +242,15 @@ def plan_rendezvous(
                 "expected file:///absolute/path"
             )
         return Rendezvous("file", path=given.removeprefix("file://"), attempt=attempt)
+    if launch.launcher == "torch":
+        return _place_of_group(launch, group)
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if host and port:
         return Rendezvous(
             "tcp",
             host=host,
             port=_integer(env, "MASTER_PORT", launch.launcher),
-            use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            has_server=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=attempt,
         )
     if launch.launcher == "mpi" and launch.local_size == launch.world_size:
@@ -238,12 +260,26 @@ def plan_rendezvous(
         return _slurm_rendezvous(env, host)
     if launch.launcher == "mpi" and env.get("SM_HOSTS"):
         return _sagemaker_rendezvous(env, host, port)
+    if group is not None and (group.rank, group.size) == (launch.global_rank, launch.world_size):
+        return _place_of_group(launch, group)
     missing = "MASTER_PORT" if host else "MASTER_ADDR and MASTER_PORT"
     hint = " (mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>)"
     raise ValueError(
         f"smp launch: {launch.world_size} {launch.launcher} processes on several hosts do not know "
         f"where to meet: {missing} is not set; set it to the host of rank 0 and a free port"
         + (hint if launch.launcher == "mpi" else "")
+    )
+
+
+def _place_of_group(launch: Launch, group: TorchGroup | None) -> Rendezvous:
+    if group is not None and group.place is not None:
+        return group.place
+    store = "store" if group is None else group.store
+    raise ValueError(
+        f"smp launch: torch.distributed is initialized as rank {launch.global_rank} of "
+        f"{launch.world_size} with a {store}, in which other processes cannot be met; initialize "
+        "it with an address or a file (init_method), or set MASTER_ADDR and MASTER_PORT, RANK and "
+        "WORLD_SIZE"
     )
 
 

@@ -21,7 +21,7 @@ from smp.world.groups import make_grid
 from smp.world.host_groups import check_dist_backend
 from smp.world.interfaces import Crossing, Way, is_loopback
 from smp.world.job_secret import check_same_secret
-from smp.world.launch import Launch, Rendezvous, plan_rendezvous
+from smp.world.launch import Launch, Rendezvous, TorchGroup, plan_rendezvous
 from smp.world.presence import wait_for_hellos
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
 
@@ -82,19 +82,26 @@ class MeetingPoint:
         self._store: dist.Store | None = None
         self._num_inits: Counter[str] = Counter()
 
-    def open(self, launch: Launch, env: Mapping[str, str], timeout_s: float) -> dist.Store:
+    def open(
+        self,
+        launch: Launch,
+        env: Mapping[str, str],
+        timeout_s: float,
+        group: TorchGroup | None = None,
+    ) -> dist.Store:
         """A store whose keys belong to this init alone.
 
         Args:
             launch: of this process.
             env: environment variables.
             timeout_s: for the connection and for each wait.
+            group: of torch, whose processes have met already.
 
         Raises:
             ValueError: the environment does not say where to meet.
             RuntimeError: nobody answers there.
         """
-        place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid())
+        place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
         self.host = place.host
         identity = f"{place.identity} size {launch.world_size} rank {launch.global_rank}"
         _refuse_in_worker(identity, launch.global_rank, env)
@@ -136,7 +143,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         _await_folder(os.path.dirname(place.path))
         _make_unreadable(place.path)
         return dist.FileStore(place.path, launch.world_size)
-    hosts_store = launch.global_rank == 0 and not place.use_agent_store
+    hosts_store = launch.global_rank == 0 and not place.has_server
     _await_name(place.host)
     try:
         return dist.TCPStore(

@@ -29,6 +29,7 @@ from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
 from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
 from smp.world.steps import Steps
+from smp.world.torch_group import read_torch_group, refuse_lonely_worker
 from smp.world.wrapped import Wrapped, module_manager
 
 
@@ -221,7 +222,9 @@ def init(config: UserConfig = None) -> None:
         return
     settings = read_settings(env)
     hostname = socket.gethostname()
-    launch = read_launch(env, hostname)
+    group = read_torch_group(env)
+    launch = read_launch(env, hostname, group)
+    refuse_lonely_worker(launch)
     read = read_config(config, {}, env, launch.world_size)
     device_type, num_devices = look_at_devices(settings)
     if launch.world_size == 1:
@@ -232,7 +235,7 @@ def init(config: UserConfig = None) -> None:
         rank = Rank(read, launch, settings, device_of(device_type, 0, num_devices))
         _start(Runtime(rank), read.notes)
         return
-    store = _meeting_point.open(launch, env, settings.timeout_s)
+    store = _meeting_point.open(launch, env, settings.timeout_s, group)
     way, secret, own_error = Way("", "", ""), None, None
     try:
         way = choose_way(env, _meeting_point.host, hostname)
@@ -256,7 +259,8 @@ def init(config: UserConfig = None) -> None:
     runtime = Runtime(Rank(read, launch, settings, device))
     _start(runtime, read.notes)
     try:
-        runtime.connect(store, meeting, env.get("MASTER_ADDR") or hostname, secret)
+        own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
+        runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
         runtime.rank.report_raised("smp.init", error)
         _end()
