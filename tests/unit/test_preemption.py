@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from torch import nn
 
 import smp
 from smp.world import preemption
+
+INSTALL_HANDLER = preemption._install_handler
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +101,26 @@ def test_what_nobody_has_any_more_does_not_count(tmp_path: Path) -> None:
         assert smp.world.runtime.current().wrapped.optimizers == [optimizer]
     finally:
         gc.enable()
+
+
+def test_steps_beside_the_main_thread_say_once_that_sigterm_is_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preemption._Process, "has_handler", False)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(preemption, "_install_handler", INSTALL_HANDLER)
+    answers = []
+
+    def loop() -> None:
+        answers.extend([preemption.requested(), preemption.requested()])
+        preemption.request()
+        answers.append(preemption.requested())
+
+    thread = threading.Thread(target=loop, name="train loop")
+    with caplog.at_level("WARNING", logger="smp"):
+        thread.start()
+        thread.join()
+    assert answers == [False, False, True]
+    assert signal.getsignal(signal.SIGTERM) is before
+    said = [one.getMessage() for one in caplog.records if "SIGTERM" in one.getMessage()]
+    assert len(said) == 1 and "'train loop'" in said[0] and "preemption.request()" in said[0]

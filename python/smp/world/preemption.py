@@ -212,7 +212,15 @@ def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer
 
 def _install_handler() -> None:
     """Takes SIGTERM, once per process; what handled it before is called, too."""
-    if _Process.has_handler or threading.current_thread() is not threading.main_thread():
+    if _Process.has_handler:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        if first_rank_log.is_new("no SIGTERM"):
+            first_rank_log.warning(
+                "smp: SIGTERM is no request to stop here: steps run on thread "
+                f"{threading.current_thread().name!r}, and Python gives signals to the main one; "
+                "call smp.preemption.request() where you hear of the end"
+            )
         return
     _Process.has_handler = True
     _Process.previous_handler = signal.signal(signal.SIGTERM, on_signal)
