@@ -74,9 +74,10 @@ def transformers_entries() -> list[Entry]:
 
 def pattern_entries() -> list[Entry]:
     """Every hand-written pattern."""
-    from tests.zoo import calls, hooks, patterns
+    from tests.zoo import calls, hooks, patterns, tensors
 
-    assert calls is not None and hooks is not None  # have put their patterns among the others
+    # They have put their patterns among the others.
+    assert calls is not None and hooks is not None and tensors is not None
     return [
         Entry("patterns", "patterns", make.__module__, name)
         for name, make in patterns.PATTERNS.items()

@@ -180,6 +180,22 @@ class Engine:
         assert self.parts is not None and self.storage is not None
         self.gradients.lay_out(list(self.parts.named_parameters()), self.storage)
 
+    def lay_out_thawed(self) -> None:
+        """Lays out gradients anew if the script has thawed parameters, as it does on all ranks.
+
+        Collective over the replicas then. Nothing is done inside of a step.
+
+        Raises:
+            ValueError: what the optimizer updates was laid out without them.
+            RuntimeError: gradients of several steps are being added up.
+        """
+        if self.storage is None or self.gradients.in_step:
+            return
+        name = self.gradients.thawed()
+        if name is not None:
+            self.storage.thaw(name)
+            self.lay_out_gradients()
+
     def use_comm_hook(self, hook: data_parallel.CommHook) -> None:
         """Lets a hook sum gradients, in place of an earlier one. Collective over the replicas.
 
@@ -261,6 +277,8 @@ class Engine:
         self.joins_step = True
         self.honour_checkpointing()
         self.compiled.settle()
+        if trains:
+            self.lay_out_thawed()
         if self.storage is not None:
             self.storage.begin_step(num_microbatches, trains)
         if not trains:

@@ -47,6 +47,7 @@ class GradientReduction:
         self.trainable_bytes = 0
         self._past_reductions = 0  # of reducers that others took the place of
         self._dtypes = data_parallel.KeptDtypes([])
+        self._frozen = data_parallel.FrozenParameters([])
         self._hook: data_parallel.CommHook | None = None
         self._has_begun = False  # a step that trains
 
@@ -62,6 +63,7 @@ class GradientReduction:
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._dtypes = data_parallel.KeptDtypes(trainable)
+        self._frozen = data_parallel.FrozenParameters(local)
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former ones let go of the parameters
         self.reducers = data_parallel.make_reducers(
@@ -91,6 +93,23 @@ class GradientReduction:
     def in_step(self) -> bool:
         """Are gradients on their way?"""
         return any(reducer.in_step for reducer in self.reducers)
+
+    def thawed(self) -> str | None:
+        """Name of a parameter that was thawed since gradients were laid out; None: there is none.
+
+        Raises:
+            RuntimeError: gradients of several steps are added up, and some are there already.
+        """
+        name = self._frozen.thawed()
+        if name is not None and self._passes_per_reduction > 1 and self._has_begun:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}parameter '{name}' was thawed (requires_grad_(True)) after "
+                f"training began, while gradients of {self._passes_per_reduction} "
+                "backward_passes_per_step are added up before they are summed over replicas; "
+                "thaw parameters before the first step, or train with "
+                "backward_passes_per_step=1"
+            )
+        return name
 
     def use_hook(self, hook: data_parallel.CommHook, root: nn.Module) -> bool:
         """Lets a hook sum gradients, in place of an earlier one. Collective over the replicas.
@@ -131,6 +150,7 @@ class GradientReduction:
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None:
         """A step that trains begins. Collective over the replicas."""
         self._has_begun = True
+        self._frozen.begin_step()
         # Nothing orders two reducers against each other on two replicas before the end of a step;
         # on a device their sums would wait for each other. The last one has the split layers, which
         # are most of a model.
@@ -155,6 +175,7 @@ class GradientReduction:
     def end_step(self) -> None:
         """Waits until the gradients of the step are reduced."""
         self._dtypes.check()
+        self._frozen.check()
         for reducer in reversed(self.reducers):  # the one that overlaps comes first
             reducer.end_step()
 

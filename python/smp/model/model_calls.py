@@ -53,6 +53,8 @@ class ModelCalls:
         self._engine.honour_checkpointing()
         if not self._engine.joins_step:
             self._engine.compiled.settle()
+            if torch.is_grad_enabled():
+                self._engine.lay_out_thawed()
         with self._engine.mask_places.outside_of_steps():
             output = self._root_call(args, kwargs).run(self._root)
         self._engine.loss.watch_backward(output)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 import smp._C as _C
@@ -210,17 +211,36 @@ class _Flags:
 
     @contextlib.contextmanager
     def set_to(self, flags: Sequence[bool] | None, at_first: _FirstFlags) -> Iterator[None]:
-        """Here they are as at the caller: ``flags``, or as they were at first."""
+        """Here they are as at the caller: ``flags``, or as they were at first.
+
+        Raises:
+            ValueError: the caller has thawed a parameter that is frozen here, when its gradient
+                comes.
+        """
         before = self._now()
         wanted = self._then(at_first) if flags is None else list(flags)
         if wanted == before:
             yield
             return
+        self._refuse_thawed(before, wanted)
         self._set(wanted)
         try:
             yield
         finally:
             self._set(before)
+
+    def _refuse_thawed(self, before: Sequence[bool], wanted: Sequence[bool]) -> None:
+        first = len(self._modules)
+        pairs = zip(self._parameters, before[first:], wanted[first:], strict=True)
+        for (_, _, _, path), is_trained, is_wanted in pairs:
+            if is_wanted and not is_trained and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{_C.rank_prefix()}module '{self._name}' is called by code on another rank, "
+                    f"for which its parameter '{path}' is trained, and it is frozen on this rank, "
+                    "so its gradient would be lost: code of a forward has thawed it "
+                    "(requires_grad_(True)), or the script on some ranks only. Thaw parameters "
+                    "between steps, on all ranks"
+                )
 
     def _set(self, flags: Sequence[bool]) -> None:
         for module, flag in zip(self._modules, flags, strict=False):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
 from smp.modules.forwards import Around, Forward, waits_only, wrap_forward
 from smp.modules.materialize import cast
@@ -114,6 +115,9 @@ class FlatParameters(WholeParameters):
             attach(holding)
             self.holdings[parameter] = holding
         return flat
+
+    def thaw(self, name: str) -> None:
+        refuse_thawed(name, "shard_optimizer_state")
 
     # ---- of gradients
 

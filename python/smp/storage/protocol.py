@@ -100,6 +100,17 @@ class Storage(Protocol):
         """
         ...
 
+    def thaw(self, name: str) -> None:
+        """A parameter that was frozen when parameters were placed is trained from now on.
+
+        Args:
+            name: of the parameter.
+
+        Raises:
+            ValueError: what the optimizer updates was laid out without it.
+        """
+        ...
+
     # ---- of gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
 from smp.storage import gathering
@@ -109,6 +110,9 @@ class ShardedParameters:
             ranks=list(rank.groups["shard"]),
             timeout_s=rank.timeout_s,
         )
+
+    def thaw(self, name: str) -> None:
+        refuse_thawed(name, "sharded_data_parallel_degree")
 
     # ---- of gradients
 

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.data_parallel import broadcast_from_first
+from smp.data_parallel import broadcast_from_first, refuse_thawed
 from smp.precision.holdings import Holding, load_value
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_rest, cast_with_master, check_castable
@@ -67,6 +68,11 @@ class WholeParameters:
             if parameter.requires_grad and parameter.is_floating_point()
         }
         show_gradients(self.holdings.values())
+
+    def thaw(self, name: str) -> None:
+        half = self._rank.config.half_dtype
+        if half is not None:
+            refuse_thawed(name, "bf16" if half == torch.bfloat16 else "fp16")
 
     # ---- of gradients
 
