@@ -16,6 +16,7 @@ from smp.optim import grad_norm
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.state import OptimizerState
+from smp.optim.torch_clipping import TorchClipping
 from smp.optim.v1_names import LegacyNames
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
 from smp.precision.holdings import (
@@ -105,6 +106,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._pending_load: dict[str, Any] | None = None
         self.first_closure_call_this_step = True
         self._use_masters()
+        TorchClipping(current)
         current.wrapped.add_optimizer(self)
 
     # ---- as the wrapped optimizer
