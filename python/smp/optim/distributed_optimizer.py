@@ -13,6 +13,7 @@ from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.observe.memory.out_of_memory import explaining
 from smp.optim import grad_norm
+from smp.optim.coupling import refuse_parts
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.state import OptimizerState
@@ -90,6 +91,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             current.rank.device,
         )
         _check_none_replaced(optimizer)
+        refuse_parts(current.rank, optimizer)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()

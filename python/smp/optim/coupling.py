@@ -1,0 +1,150 @@
+"""Finds optimizers that need more of a model than a rank has of it.
+
+Adam updates each element by itself, so it does not matter which rank has it. LARS and Adafactor
+need the whole parameter, and one that clips by the norm of all gradients needs all of them; on
+parts of these they would train on with other numbers. Which kind an optimizer is says a trial: it
+updates small tensors whole and cut, together and alone, and what they become is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.world.rank import Rank
+
+_STEPS = (3.0, 30.0, 1.0)  # sizes of gradients, one after the other
+_SHAPE = (4, 6)
+_ELEMENTWISE = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+    torch.optim.ASGD, torch.optim.Rprop,
+}  # fmt: skip
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Coupling(Enum):
+    """What the update of an element depends on, besides that element."""
+
+    NONE = "nothing else"
+    ELEMENTS = "other elements of its parameter"
+    PARAMETERS = "other parameters"
+
+
+def refuse_parts(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError where this rank has too little for an optimizer of the user's.
+
+    Those of the library ask other ranks for what they need.
+    """
+    option = _what_cuts(rank)
+    if option is None or type(optimizer).__module__.startswith("smp."):
+        return
+    found = coupling(optimizer)
+    cuts_parameters = rank.sizes["shard"] > 1 or rank.sizes["tp"] > 1
+    if found is Coupling.PARAMETERS or (found is Coupling.ELEMENTS and cuts_parameters):
+        raise ValueError(
+            f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} updates elements "
+            f"by {found.value} (a trial on small tensors has shown it), and with {option} no rank "
+            "has all of these: it would train with other numbers than one process. Use an "
+            "optimizer that updates each element by itself, as torch.optim.AdamW does, or "
+            "smp.optimizers.FusedLAMB, or leave that option out"
+        )
+
+
+def _what_cuts(rank: Rank) -> str | None:
+    """The option for which a rank has parts only; parameters that are cut come first."""
+    if rank.sizes["shard"] > 1:
+        sharded = rank.config.sharded_data_parallel_degree > 1
+        return "sharded_data_parallel_degree" if sharded else "shard_optimizer_state"
+    for axis, option in (("tp", "tensor_parallel_degree"), ("pp", "pipeline_parallel_degree")):
+        if rank.sizes[axis] > 1:
+            return option
+    return None
+
+
+def coupling(optimizer: torch.optim.Optimizer) -> Coupling:
+    """What an optimizer that has no state yet needs; its parameters stay as they are.
+
+    One that draws random numbers, or that cannot be tried (it needs a closure), is taken for one
+    that needs nothing else.
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return Coupling.NONE
+    state = torch.get_rng_state()
+    try:
+        groups = range(len(optimizer.param_groups))
+        found = max((_of_group(optimizer, idx) for idx in groups), key=list(Coupling).index)
+        return Coupling.NONE if not torch.equal(torch.get_rng_state(), state) else found
+    finally:
+        torch.set_rng_state(state)
+
+
+def _of_group(optimizer: torch.optim.Optimizer, idx: int) -> Coupling:
+    if not optimizer.param_groups[idx]["params"]:
+        return Coupling.NONE
+    numel = _SHAPE[0] * _SHAPE[1]
+    first, second = torch.linspace(-1, 2, numel), torch.linspace(0.3, -0.8, numel)
+    whole = [first.view(_SHAPE), second.view(_SHAPE)]
+    try:
+        alone = [_updated(optimizer, idx, [one])[0] for one in whole]
+    except Exception:
+        return Coupling.NONE  # it says itself, in its first step, what it needs
+    together = _updated(optimizer, idx, whole)
+    if not _are_close(together, alone):
+        return Coupling.PARAMETERS
+    try:
+        pieces = _updated(optimizer, idx, list(first.split(numel // 2)))
+    except Exception:  # it wants a matrix
+        return Coupling.ELEMENTS
+    is_close = _are_close([torch.cat(pieces).view(_SHAPE)], alone[:1])
+    return Coupling.NONE if is_close else Coupling.ELEMENTS
+
+
+def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _updated(optimizer: torch.optim.Optimizer, idx: int, values: Sequence[Tensor]) -> list[Tensor]:
+    """What a copy of the optimizer makes of small tensors; gradients follow from their values."""
+    device = optimizer.param_groups[idx]["params"][0].device
+    tensors = [nn.Parameter(value.clone().to(device)) for value in values]
+    copied = _copy(optimizer, idx, tensors)
+    step: Callable[[Any], Any] = type(optimizer).step  # not one that a scheduler has put around it
+    for size in _STEPS:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.grad = (size * torch.sin(7 * value)).to(device)
+        step(copied)
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+def _copy(
+    optimizer: torch.optim.Optimizer, idx: int, tensors: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer with the options of a group, and nothing of what the other one has."""
+    known: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+    for group in optimizer.param_groups:
+        known |= {id(parameter): tensors[0] for parameter in group["params"]}
+        known[id(group["params"])] = tensors
+    for name in _HOOKS:
+        known[id(getattr(optimizer, name, None))] = OrderedDict()
+    known.pop(id(None), None)
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    known[id(optimizer)] = copied
+    for name, value in vars(optimizer).items():
+        if name != "step":
+            vars(copied)[name] = copy.deepcopy(value, known)
+    group = copied.param_groups[idx]
+    copied.param_groups = [group]
+    lr = group.get("lr")
+    if lr is not None:  # a warm-up may begin with 0
+        group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+    return copied
