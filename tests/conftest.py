@@ -31,6 +31,7 @@ for path in (str(REPO / "python"), str(REPO)):
 
 from tests.absent import ABSENT, SkipsWithoutPackages  # noqa: E402 - from the path above
 from tests.dist.pool import Pool  # noqa: E402
+from tests.dist.processes import meter_settings  # noqa: E402
 from tests.marked import check_named, lacks_marks  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 from tests.samples import to_run  # noqa: E402
@@ -40,6 +41,14 @@ from tests.samples import to_run  # noqa: E402
 def pool() -> Iterator[Pool]:
     """Worker processes, one pool for the whole session."""
     pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def metered_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool whose processes count their allocations (`benchmarks/allocation_meter.py`)."""
+    pool = Pool(meter_settings(tmp_path_factory.mktemp("meter")))
     yield pool
     pool.close()
 

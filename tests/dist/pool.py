@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -52,9 +52,14 @@ class Outcome:
 
 
 class ZygoteProcess:
-    """Starts the zygote and talks to it (see `zygote.py`)."""
+    """Starts the zygote and talks to it (see `zygote.py`).
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for its output.
+        settings: variables that it and what it forks have besides.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         env = dict(os.environ)
@@ -64,6 +69,7 @@ class ZygoteProcess:
         env["PYTHONPATH"] = os.pathsep.join([*paths, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         env.setdefault("HF_HUB_OFFLINE", "1")
+        env.update(settings)
         self.log = folder / "zygote.log"
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
@@ -140,9 +146,14 @@ class ZygoteProcess:
 
 
 class Pool:
-    """Eight resident workers, started when first needed."""
+    """Eight resident workers, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        settings: variables that all its processes have besides.
+    """
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self._settings = dict(settings or {})
         self._folder = Path(tempfile.mkdtemp(prefix="smp-pool-"))
         self._zygote: ZygoteProcess | None = None
         self._generations = itertools.count()
@@ -265,7 +276,7 @@ class Pool:
         """The zygote, started when first needed (or when it was lost)."""
         if self._zygote is None or not self._zygote.alive():
             self._workers = []
-            self._zygote = ZygoteProcess(self._folder)
+            self._zygote = ZygoteProcess(self._folder, self._settings)
         return self._zygote
 
     def _ensure_workers(self) -> None:

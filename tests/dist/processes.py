@@ -109,8 +109,24 @@ def run_ranks(
     return wait_for_ranks(pool, started)
 
 
-def metered(folder: Path) -> list[str]:
-    """What a command begins with to have the allocations of its processes counted.
+def run_to_the_end(
+    pool: Pool, script: Path, world_size: int, argv: Sequence[str], timeout: float = 60.0
+) -> None:
+    """`run_ranks`, where all are to end well.
+
+    Raises:
+        AssertionError: a rank did not; has the output of the first one that ended so.
+    """
+    ended = run_ranks(pool, script, world_size, argv, timeout)
+    failed = sorted((rank for rank in ended if rank.returncode != 0), key=lambda rank: rank.time)
+    assert not failed, (
+        f"rank {failed[0].rank} of {world_size} ended with {failed[0].returncode}:\n"
+        f"{failed[0].output}"
+    )
+
+
+def meter_settings(folder: Path) -> dict[str, str]:
+    """Variables with which a process and its children have their allocations counted.
 
     Args:
         folder: for what is built for that.
@@ -120,8 +136,8 @@ def metered(folder: Path) -> list[str]:
         from allocation_meter import preloaded
     finally:
         sys.path.pop(0)
-    settings = preloaded({"PATH": os.environ["PATH"]}, folder)
-    return ["env", *(f"{name}={value}" for name, value in settings.items())]
+    settings: dict[str, str] = preloaded({"PATH": os.environ["PATH"]}, folder)
+    return settings
 
 
 def torchrun(num_processes: int) -> list[str]:

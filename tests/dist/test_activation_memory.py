@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.processes import REPO, launch, metered, torchrun
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, run_to_the_end
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "activation_memory.py"
 TOLERANCE = 0.1
@@ -27,12 +28,11 @@ def cases_of(num_ranks: int, microbatches: int) -> list[tuple[str, int, int | No
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_peak_of_each_rank_is_the_simulated_number_of_activations(
-    num_ranks: int, microbatches: int, tmp_path: Path
+    metered_pool: Pool, num_ranks: int, microbatches: int, tmp_path: Path
 ) -> None:
     cases = cases_of(num_ranks, microbatches)
-    command = [*metered(tmp_path), *torchrun(num_ranks)]
-    done = launch([*command, str(SCRIPT), json.dumps(cases), str(tmp_path)], timeout=300)
-    assert done.returncode == 0, done.stdout
+    argv = [json.dumps(cases), str(tmp_path)]
+    run_to_the_end(metered_pool, SCRIPT, num_ranks, argv, timeout=300)
     by_rank: list[list[dict[str, Any]]] = [
         json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(num_ranks)
     ]

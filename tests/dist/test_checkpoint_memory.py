@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.dist.processes import REPO, launch, metered, torchrun
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, run_to_the_end
 from tests.dist.scripts.checkpoint_memory import BLOCKS, HIDDEN, MICROBATCHES, TOKENS
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "checkpoint_memory.py"
 
 
-def test_peaks_fall_to_what_is_kept(tmp_path: Path) -> None:
+def test_peaks_fall_to_what_is_kept(metered_pool: Pool, tmp_path: Path) -> None:
     strategies = ["", "each", "contiguous", "budget:0.025"]
-    command = [*metered(tmp_path), *torchrun(2)]
-    done = launch([*command, str(SCRIPT), json.dumps(strategies), str(tmp_path)], timeout=200)
-    assert done.returncode == 0, done.stdout
+    run_to_the_end(metered_pool, SCRIPT, 2, [json.dumps(strategies), str(tmp_path)], timeout=200)
     hidden = TOKENS * HIDDEN * 4  # bytes of one hidden state
     blocks = BLOCKS // 2  # of one rank
     # Of each block: its argument, the wide product and its activation.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.dist.processes import REPO, launch, metered, torchrun
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, run_to_the_end
 from tests.dist.scripts.experts_memory import HIDDEN, TOKENS
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "experts_memory.py"
 RANKS = 4
 
 
-def test_memory_of_the_fullest_rank_is_bounded(tmp_path: Path) -> None:
-    command = [*metered(tmp_path), *torchrun(RANKS), str(SCRIPT), str(tmp_path)]
-    done = launch(command, timeout=240)
-    assert done.returncode == 0, done.stdout
+def test_memory_of_the_fullest_rank_is_bounded(metered_pool: Pool, tmp_path: Path) -> None:
+    run_to_the_end(metered_pool, SCRIPT, RANKS, [str(tmp_path)], timeout=240)
     found = json.loads((tmp_path / "rank0.json").read_text())
     print(found)
     even, uneven, at_once = (found[load] for load in ("even", "one rank", "one rank at once"))

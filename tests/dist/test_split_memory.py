@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.processes import REPO, launch, metered, torchrun
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, run_to_the_end
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "split_memory.py"
 CASES = [("memory", False), ("memory", True), ("speed", False), ("speed", True)]
@@ -33,10 +34,10 @@ def parameter_bytes(shape: dict[str, int], tp: int) -> float:
 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_bytes_of_a_rank_are_those_of_the_formula(tp: int, tmp_path: Path) -> None:
-    command = [*metered(tmp_path), *torchrun(tp), str(SCRIPT)]
-    done = launch([*command, json.dumps(CASES), str(tmp_path)], timeout=240)
-    assert done.returncode == 0, done.stdout
+def test_bytes_of_a_rank_are_those_of_the_formula(
+    metered_pool: Pool, tp: int, tmp_path: Path
+) -> None:
+    run_to_the_end(metered_pool, SCRIPT, tp, [json.dumps(CASES), str(tmp_path)], timeout=240)
     wrong = []
     for rank in range(tp):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -140,8 +140,6 @@ def measure_steps(
 
 def main() -> None:
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is imported stays; to look through it takes longer than a step
     meter = AllocationMeter()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kept, top = measure_stage(meter, rank, num_ranks)
