@@ -44,7 +44,8 @@ def place_of(store: dist.Store, attempt: str) -> Rendezvous | None:
     if isinstance(store, dist.TCPStore):
         return Rendezvous("tcp", host=store.host, port=store.port, has_server=True, attempt=attempt)
     if isinstance(store, dist.FileStore):
-        return Rendezvous("file", path=store.path, attempt=attempt)
+        path: str = store.path  # type: ignore[attr-defined]  # its stub lacks it
+        return Rendezvous("file", path=path, attempt=attempt)
     return None
 
 
