@@ -19,8 +19,8 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
               "examples/README.md"),
     "Use": ("docs/running.md", TIMELINE, "docs/planning.md", "docs/verifying.md",
             "docs/tensor_parallelism.md", "docs/memory.md", "docs/checkpoints.md",
-            "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/security.md",
-            "docs/debian.md"),
+            "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/ray.md",
+            "docs/security.md", "docs/debian.md"),
     "When something is wrong": ("docs/troubleshooting.md", "docs/limits.md", "docs/models.md"),
 }  # fmt: skip
 
