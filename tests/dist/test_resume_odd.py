@@ -120,13 +120,16 @@ def _novograd(model: Any) -> torch.optim.Optimizer:
     return smp.optimizers.FusedNovoGrad(model.parameters(), lr=1e-2)
 
 
+def _with_elements(model: Any) -> list[Any]:
+    return [p for p in model.parameters() if p.numel()]
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
     "novograd": _novograd,
-    "adafactor": lambda model: torch.optim.Adafactor(
-        [p for p in model.parameters() if p.numel()], lr=1e-2
-    ),
+    "adafactor": lambda model: torch.optim.Adafactor(_with_elements(model), lr=1e-2),
+    "adam_of_elements": lambda model: torch.optim.Adam(_with_elements(model), lr=1e-2),
 }
 
 
@@ -218,7 +221,7 @@ def _master(saved: State, name: str, tensor: Tensor) -> Tensor:
 def resume_factored(rank: int, folder: str) -> str:
     import smp
 
-    model, optimizer, _ = make_odd(Way(1, "sdp", "adam"), seed=2)
+    model, optimizer, _ = make_odd(Way(1, "sdp", "adam_of_elements"), seed=2)
     try:
         smp.resume_from_checkpoint(folder, "odd")
     except RuntimeError as error:

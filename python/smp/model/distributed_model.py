@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,18 @@ class DistributedModel(ModelViews):
                 self._calls.backward(tensors, grad_tensors)
             return
         self._calls.backward(tensors, grad_tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused: a copy would share ranks, gradients and state with this model.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{_C.rank_prefix()}a DistributedModel cannot be copied (deepcopy, AveragedModel); "
+            "copy the model that it wraps, model.get_module(), where its parameters are whole, or "
+            "load model.state_dict() into another one"
+        )
 
     def prepare(self, trace: Trace | None = None) -> None:
         """Partitions the model unless that has happened. Collective.

@@ -34,6 +34,7 @@ class WholeParameters:
         self._rank = rank
         self._root = root
         self.holdings: dict[nn.Parameter, Holding] = {}
+        self._addresses: list[tuple[Holding, int]] = []
 
     def place(
         self,
@@ -51,6 +52,7 @@ class WholeParameters:
         if half is not None:
             check_castable(self._root, half)
         self._lay_out(local)
+        self._addresses = [(h, p.data_ptr()) for p, h in self.holdings.items() if p.numel()]
         if half is not None:
             cast_rest(self._root, half)
 
@@ -85,7 +87,14 @@ class WholeParameters:
     # ---- of steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
-        pass
+        for holding, address in self._addresses if trains else ():
+            if holding.parameter.data_ptr() != address:
+                raise ValueError(
+                    f"{_C.rank_prefix()}parameter '{holding.name}' has been given other memory "
+                    "(parameter.data = ..., or module.to(...)), which updates do not reach where "
+                    "optimizer state is sharded or parameters have 16 bits; write into the memory "
+                    "that it has, parameter.data.copy_(...), or load a state dict"
+                )
 
     def end_step(self) -> None:
         pass
