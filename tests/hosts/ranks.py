@@ -22,13 +22,29 @@ from tests.hosts.network import Network
 
 TASK = REPO / "tests" / "hosts" / "task.py"
 PORT = 29511
+TRANSPORTS = ("gloo", "tcp")
+"""Between hosts. A sample of cases shows both of each claim, in no more cases than before."""
 
 
 class HostRanks:
     """So many ranks on each host of a network; `run` is that of a `Pool`."""
 
-    def __init__(self, network: Network, pool: Pool, ranks_per_host: int = 1) -> None:
+    def __init__(
+        self,
+        network: Network,
+        pool: Pool,
+        ranks_per_host: int = 1,
+        transport: str | None = None,
+    ) -> None:
+        """
+        Args:
+            network: of the hosts.
+            pool: whose zygote starts the ranks.
+            ranks_per_host: on each.
+            transport: `SMP_TRANSPORT` of all ranks; None: that of the tests.
+        """
         self.network, self._pool, self._per_host = network, pool, ranks_per_host
+        self._env = {} if transport is None else {"SMP_TRANSPORT": transport}
 
     @property
     def world_size(self) -> int:
@@ -68,6 +84,7 @@ class HostRanks:
                 "LOCAL_WORLD_SIZE": str(self._per_host),
                 "MASTER_ADDR": self.network.address(0),
                 "MASTER_PORT": str(PORT),
+                **self._env,
                 **(env or {}),
                 **env_of(rank),
             }

@@ -20,7 +20,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import Ended, Started, wait_for_ranks
 from tests.dist.zygote import MONOTONIC_VARIABLE
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import REPO, HostRanks
+from tests.hosts.ranks import REPO, TRANSPORTS, HostRanks
 from tests.hosts.train_on import CASE
 from tests.reference.single_process import train_reference
 
@@ -81,11 +81,15 @@ def check_ended(results: list[Ended], began_s: float, hosts_of: Mapping[int, set
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.skipif(why_not(1.0) is not None, reason=str(why_not(1.0)))
 @pytest.mark.parametrize("how", [{"latency_ms": 100.0}, {"loss_percent": 1.0}], ids=str)
-def test_late_and_lost_packets_change_no_number(pool: Pool, how: dict[str, float], pp: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_late_and_lost_packets_change_no_number(
+    pool: Pool, how: dict[str, float], pp: int, transport: str
+) -> None:
     """100 ms one way: an answer takes 200."""
     with Network(2, **how) as network:  # type: ignore[arg-type]
         steps = 2 if "latency_ms" in how else 20
-        results = HostRanks(network, pool).run_script(SCRIPT, [str(pp), str(steps)], timeout=150)
+        ranks = HostRanks(network, pool, transport=transport)
+        results = ranks.run_script(SCRIPT, [str(pp), str(steps)], timeout=150)
         if "loss_percent" in how:
             assert network.num_lost > 5
     check_trained(results, steps)
@@ -94,10 +98,13 @@ def test_late_and_lost_packets_change_no_number(pool: Pool, how: dict[str, float
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("pause_s", [2.0, 10.0])
-def test_a_cable_that_is_put_back_changes_no_number(pool: Pool, pause_s: float, pp: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cable_that_is_put_back_changes_no_number(
+    pool: Pool, pause_s: float, pp: int, transport: str
+) -> None:
     steps = 400
     with Network(2) as network:
-        ranks = HostRanks(network, pool)
+        ranks = HostRanks(network, pool, transport=transport)
         started = ranks.start_script(SCRIPT, [str(pp), str(steps)], timeout=120)
         wait_for_step(started, 5)
         network.cut(1)
@@ -113,10 +120,13 @@ def test_a_cable_that_is_put_back_changes_no_number(pool: Pool, pause_s: float, 
 
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("pp", [1, 2])
-def test_clocks_that_count_from_another_boot_change_no_number(pool: Pool, pp: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_clocks_that_count_from_another_boot_change_no_number(
+    pool: Pool, pp: int, transport: str
+) -> None:
     """CLOCK_MONOTONIC, by which the library waits. The wall clock is one for all namespaces."""
     with Network(2) as network:
-        results = HostRanks(network, pool).run_script(
+        results = HostRanks(network, pool, transport=transport).run_script(
             SCRIPT, [str(pp), "5"], env_of=lambda rank: {MONOTONIC_VARIABLE: str(rank * 1_000_000)}
         )
     check_trained(results, 5)
@@ -141,7 +151,11 @@ def vanish(network: Network, started: Started) -> None:
     os.kill(started.pids[1], signal.SIGKILL)  # nothing of it can say goodbye
 
 
-FAULTS = [(fault, pp) for fault in (cut, silence, vanish) for pp in (1, 2)]
+FAULTS = [
+    (fault, pp, TRANSPORTS[(place + pp) % 2])
+    for place, fault in enumerate((cut, silence, vanish))
+    for pp in (1, 2)
+]
 
 
 class Faulty(NamedTuple):
@@ -152,26 +166,31 @@ class Faulty(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def faulty_jobs(pool: Pool) -> Iterator[dict[tuple[Fault, int], Faulty]]:
+def faulty_jobs(pool: Pool) -> Iterator[dict[tuple[Fault, int, str], Faulty]]:
     """One after the other they train and lose a host; all at once they wait for it to come back."""
     with contextlib.ExitStack() as networks:
-        jobs: dict[tuple[Fault, int], Faulty] = {}
-        for fault, pp in FAULTS:
+        jobs: dict[tuple[Fault, int, str], Faulty] = {}
+        for fault, pp, transport in FAULTS:
             network = networks.enter_context(Network(2))
             argv = [str(pp), str(FOREVER)]
-            started = HostRanks(network, pool).start_script(SCRIPT, argv, timeout=120)
+            ranks = HostRanks(network, pool, transport=transport)
+            started = ranks.start_script(SCRIPT, argv, timeout=120)
             wait_for_step(started, 5)
-            jobs[fault, pp] = Faulty(started, time.monotonic())
+            jobs[fault, pp, transport] = Faulty(started, time.monotonic())
             fault(network, started)
         yield jobs
 
 
 @pytest.mark.sample(keep=0)
-@pytest.mark.parametrize(("fault", "pp"), FAULTS)
+@pytest.mark.parametrize(("fault", "pp", "transport"), FAULTS)
 def test_a_host_that_is_gone_ends_the_job(
-    pool: Pool, faulty_jobs: dict[tuple[Fault, int], Faulty], fault: Fault, pp: int
+    pool: Pool,
+    faulty_jobs: dict[tuple[Fault, int, str], Faulty],
+    fault: Fault,
+    pp: int,
+    transport: str,
 ) -> None:
-    job = faulty_jobs[fault, pp]
+    job = faulty_jobs[fault, pp, transport]
     check_ended(
         wait_for_ranks(pool, job.started),
         job.began_s,

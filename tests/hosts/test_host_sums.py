@@ -15,7 +15,7 @@ import pytest
 from tests.dist import training
 from tests.dist.pool import Pool
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import HostRanks
+from tests.hosts.ranks import TRANSPORTS, HostRanks
 from tests.hosts.test_faults import FOREVER, SCRIPT, check_ended, check_trained, wait_for_step
 from tests.hosts.test_hosts import check_bytes
 from tests.hosts.traffic import Measured, Summed, sum_replicas, train_shards
@@ -40,24 +40,16 @@ def share_of_a_ring(size: int) -> float:
 
 
 @pytest.mark.sample(keep=2)
-@pytest.mark.parametrize("transport", ["gloo", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("hosts", "per_host"), LAYOUTS)
 def test_a_sum_crosses_as_if_each_host_had_one_rank(
     pool: Pool, hosts: int, per_host: int, transport: str
 ) -> None:
     with Network(hosts) as network:
-        ranks = HostRanks(network, pool, per_host)
+        ranks = HostRanks(network, pool, per_host, transport)
         summed: dict[str, list[Summed]] = {
             backend: first_ranks(
-                ranks.run(
-                    hosts * per_host,
-                    sum_replicas,
-                    backend,
-                    SUM_BYTES,
-                    2,
-                    env={"SMP_TRANSPORT": transport},
-                ),
-                per_host,
+                ranks.run(hosts * per_host, sum_replicas, backend, SUM_BYTES, 2), per_host
             )
             for backend in ("hierarchical", "flat")
         }
@@ -77,7 +69,10 @@ STATE_BYTES = 2 * WIDTH * WIDTH * 4
 @pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(("hosts", "per_host"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["copies", "one_copy", "optimizer"])
-def test_shards_cross_as_little_as_can_be(pool: Pool, hosts: int, per_host: int, kind: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_shards_cross_as_little_as_can_be(
+    pool: Pool, hosts: int, per_host: int, kind: str, transport: str
+) -> None:
     """A copy of the state in each host: parameters never cross, gradients once, for their sum."""
     size = hosts * per_host
     keys = {
@@ -86,7 +81,7 @@ def test_shards_cross_as_little_as_can_be(pool: Pool, hosts: int, per_host: int,
         "optimizer": {"shard_optimizer_state": True},
     }[kind]
     with Network(hosts) as network:
-        ranks = HostRanks(network, pool, per_host)
+        ranks = HostRanks(network, pool, per_host, transport)
         results: list[tuple[Measured, int]] = ranks.run(size, train_shards, keys, WIDTH)
     # Copies are summed, one copy is scattered and then gathered.
     once = STATE_BYTES * (hosts - 1) // hosts
@@ -103,11 +98,14 @@ def test_shards_cross_as_little_as_can_be(pool: Pool, hosts: int, per_host: int,
 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (4, 2)])
-def test_training_by_hosts_equals_one_process(pool: Pool, hosts: int, per_host: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_by_hosts_equals_one_process(
+    pool: Pool, hosts: int, per_host: int, transport: str
+) -> None:
     run = training.Run("gpt2", 1, hosts * per_host)
     by_hosts = replace(run, config=(("ddp_dist_backend", "hierarchical"),))
     with Network(hosts) as network:
-        training.check_runs(HostRanks(network, pool, per_host), [by_hosts])
+        training.check_runs(HostRanks(network, pool, per_host, transport), [by_hosts])
 
 
 @pytest.mark.sample(keep=1)
@@ -133,10 +131,11 @@ def test_by_hosts_is_faster_on_a_network_of_1_gbit(pool: Pool, hosts: int, per_h
 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("fault", ["cut", "silence"])
-def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str, transport: str) -> None:
     """In the middle of sums, or between them."""
     with Network(2) as network:
-        ranks = HostRanks(network, pool, 2)
+        ranks = HostRanks(network, pool, 2, transport)
         started = ranks.start_script(SCRIPT, ["1", str(FOREVER)], timeout=90)
         wait_for_step(started, 5)
         began_s = time.monotonic()

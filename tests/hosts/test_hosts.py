@@ -16,7 +16,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import REPO, mpirun
 from tests.dist.resume_training import Job
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import HostRanks, Launched, write_agent
+from tests.hosts.ranks import TRANSPORTS, HostRanks, Launched, write_agent
 from tests.hosts.traffic import Measured, send_objects, train_pipelines
 
 pytestmark = [
@@ -34,10 +34,13 @@ TALK_BYTES = 400_000
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("hosts,per_host", [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("layout", ["pp", "dp", "tp", "pp2"])
-def test_hosts_train_like_one_process(pool: Pool, hosts: int, per_host: int, layout: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_hosts_train_like_one_process(
+    pool: Pool, hosts: int, per_host: int, layout: str, transport: str
+) -> None:
     size = hosts * per_host
     with Network(hosts) as network:
-        ranks = HostRanks(network, pool, per_host)
+        ranks = HostRanks(network, pool, per_host, transport)
         if layout == "tp":
             split_training.check_runs(ranks, [split_training.SplitRun("gpt2", 1, size, 1)])
         else:
@@ -169,14 +172,17 @@ STAGE_BYTES = WIDTH * WIDTH * 4
 
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("placement", ["DPT", "PDT"])
-def test_steps_cross_the_network_only_between_hosts(pool: Pool, placement: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_steps_cross_the_network_only_between_hosts(
+    pool: Pool, placement: str, transport: str
+) -> None:
     """Replicas on two hosts send gradients, stages on two hosts activations and their gradients.
 
     With 512 rows an activation has half the bytes of a stage.
     """
     rows = WIDTH // 2
     with Network(2) as network:
-        ranks = HostRanks(network, pool, 2)
+        ranks = HostRanks(network, pool, 2, transport)
         hosts = of_hosts(ranks.run(4, train_pipelines, placement, WIDTH, rows))
     for index, host in enumerate(hosts):
         if placement == "DPT":  # two stages, whose gradients each of two replicas sends half twice
@@ -196,11 +202,12 @@ def test_steps_cross_the_network_only_between_hosts(pool: Pool, placement: str) 
     [(Job(2, 1, 2), Job(1, 2, 2, "sdp2")), (Job(1, 1, 4, "sdp4"), Job(4, 1, 1))],
     ids=str,
 )
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_checkpoints_in_a_shared_folder_load_on_another_layout(
-    pool: Pool, tmp_path: Path, source: Job, target: Job
+    pool: Pool, tmp_path: Path, source: Job, target: Job, transport: str
 ) -> None:
     with Network(2) as network:
-        ranks = HostRanks(network, pool, 2)
+        ranks = HostRanks(network, pool, 2, transport)
         [(_, _, before, after)] = test_resume.run_all(ranks, tmp_path, {source: [target]})
     where = f"{source} to {target}"
     test_resume.check_layout(where, target, after)

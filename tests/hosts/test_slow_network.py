@@ -15,7 +15,7 @@ import pytest
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, wait_for_ranks
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import HostRanks
+from tests.hosts.ranks import TRANSPORTS, HostRanks
 
 pytestmark = [
     pytest.mark.waits,
@@ -54,13 +54,15 @@ def check_trained(results: list[Ended], name: str, at_least_s: float) -> None:
 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str, transport: str) -> None:
     """4 MiB at 4.5 Mbit/s: 7.5 s for the broadcast, and as much for the reduction."""
     with Network(2, mbit=4.5) as network:
-        results = HostRanks(network, pool).run_script(
+        results = HostRanks(network, pool, transport=transport).run_script(
             SCRIPT, ["1024"], timeout=70, env={"SMP_SHM": shared}
         )
-    check_trained(results, f"1024 x 1024 at 4.5 Mbit/s (SMP_SHM={shared})", DEADLOCK_S)
+    name = f"1024 x 1024 at 4.5 Mbit/s (SMP_SHM={shared}, {transport})"
+    check_trained(results, name, DEADLOCK_S)
 
 
 @needs_all
