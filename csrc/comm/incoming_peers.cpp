@@ -13,9 +13,10 @@ constexpr int kTickMs = 250;
 
 }  // namespace
 
-IncomingPeers::IncomingPeers(const SocketEvents& events, int global_rank,
-                             const std::string& address, std::string secret,
-                             health::DoorLimits limits, Owner owner)
+IncomingPeers::IncomingPeers(const health::SocketEvents& events,
+                             int global_rank, const std::string& address,
+                             std::string secret, health::DoorLimits limits,
+                             Owner owner)
     : events_(events),
       purpose_(peer_purpose(global_rank)),
       secret_(std::move(secret)),
@@ -24,7 +25,8 @@ IncomingPeers::IncomingPeers(const SocketEvents& events, int global_rank,
       listener_(health::listen_tcp(address)),
       door_("the sockets of this rank", limits) {
   (void)health::Handshake::listener(secret_, purpose_);  // checks the secret
-  events_.add(listener_.fd.get(), EPOLLIN, SocketEvents::Kind::kListener, 0);
+  events_.add(listener_.fd.get(), EPOLLIN,
+              health::SocketEvents::Kind::kListener, 0);
 }
 
 int64_t IncomingPeers::num_ranks() const {
@@ -38,7 +40,7 @@ void IncomingPeers::watch_door() {
   const bool watches = door_.is_open();
   if (std::exchange(is_door_watched_, watches) == watches) return;
   events_.change(listener_.fd.get(), watches ? uint32_t{EPOLLIN} : 0,
-                 SocketEvents::Kind::kListener, 0);
+                 health::SocketEvents::Kind::kListener, 0);
 }
 
 void IncomingPeers::accept_all() {
@@ -50,7 +52,7 @@ void IncomingPeers::accept_all() {
         std::move(fd), health::Handshake::listener(secret_, purpose_),
         owner_.find);
     try {
-      events_.add(number, EPOLLIN, SocketEvents::Kind::kIncoming, id);
+      events_.add(number, EPOLLIN, health::SocketEvents::Kind::kIncoming, id);
     } catch (const Error& error) {
       end(id, error.what());
     }

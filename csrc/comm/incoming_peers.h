@@ -8,10 +8,10 @@
 #include <mutex>
 #include <string>
 
-#include "csrc/comm/socket_events.h"
 #include "csrc/comm/socket_frames.h"
 #include "csrc/health/doorkeeper.h"
 #include "csrc/health/socket.h"
+#include "csrc/health/socket_events.h"
 
 namespace smp::comm {
 
@@ -27,7 +27,7 @@ class IncomingPeers {
   };
 
   /// @param address  where to listen; numeric, of this host; empty: everywhere
-  IncomingPeers(const SocketEvents& events, int global_rank,
+  IncomingPeers(const health::SocketEvents& events, int global_rank,
                 const std::string& address, std::string secret,
                 health::DoorLimits limits, Owner owner);
 
@@ -76,7 +76,7 @@ class IncomingPeers {
   void end(uint64_t id, const std::string& why);
   void tell_of_overdue();
 
-  const SocketEvents& events_;
+  const health::SocketEvents& events_;
   const std::string purpose_;
   const std::string secret_;
   const std::chrono::milliseconds patience_;

@@ -8,18 +8,18 @@
 #include <utility>
 
 #include "csrc/comm/incoming_peers.h"
-#include "csrc/comm/socket_events.h"
 #include "csrc/comm/socket_frames.h"
 #include "csrc/comm/socket_streams.h"
 #include "csrc/common/check.h"
 #include "csrc/health/fork_guard.h"
 #include "csrc/health/handshake.h"
+#include "csrc/health/socket_events.h"
 #include "csrc/health/thread_name.h"
 
 namespace smp::comm {
 namespace {
 
-using Kind = SocketEvents::Kind;
+using Kind = health::SocketEvents::Kind;
 
 constexpr const char* kClosedHere = "closed by this process";
 
@@ -71,7 +71,7 @@ struct PeerSockets::Impl {
   const Options options;
   const health::ForkGuard fork_guard;
   const health::WakeFd wake;
-  const SocketEvents events;
+  const health::SocketEvents events;
   SocketStreams streams;
   IncomingPeers incoming;
 

@@ -8,7 +8,7 @@
 
 #include "csrc/health/fork_guard.h"
 
-namespace smp::comm {
+namespace smp::health {
 
 /// Descriptors that one thread waits for; others may add and change some.
 class SocketEvents {
@@ -31,7 +31,7 @@ class SocketEvents {
  private:
   void control(int what, int fd, uint32_t events, uint64_t data) const;
 
-  const health::OwnedFd epoll_;
+  const OwnedFd epoll_;
 };
 
-}  // namespace smp::comm
+}  // namespace smp::health

@@ -1,4 +1,4 @@
-#include "csrc/comm/socket_events.h"
+#include "csrc/health/socket_events.h"
 
 #include <array>
 #include <cerrno>
@@ -6,7 +6,7 @@
 
 #include "csrc/common/check.h"
 
-namespace smp::comm {
+namespace smp::health {
 namespace {
 
 constexpr int kMaxEvents = 64;
@@ -52,4 +52,4 @@ void SocketEvents::wait(int timeout_ms, const Serve& serve) const {
   }
 }
 
-}  // namespace smp::comm
+}  // namespace smp::health
