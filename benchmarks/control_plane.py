@@ -9,7 +9,8 @@ the hub has to do is real, and what a rank does beside it is not there.
 Measured are, with the seconds of the hub's thread (`hub_cpu_s`) and messages both ways:
 `join`, until all are welcome; `steady`, while each says once per second how it is, which is all
 that a training step costs the hub; `stop`, from one rank that asks until all know where they stop;
-`fault`, from one rank that fails until all know; `leave`, until all have said goodbye.
+`fault`, from one rank that fails until all know; `leave`, from the first goodbye until all know
+that all have said theirs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _SLOTS = 50  # into which the ranks of a second fall
 _PREFIX = struct.Struct("=IIIIiIqqqBBB5x")
 (_HELLO, _WELCOME, _REFUSED, _STATUS, _RAISED, _RAISED_SEEN, _LEFT) = range(1, 8)
 (_STOP_ASKED, _FREEZE, _FROZEN, _STOP_AT) = range(11, 15)
+_LEFT_RANKS = 20
 _WHERE = b"step 12, module h.7.mlp, microbatch 3"  # as long as what a rank says
 
 
@@ -62,6 +64,7 @@ class Ranks:
         self.received: Counter[int] = Counter()
         self.num_sent = self.bytes_received = 0
         self.has_ended = [False] * size
+        self.num_told_of_all = 0  # ranks that know that all have left
 
     def send(self, rank: int, *content: Any) -> None:
         """Says something as a rank; frames of ranks fit into the buffer of a connection."""
@@ -91,9 +94,13 @@ class Ranks:
                 break
             kind = data[at + _PREFIX.size - 8]
             self.received[kind] += 1
+            content = data[at + _PREFIX.size : at + size]
             at += size
             if kind == _FREEZE:
                 self.send(rank, _FROZEN, 100 + rank % 2)
+            elif kind == _LEFT_RANKS:  # a bit for each
+                num_left = int.from_bytes(content, "little").bit_count()
+                self.num_told_of_all += num_left == self.size
             elif kind == _REFUSED:
                 raise RuntimeError(f"rank {rank} was refused")
         self.rests[rank] = data[at:]
@@ -156,8 +163,7 @@ class Ranks:
             self.send(rank, _LEFT)
             if rank % 16 == 15:
                 self.pump(0.0)
-        expected = self.size * (self.size - 1)
-        self.wait(lambda: self.received[_LEFT] == expected)
+        self.wait(lambda: self.num_told_of_all == self.size)
 
 
 def hub_cpu_s(pid: int) -> float:

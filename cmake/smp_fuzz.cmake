@@ -27,7 +27,7 @@ endfunction()
 # The thread sanitizer and this one exclude each other.
 if(SMP_TESTS AND NOT SMP_SANITIZE STREQUAL "thread")
   smp_add_fuzzer(liveness SOURCES csrc/health/liveness_frame.cpp
-    csrc/health/collective_log.cpp)
+    csrc/health/collective_log.cpp csrc/health/rank_set.cpp)
   smp_add_fuzzer(handshake SOURCES csrc/health/handshake.cpp
     csrc/common/sha256.cpp)
   smp_add_fuzzer(schedule SOURCES csrc/schedule/schedule_text.cpp

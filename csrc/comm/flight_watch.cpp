@@ -127,12 +127,11 @@ std::vector<FlightWatch::Entry> FlightWatch::take_ended() {
 }
 
 std::optional<int> FlightWatch::who_left(const Flight& flight) const {
+  if (flight.collective) {
+    return faults_->goodbyes().who_left_before(*flight.collective);
+  }
   for (const int global_rank : flight.ranks) {
-    if (flight.collective
-            ? faults_->has_left_before(global_rank, *flight.collective)
-            : faults_->has_left(global_rank)) {
-      return global_rank;
-    }
+    if (faults_->has_left(global_rank)) return global_rank;
   }
   return std::nullopt;
 }

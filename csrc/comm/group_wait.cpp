@@ -54,17 +54,23 @@ class Watch {
 
  private:
   void raise_if_left() {
-    health::FaultBoard& board = *patience_.faults;
-    const auto left = std::find_if(
-        patience_.peers.begin(), patience_.peers.end(), [&](int global_rank) {
-          return work_.collective()
-                     ? board.has_left_before(global_rank, *work_.collective())
-                     : board.has_left(global_rank);
-        });
-    if (left == patience_.peers.end()) return;
+    const std::optional<int> left = who_left();
+    if (!left) return;
     if (!left_since_) left_since_ = Clock::now();
     if (Clock::now() - *left_since_ < patience_.grace) return;
-    health::fail_because_left(board, *left, "the " + words());
+    health::fail_because_left(*patience_.faults, *left, "the " + words());
+  }
+
+  std::optional<int> who_left() const {
+    health::FaultBoard& board = *patience_.faults;
+    if (work_.collective()) {
+      return board.goodbyes().who_left_before(*work_.collective());
+    }
+    const auto left =
+        std::find_if(patience_.peers.begin(), patience_.peers.end(),
+                     [&](int rank) { return board.has_left(rank); });
+    if (left == patience_.peers.end()) return std::nullopt;
+    return *left;
   }
 
   const Work& work_;

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 #include <type_traits>
+
+#include "csrc/health/rank_set.h"
 
 namespace smp::health {
 namespace {
@@ -15,14 +18,42 @@ struct Header {
   int64_t sequence;
   uint64_t signature;
   int64_t num_bytes;
-  uint32_t num_ranks;
+  uint32_t ranks_bytes;
   uint32_t num_groups;
   uint8_t waits;
   uint8_t goes_on_alone;
-  uint8_t reserved[6];
+  uint8_t ranks_are_set;  // else a list of int
+  uint8_t reserved[5];
 };
 
 static_assert(std::is_trivially_copyable_v<State::Group>);
+
+std::string list_of(const std::vector<int>& ranks) {
+  return {reinterpret_cast<const char*>(ranks.data()),
+          ranks.size() * sizeof(int)};
+}
+
+// Thousands of ranks wait for each other at times, and each says for whom.
+bool is_shorter_as_set(const std::vector<int>& ranks) {
+  if (ranks.empty()) return false;
+  const auto [lowest, highest] =
+      std::minmax_element(ranks.begin(), ranks.end());
+  return *lowest >= 0 &&
+         static_cast<size_t>(*highest) / 8 < ranks.size() * sizeof(int);
+}
+
+RankSet set_of(const std::vector<int>& ranks) {
+  RankSet set;
+  for (const int rank : ranks) set.add(rank);
+  return set;
+}
+
+std::vector<int> read_list(std::string_view bytes) {
+  std::vector<int> ranks(bytes.size() / sizeof(int));
+  // memcpy takes no null pointer, of an empty vector
+  if (!ranks.empty()) std::memcpy(ranks.data(), bytes.data(), bytes.size());
+  return ranks;
+}
 
 }  // namespace
 
@@ -50,13 +81,16 @@ std::string State::encode() const {
   header.sequence = id.sequence;
   header.signature = id.signature;
   header.num_bytes = id.num_bytes;
-  header.num_ranks = static_cast<uint32_t>(id.ranks.size());
+  const bool is_set = is_shorter_as_set(id.ranks);
+  const std::string ranks =
+      is_set ? set_of(id.ranks).encode() : list_of(id.ranks);
+  header.ranks_bytes = static_cast<uint32_t>(ranks.size());
+  header.ranks_are_set = is_set ? 1 : 0;
   header.num_groups = static_cast<uint32_t>(groups.size());
   header.waits = waits_for.has_value() ? 1 : 0;
   header.goes_on_alone = id.goes_on_alone ? 1 : 0;
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
-  bytes.append(reinterpret_cast<const char*>(id.ranks.data()),
-               id.ranks.size() * sizeof(int));
+  bytes.append(ranks);
   bytes.append(reinterpret_cast<const char*>(groups.data()),
                groups.size() * sizeof(Group));
   return bytes;
@@ -67,12 +101,14 @@ State State::decode(const std::string& bytes) {
   Header header{};
   if (bytes.size() < sizeof(header)) return result;
   std::memcpy(&header, bytes.data(), sizeof(header));
-  const size_t ranks_bytes = size_t{header.num_ranks} * sizeof(int);
+  const bool is_set = header.ranks_are_set != 0;
+  const size_t ranks_bytes = header.ranks_bytes;
   const size_t groups_bytes = size_t{header.num_groups} * sizeof(Group);
-  if (bytes.size() != sizeof(header) + ranks_bytes + groups_bytes) {
+  if (bytes.size() != sizeof(header) + ranks_bytes + groups_bytes ||
+      (!is_set && ranks_bytes % sizeof(int) != 0)) {
     return result;
   }
-  const char* at = bytes.data() + sizeof(header);
+  const std::string_view ranks(bytes.data() + sizeof(header), ranks_bytes);
   if (header.waits != 0) {
     CollectiveId id;
     id.group = header.group;
@@ -80,13 +116,12 @@ State State::decode(const std::string& bytes) {
     id.signature = header.signature;
     id.num_bytes = header.num_bytes;
     id.goes_on_alone = header.goes_on_alone != 0;
-    id.ranks.resize(header.num_ranks);
-    if (ranks_bytes > 0) std::memcpy(id.ranks.data(), at, ranks_bytes);
+    id.ranks = is_set ? RankSet::decode(ranks).ranks() : read_list(ranks);
     result.waits_for = std::move(id);
   }
   result.groups.resize(header.num_groups);
   if (groups_bytes > 0) {  // memcpy takes no null pointer, of an empty vector
-    std::memcpy(result.groups.data(), at + ranks_bytes, groups_bytes);
+    std::memcpy(result.groups.data(), ranks.data() + ranks_bytes, groups_bytes);
   }
   // Counts from 0 on, whose differences fit.
   const bool is_right =

@@ -13,12 +13,12 @@ namespace smp::health {
 
 /// One collective, as all ranks of its group number it.
 struct CollectiveId {
-  uint64_t group = 0;         ///< equal on the ranks of the group only
-  int64_t sequence = 0;       ///< among the collectives of the group, from 1
-  uint64_t signature = 0;     ///< of what is called, and with how many bytes
-  int64_t num_bytes = 0;      ///< that this rank puts in or gets, the larger
-  std::vector<int> ranks;     ///< global ranks of the group
-  bool goes_on_alone = true;  ///< also while none of its ranks waits for it
+  uint64_t group = 0;           ///< equal on the ranks of the group only
+  int64_t sequence = 0;         ///< among the collectives of the group, from 1
+  uint64_t signature = 0;       ///< of what is called, and with how many bytes
+  int64_t num_bytes = 0;        ///< that this rank puts in or gets, the larger
+  std::vector<int> ranks = {};  ///< global ranks of the group
+  bool goes_on_alone = true;    ///< also while none of its ranks waits for it
 };
 
 /// Which collectives this process has entered, that is issued, by group. With
@@ -44,6 +44,7 @@ class CollectiveLog {
     std::optional<CollectiveId> waits_for;
     std::vector<Group> groups;
 
+    /// The ranks of `waits_for` come back in another order.
     std::string encode() const;
     /// Of bytes that make no sense: nothing.
     static State decode(const std::string& bytes);

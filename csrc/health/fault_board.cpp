@@ -86,30 +86,16 @@ bool FaultBoard::report(Fault fault) {
 }
 
 void FaultBoard::mark_left(int global_rank, CollectiveLog::State entered) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!left_.emplace(global_rank, std::move(entered)).second) return;
-  }
-  wake_all();
+  if (goodbyes_.add(global_rank, std::move(entered))) wake_all();
+}
+
+void FaultBoard::mark_left(const RankSet& ranks) {
+  if (goodbyes_.add(ranks)) wake_all();
 }
 
 std::optional<Fault> FaultBoard::fault() const {
   std::lock_guard lock(mutex_);
   return fault_;
-}
-
-bool FaultBoard::has_left(int global_rank) const {
-  std::lock_guard lock(mutex_);
-  return left_.contains(global_rank);
-}
-
-bool FaultBoard::has_left_before(int global_rank,
-                                 const CollectiveId& collective) const {
-  CollectiveId its_part = collective;
-  its_part.goes_on_alone = true;  // the rank waited for it before it left
-  std::lock_guard lock(mutex_);
-  const auto found = left_.find(global_rank);
-  return found != left_.end() && !found->second.has_entered(its_part);
 }
 
 void FaultBoard::raise_if_faulted() const {

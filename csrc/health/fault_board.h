@@ -1,13 +1,13 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "csrc/health/goodbyes.h"
 #include "csrc/health/wait_registry.h"
 
 namespace smp::health {
@@ -68,11 +68,13 @@ class FaultBoard {
   /// A rank said goodbye. No fault by itself; a wait that needs it fails.
   /// @param entered  the collectives that it has done its part of
   void mark_left(int global_rank, CollectiveLog::State entered = {});
+  /// So did several, of which the hub knows what they have done their part of.
+  void mark_left(const RankSet& ranks);
 
   std::optional<Fault> fault() const;
-  bool has_left(int global_rank) const;
-  /// It has left, and will not do its part of `collective`.
-  bool has_left_before(int global_rank, const CollectiveId& collective) const;
+  bool has_left(int global_rank) const { return goodbyes_.has(global_rank); }
+  /// Who has left, and what they will not do their part of.
+  Goodbyes& goodbyes() { return goodbyes_; }
 
   /// @throws PeerFailure with `describe()` when there is a fault.
   void raise_if_faulted() const;
@@ -98,10 +100,10 @@ class FaultBoard {
 
   const int global_rank_;
   WaitRegistry waits_;
+  Goodbyes goodbyes_;
   std::function<void()> interrupt_check_;
   mutable std::mutex mutex_;
   std::optional<Fault> fault_;
-  std::map<int, CollectiveLog::State> left_;
   std::vector<std::string> coordinates_;
   std::vector<std::string> addresses_;
   std::mutex subscribers_mutex_;  // held while waking: see unsubscribe

@@ -16,6 +16,7 @@
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
 #include "csrc/health/process_words.h"
+#include "csrc/health/rank_set.h"
 #include "csrc/health/socket.h"
 #include "csrc/health/thread_name.h"
 #include "csrc/health/transport_meter.h"
@@ -60,7 +61,9 @@ struct LivenessClient::Impl {
   void outlive_hub();
   bool is_watcher() const;
   void send_answer(Type type, int64_t number = 0, std::string text = {});
+  void ask_who_left_before(const CollectiveId& collective);
   void handle(LivenessFrame frame);
+  void take_left_before(const LivenessFrame& answer);
   void on_board_change();
   void report_raised(const std::string& where, const std::string& text);
   void leave();
@@ -163,6 +166,9 @@ void LivenessClient::Impl::await_welcome(Handshake handshake,
 void LivenessClient::Impl::start() {
   subscription = faults->subscribe([this] { on_board_change(); });
   on_board_change();  // a fault may be older than the connection
+  faults->goodbyes().set_ask([this](const CollectiveId& collective) {
+    ask_who_left_before(collective);
+  });
   thread = std::thread([this] { run(); });
 }
 
@@ -179,7 +185,7 @@ void LivenessClient::Impl::run() {
   {
     std::lock_guard lock(mutex);
     is_over = true;
-    is_expected = stopping || leaving;
+    is_expected = stopping;
   }
   changed.notify_all();
   if (!is_expected) outlive_hub();
@@ -417,9 +423,11 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
     case Type::kStuck:
       report_stuck(frame);
       break;
-    case Type::kLeft:
-      faults->mark_left(frame.global_rank,
-                        CollectiveLog::State::decode(frame.collectives));
+    case Type::kLeftRanks:
+      faults->mark_left(RankSet::decode(frame.text));
+      break;
+    case Type::kLeftBefore:
+      take_left_before(frame);
       break;
     case Type::kMissed:
       faults->report({.kind = Fault::Kind::kLeft,
@@ -459,6 +467,24 @@ void LivenessClient::Impl::send_answer(Type type, int64_t number,
   answer.text = std::move(text);
   std::lock_guard lock(mutex);
   if (!leaving) queue(answer);
+}
+
+void LivenessClient::Impl::ask_who_left_before(const CollectiveId& collective) {
+  CollectiveLog::State state;
+  state.waits_for = collective;
+  LivenessFrame question;
+  question.type = Type::kLeftBeforeAsked;
+  question.global_rank = global_rank;
+  question.collectives = state.encode();
+  std::lock_guard lock(mutex);
+  if (!leaving) queue(question);
+}
+
+void LivenessClient::Impl::take_left_before(const LivenessFrame& answer) {
+  const auto asked = CollectiveLog::State::decode(answer.collectives);
+  SMP_CHECK(asked.waits_for, "liveness frame about a collective without one");
+  faults->goodbyes().on_answer(*asked.waits_for,
+                               static_cast<int>(answer.progress));
 }
 
 void LivenessClient::Impl::on_board_change() {
@@ -509,6 +535,7 @@ void LivenessClient::Impl::close() {
   std::lock_guard close_lock(close_mutex);
   if (!thread.joinable()) return;
   faults->unsubscribe(subscription);
+  faults->goodbyes().set_ask(nullptr);
   {
     std::unique_lock lock(mutex);
     changed.wait_for(lock, kFlushTimeout,

@@ -18,7 +18,7 @@ struct LivenessFrame {
     kStatus,       ///< client, regularly: whether it waits, and where
     kRaised,       ///< client, then hub to the others: where, text
     kRaisedSeen,   ///< hub: told the others
-    kLeft,         ///< client, then hub to the others: end of the script
+    kLeft,         ///< client: end of the script
     kDied,         ///< hub: connection lost without kLeft
     kUnreachable,  ///< hub, or client, then hub to the others: the host of a
                    ///< rank does not answer; progress = that rank, text = how
@@ -35,6 +35,13 @@ struct LivenessFrame {
                    ///< that has left; progress = that rank, text = where
     kStuck,        ///< hub: some ranks neither wait nor move while others
                    ///< wait; where = their numbers, text = what is known
+    kLeftRanks,    ///< hub: text = RankSet of some that have left; who has
+                   ///< left as well hears of all of them, once all have
+    kLeftBeforeAsked,  ///< client: will somebody who has left not do his part
+                       ///< of a collective? collectives = State that waits for
+                       ///< it
+    kLeftBefore,  ///< hub: so it is; progress = that rank, collectives = the
+                  ///< group and number that were asked for. Else no answer
     kCount,
   };
 

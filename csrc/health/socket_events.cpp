@@ -9,7 +9,6 @@
 namespace smp::health {
 namespace {
 
-constexpr int kMaxEvents = 64;
 constexpr int kKindShift = 56;
 
 uint64_t event_data(SocketEvents::Kind kind, uint64_t number) {
@@ -41,7 +40,9 @@ void SocketEvents::change(int fd, uint32_t events, Kind kind,
   control(EPOLL_CTL_MOD, fd, events, event_data(kind, number));
 }
 
-void SocketEvents::wait(int timeout_ms, const Serve& serve) const {
+void SocketEvents::remove(int fd) const { control(EPOLL_CTL_DEL, fd, 0, 0); }
+
+bool SocketEvents::wait(int timeout_ms, const Serve& serve) const {
   std::array<epoll_event, kMaxEvents> events;
   const int count =
       ::epoll_wait(epoll_.get(), events.data(), kMaxEvents, timeout_ms);
@@ -50,6 +51,7 @@ void SocketEvents::wait(int timeout_ms, const Serve& serve) const {
     serve(static_cast<Kind>(data >> kKindShift),
           data & ((uint64_t{1} << kKindShift) - 1), events[i].events);
   }
+  return count == kMaxEvents;
 }
 
 }  // namespace smp::health

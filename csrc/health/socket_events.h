@@ -18,6 +18,9 @@ class SocketEvents {
   using Serve =
       std::function<void(Kind kind, uint64_t number, uint32_t events)>;
 
+  /// So many events at most come in one `wait`.
+  static constexpr int kMaxEvents = 64;
+
   SocketEvents();
 
   /// @param events  of epoll; 0: none, but the descriptor stays
@@ -25,8 +28,13 @@ class SocketEvents {
   void add(int fd, uint32_t events, Kind kind, uint64_t number) const;
   void change(int fd, uint32_t events, Kind kind, uint64_t number) const;
 
+  /// Before the descriptor is closed: a copy of it in a child that has just
+  /// been forked would keep it here.
+  void remove(int fd) const;
+
   /// @param timeout_ms  -1: until something happens
-  void wait(int timeout_ms, const Serve& serve) const;
+  /// @return whether there may be more to serve at once
+  bool wait(int timeout_ms, const Serve& serve) const;
 
  private:
   void control(int what, int fd, uint32_t events, uint64_t data) const;

@@ -29,5 +29,6 @@ def test_the_hub_answers_simulated_ranks() -> None:
     assert found["steady"]["to_hub"] == N
     assert found["stop"]["to_hub"] == N + 1 and found["stop"]["from_hub"] >= 2 * N
     assert found["fault"]["to_hub"] == 1 and found["fault"]["from_hub"] >= N - 1
-    assert found["leave"]["to_hub"] == N and found["leave"]["from_hub"] >= N * (N - 1)
+    assert found["leave"]["to_hub"] == N
+    assert N <= found["leave"]["from_hub"] < 6 * N, "goodbyes grow with the ranks, not their pairs"
     assert all(found[phase]["hub_cpu_s"] > 0 for phase in ("join", "steady", "leave"))

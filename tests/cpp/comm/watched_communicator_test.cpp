@@ -101,8 +101,11 @@ TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
   const WorkPtr next = group[0]->barrier();
   world.clients[1]->leave();
   EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
-  EXPECT_FALSE(world.boards[0]->has_left_before(1, *mine->collective()));
-  EXPECT_TRUE(world.boards[0]->has_left_before(1, *next->collective()));
+  health::Goodbyes& goodbyes = world.boards[0]->goodbyes();
+  EXPECT_TRUE(becomes_true([&] {  // the hub is asked
+    return goodbyes.who_left_before(*next->collective()) == 1;
+  }));
+  EXPECT_FALSE(goodbyes.who_left_before(*mine->collective()));
   world.leave_all();
 }
 

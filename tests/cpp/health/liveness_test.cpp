@@ -100,6 +100,30 @@ TEST(Liveness, EndOfTheHubAfterRankZeroLeftIsNoFault) {
   EXPECT_FALSE(world.boards[1]->fault());
 }
 
+// It waits for the goodbyes of the others, which nobody tells any more.
+TEST(Liveness, EndOfTheHubIsDeathOfRankZeroForARankThatHasLeft) {
+  World world(3);
+  world.clients[1]->leave();
+  world.hub.reset();
+  const auto fault = world.fault_at(1);
+  ASSERT_TRUE(fault);
+  EXPECT_EQ(fault->kind, Kind::kDied);
+  EXPECT_EQ(fault->global_rank, 0);
+}
+
+TEST(Liveness, EndOfTheHubIsNoFaultForThoseWhoHaveLeftBeforeRankZero) {
+  World world(3);
+  world.clients[1]->leave();
+  world.clients[0]->leave();
+  world.hub.reset();  // rank 2 has not left, and rank 0 waits no longer
+  for (const int rank : {1, 2}) {
+    EXPECT_TRUE(becomes_true([&] { return world.boards[rank]->has_left(0); }));
+  }
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_FALSE(world.boards[1]->fault());
+  EXPECT_FALSE(world.boards[2]->fault());
+}
+
 TEST(Liveness, LingeringHubServesUntilAllHaveLeft) {
   World world(3);
   world.clients[0]->leave();

@@ -1,17 +1,20 @@
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "csrc/common/check.h"
 #include "csrc/health/collective_log.h"
 #include "csrc/health/liveness_frame.h"
+#include "csrc/health/rank_set.h"
 #include "tests/fuzz/cpp/decoder.h"
 
-// What the hub and its clients read: frames, and in them the collectives.
+// What the hub and its clients read: frames, and in them collectives and ranks.
 
 namespace smp::fuzz {
 
 using health::CollectiveLog;
 using health::LivenessFrame;
+using health::RankSet;
 
 namespace {
 
@@ -35,6 +38,15 @@ void check_collectives(const std::string& bytes) {
           "collectives are others when they are written and read again");
 }
 
+void check_ranks(const std::string& bytes) {
+  const RankSet set = RankSet::decode(bytes);
+  const std::vector<int> ranks = set.ranks();
+  RankSet again;
+  for (const int rank : ranks) again.add(rank);
+  require(again.encode() == set.encode() && ranks.empty() == set.is_empty(),
+          "ranks are others when they are written and read again");
+}
+
 }  // namespace
 
 bool understands(std::span<const uint8_t> input) {
@@ -44,6 +56,7 @@ bool understands(std::span<const uint8_t> input) {
     while (const auto frame = health::take_frame(buffer)) {
       check_frame(*frame);
       check_collectives(frame->collectives);
+      check_ranks(frame->text);
       is_understood = true;
     }
   } catch (const Error&) {
