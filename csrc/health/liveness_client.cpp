@@ -4,22 +4,21 @@
 #include <array>
 #include <condition_variable>
 #include <mutex>
-#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/common/log.h"
-#include "csrc/health/file_meter.h"
+#include "csrc/health/collective_log.h"
 #include "csrc/health/fork_guard.h"
-#include "csrc/health/handshake.h"
+#include "csrc/health/hub_silence.h"
+#include "csrc/health/join_hub.h"
 #include "csrc/health/liveness.h"
 #include "csrc/health/liveness_frame.h"
-#include "csrc/health/process_words.h"
-#include "csrc/health/rank_set.h"
+#include "csrc/health/news_of_ranks.h"
+#include "csrc/health/own_status.h"
 #include "csrc/health/socket.h"
+#include "csrc/health/stuck_exit.h"
 #include "csrc/health/thread_name.h"
-#include "csrc/health/transport_meter.h"
 
 namespace smp::health {
 namespace {
@@ -28,42 +27,23 @@ using Clock = std::chrono::steady_clock;
 using Type = LivenessFrame::Type;
 using std::chrono::milliseconds;
 
-constexpr int kHubRank = 0;
 constexpr milliseconds kFlushTimeout{2000};
-constexpr milliseconds kPollSlice{200};
-// So many ranks watch the hub; two, because one may be stopped with rank 0.
-constexpr int kNumWatchers = 2;
-// Between two looks: this process was stopped.
-constexpr milliseconds kPause{3000};
-constexpr milliseconds kBeforeInterrupt{1000};
 
 }  // namespace
 
 struct LivenessClient::Impl {
-  Impl(std::shared_ptr<FaultBoard> faults, int global_rank, Options options)
-      : faults(std::move(faults)), global_rank(global_rank), options(options) {}
+  Impl(const HubAddress& hub, std::shared_ptr<FaultBoard> faults,
+       Options options);
 
-  void connect(const std::string& host, int port, const std::string& secret);
-  std::optional<LivenessFrame> read_welcome(Handshake& handshake);
-  void await_welcome(Handshake handshake, const std::string& address);
-  void start();
   void run();
   void serve();
-  LivenessFrame make_status(const WaitRegistry::Snapshot& snapshot);
+  bool send_queued(bool& wants_to_write);
+  bool take_received();
   void send_status();
-  void watch_hub(const WaitRegistry::Snapshot& snapshot);
-  void watch_peers(const LivenessFrame& status);
-  void fail_for_hub(Clock::duration silence, const std::string& what);
-  void report_stuck(const LivenessFrame& frame);
-  void report_unreachable(LivenessFrame frame);
-  bool is_stuck_here() const;
-  void end_if_stuck(const LivenessFrame& status);
   void outlive_hub();
-  bool is_watcher() const;
   void send_answer(Type type, int64_t number = 0, std::string text = {});
   void ask_who_left_before(const CollectiveId& collective);
   void handle(LivenessFrame frame);
-  void take_left_before(const LivenessFrame& answer);
   void on_board_change();
   void report_raised(const std::string& where, const std::string& text);
   void leave();
@@ -80,21 +60,14 @@ struct LivenessClient::Impl {
   const Options options;
   const ForkGuard fork_guard;
   const WakeFd wake;
-  OwnedFd fd;
   // Of the thread only.
   std::string in;
-  TransportMeter meter;
-  FileMeter files;
-  Clock::time_point looked_at = Clock::now();
-  Clock::time_point heard_at = Clock::now();  // of the hub
+  OwnedFd fd;
+  OwnStatus own_status;
+  HubSilence hub_silence;
+  StuckExit stuck_exit;
   bool hub_is_unreachable = false;
   Clock::time_point status_sent_at;
-  std::optional<Clock::time_point> blocked_since;
-  Clock::time_point silence_reported_at;
-  // Of this rank, from when it was found to be stuck.
-  std::optional<LivenessFrame> stuck_status;
-  Clock::time_point stuck_since;
-  bool is_interrupted = false;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -109,61 +82,23 @@ struct LivenessClient::Impl {
   std::thread thread;
 };
 
-void LivenessClient::Impl::connect(const std::string& host, int port,
-                                   const std::string& secret) {
-  fd = connect_tcp(host, port, options.connect_timeout,
-                   [this] { faults->check_interrupt(); });
-  await_welcome(Handshake::caller(secret, kHubPurpose, global_rank),
-                host + ":" + std::to_string(port));
-}
-
-// Says hello once the hub has proven itself.
-std::optional<LivenessFrame> LivenessClient::Impl::read_welcome(
-    Handshake& handshake) {
-  if (handshake.is_proven()) return take_frame(in);
-  in.erase(0, handshake.advance(in, out));
-  if (handshake.is_proven()) {
-    LivenessFrame hello;
-    hello.type = Type::kHello;
-    hello.global_rank = global_rank;
-    hello.where = process_space();
-    hello.progress = ::getpid();
-    out += encode_frame(hello);
-  }
-  return std::nullopt;
-}
-
-void LivenessClient::Impl::await_welcome(Handshake handshake,
-                                         const std::string& address) {
-  const Clock::time_point deadline = Clock::now() + options.connect_timeout;
-  while (true) {
-    const bool is_open = read_available(fd, in) == IoResult::kOk;
-    std::optional<LivenessFrame> frame;
-    try {
-      frame = read_welcome(handshake);
-    } catch (const Error& error) {
-      SMP_CHECK(false, "the connection to the liveness hub at ", address, ": ",
-                error.what());
-    }
-    if (frame) {
-      SMP_CHECK(frame->type == Type::kWelcome, "the liveness hub at ", address,
-                " refuses global_rank ", global_rank, ": ", frame->text);
-      return;
-    }
-    SMP_CHECK(is_open && write_available(fd, out) == IoResult::kOk,
-              "the liveness hub at ", address,
-              " closed the connection of global_rank ", global_rank,
-              "; has rank 0 ended?");
-    SMP_CHECK(Clock::now() < deadline, "the liveness hub at ", address,
-              " does not answer global_rank ", global_rank);
-    const int events = POLLIN | (out.empty() ? 0 : POLLOUT);
-    pollfd entry{fd.get(), static_cast<short>(events), 0};
-    ::poll(&entry, 1, static_cast<int>(kPollSlice.count()));
-    faults->check_interrupt();
-  }
-}
-
-void LivenessClient::Impl::start() {
+LivenessClient::Impl::Impl(const HubAddress& hub,
+                           std::shared_ptr<FaultBoard> the_faults,
+                           Options the_options)
+    : faults(std::move(the_faults)),
+      global_rank(hub.global_rank),
+      options(std::move(the_options)),
+      fd(join_hub(
+          hub, options.connect_timeout, [this] { faults->check_interrupt(); },
+          in)),
+      own_status(faults),
+      hub_silence(faults, {.status_every = options.status_every,
+                           .hang_after = options.hang_after,
+                           .hang_raises = options.hang_raises,
+                           .stacks = options.stacks}),
+      stuck_exit(faults, {.interrupt_script = options.interrupt_script,
+                          .exit_after = options.exit_after,
+                          .exit_process = options.exit_process}) {
   subscription = faults->subscribe([this] { on_board_change(); });
   on_board_change();  // a fault may be older than the connection
   faults->goodbyes().set_ask([this](const CollectiveId& collective) {
@@ -171,6 +106,8 @@ void LivenessClient::Impl::start() {
   });
   thread = std::thread([this] { run(); });
 }
+
+// ----------------------------------------------------------------- the thread
 
 void LivenessClient::Impl::run() {
   name_this_thread("smp-liveness");
@@ -205,21 +142,13 @@ void LivenessClient::Impl::run() {
 // Returns when the connection ends or on close().
 void LivenessClient::Impl::serve() {
   Clock::time_point next_status = Clock::now();
-  while (true) {
+  bool wants_to_write = false;
+  do {
     if (Clock::now() >= next_status) {
       send_status();
       next_status = Clock::now() + options.status_every;
     }
-    bool wants_to_write = false;
-    {
-      std::lock_guard lock(mutex);
-      const IoResult result = write_available(fd, out);
-      hub_is_unreachable = result == IoResult::kUnreachable;
-      if (result != IoResult::kOk) return;
-      wants_to_write = !out.empty();
-      if (!wants_to_write) changed.notify_all();
-      if (stopping) return;
-    }
+    if (!send_queued(wants_to_write)) return;
     std::array<pollfd, 2> entries = {
         pollfd{fd.get(),
                static_cast<short>(POLLIN | (wants_to_write ? POLLOUT : 0)), 0},
@@ -229,48 +158,40 @@ void LivenessClient::Impl::serve() {
     ::poll(entries.data(), entries.size(),
            static_cast<int>(std::max(pause, milliseconds(0)).count()));
     if (entries[1].revents != 0) wake.clear();
-    const IoResult result = read_available(fd, in);
-    while (auto frame = take_frame(in)) {
-      heard_at = Clock::now();
-      handle(std::move(*frame));
-    }
-    hub_is_unreachable = result == IoResult::kUnreachable;
-    if (result != IoResult::kOk) return;
-  }
+  } while (take_received());
 }
 
-LivenessFrame LivenessClient::Impl::make_status(
-    const WaitRegistry::Snapshot& snapshot) {
-  LivenessFrame status;
-  status.type = Type::kStatus;
-  status.global_rank = global_rank;
-  status.is_blocked = snapshot.is_blocked;
-  status.blocked_ms = snapshot.blocked_for.count();
-  status.progress = snapshot.progress;
-  if (snapshot.is_blocked) {
-    status.progress += meter.look();
-    // What the network has lost comes again; until then nobody is stuck.
-    status.num_unsent += meter.num_lost();
-    status.collectives =
-        faults->waits().collectives().state(snapshot.collective).encode();
-  } else {
-    status.progress += files.look();
+// Whether the connection goes on.
+bool LivenessClient::Impl::send_queued(bool& wants_to_write) {
+  std::lock_guard lock(mutex);
+  const IoResult result = write_available(fd, out);
+  hub_is_unreachable = result == IoResult::kUnreachable;
+  if (result != IoResult::kOk) return false;
+  wants_to_write = !out.empty();
+  if (!wants_to_write) changed.notify_all();
+  return !stopping;
+}
+
+// Whether the connection goes on.
+bool LivenessClient::Impl::take_received() {
+  const IoResult result = read_available(fd, in);
+  while (auto frame = take_frame(in)) {
+    hub_silence.on_heard();
+    handle(std::move(*frame));
   }
-  status.device_waits = snapshot.device_waits;
-  status.num_unsent = snapshot.num_unsent;
-  status.where = faults->coordinates(global_rank);
-  status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
-  return status;
+  hub_is_unreachable = result == IoResult::kUnreachable;
+  return result == IoResult::kOk;
 }
 
 void LivenessClient::Impl::send_status() {
   const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
-  const LivenessFrame status = make_status(snapshot);
-  watch_hub(snapshot);
-  watch_peers(status);
-  end_if_stuck(status);
+  const LivenessFrame status = own_status.make(snapshot);
+  hub_silence.look(snapshot);
+  own_status.watch_peers(status);
+  stuck_exit.look(status);
   const Clock::time_point now = Clock::now();
-  if (now - heard_at > kQuietAfter && now - status_sent_at < kQuietEvery) {
+  if (now - hub_silence.heard_at() > kQuietAfter &&
+      now - status_sent_at < kQuietEvery) {
     return;
   }
   status_sent_at = now;
@@ -278,185 +199,47 @@ void LivenessClient::Impl::send_status() {
   if (!leaving) queue(status);
 }
 
-// The hub looks after all ranks, and cannot tell that its own is stopped.
-void LivenessClient::Impl::watch_hub(const WaitRegistry::Snapshot& snapshot) {
-  const Clock::time_point now = Clock::now();
-  const Clock::duration pause = now - std::exchange(looked_at, now);
-  if (pause > std::max(kPause, 3 * options.status_every)) {
-    heard_at += pause;  // nobody could be heard meanwhile
-  }
-  if (!snapshot.is_blocked || faults->fault()) return blocked_since.reset();
-  if (!blocked_since) blocked_since = now;
-  const Clock::time_point since =
-      std::max({heard_at, *blocked_since, silence_reported_at});
-  if (options.hang_after == milliseconds(0)) return;
-  if (options.hang_raises && now - heard_at >= 2 * options.hang_after) {
-    return fail_for_hub(now - heard_at, snapshot.what);
-  }
-  if (now - since < options.hang_after || !is_watcher()) return;
-  silence_reported_at = now;
-  const std::string coordinates = faults->coordinates(kHubRank);
-  log_line(LogLevel::kWarning,
-           "nothing has moved for " + seconds_text(options.hang_after) +
-               " (SMP_HANG_S) and global_rank " + std::to_string(kHubRank) +
-               (coordinates.empty() ? "" : " (" + coordinates + ")") +
-               " HAS SAID NOTHING for " + seconds_text(now - heard_at) +
-               " (stopped, or cut off); this rank waits in " + snapshot.what +
-               (options.stacks
-                    ? "\nPython stacks of this rank:\n" + options.stacks->take()
-                    : std::string()));
-}
-
-// The hub may reach the host of a rank that this one does not reach.
-void LivenessClient::Impl::watch_peers(const LivenessFrame& status) {
-  if (!status.is_blocked || faults->fault()) return;
-  const std::optional<std::string> address = meter.unreachable();
-  const int rank = address ? faults->rank_at(*address) : -1;
-  if (rank < 0 || rank == global_rank) return;
-  const std::string own = faults->coordinates(global_rank);
-  faults->report({.kind = Fault::Kind::kUnreachable,
-                  .global_rank = rank,
-                  .text = unreachable_text() + ", as seen by global_rank " +
-                          std::to_string(global_rank) +
-                          (own.empty() ? "" : " (" + own + ")"),
-                  .is_found_here = true});
-}
-
-// Who does not reach this rank is as far away from here; a fault of this rank
-// would be one that it raises itself.
-void LivenessClient::Impl::report_unreachable(LivenessFrame frame) {
-  const int named = static_cast<int>(frame.progress);
-  const bool is_this = named == global_rank;
-  faults->report({.kind = Fault::Kind::kUnreachable,
-                  .global_rank = is_this ? frame.global_rank : named,
-                  .text = is_this ? "it gets nothing from the host of this rank"
-                                  : std::move(frame.text)});
-}
-
-// Each rank finds that by itself, when it waits: nobody can tell the others.
-void LivenessClient::Impl::fail_for_hub(Clock::duration silence,
-                                        const std::string& what) {
-  faults->report({.kind = Fault::Kind::kStuck,
-                  .global_rank = kHubRank,
-                  .text = "it has said nothing for " + seconds_text(silence) +
-                          " (stopped, or cut off) while this rank waits in " +
-                          what + " (SMP_HANG_S, SMP_HANG_ACTION)"});
-}
-
-void LivenessClient::Impl::report_stuck(const LivenessFrame& frame) {
-  std::istringstream numbers(frame.where);
-  Fault fault{.kind = Fault::Kind::kStuck, .text = frame.text};
-  for (int rank = -1; numbers >> rank;) fault.stuck.push_back(rank);
-  SMP_CHECK(!fault.stuck.empty(), "liveness frame of stuck ranks without one");
-  fault.global_rank = fault.stuck.front();
-  faults->report(std::move(fault));
-}
-
-bool LivenessClient::Impl::is_stuck_here() const {
-  const std::optional<Fault> fault = faults->fault();
-  return fault &&
-         std::count(fault->stuck.begin(), fault->stuck.end(), global_rank) > 0;
-}
-
 // The other ranks, rank 0 among them, end before a rank that is stuck.
 void LivenessClient::Impl::outlive_hub() {
-  while (is_stuck_here()) {
+  while (stuck_exit.is_stuck()) {
     {
       std::lock_guard lock(mutex);
       if (stopping) return;
     }
-    end_if_stuck(make_status(faults->waits().snapshot()));
+    stuck_exit.look(own_status.make(faults->waits().snapshot()));
     pollfd entry{wake.get(), POLLIN, 0};
     ::poll(&entry, 1, static_cast<int>(options.status_every.count()));
     if (entry.revents != 0) wake.clear();
   }
 }
 
-// A rank that is stuck does not look at the fault, and would stay behind when
-// the others have ended. What it does in the end is progress, too.
-void LivenessClient::Impl::end_if_stuck(const LivenessFrame& status) {
-  if (!is_stuck_here()) return;
-  const Clock::time_point now = Clock::now();
-  if (!stuck_status || status.progress != stuck_status->progress ||
-      status.is_blocked != stuck_status->is_blocked) {
-    stuck_status = status;
-    stuck_since = now;
-  } else if (now - stuck_since >= options.exit_after) {
-    log_line(LogLevel::kError,
-             "this rank ends without its script, which "
-             "does not come back: " +
-                 faults->fault()->describe());
-    options.exit_process();
-  } else if (now - stuck_since >= kBeforeInterrupt && !is_interrupted) {
-    is_interrupted = true;
-    options.interrupt_script();
-  }
-}
-
-bool LivenessClient::Impl::is_watcher() const {
-  int num_before = 0;
-  for (int rank = kHubRank + 1; rank < global_rank; ++rank) {
-    num_before += faults->has_left(rank) ? 0 : 1;
-  }
-  return global_rank != kHubRank && num_before < kNumWatchers;
-}
-
 void LivenessClient::Impl::handle(LivenessFrame frame) {
+  if (put_on_board(*faults, frame)) return;
   switch (frame.type) {
-    case Type::kRaised:
-      faults->report({.kind = Fault::Kind::kRaised,
-                      .global_rank = frame.global_rank,
-                      .where = std::move(frame.where),
-                      .text = std::move(frame.text)});
-      break;
-    case Type::kDied:
-      faults->report(
-          {.kind = Fault::Kind::kDied, .global_rank = frame.global_rank});
-      break;
-    case Type::kUnreachable:
-      report_unreachable(std::move(frame));
-      break;
-    case Type::kDeadlock:
-      faults->report(
-          {.kind = Fault::Kind::kDeadlock, .text = std::move(frame.text)});
-      break;
-    case Type::kStuck:
-      report_stuck(frame);
-      break;
-    case Type::kLeftRanks:
-      faults->mark_left(RankSet::decode(frame.text));
-      break;
-    case Type::kLeftBefore:
-      take_left_before(frame);
-      break;
-    case Type::kMissed:
-      faults->report({.kind = Fault::Kind::kLeft,
-                      .global_rank = static_cast<int>(frame.progress),
-                      .text = std::move(frame.text)});
-      break;
     case Type::kAlive:
-      break;
+      return;
     case Type::kFreeze:
-      send_answer(Type::kFrozen, options.stops ? options.stops->freeze() : 0);
-      break;
+      return send_answer(Type::kFrozen,
+                         options.stops ? options.stops->freeze() : 0);
     case Type::kStopAt:
       if (options.stops) options.stops->decide(frame.progress);
-      break;
+      return;
     case Type::kStacksAsked:
-      send_answer(Type::kStacks, 0,
-                  options.stacks ? options.stacks->take() : std::string());
-      break;
+      return send_answer(
+          Type::kStacks, 0,
+          options.stacks ? options.stacks->take() : std::string());
     case Type::kRaisedSeen: {
       std::lock_guard lock(mutex);
       raised_seen = true;
-      changed.notify_all();
-      break;
+      return changed.notify_all();
     }
     default:
       SMP_CHECK(false, "unexpected liveness frame of type ",
                 static_cast<int>(frame.type));
   }
 }
+
+// -------------------------------------------------------------- other threads
 
 void LivenessClient::Impl::send_answer(Type type, int64_t number,
                                        std::string text) {
@@ -478,13 +261,6 @@ void LivenessClient::Impl::ask_who_left_before(const CollectiveId& collective) {
   question.collectives = state.encode();
   std::lock_guard lock(mutex);
   if (!leaving) queue(question);
-}
-
-void LivenessClient::Impl::take_left_before(const LivenessFrame& answer) {
-  const auto asked = CollectiveLog::State::decode(answer.collectives);
-  SMP_CHECK(asked.waits_for, "liveness frame about a collective without one");
-  faults->goodbyes().on_answer(*asked.waits_for,
-                               static_cast<int>(answer.progress));
 }
 
 void LivenessClient::Impl::on_board_change() {
@@ -547,14 +323,17 @@ void LivenessClient::Impl::close() {
   fd.reset();
 }
 
+// --------------------------------------------------------------------- public
+
 LivenessClient::LivenessClient(const std::string& host, int port,
                                std::string secret, int global_rank,
                                std::shared_ptr<FaultBoard> faults,
                                Options options)
-    : impl_(std::make_unique<Impl>(std::move(faults), global_rank, options)) {
-  impl_->connect(host, port, secret);
-  impl_->start();
-}
+    : impl_(std::make_unique<Impl>(HubAddress{.host = host,
+                                              .port = port,
+                                              .secret = std::move(secret),
+                                              .global_rank = global_rank},
+                                   std::move(faults), std::move(options))) {}
 
 LivenessClient::~LivenessClient() {
   if (impl_->fork_guard.in_child()) {

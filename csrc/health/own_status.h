@@ -1,0 +1,32 @@
+#pragma once
+
+#include <memory>
+
+#include "csrc/health/fault_board.h"
+#include "csrc/health/file_meter.h"
+#include "csrc/health/liveness_frame.h"
+#include "csrc/health/transport_meter.h"
+#include "csrc/health/wait_registry.h"
+
+namespace smp::health {
+
+/// Part of a client: what this rank says of itself, and what it sees of the
+/// hosts of others. One thread.
+class OwnStatus {
+ public:
+  explicit OwnStatus(std::shared_ptr<FaultBoard> faults);
+
+  /// @param snapshot  of the waits of this rank, now
+  LivenessFrame make(const WaitRegistry::Snapshot& snapshot);
+
+  /// A host that does not answer is a fault, if this rank waits: the hub may
+  /// reach the host of a rank that this one does not reach.
+  void watch_peers(const LivenessFrame& status);
+
+ private:
+  const std::shared_ptr<FaultBoard> faults_;
+  TransportMeter meter_;
+  FileMeter files_;
+};
+
+}  // namespace smp::health
