@@ -18,6 +18,7 @@ LivenessFrame OwnStatus::make(const WaitRegistry::Snapshot& snapshot) {
   status.is_blocked = snapshot.is_blocked;
   status.blocked_ms = snapshot.blocked_for.count();
   status.progress = snapshot.progress;
+  status.num_unsent = snapshot.num_unsent;
   if (snapshot.is_blocked) {
     status.progress += meter_.look();
     // What the network has lost comes again; until then nobody is stuck.
@@ -28,7 +29,6 @@ LivenessFrame OwnStatus::make(const WaitRegistry::Snapshot& snapshot) {
     status.progress += files_.look();
   }
   status.device_waits = snapshot.device_waits;
-  status.num_unsent = snapshot.num_unsent;
   status.where = faults_->coordinates(faults_->global_rank());
   status.text = snapshot.is_blocked ? snapshot.what : snapshot.activity;
   return status;
