@@ -113,10 +113,12 @@ void bind_communicator(py::module_& m) {
       m, "Work", "One operation in flight; keeps its tensors alive.")
       .def(
           "wait",
-          [](Work& work, double timeout_s) { work.wait(to_ms(timeout_s)); },
+          [](Work& work, double timeout_s) {
+            comm::wait_within(work, to_ms(timeout_s));
+          },
           py::arg("timeout_s"), NoGil(),
           "Blocks until finished; RuntimeError when it failed, was aborted or "
-          "timed out.")
+          "timed out, or when a rank has failed that the library knows of.")
       .def("done", &Work::done, NoGil())
       .def_property_readonly("source_rank", &Work::source_rank,
                              "Group rank of the sender, after a recv_any.")

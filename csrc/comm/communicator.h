@@ -7,11 +7,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "csrc/common/check.h"
 #include "csrc/health/collective_log.h"
+#include "csrc/health/fault_board.h"
 
 namespace smp::comm {
 
@@ -58,8 +60,18 @@ class Work {
   }
   void set_collective(health::CollectiveId id) { collective_ = std::move(id); }
 
+  /// Who knows of faults that end a wait for it, and what to call it there.
+  struct Care {
+    std::shared_ptr<health::FaultBoard> faults;  ///< null: nobody knows
+    std::string_view operation;                  ///< lives as long as we do
+    std::shared_ptr<const std::string> group;    ///< "gloo:dp (2 ranks)"
+  };
+  const Care& care() const { return care_; }
+  void set_care(Care care) { care_ = std::move(care); }
+
  private:
   std::optional<health::CollectiveId> collective_;
+  Care care_;
 };
 
 using WorkPtr = std::shared_ptr<Work>;

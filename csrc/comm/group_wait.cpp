@@ -5,6 +5,7 @@
 #include <string_view>
 #include <thread>
 
+#include "csrc/comm/threaded_work.h"
 #include "csrc/common/check.h"
 #include "csrc/health/fault_aware_wait.h"
 #include "csrc/health/wait_registry.h"
@@ -16,20 +17,33 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kGroupSlice(100);
 
-// One wait: what is waited for, and what ends the wait early. The text is put
-// together only when it is read.
+// What is waited for. The text is put together only when it is read.
+struct Words {
+  std::string_view what;
+  const Communicator* group = nullptr;
+  const std::string* group_words = nullptr;  // instead of the group
+
+  std::string text() const {
+    if (group_words != nullptr) {
+      return detail::concat(what, " over ", *group_words);
+    }
+    return detail::concat(what, " over ", group->name(), " (", group->size(),
+                          " ranks)");
+  }
+};
+
+// One wait, and what ends it early.
 class Watch {
  public:
-  Watch(const Work& work, const Patience& patience, const Communicator& group,
-        std::string_view what)
-      : work_(work), patience_(patience), group_(group), what_(what) {}
+  Watch(const Work& work, const Patience& patience, Words words)
+      : work_(work), patience_(patience), words_(words) {}
 
   // Between two slices of the wait.
   void look() {
     if (!patience_.faults) return;
     health::FaultBoard& board = *patience_.faults;
     if (!blocked_) {
-      blocked_.emplace(board.waits(), words(), work_.collective());
+      blocked_.emplace(board.waits(), words_.text(), work_.collective());
     }
     board.check_interrupt();
     board.raise_if_faulted();
@@ -47,18 +61,13 @@ class Watch {
     raise_if_left();
   }
 
-  std::string words() const {
-    return detail::concat(what_, " over ", group_.name(), " (", group_.size(),
-                          " ranks)");
-  }
-
  private:
   void raise_if_left() {
     const std::optional<int> left = who_left();
     if (!left) return;
     if (!left_since_) left_since_ = Clock::now();
     if (Clock::now() - *left_since_ < patience_.grace) return;
-    health::fail_because_left(*patience_.faults, *left, "the " + words());
+    health::fail_because_left(*patience_.faults, *left, "the " + words_.text());
   }
 
   std::optional<int> who_left() const {
@@ -75,16 +84,15 @@ class Watch {
 
   const Work& work_;
   const Patience& patience_;
-  const Communicator& group_;
-  const std::string_view what_;
+  const Words words_;
   std::optional<health::BlockedScope> blocked_;
   std::optional<Clock::time_point> left_since_;
 };
 
-void wait_watched(Work& work, const Patience& patience,
-                  const Communicator& group, std::string_view what) {
-  Watch watch(work, patience, group, what);
-  const auto timeout = patience.timeout + time_by_size(work.collective());
+// @param raise_late  called at the time-out
+template <typename RaiseLate>
+void wait_in_slices(Work& work, Watch& watch, std::chrono::milliseconds timeout,
+                    const RaiseLate& raise_late) {
   const Clock::time_point deadline = Clock::now() + timeout;
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -98,8 +106,7 @@ void wait_watched(Work& work, const Patience& patience,
       if (work.done()) break;
     }
     watch.look();
-    SMP_CHECK(left > kGroupSlice, "waited ", timeout.count(), " ms for the ",
-              watch.words(), "; ", patience.hint);
+    if (left <= kGroupSlice) raise_late();
   }
   try {
     work.wait(kGroupSlice);  // may have finished after its time slice
@@ -111,6 +118,17 @@ void wait_watched(Work& work, const Patience& patience,
   }
 }
 
+void wait_watched(Work& work, const Patience& patience,
+                  const Communicator& group, std::string_view what) {
+  const Words words{.what = what, .group = &group};
+  Watch watch(work, patience, words);
+  const auto timeout = patience.timeout + time_by_size(work.collective());
+  wait_in_slices(work, watch, timeout, [&] {
+    SMP_CHECK(false, "waited ", timeout.count(), " ms for the ", words.text(),
+              "; ", patience.hint);
+  });
+}
+
 bool follows_on_device(Work& work, const Patience& patience,
                        const Communicator& group, std::string_view what) {
   if (patience.faults) patience.faults->raise_if_faulted();
@@ -119,7 +137,7 @@ bool follows_on_device(Work& work, const Patience& patience,
   } catch (const Disagreement&) {
     throw;
   } catch (const Error&) {
-    Watch(work, patience, group, what).explain_failure();
+    Watch(work, patience, {.what = what, .group = &group}).explain_failure();
     throw;
   }
 }
@@ -131,6 +149,20 @@ std::chrono::milliseconds time_by_size(
   if (!collective) return std::chrono::milliseconds(0);
   return std::chrono::milliseconds(1000 * collective->num_bytes /
                                    kSlowestBytesPerSecond);
+}
+
+void wait_within(Work& work, std::chrono::milliseconds timeout) {
+  const Work::Care& care = work.care();
+  if (!care.faults) return work.wait(timeout);
+  Patience patience;
+  patience.faults = care.faults;
+  const Words words{.what = care.operation, .group_words = care.group.get()};
+  Watch watch(work, patience, words);
+  const auto most = std::min(timeout, kLongestWait);
+  wait_in_slices(work, watch, most, [&] {
+    SMP_CHECK(false, words.text(), ": timed out after ", timeout.count(),
+              " ms");
+  });
 }
 
 void wait_for(Work& work, const Patience& patience, const Communicator& group,

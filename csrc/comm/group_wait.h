@@ -46,6 +46,13 @@ void follow(Work& work, const Patience& patience, const Communicator& group,
 void follow(Work& work, const Patience& patience, const Communicator& group,
             const std::string& what);
 
+/// Waits as code outside of the library asks for: until the operation has
+/// finished, no longer than `timeout`, whatever its size. Where somebody takes
+/// care of it (`Work::care`), a fault of any rank and a rank of a collective
+/// that has left end the wait as in `wait_for`.
+/// @throws PeerFailure; or what `Work::wait` throws
+void wait_within(Work& work, std::chrono::milliseconds timeout);
+
 /// What a collective may take beyond a time-out for its bytes, however large
 /// the group and slow the network. Without a collective nothing.
 std::chrono::milliseconds time_by_size(

@@ -98,6 +98,8 @@ class WatchedCommunicator final : public Communicator {
     hash.add(inner_->name());
     for (const int rank : ranks_) hash.add(rank);
     group_ = hash.value();
+    words_ = std::make_shared<const std::string>(
+        detail::concat(name(), " (", size(), " ranks)"));
     if (flights_) flights_->add_group(inner_);
   }
 
@@ -106,13 +108,13 @@ class WatchedCommunicator final : public Communicator {
   const std::string& name() const override { return inner_->name(); }
 
   WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    return inner_->send(tensor, dst, tag);
+    return in_care("send", inner_->send(tensor, dst, tag));
   }
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    return inner_->recv(std::move(tensor), src, tag);
+    return in_care("recv", inner_->recv(std::move(tensor), src, tag));
   }
   WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return inner_->recv_any(std::move(tensor), tag);
+    return in_care("recv_any", inner_->recv_any(std::move(tensor), tag));
   }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
@@ -161,6 +163,11 @@ class WatchedCommunicator final : public Communicator {
   void abort() override { inner_->abort(); }
 
  private:
+  WorkPtr in_care(std::string_view operation, WorkPtr work) const {
+    work->set_care({faults_, operation, words_});
+    return work;
+  }
+
   // The number is given under the lock under which the call is made, so that
   // both have one order on every rank.
   template <typename Start>
@@ -195,7 +202,7 @@ class WatchedCommunicator final : public Communicator {
           detail::concat(operation, " over ", name(), " (", size(), " ranks)"));
     }
     work->set_collective(std::move(id));
-    return work;
+    return in_care(operation, std::move(work));
   }
 
   const CommunicatorPtr inner_;
@@ -203,6 +210,7 @@ class WatchedCommunicator final : public Communicator {
   const std::vector<int> ranks_;
   const FlightWatchPtr flights_;  // of a device only
   uint64_t group_ = 0;
+  std::shared_ptr<const std::string> words_;
   std::mutex mutex_;
 };
 

@@ -11,7 +11,8 @@ namespace smp::comm {
 
 /// `inner`, whose collectives are numbered in the log of the board: code that
 /// looks for deadlocks can tell a collective that all ranks have entered from
-/// one that some rank will not enter. The works know their numbers.
+/// one that some rank will not enter. The works know their numbers, and the
+/// board, so that `wait_within` ends with a fault.
 ///
 /// Where collectives run on streams of a device, `flights` watches those that
 /// the host does not wait for; after a fault no further ones begin.

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/comm/group_wait.h"
 #include "csrc/comm/local_world.h"
 #include "tests/cpp/common/expectations.h"
 #include "tests/cpp/health/liveness_world.h"
@@ -106,6 +107,47 @@ TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
     return goodbyes.who_left_before(*next->collective()) == 1;
   }));
   EXPECT_FALSE(goodbyes.who_left_before(*mine->collective()));
+  world.leave_all();
+}
+
+TEST(WatchedCollective, AWaitFromOutsideEndsWithTheFaultOfAnotherRank) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  const WorkPtr sum = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  const WorkPtr message = group[0]->recv(some_bytes(8), 1, 3);
+  world.clients[1]->report_raised("a layer", "on purpose");
+  for (const WorkPtr& work : {sum, message}) {
+    const auto begin = Clock::now();
+    const std::string error =
+        error_of([&] { wait_within(*work, seconds(60)); });
+    EXPECT_NE(error.find("global_rank 1 raised in a layer: on purpose"),
+              std::string::npos)
+        << error;
+    EXPECT_LT(Clock::now() - begin, seconds(5));
+  }
+}
+
+TEST(WatchedCollective, AWaitFromOutsideEndsWhenARankLeftBefore) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  const WorkPtr sum = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
+  world.clients[1]->leave();
+  const std::string error = error_of([&] { wait_within(*sum, seconds(60)); });
+  EXPECT_NE(error.find("global_rank 1 has left"), std::string::npos) << error;
+  EXPECT_NE(error.find("all_reduce over "), std::string::npos) << error;
+}
+
+TEST(WatchedCollective, AWaitFromOutsideKeepsItsTime) {
+  World world(2);
+  const auto group = watched(world, {0, 1});
+  const WorkPtr sum = group[0]->all_reduce(some_bytes(1 << 24), ReduceOp::kSum);
+  const auto begin = Clock::now();
+  EXPECT_NE(error_of([&] {
+              wait_within(*sum, milliseconds(250));
+            }).find("timed out after 250 ms"),
+            std::string::npos);
+  EXPECT_LT(Clock::now() - begin, seconds(5)) << "whatever its size";
+  EXPECT_EQ(world.boards[0]->waits().snapshot().is_blocked, false);
   world.leave_all();
 }
 
