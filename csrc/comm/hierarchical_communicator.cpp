@@ -14,6 +14,7 @@
 #include "csrc/comm/communicator_checks.h"
 #include "csrc/comm/host_hops.h"
 #include "csrc/comm/next_stamps.h"
+#include "csrc/comm/sum_pieces.h"
 #include "csrc/comm/threaded_work.h"
 #include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
@@ -184,13 +185,14 @@ class HierarchicalCommunicator final : public Communicator {
     check_cpu_tensor(tensor, call);
     const at::Tensor line = line_of(tensor);
     const int64_t per_host = journey_.groups().scatter->size();
-    const int64_t piece =
+    const int64_t longest =
         kShareBytes / static_cast<int64_t>(line.element_size()) * per_host;
     const uint64_t stamp = stamps_.take();
     std::vector<HostHopsPtr> hops;
-    for (int64_t begin = 0; begin < line.numel(); begin += piece) {
-      const int64_t numel = std::min(piece, line.numel() - begin);
+    int64_t begin = 0;
+    for (const int64_t numel : sum_pieces(line.numel(), longest)) {
       hops.push_back(make_sum_hops(line.narrow(0, begin, numel), op, stamp));
+      begin += numel;
     }
     return journey_.begin(std::move(call), std::move(hops));
   }

@@ -1,0 +1,32 @@
+#include "csrc/comm/sum_pieces.h"
+
+#include <algorithm>
+
+#include "csrc/common/check.h"
+
+namespace smp::comm {
+namespace {
+
+// Of a shorter tensor pieces would be so many that what each costs outweighs
+// what short ones hide.
+constexpr int64_t kFewestLongPieces = 4;
+
+}  // namespace
+
+std::vector<int64_t> sum_pieces(int64_t numel, int64_t longest) {
+  SMP_ASSERT(longest >= 4 && longest % 4 == 0, "pieces of ", longest);
+  std::vector<int64_t> pieces;
+  std::vector<int64_t> last;
+  if (numel >= kFewestLongPieces * longest) {
+    pieces = {longest / 4, longest / 2};
+    last = {longest / 2, longest / 4};
+    numel -= 3 * longest / 2;
+  }
+  for (; numel > 0; numel -= pieces.back()) {
+    pieces.push_back(std::min(numel, longest));
+  }
+  pieces.insert(pieces.end(), last.begin(), last.end());
+  return pieces;
+}
+
+}  // namespace smp::comm
