@@ -131,11 +131,8 @@ def meter_settings(folder: Path) -> dict[str, str]:
     Args:
         folder: for what is built for that.
     """
-    sys.path.insert(0, str(REPO / "benchmarks"))
-    try:
-        from allocation_meter import preloaded
-    finally:
-        sys.path.pop(0)
+    from benchmarks.allocation_meter import preloaded
+
     settings: dict[str, str] = preloaded({"PATH": os.environ["PATH"]}, folder)
     return settings
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import CellType
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
@@ -93,9 +92,9 @@ def _cell(name: str) -> CellType:
     cells: tuple[CellType, ...] = wrapper.__closure__ or ()
     if len(cells) != 1 or not callable(cells[0].cell_contents):
         raise RuntimeError(
-            f"{_C.rank_prefix()}torch {torch.__version__} has a torch.nn.utils.{name} of another "
-            "form than those that smp was written for; smp has to be updated, or each rank would "
-            "clip by the gradients that it has itself"
+            f"{_C.rank_prefix()}torch.nn.utils.{name} of this torch has another form than those "
+            "that smp was written for (smp doctor names the releases), or was replaced; each rank "
+            "would clip by the gradients that it has itself"
         )
     return cells[0]
 
