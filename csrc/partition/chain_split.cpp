@@ -12,11 +12,11 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Sums taken in another order differ by rounding; such costs count as equal.
-constexpr double kRounding = 1e-9;
+constexpr double kSlack = 1e-9;
 constexpr double kPrecision = 1e-3;
 
 bool less(double a, double b) {
-  return a < b - kRounding * std::max(std::abs(a), std::abs(b));
+  return a < b - kSlack * std::max(std::abs(a), std::abs(b));
 }
 
 // What is minimized among cuts whose loads are all small enough.
@@ -75,10 +75,10 @@ class Splitter {
     if (n_ < least) return std::nullopt;
     double low = smallest_maximum();
     if (low == kInfinity) return std::nullopt;
-    std::optional<std::vector<int>> best = cut_within(low * (1 + kRounding));
+    std::optional<std::vector<int>> best = cut_within(low * (1 + kSlack));
     if (best) return best;
     // Splitting modules loads stage 0 further; see how much is needed.
-    double high = std::min(low + most_split_load(), most_) * (1 + kRounding);
+    double high = std::min(low + most_split_load(), most_) * (1 + kSlack);
     best = cut_within(high);
     while (best && high - low > kPrecision * low) {
       const double middle = (low + high) / 2;

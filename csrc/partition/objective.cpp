@@ -9,7 +9,7 @@ namespace smp::partition {
 
 namespace {
 
-constexpr double kRounding = 1e-9;
+constexpr double kTied = 1e-9;
 
 }  // namespace
 
@@ -44,7 +44,7 @@ void check_options(const PartitionOptions& options) {
 
 bool is_better(const Evaluation& a, const Evaluation& b) {
   if (a.excess_bytes != b.excess_bytes) return a.excess_bytes < b.excess_bytes;
-  const double tolerance = kRounding * std::max(a.largest_load, b.largest_load);
+  const double tolerance = kTied * std::max(a.largest_load, b.largest_load);
   if (std::abs(a.largest_load - b.largest_load) > tolerance) {
     return a.largest_load < b.largest_load;
   }

@@ -58,7 +58,7 @@ class InterleavedPolicy final : public Policy {
   }
 };
 
-const RegisterPolicy<InterleavedPolicy> registered;
+const RegisterPolicy<InterleavedPolicy> registered_interleaved;
 
 }  // namespace
 

@@ -45,7 +45,7 @@ class SimplePolicy final : public Policy {
   }
 };
 
-const RegisterPolicy<SimplePolicy> registered;
+const RegisterPolicy<SimplePolicy> registered_simple;
 
 }  // namespace
 

@@ -115,7 +115,7 @@ class VirtualInterleavedPolicy final : public Policy {
   }
 };
 
-const RegisterPolicy<VirtualInterleavedPolicy> registered;
+const RegisterPolicy<VirtualInterleavedPolicy> registered_virtual_interleaved;
 
 }  // namespace
 

@@ -102,7 +102,7 @@ class ZeroBubblePolicy final : public Policy {
   }
 };
 
-const RegisterPolicy<ZeroBubblePolicy> registered;
+const RegisterPolicy<ZeroBubblePolicy> registered_zero_bubble;
 
 }  // namespace
 

@@ -65,7 +65,8 @@ def test_parameters_that_are_their_own_follow(pool: Pool, config: Config, how: s
 
 @pytest.mark.parametrize("config", [{"shard_optimizer_state": True}, {"bf16": True}])
 def test_memory_that_updates_do_not_reach_is_refused(pool: Pool, config: Config) -> None:
-    with pytest.raises(RankFailure, match=r"parameter '\d\.(weight|bias)' has been given other memory"):
+    words = r"parameter '\d\.(weight|bias)' has been given other memory"
+    with pytest.raises(RankFailure, match=words):
         pool.run(2, train, config, "assigns")
 
 

@@ -12,7 +12,7 @@ namespace {
 
 using Policies = std::vector<const Policy*>;
 
-std::string error_of(const std::function<void()>& function) {
+std::string complaint_of(const std::function<void()>& function) {
   try {
     function();
   } catch (const Error& e) {
@@ -117,14 +117,14 @@ TEST(Simulator, deadlock_names_the_next_action_of_each_rank_and_its_wait) {
   const auto lists = parse_schedule(
       "0: F0 B0 F1 B1\n"
       "1: F0 F1 B0 B1\n");
-  EXPECT_EQ(error_of([&] { simulate_lists(equal_chain(2, 2, 2), lists); }),
+  EXPECT_EQ(complaint_of([&] { simulate_lists(equal_chain(2, 2, 2), lists); }),
             "this schedule comes to a stop after 2 ms:\n"
             "  rank 0: next is B0, which waits for B0 of rank 1\n"
             "  rank 1: next is F1, which waits for F1 of rank 0");
 }
 
 TEST(Simulator, deadlock_by_admission_names_the_limit) {
-  EXPECT_EQ(error_of([] {
+  EXPECT_EQ(complaint_of([] {
               simulate_lists(equal_chain(2, 4, 2), plan_fill_drain(2, 4));
             }),
             "this schedule comes to a stop after 3 ms:\n"
@@ -134,7 +134,7 @@ TEST(Simulator, deadlock_by_admission_names_the_limit) {
 }
 
 TEST(Simulator, deadlock_tells_ranks_that_are_done_and_orders_of_bodies) {
-  EXPECT_EQ(error_of([] {
+  EXPECT_EQ(complaint_of([] {
               simulate_lists(equal_chain(1, 2, 2),
                              parse_schedule("0: F1 B1 F0 B0"));
             }),
@@ -158,13 +158,13 @@ TEST(Simulator, deadlock_tells_ranks_that_are_done_and_orders_of_bodies) {
     }
   };
   const Stubborn stubborn;
-  EXPECT_EQ(
-      error_of([&] { simulate(equal_chain(1, 1, 1), Policies{&stubborn}); }),
-      "this schedule comes to a stop after 1 ms:\n"
-      "  rank 0: next is B0, which waits for the driver's policy "
-      "'stubborn' to begin the backward of microbatch 0");
+  EXPECT_EQ(complaint_of(
+                [&] { simulate(equal_chain(1, 1, 1), Policies{&stubborn}); }),
+            "this schedule comes to a stop after 1 ms:\n"
+            "  rank 0: next is B0, which waits for the driver's policy "
+            "'stubborn' to begin the backward of microbatch 0");
   const auto plain = make_policy("interleaved");
-  EXPECT_EQ(error_of([&] {
+  EXPECT_EQ(complaint_of([&] {
               simulate(equal_chain(2, 2, 2), Policies{plain.get(), &stubborn});
             }),
             "this schedule comes to a stop after 2 ms:\n"
@@ -176,7 +176,7 @@ TEST(Simulator, costs_and_lists_that_make_no_sense_are_refused) {
   const auto text = [](const std::function<void(SimulationInput&)>& change) {
     auto input = equal_chain(2, 2, 2);
     change(input);
-    return error_of([&] { simulate(input, "interleaved"); });
+    return complaint_of([&] { simulate(input, "interleaved"); });
   };
   EXPECT_EQ(text([](auto& in) { in.stages.clear(); }),
             "a simulation needs at least one stage");
@@ -195,7 +195,7 @@ TEST(Simulator, costs_and_lists_that_make_no_sense_are_refused) {
   EXPECT_EQ(text([](auto& in) { in.num_microbatches = 0; }),
             "num_microbatches must be 1 or more, got 0");
   const auto listed = [](const char* lists) {
-    return error_of(
+    return complaint_of(
         [&] { simulate_lists(equal_chain(1, 2, 2), parse_schedule(lists)); });
   };
   EXPECT_EQ(listed("0: F0 B0 F1"),
