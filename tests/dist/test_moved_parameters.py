@@ -80,3 +80,44 @@ def copy_model(rank: int) -> None:
 def test_a_copy_of_a_distributed_model_is_refused(pool: Pool) -> None:
     with pytest.raises(RankFailure, match=r"cannot be copied .* copy the model that it wraps"):
         pool.run(1, copy_model)
+
+
+class Writes(nn.Module):
+    """Its forward keeps a bias within bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.bias.clamp_(-0.01, 0.01)
+        return self.linear(x).square().mean()  # type: ignore[no-any-return]
+
+
+def run_a_step(rank: int, net: nn.Module, config: Config, inputs: Tensor) -> None:
+    import smp
+
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    train_step(inputs)
+
+
+def test_forwards_that_write_into_a_copy_are_named(pool: Pool) -> None:
+    config = {"sharded_data_parallel_degree": 2}
+    words = r"wrote into parameter 'linear\.bias' .* what was written is lost"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(2, run_a_step, Writes(), config, torch.ones(4, 4))
+    pool.run(2, run_a_step, Writes(), {"shard_optimizer_state": True}, torch.ones(4, 4))
+
+
+def test_rows_that_each_replica_would_scale_are_refused(pool: Pool) -> None:
+    ids = torch.arange(4).reshape(4, 1)
+    with pytest.raises(RankFailure, match="each of 2 replicas reads others"):
+        pool.run(2, run_a_step, nn.Embedding(8, 4, max_norm=1.0), {}, ids)
+    pool.run(1, run_a_step, nn.Embedding(8, 4, max_norm=1.0), {}, ids)

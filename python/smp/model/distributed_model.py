@@ -17,6 +17,7 @@ import smp._C as _C
 from smp import data_parallel
 from smp.compilation import CompiledParts, check_mode
 from smp.initial.initialise import initialise_again
+from smp.model.accepted import check_module
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
 from smp.model.model_calls import ModelCalls
@@ -30,7 +31,6 @@ from smp.modules.compiled import (
     request_of,
     take_compiled,
 )
-from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.nn import DistributedModule
 from smp.observe import nonfinite, verification
@@ -106,7 +106,7 @@ class DistributedModel(ModelViews):
         requests: dict[nn.Module, CompileRequest] = {}
         if isinstance(module, nn.Module):
             module = take_compiled(module, requests)
-        _check_module(module, current)
+        check_module(module, current, DistributedModel)
         verification.model_wrapped(current, module)
         times = trace_execution_times or current.rank.config.use_times
         check_tracing(trace_device, times)
@@ -531,29 +531,3 @@ class DistributedModel(ModelViews):
 def engine_of(model: DistributedModel) -> Engine:
     """What stands behind a model, for the other rooms of the library."""
     return model._engine
-
-
-def _check_module(module: nn.Module, current: runtime.Runtime) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
-    for name, child in module.named_modules():
-        where = f"'{name}'" if name else "the model itself"
-        if isinstance(child, DistributedModel):
-            raise ValueError(f"{where} is a DistributedModel already")
-        if (reason := reason_to_refuse(child)) is not None:
-            raise ValueError(f"{where} {reason}")
-    _check_shared(module, current)
-
-
-def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
-    """A parameter has one owner and one reduction."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for other in current.wrapped.models:
-        assert isinstance(other, DistributedModel)
-        for name, parameter in other.get_module().named_parameters():
-            if id(parameter) in names:
-                raise ValueError(
-                    f"{_C.rank_prefix()}parameter '{names[id(parameter)]}' is '{name}' of a model "
-                    f"that is wrapped already ({other._label}); put both into one module and wrap "
-                    "that, or delete the other one first"
-                )

@@ -51,6 +51,8 @@ class ShardedParameters:
         self._runs_here = runs_here
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._versions: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
     def place(
@@ -68,7 +70,7 @@ class ShardedParameters:
         local = [(name, p) for name, p in local if p.numel() > 0]
         ranks = list(rank.groups["shard"])
         cutter = Cutter(local, ranks.index(rank.global_rank), len(ranks), half, rank.device)
-        self._shards = cutter.shards
+        self._shards, self._named = cutter.shards, local
         self.holdings = {
             shard.parameter: _holding(name, shard)
             for (name, _), shard in zip(local, self._shards.values(), strict=True)
@@ -136,10 +138,24 @@ class ShardedParameters:
     # ---- of steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
+        self._versions = [parameter._version for _, parameter in self._named]
         self.store.begin_pass(2 * num_microbatches + trains)
 
     def end_step(self) -> None:
+        """
+        Raises:
+            ValueError: code of the step wrote into a parameter.
+        """
         self.store.end_pass()
+        for (name, parameter), version in zip(self._named, self._versions, strict=True):
+            if parameter._version != version:
+                raise ValueError(
+                    f"{_C.rank_prefix()}code of the step wrote into parameter '{name}' "
+                    "(nn.Embedding with max_norm does, clamp_ and the like); with "
+                    "sharded_data_parallel_degree that is a copy, and what was written is lost. "
+                    "Write between steps into the parameters of optimizer.param_groups, or shard "
+                    "the state of the optimizer only (shard_optimizer_state)"
+                )
 
     def abandon_step(self) -> None:
         self.store.abandon_pass()
@@ -230,6 +246,7 @@ class ShardedParameters:
             parameter.data = self.gathered(parameter)
             forget(parameter)
         self._shards.clear()
+        self._named, self._versions = [], []
         whole = WholeParameters(self._rank, self._root)
         whole.holdings = self.holdings
         return whole

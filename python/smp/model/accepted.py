@@ -1,0 +1,60 @@
+"""Which modules `DistributedModel` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import smp._C as _C
+from smp.modules.foreign_wrappers import reason_to_refuse
+from smp.world import runtime
+
+
+def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.Module]) -> None:
+    """Raises a ValueError for what cannot be wrapped; says why.
+
+    Args:
+        module: of the user.
+        current: the runtime, whose other models count.
+        wrapper: `DistributedModel`, which is not wrapped itself.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
+    for name, child in module.named_modules():
+        where = f"'{name}'" if name else "the model itself"
+        if isinstance(child, wrapper):
+            raise ValueError(f"{where} is a DistributedModel already")
+        if (reason := reason_to_refuse(child)) is not None:
+            raise ValueError(f"{where} {reason}")
+    _check_scaled_rows(module, current)
+    _check_shared(module, current)
+
+
+def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
+    """Replicas read other rows, and each would scale those that it reads."""
+    tables, replicas = (nn.Embedding, nn.EmbeddingBag), current.rank.sizes["dp"]
+    for name, table in module.named_modules():
+        if isinstance(table, tables) and table.max_norm is not None and replicas > 1:
+            raise ValueError(
+                f"{_C.rank_prefix()}'{name}' ({type(table).__name__}) has max_norm="
+                f"{table.max_norm}: its forward scales the rows that it reads, and each of "
+                f"{replicas} replicas reads others, so their weights would "
+                "differ. Use max_norm=None and scale all rows after optimizer.step(), or "
+                "one replica"
+            )
+
+
+def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
+    """A parameter has one owner and one reduction."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    models: list[Any] = list(current.wrapped.models)
+    for other in models:
+        wrapped: nn.Module = other.get_module()
+        for name, parameter in wrapped.named_parameters():
+            if id(parameter) in names:
+                raise ValueError(
+                    f"{_C.rank_prefix()}parameter '{names[id(parameter)]}' is '{name}' of a model "
+                    f"that is wrapped already ({other._label}); put both into one module and wrap "
+                    "that, or delete the other one first"
+                )
