@@ -15,5 +15,7 @@ for name in "${names[@]}"; do targets+=(--target "smp_fuzz_$name"); done
 scripts/build.sh "$folder" "$python" "${targets[@]}"
 
 for name in "${names[@]}"; do
-  echo "$name: $("$folder/smp_fuzz_$name" "-runs=$runs" "-seed=$seed" "tests/fuzz/corpus/$name")"
+  # A failure ends the script here; as a part of echo's words it would not.
+  said=$("$folder/smp_fuzz_$name" "-runs=$runs" "-seed=$seed" "tests/fuzz/corpus/$name")
+  echo "$name: $said"
 done
