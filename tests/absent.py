@@ -1,7 +1,8 @@
 """Tests that import a package which is known to be absent are skipped, and counted.
 
 ``SMP_TEST_WITHOUT=transformers,peft`` names such packages: those that a distribution does not have.
-Only what a file of ``tests`` or ``examples`` imports counts, or a package that such a file imports:
+Only what a file of ``tests``, ``benchmarks`` or ``examples`` imports counts, or a program that a
+test gives to ``python -c``, or a package that such a file imports:
 smp itself has to get along without them, so its own failure to import one stays a failure.
 Without the variable nothing is skipped.
 """
@@ -20,7 +21,8 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 ABSENT = frozenset(filter(None, os.environ.get("SMP_TEST_WITHOUT", "").split(",")))
 
-_MISSING = re.compile(r"^(?:E\s+)?ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
+# pytest indents what an assertion says from its second line on.
+_MISSING = re.compile(r"^E?\s*ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line \d+')
 
 
@@ -40,11 +42,14 @@ def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
 
 
 def missing_from(error: BaseException, absent: Iterable[str] = ABSENT) -> str | None:
-    """The same by an exception of this process."""
-    if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
-        files = [name for name in _files_of(error) if not name.startswith("<frozen")]
-        return package if package in absent and files and _is_of_tests(files[-1]) else None
+    """The same by an exception of this process, or by one that it was raised from."""
+    raised: BaseException | None = error
+    while raised is not None:
+        if isinstance(raised, ModuleNotFoundError):
+            package = (raised.name or "").partition(".")[0]
+            files = [name for name in _files_of(raised) if not name.startswith("<frozen")]
+            return package if package in absent and files and _is_of_tests(files[-1]) else None
+        raised = raised.__cause__
     return missing_package(str(error), absent)
 
 
@@ -56,7 +61,8 @@ def _files_of(error: BaseException) -> Iterator[str]:
 
 
 def _is_of_tests(name: str) -> bool:
-    return any((REPO / folder) in Path(name).parents for folder in ("tests", "examples"))
+    folders = (REPO / folder for folder in ("tests", "benchmarks", "examples"))
+    return name == "<string>" or any(folder in Path(name).parents for folder in folders)
 
 
 class SkipsWithoutPackages:
@@ -76,8 +82,7 @@ class SkipsWithoutPackages:
         outcome = yield
         report = outcome.get_result()
         if report.failed:
-            error = report.call.excinfo.value
-            package = missing_from(error.__cause__ or error)  # pytest wraps that of an import
+            package = missing_from(report.call.excinfo.value)  # pytest wraps that of an import
             if package is not None:
                 _skip(report, (str(collector.path), 0, ""), package)
 

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from tests.installed import python_path
+
 NUM_WORKERS = 8
 _REPO = Path(__file__).resolve().parents[2]
 # After one rank has failed the others are given this long to fail as well.
@@ -63,10 +65,7 @@ class ZygoteProcess:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         env = dict(os.environ)
-        paths = [str(_REPO)]
-        if not env.get("SMP_TEST_INSTALLED"):
-            paths.insert(0, str(_REPO / "python"))
-        env["PYTHONPATH"] = os.pathsep.join([*paths, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        env["PYTHONPATH"] = python_path(_REPO, env.get("PYTHONPATH", ""))
         env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         env.setdefault("HF_HUB_OFFLINE", "1")
         env.update(settings)

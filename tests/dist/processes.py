@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.dist.pool import Pool
+from tests.installed import python_path
 
 REPO = Path(__file__).resolve().parents[2]
 _RUN_IDS = itertools.count()
@@ -161,8 +162,7 @@ def launch(command: Sequence[str], timeout: float = 120.0) -> subprocess.Complet
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SMP_RENDEZVOUS")
     }
-    paths = [] if env.get("SMP_TEST_INSTALLED") else [str(REPO / "python")]
-    env["PYTHONPATH"] = os.pathsep.join([*paths, str(REPO), env.get("PYTHONPATH", "")]).rstrip(":")
+    env["PYTHONPATH"] = python_path(REPO, env.get("PYTHONPATH", ""))
     env["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
         list(command),

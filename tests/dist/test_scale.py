@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import smp
 from tests.dist.pool import Pool
+from tests.installed import python_path
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,7 @@ def measure(config: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
         env={
             **os.environ,
             "SMP_TRANSPORT": "tcp",
-            "PYTHONPATH": os.pathsep.join([str(REPO / "python"), str(REPO)]),
+            "PYTHONPATH": python_path(REPO),
         },
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, Started, wait_for_ranks
 from tests.dist.zygote import HOST_VARIABLE, RANK_VARIABLES, die_with_parent
 from tests.hosts.network import Network
+from tests.installed import python_path
 
 TASK = REPO / "tests" / "hosts" / "task.py"
 PORT = 29511
@@ -198,9 +199,8 @@ def start_command(
 ) -> subprocess.Popen[bytes]:
     """Starts a command on a host, in a session of its own."""
     settings = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
-    paths = [] if settings.get("SMP_TEST_INSTALLED") else [str(REPO / "python")]
-    paths += [str(REPO), settings.get("PYTHONPATH", "")]
-    settings |= {"PYTHONPATH": os.pathsep.join(paths).rstrip(":"), "OMP_NUM_THREADS": "1", **env}
+    path = python_path(REPO, settings.get("PYTHONPATH", ""))
+    settings |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
     settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
     with open(log, "wb") as file:
         return subprocess.Popen(

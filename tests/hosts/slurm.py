@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.dist.processes import REPO
 from tests.dist.zygote import die_with_parent
 from tests.hosts.network import Network
+from tests.installed import python_path
 
 _PROGRAMS = {
     "slurmctld": "slurmctld",
@@ -195,8 +196,8 @@ class Slurm:
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         env = {n: v for n, v in os.environ.items() if not n.startswith(("SLURM_", "SMP_"))}
-        paths = [str(REPO / "python"), str(REPO), env.get("PYTHONPATH", "")]
-        env |= {"PYTHONPATH": ":".join(paths).rstrip(":"), "OMP_NUM_THREADS": "1"}
+        path = python_path(REPO, env.get("PYTHONPATH", ""))
+        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}:/usr/sbin"
         return {**env, "SLURM_CONF": str(self.folder / "slurm.conf"), **more}
 

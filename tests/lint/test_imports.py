@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.lint.layers import REPO
+from tests.installed import python_path
 
 _PROBE = """
 import importlib, json, os, pkgutil, sys, threading
@@ -48,12 +48,9 @@ print(json.dumps({
 
 
 def test_all_modules_import_without_side_effects(tmp_path: Path) -> None:
-    env = dict(os.environ)
-    if not env.get("SMP_TEST_INSTALLED"):
-        env["PYTHONPATH"] = str(REPO / "python")
     done = subprocess.run(
         [sys.executable, "-c", _PROBE],
-        env=env,
+        env={**os.environ, "PYTHONPATH": python_path()},
         cwd=tmp_path,  # works from any folder
         capture_output=True,
         text=True,

@@ -33,6 +33,24 @@ def test_what_a_test_imports_may_be_absent() -> None:
     assert missing_from(AssertionError(text), ABSENT) == "absent_here"
 
 
+@pytest.mark.parametrize("path", [REPO / "benchmarks" / "any.py", "<string>"])
+def test_what_a_benchmark_or_a_program_of_a_test_imports_may_be_absent(path: Path | str) -> None:
+    assert missing_from(_imports(Path(path)), ABSENT) == "absent_here"
+    text = RANK.format(path=path)
+    assert missing_package(text, ABSENT) == "absent_here"
+    assert missing_package(text.replace("\n", "\n  "), ABSENT) == "absent_here"
+
+
+def test_what_it_was_raised_from_counts() -> None:
+    def raised_from(path: Path) -> BaseException:
+        with pytest.raises(RuntimeError) as caught:
+            raise RuntimeError("the trace failed") from _imports(path)
+        return caught.value
+
+    assert missing_from(raised_from(REPO / "tests" / "unit" / "any.py"), ABSENT) == "absent_here"
+    assert missing_from(raised_from(Path(sys.prefix) / "smp" / "any.py"), ABSENT) is None
+
+
 def test_what_the_library_imports_may_not() -> None:
     inside = Path(sys.prefix) / "smp" / "nn" / "any.py"
     assert missing_from(_imports(inside), ABSENT) is None

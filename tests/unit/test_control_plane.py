@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from tests.conftest import REPO
+from tests.installed import python_path
 
 N = 12
 
@@ -15,7 +16,7 @@ N = 12
 def test_the_hub_answers_simulated_ranks() -> None:
     done = subprocess.run(
         [sys.executable, "control_plane.py", "--ranks", str(N), "--seconds", "1"],
-        env={**os.environ, "PYTHONPATH": str(REPO / "python")},
+        env={**os.environ, "PYTHONPATH": python_path()},
         cwd=REPO / "benchmarks",
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ from smp_cli.main import main
 
 from smp.planning import hardware
 from tests.conftest import REPO
+from tests.installed import python_path
 
 HERE = "tests.unit.test_smp_doctor"
 
@@ -74,7 +75,7 @@ def test_every_probe_exists() -> None:
 def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     """Also one without smp's extension: both fail to load, and that is what it says."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO / "python")])}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from smp_cli import main; sys.exit(main())"]
         + ["doctor", "--json", "--only", "packages,build,transport tcp"],
@@ -100,7 +101,7 @@ def test_transport_is_measured_between_two_ranks() -> None:
 
 
 def test_lane_of_each_pair_is_told_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPO / "python"))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     settings = {"SMP_TEST_LANES": "1:0:4:ring"}
     section = transports.measure_lanes(settings, 3, 1 << 14)
     assert not section.problems

@@ -17,11 +17,9 @@ from smp_cli import sagemaker
 from smp_cli.environment import Place
 from smp_cli.supervisor import EXIT_RESUME
 
-from tests.conftest import REPO
+from tests.installed import python_path
 
 pytestmark = pytest.mark.waits
-
-PYTHON = str(REPO / "python")
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
 
 def environment(**more: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "SMP_", "OMP_"))}
-    return {**env, "PYTHONPATH": PYTHON, **more}
+    return {**env, "PYTHONPATH": python_path(), **more}
 
 
 def execute(
@@ -91,7 +89,7 @@ def test_a_further_command_is_one_line(tmp_path: Path) -> None:
         "commands = (*COMMANDS, Command('extra', 'more', 'extra_cli'))\n"
         "assert main(['extra', 'hello'], commands) == 7\nassert 'extra_cli' in sys.modules\n"
     )
-    path = os.pathsep.join([PYTHON, str(tmp_path)])
+    path = python_path(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(PYTHONPATH=path),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from smp_cli.hosts import plan_hosts
 
-from tests.conftest import REPO
+from tests.installed import python_path
 
 pytestmark = pytest.mark.waits
 
@@ -48,7 +48,7 @@ class Hosts:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "SMP_", "OMP_"))}
         return subprocess.Popen(
             [sys.executable, "-m", "smp_cli", "run", *words, str(script), "argument"],
-            env={**base, "PYTHONPATH": str(REPO / "python"), **env},
+            env={**base, "PYTHONPATH": python_path(), **env},
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -220,7 +220,7 @@ def test_a_folder_that_a_host_lacks_is_named(hosts: Hosts) -> None:
     agent = AGENT.replace("AGENT_HOST", '[ "$host" = one ] || rmdir gone\nAGENT_HOST')
     hosts.agent.write_text(agent)
     (hosts.folder / "gone").mkdir()
-    base = {**os.environ, "PYTHONPATH": str(REPO / "python")}
+    base = {**os.environ, "PYTHONPATH": python_path()}
     words = ["-n", "2", "--hosts", "one,two", "--agent", f"env -C {hosts.folder} {hosts.agent}"]
     done = subprocess.run(
         [sys.executable, "-m", "smp_cli", "run", *words, "script.py"],
