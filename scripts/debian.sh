@@ -5,12 +5,13 @@
 # Usage: scripts/debian.sh [root|package|tests|install]...
 #   root     a root with what debian/control builds and tests with; it is kept
 #   package  dpkg-buildpackage in it, on a copy of the checkout: python3-smp,
-#            with the C++ tests
+#            with the C++ tests, but for DEB_BUILD_OPTIONS=nocheck
 #   tests    Python tests of one process, and a sample of those of several,
 #            with what the package installs
 #   install  the package in a root that has nothing else, and the quickstart
-# Without a stage all of them. Packages come from DEBIAN_MIRROR, or from where
-# apt of this machine takes its own; nothing comes from PyPI.
+# Without a stage all of them. TESTS="tests/unit tests/api" runs these in the
+# stage tests, SMP_TEST_JOBS=1 one at a time. Packages come from DEBIAN_MIRROR,
+# or from where apt of this machine takes its own; nothing comes from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -122,7 +123,7 @@ stage_root() {
 stage_package() {
   copy_tree
   rm -f "$shared"/*.deb
-  inside "$root" env DEB_BUILD_OPTIONS="parallel=${JOBS:-$(env -u OMP_NUM_THREADS nproc)}" \
+  inside "$root" env "DEB_BUILD_OPTIONS=parallel=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} ${DEB_BUILD_OPTIONS:-}" \
     dpkg-buildpackage --build=binary --no-sign
   ls -l "$shared"/python3-smp_*.deb
 }
@@ -134,7 +135,9 @@ install_package() {
 
 stage_tests() {
   install_package "$root"
-  inside "$root" debian/tests/python
+  local tests
+  read -ra tests <<< "${TESTS:-}"
+  inside "$root" env "SMP_TEST_JOBS=${SMP_TEST_JOBS:-2}" debian/tests/python "${tests[@]}"
 }
 
 stage_install() {
