@@ -51,6 +51,8 @@ print(pathlib.Path(torch.__file__).parent / "lib")')
 
 check() {
   local python=$1 venv=$PWD/build/wheel-check release
+  # Of a checkout that is named there pip takes its metadata for the package.
+  unset PYTHONPATH LD_LIBRARY_PATH
   release=$("$python" -c 'import torch; print(torch.__version__.split("+")[0])')
   rm -rf "$venv"
   "$python" -m venv "$venv"
@@ -59,8 +61,7 @@ check() {
   scripts/setup_venv.sh "${venv#"$PWD/"}" run "$release"
   rm "$venv"/lib/python*/site-packages/smp_checkout.pth
   "$venv/bin/python" -m pip --disable-pip-version-check install --no-index dist/smp-*.whl
-  PATH="$venv/bin:$PATH" env -u PYTHONPATH -u LD_LIBRARY_PATH \
-    "$venv/bin/python" scripts/quickstart.py
+  PATH="$venv/bin:$PATH" "$venv/bin/python" scripts/quickstart.py
 }
 
 case ${1:-} in
