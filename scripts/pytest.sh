@@ -16,7 +16,10 @@ unset PYTHONDONTWRITEBYTECODE
 parts=("not alone" alone)
 [[ -z ${SMP_TEST_MARKS:-} ]] || parts=("$SMP_TEST_MARKS")
 computing=(-n "${SMP_TEST_JOBS:-2}" --dist worksteal)
-waiting=(-n "${SMP_TEST_WAITING_JOBS:-2}" --dist loadfile --no-loadscope-reorder)
+waiting=(-n "${SMP_TEST_WAITING_JOBS:-2}" --dist loadfile)
+# Files in their order, where this release of pytest-xdist can.
+[[ $("$python" -m pytest --help 2> /dev/null) != *--no-loadscope-reorder* ]] ||
+  waiting+=(--no-loadscope-reorder)
 "$python" -c 'import xdist' 2> /dev/null || computing=() waiting=()
 status=0
 ran=0

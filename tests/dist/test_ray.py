@@ -20,6 +20,7 @@ import torch
 
 from tests.dist.processes import REPO
 from tests.dist.zygote import RANK_VARIABLES, die_with_parent
+from tests.installed import python_path
 
 pytestmark = [
     pytest.mark.waits,
@@ -48,9 +49,7 @@ class Driver:
     def __init__(self, words: Sequence[str], log: Path) -> None:
         env = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
         env |= {
-            "PYTHONPATH": os.pathsep.join(
-                [str(REPO / "python"), str(REPO), env.get("PYTHONPATH", "")]
-            ).rstrip(os.pathsep),
+            "PYTHONPATH": python_path(REPO, env.get("PYTHONPATH", "")),
             "OMP_NUM_THREADS": "1",
             "SMP_DEVICE": "cpu",
             "RAY_AUTH_MODE": "disabled",
