@@ -286,7 +286,7 @@ FIGURES = (
     Figure("Sums over hosts: bytes", "hosts_xeon2_202611",
            "All-reduce of 64 MiB; hosts are namespaces of one machine. Bytes depend on no load.",
            _is_any, _host_bytes),
-    Figure("The hub of a job with thousands of ranks", "control_plane_epyc2_202611",
+    Figure("The hub of a job with thousands of ranks", "control_plane_xeon2_202611",
            "The real hub of rank 0, and ranks that only talk to it.",
            _is_any, _control_plane, repeats="1"),
     Figure("Memory that `smp estimate` predicts", _PLANNING,
