@@ -107,6 +107,9 @@ def test_a_job_over_hosts_is_preempted_and_goes_on(pool: Pool, tmp_path: Path, w
             if whom == "command":
                 command.wait_for(r"STEP 4 ")
                 command.send(signal.SIGTERM)
+                command.wait_for("SIGTERM: all ranks will stop")
+                time.sleep(0.5)  # ranks agree where to stop before those that hold may end
+                hold.touch()
                 assert command.wait() == EXIT_RESUME, command.said
             else:
                 command.wait_for("starting all ranks again")
