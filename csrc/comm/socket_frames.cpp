@@ -92,7 +92,7 @@ std::string OutgoingSocket::send(Done& done) {
     if (size < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return "";
-      return std::strerror(errno);
+      return health::connection_error(errno);
     }
     auto left = static_cast<size_t>(size);
     while (!queue_.empty()) {
@@ -119,7 +119,7 @@ std::string OutgoingSocket::look_for_end() const {
   if (size == 0) return "closed by the other side";
   const bool goes_on =
       size > 0 || errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-  return goes_on ? "" : std::strerror(errno);
+  return goes_on ? "" : health::connection_error(errno);
 }
 
 void OutgoingSocket::fail(const std::string& why, Done& done) {
@@ -176,7 +176,8 @@ bool IncomingSocket::read_some(std::string& why, bool& is_empty) {
     return true;
   }
   if (size < 0 && errno == EINTR) return true;
-  why = size == 0 ? "closed by the other side" : std::strerror(errno);
+  why = size == 0 ? "closed by the other side"
+                  : health::connection_error(errno);
   return false;
 }
 

@@ -49,18 +49,22 @@ void tune(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kSeconds * 1000);
 }
 
-// What `errno` says of a connection that has failed.
-IoResult failure() {
-  switch (errno) {
+bool says_unreachable(int error) {
+  switch (error) {
     case ETIMEDOUT:
     case EHOSTUNREACH:
     case EHOSTDOWN:
     case ENETUNREACH:
     case ENETDOWN:
-      return IoResult::kUnreachable;
+      return true;
     default:
-      return IoResult::kClosed;
+      return false;
   }
+}
+
+// What `errno` says of a connection that has failed.
+IoResult failure() {
+  return says_unreachable(errno) ? IoResult::kUnreachable : IoResult::kClosed;
 }
 
 OwnedFd new_socket(int family) {
@@ -213,6 +217,10 @@ std::string unreachable_text() {
   return "it has acknowledged nothing for " +
          std::to_string(kUnreachableAfter.count()) +
          " s (host down, cable or switch, firewall, or route)";
+}
+
+std::string connection_error(int error) {
+  return says_unreachable(error) ? unreachable_text() : std::strerror(error);
 }
 
 OwnedFd begin_connect_tcp(const std::string& address, int port) {

@@ -72,6 +72,10 @@ IoResult read_available(const OwnedFd& fd, std::string& buffer,
 /// How `kUnreachable` was seen, for people.
 std::string unreachable_text();
 
+/// Why a connection has failed, for people: `unreachable_text` where `error`
+/// says that the host of the other end does not answer.
+std::string connection_error(int error);
+
 /// Sends what the system takes and removes it from `buffer`.
 IoResult write_available(const OwnedFd& fd, std::string& buffer);
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/health/socket.h"
 #include "csrc/memory/device_scope.h"
 
 namespace smp::mailbox {
@@ -223,7 +224,9 @@ void SocketLink::watch_losses() {
     if (stopping_) return;
     lock.unlock();
     for (const Loss& loss : unexplained) {
-      faults.report({.kind = health::Fault::Kind::kDied,
+      using Kind = health::Fault::Kind;
+      const bool is_unreachable = loss.text == health::unreachable_text();
+      faults.report({.kind = is_unreachable ? Kind::kUnreachable : Kind::kDied,
                      .global_rank = loss.global_rank,
                      .text = loss.text});
     }
