@@ -176,8 +176,8 @@ bool IncomingSocket::read_some(std::string& why, bool& is_empty) {
     return true;
   }
   if (size < 0 && errno == EINTR) return true;
-  why = size == 0 ? "closed by the other side"
-                  : health::connection_error(errno);
+  why =
+      size == 0 ? "closed by the other side" : health::connection_error(errno);
   return false;
 }
 
