@@ -110,6 +110,11 @@ def test_trial(name: str) -> None:
     assert optimizer.param_groups[0]["params"][0] is parameters[0]
 
 
+def test_parameters_without_memory_are_no_reason_not_to_try() -> None:
+    parameter = nn.Parameter(torch.ones(3, 4, device="meta"))
+    assert coupling(torch.optim.Adafactor([parameter])) is Coupling.ELEMENTS
+
+
 def test_a_scheduler_that_has_wrapped_the_step_counts_nothing() -> None:
     optimizer = own(lars)([nn.Parameter(torch.ones(3))])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)

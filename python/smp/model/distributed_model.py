@@ -81,8 +81,9 @@ class DistributedModel(ModelViews):
             the script has compiled itself, which happens in any case.
 
     Raises:
-        ValueError: for arguments that are not usable, and for a module that shares parameters with
-            a model that is wrapped already.
+        ValueError: for arguments that are not usable, for a module that shares parameters with
+            a model that is wrapped already, and for an embedding with ``max_norm`` if there are
+            several replicas.
     """
 
     def __init__(

@@ -116,6 +116,8 @@ def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 def _updated(optimizer: torch.optim.Optimizer, idx: int, values: Sequence[Tensor]) -> list[Tensor]:
     """What a copy of the optimizer makes of small tensors; gradients follow from their values."""
     device = optimizer.param_groups[idx]["params"][0].device
+    if device.type == "meta":  # of a model that gets its memory later
+        device = torch.device("cpu")
     tensors = [nn.Parameter(value.clone().to(device)) for value in values]
     copied = _copy(optimizer, idx, tensors)
     step: Callable[[Any], Any] = type(optimizer).step  # not one that a scheduler has put around it

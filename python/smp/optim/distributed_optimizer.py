@@ -58,8 +58,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             entries may also be given as keywords.
 
     Raises:
-        ValueError: for something else than an optimizer, for unknown loss scale arguments, and for
-            parameters whose module was replaced.
+        ValueError: for something else than an optimizer, for unknown loss scale arguments, for
+            parameters whose module was replaced, and for an optimizer that needs more of the
+            parameters than a rank has (a trial on small tensors shows it).
     """
 
     # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
