@@ -39,9 +39,9 @@ from smp.model import DistributedModel, is_tracing  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
 from smp.observe.timeline import trace  # noqa: E402
 from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
-from smp.optim.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition.report import explain_partition, save_partition  # noqa: E402
+from smp.precision.grad_norm import clip_grad_norm_  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,

@@ -126,8 +126,10 @@ def clip_after_the_end(rank: int) -> list[Any]:
     before = [function.__closure__[0].cell_contents for function in functions]  # type: ignore
     for _ in range(2):
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        model = smp.DistributedModel(Net())
+        inside = functions[0].__closure__[0].cell_contents  # type: ignore
+        assert inside is not before[0] and not model.partitioned
         stranger = nn.Parameter(torch.ones(4))
-        smp.DistributedOptimizer(torch.optim.SGD([stranger], lr=1.0))
         stranger.grad = torch.ones(4) * (1 + smp.pp_rank())
         norm = float(clip_grad_norm_([stranger], 1.0))  # no parameter of a model: its own norm
         assert norm == pytest.approx(2.0 * (1 + smp.pp_rank()))

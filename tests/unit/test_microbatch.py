@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.step.microbatch import StepOutput, batch_sizes, join, num_microbatches, split, weights
+from smp.step.microbatch import (
+    StepOutput,
+    batch_sizes,
+    join,
+    num_microbatches,
+    several_sizes,
+    split,
+    weights,
+)
 
 
 class Pair(NamedTuple):
@@ -54,6 +62,14 @@ def test_weighted_mean_of_means_is_the_mean_over_the_batch(batch: int, wanted: i
     output = StepOutput([piece.mean() for piece in split(x, count, 0)], shares)
     assert torch.allclose(output.reduce_mean(), x.mean(), rtol=1e-12)
     assert torch.equal(output.detach().reduce_mean(), output.reduce_mean())
+
+
+def test_sizes_count_of_arguments_of_which_the_script_says_nothing() -> None:
+    sizes = [("x", 8), ("table", 4), ("x", 8), ("images", 16)]
+    assert several_sizes(sizes, {}) == [("x", 8), ("table", 4), ("images", 16)]
+    assert several_sizes(sizes, {"images": 0}) == [("x", 8), ("table", 4)]
+    assert several_sizes(sizes, {"images": 0, "table": 1}) == []
+    assert several_sizes([], {}) == []
 
 
 def test_uneven_batches_of_several_sizes_have_no_weights() -> None:

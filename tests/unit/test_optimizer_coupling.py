@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.optim.coupling import Coupling, coupling
+from smp.model.torch_training.coupling import Coupling, coupling
 from smp.optimizers import FusedAdam, FusedNovoGrad
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,3 +128,28 @@ def test_calls_that_name_no_model_list_the_candidates(twins: Twins) -> None:
     with pytest.raises(RuntimeError, match=r"0: Linear of 1.2e-05 M.*; 1: Linear.*the model that"):
         _ = smp.world.runtime.current().wrapped.model
     assert smp.world.runtime.current().wrapped.models == twins.models
+
+
+def test_arguments_of_several_sizes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A table is cut like a batch, and pieces of one row broadcast."""
+    smp.init({"microbatches": 2})
+
+    @smp.step
+    def cut(x: Tensor, table: Tensor) -> Tensor:
+        return x * table
+
+    @smp.step(non_split_inputs=["table"])
+    def whole(x: Tensor, table: Tensor) -> Tensor:
+        return x * table[:1]
+
+    x, table = torch.ones(4, 2), torch.ones(2)
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        whole(x, table)
+        cut(x, torch.ones(4, 1))
+        assert not caplog.messages
+        cut(x, table)
+        cut(x, table)
+    [text] = caplog.messages
+    assert "batch dimensions of several sizes: x 4, table 2" in text
+    assert "non_split_inputs" in text and "input_split_axes" in text
+    smp.shutdown()

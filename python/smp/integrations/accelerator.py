@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 import smp._C as _C
 from smp import checkpoint
 from smp.model import DistributedModel
-from smp.optim import grad_norm
 from smp.optim.distributed_optimizer import DistributedOptimizer
+from smp.precision import grad_norm
 from smp.world import comm, runtime
 from smp.world.rank import Rank
 from smp.world.wrapped import module_manager

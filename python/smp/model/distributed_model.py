@@ -22,6 +22,7 @@ from smp.model.engine import Engine
 from smp.model.join import uneven_batches
 from smp.model.model_calls import ModelCalls
 from smp.model.parts import ModelParts
+from smp.model.torch_training import take_over
 from smp.model.views import ModelViews
 from smp.model.wrapper import ModuleWrapper, alias_forwards
 from smp.modules.compiled import (
@@ -156,6 +157,7 @@ class DistributedModel(ModelViews):
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         alias_forwards(module)
         current.wrapped.add_model(self)
+        take_over(current)
         let_go = weakref.finalize(self, self._engine.close)
         let_go.atexit = False  # the runtime ends in an order of its own
         current.on_shutdown(let_go)

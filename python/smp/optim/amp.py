@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smp.world import device_numbers, runtime
+from smp.model.torch_training.grad_scaler import agreed
+from smp.world import runtime
 
 __all__ = ["GradScaler"]
 
@@ -17,10 +18,13 @@ class GradScaler(torch.amp.GradScaler):
     skip the same steps and agree on the scale. ``unscale_`` and ``step`` are collective over them
     (the MP group; all ranks if the optimizer state is sharded). The host waits for the device only
     where PyTorch's does: in ``step`` of optimizers that are not fused. Autocast is PyTorch's own.
+    While models are wrapped, PyTorch's scaler does the same for optimizers with their parameters.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for PyTorch's.
     """
+
+    agrees_itself = True
 
     def __init__(
         self,
@@ -48,10 +52,4 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not found:  # no gradient on this rank; PyTorch wants an answer all the same
-            found = {found_inf.device: torch.zeros_like(found_inf)}
-        own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
-        kinds = device_numbers.skipping_kinds(self._rank)
-        anywhere = device_numbers.maxima(self._rank, own.amax(0).reshape(1), kinds)
-        anywhere = anywhere.reshape(())
-        return {device: device_numbers.moved(anywhere, device).clone() for device in found}
+        return agreed(self._rank, found, found_inf)

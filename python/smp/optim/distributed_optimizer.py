@@ -11,15 +11,13 @@ from torch import Tensor
 import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
+from smp.model.torch_training.coupling import refuse_parts
 from smp.observe.memory.out_of_memory import explaining
-from smp.optim import grad_norm
-from smp.optim.coupling import refuse_parts
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.state import OptimizerState
-from smp.optim.torch_clipping import TorchClipping
 from smp.optim.v1_names import LegacyNames
-from smp.precision import LossScaler, ScaledGradients, StaticLossScaler
+from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
 from smp.precision.holdings import (
     model_parameter_of,
     parameters_of,
@@ -109,7 +107,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._pending_load: dict[str, Any] | None = None
         self.first_closure_call_this_step = True
         self._use_masters()
-        TorchClipping(current)
         current.wrapped.add_optimizer(self)
 
     # ---- as the wrapped optimizer
@@ -324,6 +321,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Puts masters in the place of parameters of models that are partitioned."""
         adopt_masters(self.optimizer)
         self._gradients.attach()
+        if self._runtime.torch_optimizers is not None:
+            self._runtime.torch_optimizers.watch(self.optimizer)
         if not self._is_scaled:
             return
         for model in self._models():

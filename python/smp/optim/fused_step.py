@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp.optim import grad_norm
 from smp.optim.fused import FusedOptimizer
+from smp.precision import grad_norm
 from smp.precision.holdings import model_parameter_of, parameters_of
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import device_numbers

@@ -25,6 +25,7 @@ from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
 from smp.world import preemption, runtime
+from smp.world.log import first_rank_log
 
 # As a submodule, `smp.step` would hide the decorator of the same name; the public name wins
 # because `smp/__init__.py` binds it last.
@@ -92,6 +93,7 @@ class StepFunction:
             )
             for part, call in enumerate(calls)
         ]
+        self._tell_sizes(current, batches[0])
         count = sum(batch.count for batch in batches)
         weights = joined_weights(batches)
         current.steps.samples = sum(batch.num_samples for batch in batches)
@@ -135,6 +137,23 @@ class StepFunction:
         current.steps.finished(duration_s)
         step_log_of(current).finished(duration_s, trains=trains, num_samples=samples)
         return result
+
+    def _tell_sizes(self, current: runtime.Runtime, batch: Batch) -> None:
+        """Says once that arguments are cut which may not be samples."""
+        if batch.count == 1 or current.rank.global_rank != 0:
+            return
+        sizes = microbatch.batch_sizes(batch.arguments, self._axes)
+        several = microbatch.several_sizes(sizes, self._axes)
+        if several and first_rank_log.is_new((self, "several sizes")):
+            first_rank_log.warning(
+                "smp: step '%s' cuts each of its arguments into %d microbatches, and they have "
+                "batch dimensions of several sizes: %s. Name those without samples (a table, "
+                "weights, a mask for all samples) in non_split_inputs, and those that have several "
+                "entries for each sample in input_split_axes",
+                self._name,
+                batch.count,
+                ", ".join(f"{name} {size}" for name, size in several),
+            )
 
     def _bodies(
         self,

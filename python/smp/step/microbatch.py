@@ -59,6 +59,22 @@ def batch_sizes(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> list[t
     return sizes
 
 
+def several_sizes(
+    sizes: Sequence[tuple[str, int]], axes: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    """Arguments that are cut though their extents differ; empty where all are alike.
+
+    A table, a mask for all samples or a vector of weights is cut, too, and a model may go on with
+    pieces of it that broadcast.
+
+    Args:
+        sizes: from `batch_sizes`.
+        axes: batch dimension by name, of arguments of which the script says that they have one.
+    """
+    unnamed = [(name, size) for name, size in sizes if name not in axes]
+    return list(dict.fromkeys(unnamed)) if len({size for _, size in unnamed}) > 1 else []
+
+
 def num_samples(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int:
     """Of the largest tensor that is cut; 0 where dummies have no batch dimension."""
     try:

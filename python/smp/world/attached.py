@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import smp._C as _C
 
@@ -64,6 +65,12 @@ class Detection(Protocol):
         what: str,
         module: nn.Module | None = None,
     ) -> None: ...
+
+
+class TorchOptimizers(Protocol):
+    """Looks at PyTorch's optimizers while models are wrapped: `smp.model.torch_training`."""
+
+    def watch(self, optimizer: Optimizer) -> None: ...
 
 
 class Verification(Protocol):

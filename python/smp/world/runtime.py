@@ -17,7 +17,14 @@ import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import lanes, process_hooks, thread_device
-from smp.world.attached import Detection, Dropout, Pipeline, StepLog, Verification
+from smp.world.attached import (
+    Detection,
+    Dropout,
+    Pipeline,
+    StepLog,
+    TorchOptimizers,
+    Verification,
+)
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
 from smp.world.job_secret import fingerprint, given_secret, share_secret
@@ -48,6 +55,7 @@ class Runtime:
         verification: records what it computes, where `smp verify` has started it.
         step_log: figures of training steps, from the first step on.
         memory_observer: notes what was in use when there was no memory: `smp.observe.memory`.
+        torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -62,6 +70,7 @@ class Runtime:
         self.verification: Verification | None = None
         self.step_log: StepLog | None = None
         self.memory_observer: object | None = None
+        self.torch_optimizers: TorchOptimizers | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False

@@ -1,0 +1,128 @@
+"""``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` on parameters of a distributed model.
+
+What PyTorch's functions find on a rank is a part: of a pipeline its own stage, of split layers its
+slices, and of sharded state and of 16-bit parameters nothing or a copy. Each rank would clip by
+another norm, or not at all, and nobody would say so. So while models are wrapped these functions do
+what `smp.clip_grad_norm_` does where they are given parameters of such a model; other calls are
+theirs.
+
+``get_total_norm`` and ``clip_grads_with_norm_``, its two halves, know too little to do the same:
+the first gets gradients, of which a rank may have none. They are refused there.
+
+Scripts have these functions by several names, from before the library was imported. All are
+wrappers of torch's own that call what is in their closure, so that is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import CellType
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+import smp._C as _C
+from smp.model.torch_training.known import has_known, has_known_gradient
+from smp.precision.grad_norm import clip_grad_norm_
+from smp.precision.gradients import gradients_of
+from smp.precision.holdings import master_of
+from smp.world import runtime
+
+Parameters = Tensor | Iterable[Tensor]
+
+
+class TorchClipping:
+    """Takes the place of PyTorch's functions until the run is shut down.
+
+    Args:
+        current: the runtime, whose models count. Of models of which some rank has a part only.
+
+    Raises:
+        RuntimeError: this release of torch has other functions.
+    """
+
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._wrapped = current.wrapped
+        ours: dict[str, Callable[..., Any]] = {
+            "clip_grad_norm_": self._clip_norm,
+            "clip_grad_value_": self._clip_value,
+            "_get_total_norm": self._total_norm,
+            "_clip_grads_with_norm_": self._clip_with_norm,
+        }
+        cells = {name: _cell(name) for name in ours}
+        self._theirs: dict[str, Callable[..., Any]] = {
+            name: cell.cell_contents for name, cell in cells.items()
+        }
+
+        def restore() -> None:
+            for name, cell in cells.items():
+                cell.cell_contents = self._theirs[name]
+
+        for name, cell in cells.items():
+            cell.cell_contents = ours[name]
+        current.on_shutdown(restore)
+
+    def _clip_norm(
+        self,
+        parameters: Parameters,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        listed = _listed(parameters)
+        if has_known(self._wrapped, listed):
+            return clip_grad_norm_(listed, float(max_norm), float(norm_type), error_if_nonfinite)
+        theirs = self._theirs["clip_grad_norm_"]
+        norm: Tensor = theirs(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm
+
+    def _clip_value(
+        self, parameters: Parameters, clip_value: float, foreach: bool | None = None
+    ) -> None:
+        listed = _listed(parameters)
+        if has_known(self._wrapped, listed):
+            updated = list({id(p): p for p in map(master_of, listed)}.values())
+            for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
+                gradients.unscale()
+            listed = [p for p in updated if p.grad is not None]
+        if listed:
+            self._theirs["clip_grad_value_"](listed, clip_value, foreach)
+
+    def _total_norm(self, tensors: Parameters, *args: Any, **kwargs: Any) -> Any:
+        listed = _listed(tensors)
+        if has_known_gradient(self._wrapped, listed):
+            _refuse("get_total_norm")
+        return self._theirs["_get_total_norm"](listed, *args, **kwargs)
+
+    def _clip_with_norm(self, parameters: Parameters, *args: Any, **kwargs: Any) -> Any:
+        listed = _listed(parameters)
+        if has_known(self._wrapped, listed):
+            _refuse("clip_grads_with_norm_")
+        return self._theirs["_clip_grads_with_norm_"](listed, *args, **kwargs)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{_C.rank_prefix()}torch.nn.utils.{name} sees the gradients of this rank only, which has "
+        "a part of the model; use torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
+        "which clips by the norm over all ranks and returns it (max_norm=float('inf') to read it)"
+    )
+
+
+def _cell(name: str) -> CellType:
+    """Where one of torch's wrappers has the function that it calls."""
+    wrapper = getattr(clip_grad, name)
+    cells: tuple[CellType, ...] = wrapper.__closure__ or ()
+    if len(cells) != 1 or not callable(cells[0].cell_contents):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}torch.nn.utils.{name} of this torch has another form than those "
+            "that smp was written for (smp doctor names the releases), or was replaced; each rank "
+            "would clip by the gradients that it has itself"
+        )
+    return cells[0]
+
+
+def _listed(parameters: Parameters) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,102 @@
+"""Optimizers of PyTorch over parameters of distributed models, and over others beside them.
+
+A script may update a pipeline with an optimizer that it has not wrapped: each rank has gradients of
+its own parameters. Where masters or pieces are updated in their place, such an optimizer would find
+no gradient and train nothing, without a word; it is refused.
+
+An optimizer may also have parameters that no distributed model has: weights of several losses, a
+criterion with centers. Their gradients would be sums over the microbatches of one rank, where those
+of a model are means over the batch of all replicas. Whether they take part in a step shows when the
+first gradient arrives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import smp._C as _C
+from smp.model.torch_training.coupling import refuse_parts
+from smp.model.torch_training.known import known_parameters
+from smp.precision.holdings import master_of, model_parameter_of, parameters_of
+from smp.world import runtime
+
+_WRAP = "smp.DistributedOptimizer(optimizer)"
+
+
+class TorchOptimizers:
+    """Looks at optimizers that a script uses while models are wrapped.
+
+    Args:
+        current: the runtime, whose models and optimizers count.
+    """
+
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._rank, self._wrapped, self._steps = current.rank, current.wrapped, current.steps
+        self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._strangers: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+        handle = register_optimizer_step_pre_hook(self._before_update)
+        current.on_shutdown(handle.remove)
+        current.on_shutdown(self._forget)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notices gradients of steps that arrive at parameters which no model has.
+
+        Args:
+            optimizer: PyTorch's own, with the groups that it has now.
+        """
+        rank = self._rank
+        if rank.world_size == 1 and rank.config.microbatches == 1:
+            return  # they are those of one process
+        known = known_parameters(self._wrapped)
+        for number, tensor in enumerate(parameters_of(optimizer)):
+            is_known = id(model_parameter_of(tensor)) in known
+            if not is_known and tensor.requires_grad and tensor not in self._strangers:
+                hook = self._on_gradient(type(optimizer).__name__, number)
+                self._strangers[tensor] = tensor.register_post_accumulate_grad_hook(hook)
+
+    def _on_gradient(self, optimizer: str, number: int) -> Callable[[Tensor], None]:
+        def arrived(tensor: Tensor) -> None:
+            step = self._steps.running
+            if step is None or id(tensor) in known_parameters(self._wrapped):
+                return
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the loss of step '{step}' depends on parameter {number} of "
+                f"{optimizer}, of shape {tuple(tensor.shape)}, which no DistributedModel has: its "
+                "gradient would be the sum over the microbatches of this rank, and not the mean "
+                "over the batch of all replicas. Put the module that has it (a loss with "
+                "parameters) and the model into one module, and wrap that; or wrap it in a "
+                "DistributedModel of its own; or leave it out of the optimizer"
+            )
+
+        return arrived
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(wrapper.optimizer is optimizer for wrapper in self._wrapped.optimizers):
+            return
+        known = known_parameters(self._wrapped)
+        own = [p for p in parameters_of(optimizer) if id(p) in known]
+        if not own:
+            return
+        if any(master_of(p) is not p for p in own):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}{type(optimizer).__name__} has parameters of a "
+                "DistributedModel of which this rank updates pieces, or copies in 32 bits, so it "
+                f"would find no gradient and train nothing; wrap it: {_WRAP}"
+            )
+        if optimizer not in self._tried:
+            self._tried.add(optimizer)
+            refuse_parts(self._rank, optimizer)
+            self.watch(optimizer)
+
+    def _forget(self) -> None:
+        for handle in self._strangers.values():
+            handle.remove()
+        self._strangers.clear()

@@ -1,0 +1,27 @@
+"""What stands in for PyTorch's own functions from the first wrapped model to the shutdown."""
+
+from __future__ import annotations
+
+from smp.model.torch_training.clipping import TorchClipping
+from smp.model.torch_training.grad_scaler import TorchGradScaler
+from smp.model.torch_training.optimizers import TorchOptimizers
+from smp.world import runtime
+
+
+def take_over(current: runtime.Runtime) -> None:
+    """Does what a script means that calls PyTorch's functions; once in a run.
+
+    Args:
+        current: the runtime, whose models count.
+
+    Raises:
+        RuntimeError: this release of torch has other functions.
+    """
+    if current.torch_optimizers is not None:
+        return
+    current.torch_optimizers = TorchOptimizers(current)
+    sizes, config = current.rank.sizes, current.rank.config
+    # Otherwise gradients are whole on each rank, and the model's own.
+    if sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None:
+        TorchClipping(current)
+        TorchGradScaler(current)

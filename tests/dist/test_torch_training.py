@@ -1,0 +1,350 @@
+"""Scripts that train distributed models with PyTorch's own optimizers and scaler, unwrapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from tests.dist.pool import Pool, RankFailure
+
+WIDTH, STEPS = 8, 5
+Config = dict[str, Any]
+LAYOUTS: dict[str, tuple[int, Config]] = {
+    "one": (1, {}),
+    "replicas": (2, {}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "sharded state": (2, {"shard_optimizer_state": True}),
+    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
+    "pipeline and sharded state": (
+        4,
+        {"pipeline_parallel_degree": 2, "shard_optimizer_state": True},
+    ),
+}
+PIECES = ["sharded state", "sharded", "pipeline and sharded state"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Weighted(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return (y * self.weight).square().mean()
+
+
+class Both(nn.Module):
+    def __init__(self, net: nn.Module, criterion: nn.Module) -> None:
+        super().__init__()
+        self.net, self.criterion = net, criterion
+
+    def forward(self, x: Tensor) -> Any:
+        return self.criterion(self.net(x))
+
+
+def samples_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def wrapped(config: Config, net: nn.Module) -> Any:
+    import smp
+
+    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
+    model = smp.DistributedModel(net)
+    if smp.pp_size() > 1:
+        layers = net.net.layers if isinstance(net, Both) else net.layers
+        for layer in layers[2:]:  # type: ignore[index, union-attr]
+            smp.set_partition(layer, 1)
+    return model
+
+
+def own_samples(step: int) -> Tensor:
+    import smp
+
+    return samples_of(step).chunk(smp.rdp_size())[smp.rdp_rank()]
+
+
+# ---- the scaler --------------------------------------------------------------------------------
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def with_overflow(parameter: Tensor) -> list[int]:
+    """Makes the gradient of step 1 infinite; returns the place where the step's number belongs."""
+    now = [0]
+    parameter.register_hook(lambda grad: grad * float("inf") if now[0] == 1 else grad)
+    return now
+
+
+def scaler_of() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+
+def scaled_reference() -> tuple[dict[str, Tensor], list[float]]:
+    net = Net().double()
+    optimizer, scaler, scales = sgd(net.parameters()), scaler_of(), []
+    now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
+    for step in range(STEPS):
+        now[0] = step
+        optimizer.zero_grad()
+        scaler.scale(net(samples_of(step)).square().mean()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return dict(net.state_dict()), scales
+
+
+def train_scaled(rank: int, config: Config, wraps: bool, unscales: bool) -> Any:
+    import smp
+
+    net = Net().double()
+    now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
+    model = wrapped(config, net)
+    own = sgd(model.parameters())
+    optimizer = smp.DistributedOptimizer(own) if wraps else own
+    scaler, scales = scaler_of(), []
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(scaler.scale(model(x).square().mean()))
+
+    for step in range(STEPS):
+        now[0] = step
+        optimizer.zero_grad()
+        train_step(own_samples(step))
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model.state_dict(), scales
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_skip_what_overflows_on_one(
+    pool: Pool, layout: str, wraps: bool, unscales: bool
+) -> None:
+    if not wraps and layout in PIECES:
+        pytest.skip("refused: test_an_optimizer_that_would_find_no_gradient_is_refused")
+    size, config = LAYOUTS[layout]
+    expected, scales = scaled_reference()
+    assert scales[1] < scales[0]  # it was skipped
+    for values, seen in pool.run(size, train_scaled, config, wraps, unscales):
+        assert seen == scales
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+
+
+def scaler_after_the_end(rank: int) -> bool:
+    import smp
+
+    before = torch.amp.GradScaler._unscale_grads_
+    for _ in range(2):
+        wrapped({"pipeline_parallel_degree": 2}, Net())
+        assert torch.amp.GradScaler._unscale_grads_ is not before
+        smp.shutdown()
+    return torch.amp.GradScaler._unscale_grads_ is before
+
+
+def test_the_scaler_is_pytorchs_own_again_at_the_end(pool: Pool) -> None:
+    assert pool.run(2, scaler_after_the_end) == [True, True]
+
+
+# ---- optimizers that are not wrapped -----------------------------------------------------------
+
+
+def train_unwrapped(rank: int, config: Config, calls: str = "clip_grad_norm_") -> Any:
+    import smp
+
+    dtype = torch.float32 if "bf16" in config else torch.float64
+    model = wrapped(config, Net().to(dtype))
+    optimizer = sgd(model.parameters())
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        train_step(own_samples(step).to(dtype))
+        if calls == "clip_grad_norm_":
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.05)))
+        elif calls == "read":
+            norms.append(float(clip_grad_norm_(model.parameters(), float("inf"))))
+        elif calls == "get_total_norm":
+            get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        elif calls == "clip_grads_with_norm_":
+            clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(3.0))
+        optimizer.step()
+    return model.state_dict(), norms
+
+
+@pytest.mark.parametrize("calls", ["clip_grad_norm_", "read"])
+@pytest.mark.parametrize("layout", ["replicas", "pipeline"])
+def test_what_is_not_wrapped_is_clipped_by_the_norm_over_all_ranks(
+    pool: Pool, layout: str, calls: str
+) -> None:
+    net = Net().double()
+    optimizer, norms = sgd(net.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(samples_of(step)).square().mean().backward()
+        most = 0.05 if calls == "clip_grad_norm_" else float("inf")
+        norms.append(float(clip_grad_norm_(net.parameters(), most)))
+        optimizer.step()
+    size, config = LAYOUTS[layout]
+    for values, seen in pool.run(size, train_unwrapped, config, calls):
+        assert seen == pytest.approx(norms, rel=1e-9)
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [*PIECES, "bf16"])
+def test_an_optimizer_that_would_find_no_gradient_is_refused(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS.get(layout, (2, {"bf16": True}))
+    with pytest.raises(RankFailure, match=r"wrap it: smp.DistributedOptimizer\(optimizer\)"):
+        pool.run(size, train_unwrapped, config)
+
+
+@pytest.mark.parametrize("name", ["get_total_norm", "clip_grads_with_norm_"])
+def test_halves_of_clipping_are_refused_where_a_rank_has_a_part(pool: Pool, name: str) -> None:
+    with pytest.raises(RankFailure, match=rf"torch.nn.utils.{name} sees the gradients of this"):
+        pool.run(2, train_unwrapped, LAYOUTS["pipeline"][1], name)
+    pool.run(2, train_unwrapped, LAYOUTS["replicas"][1], name)
+
+
+def test_an_optimizer_that_needs_more_than_a_rank_has_is_refused(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="Adafactor updates elements by"):
+        pool.run(2, train_adafactor)
+
+
+def train_adafactor(rank: int) -> None:
+    import smp
+
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    net = Net().double()
+    for layer in net.layers[1:3]:
+        smp.set_tensor_parallelism(layer)
+    model = smp.DistributedModel(net)
+    optimizer = torch.optim.Adafactor(model.parameters())
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    train_step(samples_of(0))
+    optimizer.step()
+
+
+# ---- parameters that no model has --------------------------------------------------------------
+
+
+def train_criterion(rank: int, config: Config, place: str, wraps: bool = True) -> Any:
+    import smp
+
+    net = Net().double()
+    criterion: nn.Module = Weighted()
+    model = wrapped(config, Both(net, criterion) if place == "in one module" else net)
+    if place == "of its own":
+        criterion = smp.DistributedModel(criterion)
+    listed = list(model.parameters())
+    if place != "in one module":
+        listed += list(criterion.parameters())
+    optimizer = sgd(listed)
+    if wraps:
+        optimizer = smp.DistributedOptimizer(optimizer)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x) if place == "in one module" else criterion(model(x)))
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        train_step(own_samples(step))
+        optimizer.step()
+    values = {name.removeprefix("net."): v for name, v in model.state_dict().items()}
+    if place == "of its own":
+        values["criterion.weight"] = criterion.state_dict()["weight"]
+    return values
+
+
+def criterion_reference() -> dict[str, Tensor]:
+    both = Both(Net().double(), Weighted())
+    optimizer = sgd(both.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        both(samples_of(step)).backward()
+        optimizer.step()
+    return {name.removeprefix("net."): value for name, value in both.state_dict().items()}
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_of_a_loss_that_no_model_has_are_refused(
+    pool: Pool, layout: str, wraps: bool
+) -> None:
+    if not wraps and layout in PIECES:
+        pytest.skip("refused: test_an_optimizer_that_would_find_no_gradient_is_refused")
+    size, config = LAYOUTS[layout]
+    words = r"depends on parameter 8 of SGD, of shape \(8,\), which no DistributedModel has"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(size, train_criterion, config, "in the script", wraps)
+
+
+@pytest.mark.parametrize("place", ["in one module", "of its own"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_of_a_loss_in_a_model_are_trained(pool: Pool, layout: str, place: str) -> None:
+    if place == "of its own" and "pipeline" in layout:
+        pytest.skip("one module is not divided over the ranks of a pipeline")
+    size, config = LAYOUTS[layout]
+    expected = criterion_reference()
+    for values in pool.run(size, train_criterion, config, place):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+
+
+def strangers_outside(rank: int) -> list[bool]:
+    """Gradients outside of steps, and of parameters that are in no optimizer, are the script's."""
+    import smp
+
+    model = wrapped({}, Net().double())
+    frozen, other = Weighted().requires_grad_(False), Weighted()
+    optimizer = smp.DistributedOptimizer(sgd([*model.parameters(), *other.parameters()]))
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(frozen(model(x)) + Weighted()(model(x)))
+
+    for step in range(2):
+        optimizer.zero_grad()
+        train_step(own_samples(step))
+        other(samples_of(step)).backward()
+        optimizer.step()
+    return [bool((other.weight != Weighted().weight).all())]
+
+
+def test_gradients_outside_of_steps_are_the_scripts(pool: Pool) -> None:
+    assert pool.run(2, strangers_outside) == [[True]] * 2
