@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from smp.step.microbatch import (
     StepOutput,
@@ -16,6 +20,7 @@ from smp.step.microbatch import (
     num_microbatches,
     several_sizes,
     split,
+    uncut,
     weights,
 )
 
@@ -70,6 +75,57 @@ def test_sizes_count_of_arguments_of_which_the_script_says_nothing() -> None:
     assert several_sizes(sizes, {"images": 0}) == [("x", 8), ("table", 4)]
     assert several_sizes(sizes, {"images": 0, "table": 1}) == []
     assert several_sizes([], {}) == []
+
+
+class Encoding(UserDict[str, Any]):
+    """Like BatchEncoding of transformers."""
+
+    def __init__(self, data: dict[str, Any], lengths: list[int]) -> None:
+        super().__init__(data)
+        self.lengths = lengths
+
+
+class Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_what_is_not_cut_and_may_have_samples() -> None:
+    arguments = {
+        "x": torch.zeros(8, 2),
+        "texts": ["a"] * 8,
+        "array": np.zeros((8, 3)),
+        "batch": {"x": torch.zeros(8), "names": ("b",) * 8},
+        "kept": Kept(torch.zeros(8)),
+        "mixed": [torch.zeros(8), ["a"] * 8],
+    }
+    assert uncut(arguments, 8) == ["texts", "array", "batch", "kept", "mixed"]
+    others = {
+        "texts": ["a"] * 7,
+        "array": np.zeros((7, 8)),
+        "text": "abcdefgh",
+        "number": np.float64(8.0),
+        "kept": Kept(torch.zeros(7, 8)),
+        "scalar": Kept(torch.tensor(8.0)),
+        "model": nn.Linear(8, 8),
+        "nothing": None,
+        "pair": [torch.zeros(8), torch.zeros(8)],
+    }
+    assert uncut(others, 8) == []
+    assert uncut({"kept": Kept(torch.zeros(3))}, 0) == ["kept"]
+
+
+def test_mappings_like_those_of_tokenizers_are_cut() -> None:
+    batch = Encoding({"ids": torch.arange(4), "inner": {"y": torch.arange(4)}}, [3])
+    first, second = split(batch, 2, 0)
+    assert type(first) is Encoding and first.lengths == [3] and first["ids"].tolist() == [0, 1]
+    assert second["inner"]["y"].tolist() == [2, 3] and batch["ids"].tolist() == [0, 1, 2, 3]
+
+
+def test_packed_sequences_are_refused() -> None:
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(ValueError, match="'x' .* is a PackedSequence.*pack inside"):
+        batch_sizes({"x": packed}, {})
 
 
 def test_uneven_batches_of_several_sizes_have_no_weights() -> None:

@@ -153,3 +153,24 @@ def test_arguments_of_several_sizes_are_told_once(caplog: pytest.LogCaptureFixtu
     assert "batch dimensions of several sizes: x 4, table 2" in text
     assert "non_split_inputs" in text and "input_split_axes" in text
     smp.shutdown()
+
+
+def test_what_is_not_cut_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    smp.init({"microbatches": 2})
+
+    @smp.step
+    def read(x: Tensor, texts: list[str]) -> Tensor:
+        return x
+
+    @smp.step(non_split_inputs=["texts"])
+    def whole(x: Tensor, texts: list[str]) -> Tensor:
+        return x
+
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        whole(torch.ones(4), ["a"] * 4)
+        assert not caplog.messages
+        for _ in range(2):
+            read(torch.ones(4), ["a"] * 4)
+    [text] = caplog.messages
+    assert "gives each of its 2 microbatches the whole of texts" in text
+    smp.shutdown()

@@ -6,6 +6,7 @@ from smp.data_parallel.comm_hook import CommHook as CommHook
 from smp.data_parallel.comm_hook import refuse_comm_hook as refuse_comm_hook
 from smp.data_parallel.frozen import FrozenParameters as FrozenParameters
 from smp.data_parallel.frozen import refuse_thawed as refuse_thawed
+from smp.data_parallel.kept_gradients import KeptGradients as KeptGradients
 from smp.data_parallel.reduction import KeptDtypes as KeptDtypes
 from smp.data_parallel.reduction import Reduction as Reduction
 from smp.data_parallel.reduction import agree_on_maxima as agree_on_maxima

@@ -429,7 +429,12 @@ class DistributedModel(ModelViews):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, those of their masters too."""
+        """Resets the gradients of all parameters, those of their masters too.
+
+        Raises:
+            RuntimeError: inside of a step function.
+        """
+        self._runtime.steps.refuse_inside("model.zero_grad", "in front of")
         for parameter in self.get_module().parameters():
             updated = master_of(parameter)
             if set_to_none:

@@ -47,6 +47,7 @@ class GradientReduction:
         self.trainable_bytes = 0
         self._past_reductions = 0  # of reducers that others took the place of
         self._dtypes = data_parallel.KeptDtypes([])
+        self._kept = data_parallel.KeptGradients([], master_of)
         self._frozen = data_parallel.FrozenParameters([])
         self._hook: data_parallel.CommHook | None = None
         self._has_begun = False  # a step that trains
@@ -63,6 +64,7 @@ class GradientReduction:
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._dtypes = data_parallel.KeptDtypes(trainable)
+        self._kept = data_parallel.KeptGradients(trainable, master_of)
         self._frozen = data_parallel.FrozenParameters(local)
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former ones let go of the parameters
@@ -158,6 +160,7 @@ class GradientReduction:
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
             reducer.begin_step(num_microbatches, may_overlap and (is_last or not is_ahead))
+        self._kept.begin_step()
 
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
@@ -176,11 +179,13 @@ class GradientReduction:
         """Waits until the gradients of the step are reduced."""
         self._dtypes.check()
         self._frozen.check()
+        self._kept.check()
         for reducer in reversed(self.reducers):  # the one that overlaps comes first
             reducer.end_step()
 
     def abandon_step(self) -> None:
         """The step has failed; its gradients are lost. Not collective."""
+        self._kept.forget()
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()

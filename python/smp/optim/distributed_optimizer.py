@@ -163,7 +163,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Args:
             set_to_none: drop them instead of writing zeros.
             set_grads_to_None: the same; if given, it counts.
+
+        Raises:
+            RuntimeError: inside of a step function.
         """
+        self._runtime.steps.refuse_inside("optimizer.zero_grad", "in front of")
         if set_grads_to_None is not None:
             set_to_none = set_grads_to_None
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -186,8 +190,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
         Raises:
             ValueError: closure with a dynamic loss scale.
-            RuntimeError: gradients made by a closure are not finite.
+            RuntimeError: gradients made by a closure are not finite, or inside of a step function.
         """
+        self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
         self._rank.check_sums()
         result = self._step_without() if closure is None else self._step_with(closure)
@@ -419,6 +424,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clips; fused optimizers do the division when they read the gradients."""
+        self._runtime.steps.refuse_inside("clip_master_grads")
         gradients = self._gradients
         norm = grad_norm.global_norm(self._rank, parameters_of(self.optimizer), norm_type)
         scale = gradients.divisor_tensor

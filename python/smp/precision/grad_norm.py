@@ -46,13 +46,16 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: if ``norm_type`` is not positive or ``max_norm`` is negative.
-        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
+        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``; inside of
+            a step function.
     """
+    current = runtime.current()
+    current.steps.refuse_inside("clip_grad_norm_")
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     updated = list({id(p): p for p in map(master_of, listed)}.values())
     for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
         gradients.unscale()
-    norm = global_norm(runtime.current().rank, updated, norm_type)
+    norm = global_norm(current.rank, updated, norm_type)
     if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
         raise RuntimeError(
             f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "

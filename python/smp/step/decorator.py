@@ -67,6 +67,7 @@ class StepFunction:
                     f"arguments {list(parameters)}"
                 )
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = runtime.current()
         if current.steps.running is None:
@@ -93,7 +94,7 @@ class StepFunction:
             )
             for part, call in enumerate(calls)
         ]
-        self._tell_sizes(current, batches[0])
+        self._tell_of_cuts(current, batches[0])
         count = sum(batch.count for batch in batches)
         weights = joined_weights(batches)
         current.steps.samples = sum(batch.num_samples for batch in batches)
@@ -138,8 +139,8 @@ class StepFunction:
         step_log_of(current).finished(duration_s, trains=trains, num_samples=samples)
         return result
 
-    def _tell_sizes(self, current: runtime.Runtime, batch: Batch) -> None:
-        """Says once that arguments are cut which may not be samples."""
+    def _tell_of_cuts(self, current: runtime.Runtime, batch: Batch) -> None:
+        """Says once what is cut and may have no samples, and what is not cut and may have some."""
         if batch.count == 1 or current.rank.global_rank != 0:
             return
         sizes = microbatch.batch_sizes(batch.arguments, self._axes)
@@ -153,6 +154,17 @@ class StepFunction:
                 self._name,
                 batch.count,
                 ", ".join(f"{name} {size}" for name, size in several),
+            )
+        uncut = microbatch.uncut(batch.arguments, batch.num_samples)
+        if uncut and first_rank_log.is_new((self, "uncut")):
+            first_rank_log.warning(
+                "smp: step '%s' gives each of its %d microbatches the whole of %s, because only "
+                "tensors are cut, and what is in dictionaries, lists and tuples. What has an entry "
+                "for each sample should be a tensor, or an object with smp_slice(num_mb, mb, "
+                "axis); name the rest in non_split_inputs",
+                self._name,
+                batch.count,
+                ", ".join(uncut),
             )
 
     def _bodies(

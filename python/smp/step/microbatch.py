@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_to_split(value: Any) -> Iterator[Tensor]:
@@ -43,11 +46,17 @@ def batch_sizes(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> list[t
     """Name of the argument and size of the batch dimension of each tensor that is cut.
 
     Raises:
-        ValueError: if a batch dimension does not exist.
+        ValueError: if a batch dimension does not exist, or samples lie between each other.
     """
     sizes = []
     for name, value in arguments.items():
         axis = axes.get(name, 0)
+        if isinstance(value, PackedSequence):
+            raise ValueError(
+                f"argument '{name}' of the step function is a PackedSequence, which cannot be cut "
+                "into samples; hand over padded sequences and their lengths, and pack inside of "
+                "the step function"
+            )
         for tensor in tensors_to_split(value):
             if not -tensor.dim() <= axis < tensor.dim():
                 raise ValueError(
@@ -73,6 +82,34 @@ def several_sizes(
     """
     unnamed = [(name, size) for name, size in sizes if name not in axes]
     return list(dict.fromkeys(unnamed)) if len({size for _, size in unnamed}) > 1 else []
+
+
+def uncut(arguments: Mapping[str, Any], num_samples: int) -> list[str]:
+    """Arguments that every microbatch gets whole though they may have an entry for each sample.
+
+    Lists without tensors and arrays of so many entries, and objects that keep a tensor of so many.
+
+    Args:
+        arguments: by name, those that are cut where they can be.
+        num_samples: of the batch; 0 if nothing is cut, then any tensor in an object counts.
+    """
+    return [name for name, value in arguments.items() if _is_uncut(value, num_samples)]
+
+
+def _is_uncut(value: Any, num_samples: int) -> bool:
+    if isinstance(value, Tensor | nn.Module | str | bytes) or hasattr(value, "smp_slice"):
+        return False
+    if isinstance(value, dict | UserDict):
+        return any(_is_uncut(item, num_samples) for item in value.values())
+    if isinstance(value, list | tuple):
+        if next(tensors_to_split(value), None) is None:
+            return len(value) == num_samples > 1
+        return any(_is_uncut(item, num_samples) for item in value)
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return len(shape) > 0 and shape[0] == num_samples > 1
+    kept = (item for item in getattr(value, "__dict__", {}).values() if isinstance(item, Tensor))
+    return any(t.dim() > 0 and (not num_samples or t.shape[0] == num_samples) for t in kept)
 
 
 def num_samples(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int:
@@ -135,7 +172,7 @@ def split(value: Any, count: int, axis: int) -> list[Any]:
         return list(torch.tensor_split(value, count, dim=axis)) if value.dim() else [value] * count
     if hasattr(value, "smp_slice"):
         return [value.smp_slice(count, mb, axis) for mb in range(count)]
-    if isinstance(value, Mapping) and isinstance(value, dict):
+    if isinstance(value, dict | UserDict):  # Hugging Face's BatchEncoding is one of the latter
         parts = {key: split(item, count, axis) for key, item in value.items()}
         return [
             _rebuild_dict(value, {key: pieces[mb] for key, pieces in parts.items()})
@@ -246,11 +283,16 @@ def _require(results: Sequence[Any], fits: Callable[[Any], bool], words: str) ->
             )
 
 
-def _rebuild_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuild_dict(like: Any, items: dict[Any, Any]) -> Any:
     if type(like) is dict:
         return items
+    if isinstance(like, UserDict):
+        rebuilt = copy.copy(like)
+        rebuilt.data = items
+        return rebuilt
     # Without __init__: ModelOutput's inspects its fields and would take values apart.
-    rebuilt = type(like).__new__(type(like))
+    cls: Any = type(like)
+    rebuilt = cls.__new__(cls)
     for key, item in items.items():
         rebuilt[key] = item
     return rebuilt

@@ -54,6 +54,20 @@ class Steps:
         finally:
             self.running = None
 
+    def refuse_inside(self, what: str, place: str = "behind") -> None:
+        """Raises a RuntimeError while a step function runs.
+
+        Args:
+            what: the call that the script makes.
+            place: where it belongs: "behind" the step function or "in front of" it.
+        """
+        if self.running is not None:
+            raise RuntimeError(
+                f"{self._rank.prefix}{what} was called inside step '{self.running}'. A step "
+                "function runs once per microbatch, and its gradients are whole when it has "
+                f"returned: call {what} {place} the step function"
+            )
+
     @contextmanager
     def scaling_loss(self) -> Iterator[None]:
         """The block runs a backward that began with the loss scale, where it has to."""

@@ -35,15 +35,19 @@ Parameters = Tensor | Iterable[Tensor]
 class TorchClipping:
     """Takes the place of PyTorch's functions until the run is shut down.
 
+    Inside of step functions, where gradients are not whole yet, it refuses them.
+
     Args:
-        current: the runtime, whose models count. Of models of which some rank has a part only.
+        current: the runtime, whose models count.
+        has_parts: whether a rank may have parts of them only; else PyTorch's own suffice.
 
     Raises:
         RuntimeError: this release of torch has other functions.
     """
 
-    def __init__(self, current: runtime.Runtime) -> None:
-        self._wrapped = current.wrapped
+    def __init__(self, current: runtime.Runtime, has_parts: bool) -> None:
+        self._wrapped, self._steps = current.wrapped, current.steps
+        self._has_parts = has_parts
         ours: dict[str, Callable[..., Any]] = {
             "clip_grad_norm_": self._clip_norm,
             "clip_grad_value_": self._clip_value,
@@ -72,7 +76,7 @@ class TorchClipping:
         foreach: bool | None = None,
     ) -> Tensor:
         listed = _listed(parameters)
-        if has_known(self._wrapped, listed):
+        if self._is_ours(listed, "clip_grad_norm_"):
             return clip_grad_norm_(listed, float(max_norm), float(norm_type), error_if_nonfinite)
         theirs = self._theirs["clip_grad_norm_"]
         norm: Tensor = theirs(listed, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -82,7 +86,7 @@ class TorchClipping:
         self, parameters: Parameters, clip_value: float, foreach: bool | None = None
     ) -> None:
         listed = _listed(parameters)
-        if has_known(self._wrapped, listed):
+        if self._is_ours(listed, "clip_grad_value_"):
             updated = list({id(p): p for p in map(master_of, listed)}.values())
             for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
                 gradients.unscale()
@@ -90,15 +94,21 @@ class TorchClipping:
         if listed:
             self._theirs["clip_grad_value_"](listed, clip_value, foreach)
 
+    def _is_ours(self, listed: list[Tensor], name: str) -> bool:
+        if (self._has_parts or self._steps.running) and has_known(self._wrapped, listed):
+            self._steps.refuse_inside(name)
+            return True
+        return False
+
     def _total_norm(self, tensors: Parameters, *args: Any, **kwargs: Any) -> Any:
         listed = _listed(tensors)
-        if has_known_gradient(self._wrapped, listed):
+        if self._has_parts and has_known_gradient(self._wrapped, listed):
             _refuse("get_total_norm")
         return self._theirs["_get_total_norm"](listed, *args, **kwargs)
 
     def _clip_with_norm(self, parameters: Parameters, *args: Any, **kwargs: Any) -> Any:
         listed = _listed(parameters)
-        if has_known(self._wrapped, listed):
+        if self._is_ours(listed, "clip_grads_with_norm_"):
             _refuse("clip_grads_with_norm_")
         return self._theirs["_clip_grads_with_norm_"](listed, *args, **kwargs)
 

@@ -85,6 +85,7 @@ class TorchOptimizers:
         own = [p for p in parameters_of(optimizer) if id(p) in known]
         if not own:
             return
+        self._steps.refuse_inside("optimizer.step")
         if any(master_of(p) is not p for p in own):
             raise RuntimeError(
                 f"{_C.rank_prefix()}{type(optimizer).__name__} has parameters of a "

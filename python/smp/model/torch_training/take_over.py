@@ -22,6 +22,7 @@ def take_over(current: runtime.Runtime) -> None:
     current.torch_optimizers = TorchOptimizers(current)
     sizes, config = current.rank.sizes, current.rank.config
     # Otherwise gradients are whole on each rank, and the model's own.
-    if sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None:
-        TorchClipping(current)
+    has_parts = sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None
+    TorchClipping(current, has_parts)
+    if has_parts:
         TorchGradScaler(current)
