@@ -33,5 +33,9 @@ def load(wrapped: DistributedModel, model: Any, folder: str | os.PathLike[str]) 
         inner if os.path.isdir(inner) else os.fspath(folder), device="cpu"
     )
     # Saved names leave out that of the adapter.
-    names = {key.replace(f".{name}", "", 1): key for key in model.state_dict() if f".{name}" in key}
+    names = {
+        key.replace(f".{name}", "", 1): key
+        for key in model.state_dict(keep_vars=True)
+        if f".{name}" in key
+    }
     wrapped.load_state_dict({names[key]: value for key, value in state.items()}, strict=False)

@@ -210,6 +210,17 @@ class DistributedModel(ModelViews):
             "load model.state_dict() into another one"
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Refused: what is pickled (torch.save) would be a part of a model, and its connections.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{_C.rank_prefix()}a DistributedModel cannot be pickled or copied; save "
+            "model.state_dict(), which is collective, or call smp.save_checkpoint"
+        )
+
     def prepare(self, trace: Trace | None = None) -> None:
         """Partitions the model unless that has happened. Collective.
 

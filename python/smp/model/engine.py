@@ -19,6 +19,7 @@ from smp.model.mask_places import MaskPlaces
 from smp.model.partitioning import Partitioning
 from smp.model.parts import ModelParts
 from smp.model.pipeline_place import PipelinePlace
+from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
 from smp.observe.first_step import FirstStepCheck
@@ -159,6 +160,8 @@ class Engine:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
         self.first_step.placed(decision.modules, decision.names)
         self.compiled.place(decision, pp_rank)
+        if self.pipeline is not None or not storage.shows_values:
+            guard_states(self._root)
         current.wrapped.partitioned.add(self.idx)
         _C.release_host_memory()  # whole values are gone for good
 

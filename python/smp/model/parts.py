@@ -222,7 +222,7 @@ class ModelParts:
         whole = partial.merge(parts)
         partitions = self.key_partitions()
         merged: dict[str, Any] = {}
-        for key in self.root.state_dict():
+        for key in self.root.state_dict(keep_vars=True):
             if key not in whole:
                 raise ValueError(
                     f"'{key}' belongs to pipeline rank {partitions.get(key, 0)}, whose part of the "

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 import smp._C as _C
 from smp.model.parts import ModelParts, is_extra_state, set_extra_states
-from smp.modules.materialize import make_real
+from smp.modules.materialize import make_real, plain_state
 from smp.replacement import refuse_pieces, to_ours
 from smp.storage.whole import WholeParameters
 from smp.tensor_parallel import partial
@@ -187,7 +187,7 @@ class WholeState:
                     f"{_C.rank_prefix()}the partial state lacks {missing}; it was saved "
                     "under another partition: load it with same_partition_load=False"
                 )
-            full = dict(self._root.state_dict())
+            full = plain_state(self._root)
             full.update(state)
             state = full
         return self._parts(parts).load(state, strict, sliced=True)

@@ -6,6 +6,8 @@ wrapped go on with the same parameters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,17 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad = None
 
 
+def is_placeholder(tensor: Tensor) -> bool:
+    """Do all elements share one? Of one element alone it is not known."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def plain_state(root: nn.Module) -> dict[str, Any]:
+    """``root.state_dict()`` with the placeholders that it has, which a script is refused."""
+    state = root.state_dict(keep_vars=True)
+    return {key: v.detach() if isinstance(v, Tensor) else v for key, v in state.items()}
+
+
 def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Changes the dtype of a parameter; placeholders stay without memory.
 
@@ -53,8 +66,7 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if parameter.dtype == dtype:
         return
     with torch.no_grad():
-        is_placeholder = parameter.numel() > 1 and not any(parameter.stride())
-        if is_placeholder:
+        if is_placeholder(parameter):
             parameter.data = filler(dtype, parameter.device).expand(parameter.shape)
         else:
             parameter.data = parameter.data.to(dtype)

@@ -1,8 +1,9 @@
-"""``.grad`` of a model's 16-bit parameters, whose gradients belong to their masters.
+"""``.grad`` of a model's parameters whose gradients belong to their masters.
 
 Gradients are summed and kept in float32, as ``.grad`` of masters, and carry a loss scale. Scripts
 look for them at the parameters of the model. What they find there is made when they ask for it,
-hence costs neither memory nor time in a step that nobody looks at.
+hence costs neither memory nor time in a step that nobody looks at. Where a rank has pieces there is
+nothing to show, and the first look is told so.
 """
 
 from __future__ import annotations
@@ -16,19 +17,59 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
+from smp.world.log import first_rank_log
 
 _native: Any = torch.Tensor.grad
 
 
 def show_gradients(holdings: Iterable[Holding]) -> None:
-    """Gives parameters a ``.grad`` that is made of their masters'.
-
-    Only where a rank has whole gradients, that is not of sharded masters.
-    """
+    """Gives parameters in 16 bits a ``.grad`` that is made of their masters', which are whole."""
     for holding in holdings:
-        if holding.has_copy and holding.is_whole:
+        if holding.has_copy:
             # As UninitializedParameter of torch does; code that has the parameter keeps it.
             holding.parameter.__class__ = HalfParameter
+
+
+def miss_gradients(holdings: Iterable[Holding]) -> None:
+    """Lets parameters say that they have no ``.grad``; ranks update pieces in their place."""
+    for holding in holdings:
+        holding.parameter.__class__ = CutParameter
+
+
+class CutParameter(nn.Parameter):
+    """A parameter of which this rank updates a piece, or nothing.
+
+    ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
+    code that goes over all parameters passes by those without a gradient, and would do nothing.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """None, but for what autograd leaves there meanwhile."""
+        own: Tensor | None = _native.__get__(self)
+        holding = holding_of(self)
+        has_other = own is None and holding is not None and holding.master.grad is not None
+        if has_other and first_rank_log.is_new(CutParameter):
+            first_rank_log.warning(
+                "smp: .grad of the model's parameters is None, because each rank has gradients of "
+                "the pieces that it updates: they are at the parameters of optimizer.param_groups. "
+                "smp.clip_grad_norm_ and torch.nn.utils.clip_grad_norm_ know them"
+            )
+        return own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and (holding := holding_of(self)) is not None:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}.grad of '{holding.name}' was assigned, but this rank updates "
+                f"{holding.numel} of its {self.numel()} elements, whose gradient is at the "
+                "parameters of optimizer.param_groups: what is assigned here would reach nobody"
+            )
+        _native.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
 
 class HalfParameter(nn.Parameter):

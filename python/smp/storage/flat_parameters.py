@@ -15,6 +15,7 @@ from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
 from smp.modules.forwards import Around, Forward, waits_only, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
+from smp.precision.shown_gradients import miss_gradients
 from smp.storage.watched import watch_parameters
 from smp.storage.whole import WholeParameters
 from smp.world.rank import Rank
@@ -70,6 +71,7 @@ class FlatParameters(WholeParameters):
                 flat = self._lay_out_bucket(own, bucket, rank.ranks["shard"])
                 inside = [own[held.record_idx][1] for held in bucket.holdings[0]]
                 flats.append((min(positions[p] for p in inside), flat, inside))
+        miss_gradients(self.holdings.values())
         flats.sort(key=lambda item: item[0])
         assert rank.comms.shard is not None
         self._gathers = _C.FlatGathers(

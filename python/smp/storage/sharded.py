@@ -13,6 +13,7 @@ import smp._C as _C
 from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
+from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_rest, cast_with_master, check_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
@@ -81,6 +82,7 @@ class ShardedParameters:
         make_real(lambda parameter: _take(rank, parameter, cutter))
         broadcast_from_first(rank, list(self._root.buffers()))
         cutter.check_all_cut()
+        miss_gradients(self.holdings.values())
         if half is not None:
             self._cast_rest(empty, half)
         self.store = self._make_store()

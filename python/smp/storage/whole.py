@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.data_parallel import broadcast_from_first, refuse_thawed
+from smp.modules.materialize import plain_state
 from smp.precision.holdings import Holding, load_value
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_rest, cast_with_master, check_castable
@@ -135,7 +136,7 @@ class WholeParameters:
         return tensor.detach()
 
     def state(self, keep: bool = True) -> dict[str, Any]:
-        return dict(self._root.state_dict()) if keep else {}
+        return plain_state(self._root) if keep else {}
 
     # ---- of the end
 

@@ -1,0 +1,36 @@
+"""State dicts that a script asks of the plain modules, of which this rank has a part."""
+
+from __future__ import annotations
+
+from torch import nn
+
+import smp._C as _C
+from smp.modules.materialize import is_placeholder
+
+
+def guard_states(root: nn.Module) -> None:
+    """Lets no module say ``state_dict()`` while its parameters are elsewhere.
+
+    ``save_pretrained`` and functions of adapters ask the plain model, and would write placeholders
+    (NaN) into a file. Names and shapes are there for who asks with ``keep_vars=True``, as the
+    library does. A module that has its values again answers.
+
+    Args:
+        root: the user's model, partitioned.
+    """
+    for module in root.modules():
+        if module._parameters:
+            module.register_state_dict_pre_hook(_refuse_placeholders)
+
+
+def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if keep_vars:
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and is_placeholder(parameter):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}state_dict() of a module whose parameters are not on this "
+                f"rank: '{prefix}{name}' is a placeholder here. Ask the DistributedModel, on all "
+                "ranks: model.state_dict() gathers whole values under the same names (for Hugging "
+                "Face: save_pretrained(folder, state_dict=model.state_dict()))"
+            )
