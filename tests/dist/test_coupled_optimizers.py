@@ -26,6 +26,8 @@ class ByNormOfAll(torch.optim.Optimizer):
 def make(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "by norm of all":
         return ByNormOfAll(parameters)
+    if name == "LBFGS":
+        return torch.optim.LBFGS(parameters)
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
@@ -68,6 +70,8 @@ SHARDED = ({"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2})
         *((config, "Adafactor", "by other elements of its parameter") for config in SHARDED),
         *((config, "by norm of all", "by other parameters") for config in SHARDED),
         ({"pipeline_parallel_degree": 2}, "by norm of all", "by other parameters"),
+        ({"pipeline_parallel_degree": 2}, "LBFGS", "by other parameters"),
+        ({"shard_optimizer_state": True}, "LBFGS", "by other parameters"),
         ({"tensor_parallel_degree": 2}, "Adafactor", "by other elements of its parameter"),
     ],
 )

@@ -259,6 +259,28 @@ def train_adafactor(rank: int) -> None:
     optimizer.step()
 
 
+def train_replaced(rank: int) -> None:
+    import smp
+
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    net = Net().double()
+    optimizer = sgd(net.parameters())
+    smp.set_tensor_parallelism(net.layers[1])
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    train_step(samples_of(0))
+    optimizer.step()
+
+
+def test_parameters_that_were_replaced_are_refused(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="make it from the parameters of the DistributedModel"):
+        pool.run(2, train_replaced)
+
+
 # ---- parameters that no model has --------------------------------------------------------------
 
 

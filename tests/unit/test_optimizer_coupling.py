@@ -60,6 +60,24 @@ def raises(parameters: list[Any]) -> None:
     raise RuntimeError("a closure is needed")
 
 
+class Twice(Own):
+    """Asks a closure for gradients, and once more at another place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        for _ in range(2):
+            closure()
+            self.rule([p for group in self.param_groups for p in group["params"]])
+
+
+class Sharpness(Twice):
+    """The second place is far along the gradient of all parameters, by its norm, as in SAM."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, by_norm_of_all)
+
+
 def own(rule: Callable[[list[Any]], None], **defaults: Any) -> Callable[[Any], Own]:
     return lambda parameters: Own(parameters, rule, **defaults)
 
@@ -82,7 +100,9 @@ CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Coupling]] = {
     "lr is a tensor": (own(lars, lr=torch.tensor(0.0)), Coupling.ELEMENTS),
     "draws numbers": (own(noise), Coupling.NONE),
     "cannot be tried": (own(raises), Coupling.NONE),
-    "LBFGS": (torch.optim.LBFGS, Coupling.NONE),
+    "LBFGS": (torch.optim.LBFGS, Coupling.PARAMETERS),
+    "sharpness": (lambda p: Sharpness(p), Coupling.PARAMETERS),
+    "a closure": (lambda p: Twice(p, signs), Coupling.NONE),
 }
 if hasattr(torch.optim, "Muon"):
     CASES["Muon"] = (torch.optim.Muon, Coupling.ELEMENTS)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 import smp._C as _C
 from smp.modules.foreign_wrappers import reason_to_refuse
@@ -29,6 +31,7 @@ def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.M
             raise ValueError(f"{where} {reason}")
     _check_scaled_rows(module, current)
     _check_shared(module, current)
+    _check_memory(module)
 
 
 def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
@@ -58,3 +61,38 @@ def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
                     f"that is wrapped already ({other._label}); put both into one module and wrap "
                     "that, or delete the other one first"
                 )
+
+
+def _check_memory(module: nn.Module) -> None:
+    """A parameter has its memory alone: it moves to another place, or to another rank.
+
+    Tied parameters are one tensor. Two tensors with one memory would be updated twice in one
+    process, and be two in others.
+    """
+    tensors = {id(t): (name, t) for name, t in module.named_buffers() if _has_memory(t)}
+    tensors |= {id(p): (name, p) for name, p in module.named_parameters() if _has_memory(p)}
+    spans = sorted(_span(t) + (name, isinstance(t, nn.Parameter)) for name, t in tensors.values())
+    end, last, last_is_parameter = (-1, 0), "", False
+    for storage, begin, stop, name, is_parameter in spans:
+        if (storage, begin) < end and (is_parameter or last_is_parameter):
+            raise ValueError(
+                f"{_C.rank_prefix()}'{last}' and '{name}' are two tensors with memory in common, "
+                "which would be two different ones after wrapping: make them one parameter "
+                "(other.weight = self.weight), or compute one of the other in forward"
+            )
+        if (storage, stop) > end:
+            end, last, last_is_parameter = (storage, stop), name, is_parameter
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor.layout != torch.strided or is_lazy(tensor):
+        return False
+    return tensor.numel() > 0 and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """Address of a tensor's storage, and where in it its bytes begin and end."""
+    size = tensor.element_size()
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * size
+    return tensor.untyped_storage().data_ptr(), begin, begin + (steps + 1) * size

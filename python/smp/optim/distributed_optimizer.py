@@ -12,6 +12,7 @@ import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.model.torch_training.coupling import refuse_parts
+from smp.model.torch_training.optimizers import refuse_replaced
 from smp.observe.memory.out_of_memory import explaining
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
@@ -24,7 +25,6 @@ from smp.precision.holdings import (
     reload_masters,
     updates_some,
 )
-from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
 from smp.world.device_numbers import DeviceFlag
 
@@ -89,7 +89,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             {**(dynamic_loss_args or {}), **loose_loss_args},
             current.rank.device,
         )
-        _check_none_replaced(optimizer)
+        refuse_replaced(optimizer)
         refuse_parts(current.rank, optimizer)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
@@ -544,18 +544,3 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             if not model.is_local_parameter(parameter)
         }
         return lambda p: model_parameter_of(p) not in remote
-
-
-def _check_none_replaced(optimizer: torch.optim.Optimizer) -> None:
-    names = [
-        name
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if (name := replaced_name(parameter)) is not None
-    ]
-    if names:
-        raise ValueError(
-            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' for one, "
-            "of modules that distributed ones have replaced; make it from the parameters of the "
-            "DistributedModel"
-        )

@@ -9,6 +9,7 @@ updates small tensors whole and cut, together and alone, and what they become is
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -72,8 +73,8 @@ def _what_cuts(rank: Rank) -> str | None:
 def coupling(optimizer: torch.optim.Optimizer) -> Coupling:
     """What an optimizer that has no state yet needs; its parameters stay as they are.
 
-    One that draws random numbers, or that cannot be tried (it needs a closure), is taken for one
-    that needs nothing else.
+    One that wants a closure gets one, whose gradients depend on the elements alone. One that draws
+    random numbers, or that cannot be tried, is taken for one that needs nothing else.
     """
     if type(optimizer) in _ELEMENTWISE:
         return Coupling.NONE
@@ -93,17 +94,20 @@ def _of_group(optimizer: torch.optim.Optimizer, idx: int) -> Coupling:
     first, second = torch.linspace(-1, 2, numel), torch.linspace(0.3, -0.8, numel)
     whole = [first.view(_SHAPE), second.view(_SHAPE)]
     try:
-        alone = [_updated(optimizer, idx, [one])[0] for one in whole]
+        wants_closure, alone = False, [_updated(optimizer, idx, [one]) for one in whole]
     except Exception:
-        return Coupling.NONE  # it says itself, in its first step, what it needs
-    together = _updated(optimizer, idx, whole)
-    if not _are_close(together, alone):
+        try:
+            wants_closure, alone = True, [_updated(optimizer, idx, [one], True) for one in whole]
+        except Exception:
+            return Coupling.NONE  # it says itself, in its first step, what it needs
+    together = _updated(optimizer, idx, whole, wants_closure)
+    if not _are_close(together, [one for [one] in alone]):
         return Coupling.PARAMETERS
     try:
-        pieces = _updated(optimizer, idx, list(first.split(numel // 2)))
+        pieces = _updated(optimizer, idx, list(first.split(numel // 2)), wants_closure)
     except Exception:  # it wants a matrix
         return Coupling.ELEMENTS
-    is_close = _are_close([torch.cat(pieces).view(_SHAPE)], alone[:1])
+    is_close = _are_close([torch.cat(pieces).view(_SHAPE)], alone[0])
     return Coupling.NONE if is_close else Coupling.ELEMENTS
 
 
@@ -113,18 +117,35 @@ def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     )
 
 
-def _updated(optimizer: torch.optim.Optimizer, idx: int, values: Sequence[Tensor]) -> list[Tensor]:
-    """What a copy of the optimizer makes of small tensors; gradients follow from their values."""
+def _updated(
+    optimizer: torch.optim.Optimizer,
+    idx: int,
+    values: Sequence[Tensor],
+    wants_closure: bool = False,
+) -> list[Tensor]:
+    """What a copy of the optimizer makes of small tensors; gradients follow from their values.
+
+    Those of a closure follow from what the tensors have become, too.
+    """
     device = optimizer.param_groups[idx]["params"][0].device
     if device.type == "meta":  # of a model that gets its memory later
         device = torch.device("cpu")
     tensors = [nn.Parameter(value.clone().to(device)) for value in values]
     copied = _copy(optimizer, idx, tensors)
-    step: Callable[[Any], Any] = type(optimizer).step  # not one that a scheduler has put around it
-    for size in _STEPS:
+    step: Callable[..., Any] = type(optimizer).step  # not one that a scheduler has put around it
+
+    def give_gradients(size: float, moves: bool) -> Tensor:
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.grad = (size * torch.sin(7 * value)).to(device)
-        step(copied)
+            moved = tensor.detach().cpu() if moves else 0.0
+            tensor.grad = (size * torch.sin(7 * value + moved)).to(device)
+        return torch.ones((), device=device)
+
+    for size in _STEPS:
+        give_gradients(size, moves=False)
+        if wants_closure:
+            step(copied, functools.partial(give_gradients, size, moves=True))
+        else:
+            step(copied)
     return [tensor.detach().cpu() for tensor in tensors]
 
 

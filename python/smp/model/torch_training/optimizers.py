@@ -26,6 +26,7 @@ import smp._C as _C
 from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.known import known_parameters
 from smp.precision.holdings import master_of, model_parameter_of, parameters_of
+from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
 
 _WRAP = "smp.DistributedOptimizer(optimizer)"
@@ -81,6 +82,7 @@ class TorchOptimizers:
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(wrapper.optimizer is optimizer for wrapper in self._wrapped.optimizers):
             return
+        refuse_replaced(optimizer)
         known = known_parameters(self._wrapped)
         own = [p for p in parameters_of(optimizer) if id(p) in known]
         if not own:
@@ -101,3 +103,14 @@ class TorchOptimizers:
         for handle in self._strangers.values():
             handle.remove()
         self._strangers.clear()
+
+
+def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError for parameters of modules in whose place there are split ones."""
+    names = [name for p in parameters_of(optimizer) if (name := replaced_name(p)) is not None]
+    if names:
+        raise ValueError(
+            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' for one, "
+            "of modules that distributed ones have replaced; make it from the parameters of the "
+            "DistributedModel"
+        )
