@@ -85,7 +85,7 @@ void Steps::dispatch(const Header& header, mailbox::Message&& message) {
     case Kind::kBodyDone:
       return end_body(static_cast<int>(header.mb));
     case Kind::kMicrobatchEnd:
-      return finish_microbatch(static_cast<int>(header.mb));
+      return take_end(static_cast<int>(header.mb));
     case Kind::kStepEnd:
       end_seen_ = true;
       return wake();
@@ -275,10 +275,22 @@ void Steps::end_body(int mb) {
   }
   parts_.messenger.post_to_others(
       parts_.messenger.header_of(Kind::kMicrobatchEnd, mb));
-  finish_microbatch(mb);
+  take_end(mb);
   std::lock_guard<std::mutex> lock(mutex_);
   ++num_microbatches_ended_;
   changed_.notify_all();
+}
+
+// A message comes at any time. Gradients that waited for it leave for their
+// sums then, and on a device these have to lie between the same gathers of
+// parameters on all replicas: where they follow one order, the end of a
+// microbatch is a task in it.
+void Steps::take_end(int mb) {
+  if (!options_.has_order()) return finish_microbatch(mb);
+  parts_.scheduler.add_service({Phase::kBackward, mb, kMicrobatchEndId, 0, 0},
+                               "the end of microbatch " + std::to_string(mb),
+                               /*seed=*/0,
+                               [this, mb] { finish_microbatch(mb); });
 }
 
 void Steps::finish_microbatch(int mb) {

@@ -86,6 +86,7 @@ class Steps {
   void run_body(int mb, const std::function<void(int)>& body);
   std::exception_ptr await_end(int num_microbatches);
   void end_body(int mb);
+  void take_end(int mb);
   void notify_end(int mb);
   [[noreturn]] void abandon(std::exception_ptr failure);
   void wait_until(Lock& lock, const std::function<bool()>& is_over);

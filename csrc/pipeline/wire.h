@@ -38,9 +38,11 @@ enum Flags : int64_t {
 /// Above the flags: how many of the last tensors are only released.
 constexpr int kFlagBits = 8;
 
-/// Stand for a module where arithmetic, or a function of Python, is meant.
+/// Stand for a module where arithmetic, a function of Python, or the end of a
+/// microbatch is meant.
 constexpr int64_t kOperationId = -2;
 constexpr int64_t kFunctionId = -3;
+constexpr int64_t kMicrobatchEndId = -4;
 /// Results of one request are named by consecutive numbers from
 /// `request_id * kMaxResults`.
 constexpr int64_t kMaxResults = 4096;
