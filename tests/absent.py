@@ -4,7 +4,8 @@
 Only what a file of ``tests``, ``benchmarks`` or ``examples`` imports counts, or a program that a
 test gives to ``python -c``, or a package that such a file imports:
 smp itself has to get along without them, so its own failure to import one stays a failure.
-Without the variable nothing is skipped.
+``libuv`` stands for the launcher of a PyTorch that is built without it. Without the variable
+nothing is skipped.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ABSENT = frozenset(filter(None, os.environ.get("SMP_TEST_WITHOUT", "").split(","
 # pytest indents what an assertion says from its second line on.
 _MISSING = re.compile(r"^E?\s*ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line \d+')
+# What pybind11 makes of an exception that another rank hears of.
+_TOLD = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'\s+At:\s+(\S+)\(\d+\): ")
 
 
 def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
@@ -38,7 +41,12 @@ def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
         files = [f for f in _FRAME.findall(text[: match.start()]) if not f.startswith("<frozen")]
         if package in absent and files and _is_of_tests(files[-1]):
             return package
-    return None
+    for match in _TOLD.finditer(text):
+        package = match[1].partition(".")[0]
+        if package in absent and _is_of_tests(match[2]):
+            return package
+    has_launcher = "torch/distributed/run.py" in text and "build without libuv support" in text
+    return "libuv" if "libuv" in absent and has_launcher else None
 
 
 def missing_from(error: BaseException, absent: Iterable[str] = ABSENT) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, TCPStore
 
 
 def minor(version: str = torch.__version__) -> str:
@@ -25,6 +25,16 @@ def operators(*names: str) -> list[Any]:
     ``_grouped_mm`` is there from 2.7 on.
     """
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+def tcp_store(host: str, port: int, world_size: int, is_master: bool, **options: Any) -> TCPStore:
+    """``torch.distributed.TCPStore``, also of a PyTorch that is built without libuv (Debian's)."""
+    try:
+        return TCPStore(host, port, world_size, is_master, **options)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+    return TCPStore(host, port, world_size, is_master, use_libuv=False, **options)
 
 
 def known(settings: Mapping[str, Any], module: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from tests.dist.processes import (
     torchrun,
     wait_for_ranks,
 )
+from tests.installed import python_path
 
 pytestmark = pytest.mark.waits
 
@@ -314,7 +315,7 @@ def test_smp_run_starts_preempted_ranks_again_unless_it_is_preempted(
         [*command, str(SCRIPT), str(tmp_path / "job"), "--steps", "9999", "--step-s", "0.01"],
         env={
             **os.environ,
-            "PYTHONPATH": f"{REPO / 'python'}:{REPO}",
+            "PYTHONPATH": python_path(REPO),
             "OMP_NUM_THREADS": "1",
             "SMP_FAULT": "rank=0,step=3,kind=term",
         },

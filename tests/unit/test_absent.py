@@ -41,6 +41,25 @@ def test_what_a_benchmark_or_a_program_of_a_test_imports_may_be_absent(path: Pat
     assert missing_package(text.replace("\n", "\n  "), ABSENT) == "absent_here"
 
 
+def test_what_another_rank_tells_of_counts() -> None:
+    told = (
+        "rank 2 raised: ModuleNotFoundError: No module named 'absent_here'\n\nAt:\n  {}(7): forward"
+    )
+    assert missing_package(told.format(REPO / "tests/reference/any.py"), ABSENT) == "absent_here"
+    assert missing_package(told.format(REPO / "python/smp/any.py"), ABSENT) is None
+    assert missing_package(told.format(REPO / "tests/reference/any.py"), {"another"}) is None
+
+
+def test_a_launcher_without_its_store_may_be_absent() -> None:
+    text = (
+        '  File "/usr/lib/torch/distributed/run.py", line 9, in run\n'
+        "RuntimeError: use_libuv was requested but PyTorch was build without libuv support"
+    )
+    assert missing_package(text, {"libuv"}) == "libuv"
+    assert missing_package(text, ABSENT) is None
+    assert missing_package(text.replace("torch/distributed/run.py", "smp"), {"libuv"}) is None
+
+
 def test_what_it_was_raised_from_counts() -> None:
     def raised_from(path: Path) -> BaseException:
         with pytest.raises(RuntimeError) as caught:

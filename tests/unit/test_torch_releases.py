@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,27 @@ def test_a_minor_release_has_two_numbers() -> None:
     assert releases.minor("2.11.0+cu130") == "2.11"
     assert releases.minor("2.6.0+debian") == "2.6"
     assert torch.__version__.startswith(releases.minor() + ".")
+
+
+def test_a_store_does_without_what_it_was_not_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def without(*place: Any, use_libuv: bool = True, **options: Any) -> Any:
+        asked.append(use_libuv)
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was build without libuv")
+        return place, options
+
+    monkeypatch.setattr(releases, "TCPStore", without)
+    made: Any = releases.tcp_store("here", 1, 2, True, multi_tenant=True)
+    assert made == (("here", 1, 2, True), {"multi_tenant": True})
+    assert asked == [True, False]
+
+
+def test_a_store_that_cannot_be_reached_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(releases, "TCPStore", fails)
+    with pytest.raises(RuntimeError, match="nobody is there"):
+        releases.tcp_store("here", 1, 2, False)

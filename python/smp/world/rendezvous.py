@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smp._torch_releases import tcp_store
 from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
 from smp.world.host_groups import check_dist_backend
@@ -146,7 +147,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
     hosts_store = launch.global_rank == 0 and not place.has_server
     _await_name(place.host)
     try:
-        return dist.TCPStore(
+        return tcp_store(
             place.host,
             place.port,
             launch.world_size,
