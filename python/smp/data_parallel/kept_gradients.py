@@ -31,18 +31,22 @@ class KeptGradients:
         parameters: Sequence[tuple[str, nn.Parameter]],
         target_of: Callable[[nn.Parameter], Tensor],
     ) -> None:
-        self._parameters = [(name, p, target_of(p)) for name, p in parameters]
-        self._before: list[tuple[Any, Any]] = []
+        self._watched = [
+            (name, tensor)
+            for name, parameter in parameters
+            for tensor in {id(t): t for t in (parameter, target_of(parameter))}.values()
+        ]
+        self._before: list[Tensor | None] = []
 
     def begin_step(self) -> None:
         """Notes the gradients that there are."""
-        self._before = [(_native.__get__(p), _native.__get__(t)) for _, p, t in self._parameters]
+        self._before = [_native.__get__(tensor) for _, tensor in self._watched]
 
     def check(self) -> None:
         """Raises a RuntimeError that names a parameter whose gradient is another one since."""
         noted, self._before = self._before, []  # else they would live on
-        for (name, parameter, target), (own, given) in zip(self._parameters, noted, strict=False):
-            if _native.__get__(parameter) is not own or _native.__get__(target) is not given:
+        for (name, tensor), before in zip(self._watched, noted, strict=False):
+            if _native.__get__(tensor) is not before:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}.grad of '{name}' was assigned, or dropped, inside of a "
                     "step. A step function runs once per microbatch, and gradients are averaged "
