@@ -12,10 +12,14 @@ import smp
 
 
 @pytest.fixture(autouse=True)
-def run() -> Iterator[None]:
-    smp.init({"microbatches": 1})
+def at_the_end() -> Iterator[None]:
     yield
     smp.shutdown()
+
+
+def wrap(module: nn.Module, **config: object) -> None:
+    smp.init({"microbatches": 1, **config})
+    smp.DistributedModel(module)
 
 
 def pair(first: torch.Tensor, second: torch.Tensor) -> nn.Module:
@@ -65,13 +69,21 @@ def inside() -> nn.Module:
     return net
 
 
+OVERLAPS: list[Callable[[], nn.Module]] = [overlapping, inside, lambda: with_buffer(True)]
+
+
 @pytest.mark.parametrize("make", [tied, normed, pieces, lambda: with_buffer(False), nn.LSTM])
 def test_those_that_have_theirs_alone_are_taken(make: Callable[..., nn.Module]) -> None:
-    smp.DistributedModel(nn.LSTM(4, 4) if make is nn.LSTM else make())
+    wrap(nn.LSTM(4, 4) if make is nn.LSTM else make(), bf16=True)
 
 
-@pytest.mark.parametrize("make", [overlapping, transposed, inside, lambda: with_buffer(True)])
-def test_others_are_refused_by_name(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", OVERLAPS)
+def test_others_are_taken_where_nothing_moves(make: Callable[[], nn.Module]) -> None:
+    wrap(make())
+
+
+@pytest.mark.parametrize("make", [transposed, *OVERLAPS])
+def test_others_are_refused_by_name_where_they_move(make: Callable[[], nn.Module]) -> None:
     words = r"'(0\.weight|same|weight)' and '(1\.weight|0\.bias|weight|same)' are two tensors with"
     with pytest.raises(ValueError, match=words):
-        smp.DistributedModel(make())
+        wrap(make(), bf16=make is not transposed)

@@ -31,7 +31,7 @@ def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.M
             raise ValueError(f"{where} {reason}")
     _check_scaled_rows(module, current)
     _check_shared(module, current)
-    _check_memory(module)
+    _check_memory(module, current)
 
 
 def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
@@ -63,25 +63,33 @@ def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
                 )
 
 
-def _check_memory(module: nn.Module) -> None:
-    """A parameter has its memory alone: it moves to another place, or to another rank.
+def _check_memory(module: nn.Module, current: runtime.Runtime) -> None:
+    """A parameter that gets other memory, or another rank, has to have its memory alone.
 
-    Tied parameters are one tensor. Two tensors with one memory would be updated twice in one
-    process, and be two in others.
+    Tied parameters are one tensor. Two tensors with one memory are updated twice in one process,
+    and would be two different ones.
     """
+    rank = current.rank
+    moves_all = (
+        rank.sizes["pp"] > 1 or rank.sizes["shard"] > 1 or rank.config.half_dtype is not None
+    )
     tensors = {id(t): (name, t) for name, t in module.named_buffers() if _has_memory(t)}
     tensors |= {id(p): (name, p) for name, p in module.named_parameters() if _has_memory(p)}
-    spans = sorted(_span(t) + (name, isinstance(t, nn.Parameter)) for name, t in tensors.values())
-    end, last, last_is_parameter = (-1, 0), "", False
-    for storage, begin, stop, name, is_parameter in spans:
-        if (storage, begin) < end and (is_parameter or last_is_parameter):
-            raise ValueError(
-                f"{_C.rank_prefix()}'{last}' and '{name}' are two tensors with memory in common, "
-                "which would be two different ones after wrapping: make them one parameter "
-                "(other.weight = self.weight), or compute one of the other in forward"
-            )
+    spans = sorted((_span(t), name) for name, t in tensors.values())
+    named = {name: tensor for name, tensor in tensors.values()}
+    end, last = (-1, 0), ""
+    for (storage, begin, stop), name in spans:
+        if (storage, begin) < end:
+            pair = named[last], named[name]
+            moves = moves_all or any(t.device != rank.device or not t.is_contiguous() for t in pair)
+            if moves and any(isinstance(tensor, nn.Parameter) for tensor in pair):
+                raise ValueError(
+                    f"{_C.rank_prefix()}'{last}' and '{name}' are two tensors with memory in "
+                    "common, which would be two different ones after wrapping: make them one "
+                    "parameter (other.weight = self.weight), or compute one of the other in forward"
+                )
         if (storage, stop) > end:
-            end, last, last_is_parameter = (storage, stop), name, is_parameter
+            end, last = (storage, stop), name
 
 
 def _has_memory(tensor: Tensor) -> bool:
