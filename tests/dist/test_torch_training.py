@@ -100,9 +100,17 @@ def scaler_of() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
 
 
-def scaled_reference() -> tuple[dict[str, Tensor], list[float]]:
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """Gets the scale, and whether there is an overflow, from the scaler."""
+    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+
+OPTIMIZERS = {"sgd": sgd, "fused": fused}
+
+
+def scaled_reference(name: str) -> tuple[dict[str, Tensor], list[float]]:
     net = Net().double()
-    optimizer, scaler, scales = sgd(net.parameters()), scaler_of(), []
+    optimizer, scaler, scales = OPTIMIZERS[name](net.parameters()), scaler_of(), []
     now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
     for step in range(STEPS):
         now[0] = step
@@ -114,13 +122,13 @@ def scaled_reference() -> tuple[dict[str, Tensor], list[float]]:
     return dict(net.state_dict()), scales
 
 
-def train_scaled(rank: int, config: Config, wraps: bool, unscales: bool) -> Any:
+def train_scaled(rank: int, config: Config, name: str, wraps: bool, unscales: bool) -> Any:
     import smp
 
     net = Net().double()
     now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
     model = wrapped(config, net)
-    own = sgd(model.parameters())
+    own = OPTIMIZERS[name](model.parameters())
     optimizer = smp.DistributedOptimizer(own) if wraps else own
     scaler, scales = scaler_of(), []
 
@@ -140,18 +148,18 @@ def train_scaled(rank: int, config: Config, wraps: bool, unscales: bool) -> Any:
     return model.state_dict(), scales
 
 
-@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(("name", "unscales"), [("sgd", False), ("sgd", True), ("fused", False)])
 @pytest.mark.parametrize("wraps", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_skip_what_overflows_on_one(
-    pool: Pool, layout: str, wraps: bool, unscales: bool
+    pool: Pool, layout: str, wraps: bool, name: str, unscales: bool
 ) -> None:
     if not wraps and layout in PIECES:
         pytest.skip("refused: test_an_optimizer_that_would_find_no_gradient_is_refused")
     size, config = LAYOUTS[layout]
-    expected, scales = scaled_reference()
+    expected, scales = scaled_reference(name)
     assert scales[1] < scales[0]  # it was skipped
-    for values, seen in pool.run(size, train_scaled, config, wraps, unscales):
+    for values, seen in pool.run(size, train_scaled, config, name, wraps, unscales):
         assert seen == scales
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
