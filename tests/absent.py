@@ -4,8 +4,8 @@
 Only what a file of ``tests``, ``benchmarks`` or ``examples`` imports counts, or a program that a
 test gives to ``python -c``, or a package that such a file imports:
 smp itself has to get along without them, so its own failure to import one stays a failure.
-``libuv`` stands for the launcher of a PyTorch that is built without it. Without the variable
-nothing is skipped.
+``libuv`` stands for the launcher, and the groups at an address, of a PyTorch that is built without
+it. Without the variable nothing is skipped.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
         package = match[1].partition(".")[0]
         if package in absent and _is_of_tests(match[2]):
             return package
-    has_launcher = "torch/distributed/run.py" in text and "build without libuv support" in text
-    return "libuv" if "libuv" in absent and has_launcher else None
+    is_torchs = any(f"torch/distributed/{name}.py" in text for name in ("run", "rendezvous"))
+    lacks_libuv = is_torchs and "build without libuv support" in text
+    return "libuv" if "libuv" in absent and lacks_libuv else None
 
 
 def missing_from(error: BaseException, absent: Iterable[str] = ABSENT) -> str | None:

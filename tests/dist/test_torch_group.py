@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 import smp
+from smp._torch_releases import tcp_store
 from tests.dist.pool import Pool
 from tests.dist.zygote import RANK_VARIABLES
 
 
 def free_port() -> int:
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    store = tcp_store("127.0.0.1", 0, 1, is_master=True)
     return int(store.port)
 
 

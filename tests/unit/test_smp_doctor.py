@@ -74,6 +74,8 @@ def test_every_probe_exists() -> None:
 
 def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     """Also one without smp's extension: both fail to load, and that is what it says."""
+    if os.environ.get("SMP_TEST_INSTALLED"):
+        pytest.skip("PyTorch lies beside the installed smp, whose folder comes first")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')\n")
     env = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(

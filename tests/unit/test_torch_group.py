@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import smp
+from smp._torch_releases import tcp_store
 from smp.world.launch import Rendezvous
 from smp.world.torch_group import place_of, read_torch_group
 
@@ -37,7 +38,7 @@ def test_a_group_tells_where_it_has_met(tmp_path: Path) -> None:
 
 
 def test_a_store_of_tcp_is_a_place() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    store = tcp_store("127.0.0.1", 0, 1, is_master=True)
     place = Rendezvous("tcp", host="127.0.0.1", port=store.port, has_server=True)
     assert place_of(store, "0") == place
 
