@@ -344,6 +344,37 @@ def test_parameters_of_a_loss_that_no_model_has_are_refused(
         pool.run(size, train_criterion, config, "in the script", wraps)
 
 
+def train_criterion_alone(rank: int, config: Config, wraps: bool) -> None:
+    """The loss has an optimizer of its own, which no model's parameter is in."""
+    import smp
+
+    model, criterion = wrapped(config, Net().double()), Weighted()
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
+    other = sgd(criterion.parameters())
+    if wraps:
+        other = smp.DistributedOptimizer(other)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(criterion(model(x)))
+
+    for step in range(2):  # the first update shows one that is not wrapped
+        train_step(own_samples(step))
+        optimizer.step()
+        other.step()
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_of_the_loss_alone_is_no_way_around(
+    pool: Pool, layout: str, wraps: bool
+) -> None:
+    size, config = LAYOUTS[layout]
+    words = r"depends on parameter 0 of SGD, of shape \(8,\), which no DistributedModel has"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(size, train_criterion_alone, config, wraps)
+
+
 @pytest.mark.parametrize("place", ["in one module", "of its own"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_of_a_loss_in_a_model_are_trained(pool: Pool, layout: str, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Training in 16 bits: masters, loss scales, and gradients that carry a scale."""
+"""Training in 16 bits: masters, loss scales, gradients that carry a scale, and their norm."""
 
 from smp.precision.casts import cast_inputs as cast_inputs
 from smp.precision.casts import cast_outputs as cast_outputs

@@ -13,7 +13,7 @@ first gradient arrives.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from smp.model.torch_training.known import known_parameters
 from smp.precision.holdings import master_of, model_parameter_of, parameters_of
 from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
-
-_WRAP = "smp.DistributedOptimizer(optimizer)"
 
 
 class TorchOptimizers:
@@ -85,19 +83,25 @@ class TorchOptimizers:
         refuse_replaced(optimizer)
         known = known_parameters(self._wrapped)
         own = [p for p in parameters_of(optimizer) if id(p) in known]
-        if not own:
-            return
+        if own:
+            self._check_own(optimizer, own)
+        elif self._steps.running is not None:
+            return  # a small net of the script's own, which learns by itself
+        if optimizer not in self._tried:
+            self._tried.add(optimizer)
+            if own:
+                refuse_parts(self._rank, optimizer)
+            self.watch(optimizer)
+
+    def _check_own(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
         self._steps.refuse_inside("optimizer.step")
         if any(master_of(p) is not p for p in own):
             raise RuntimeError(
                 f"{_C.rank_prefix()}{type(optimizer).__name__} has parameters of a "
                 "DistributedModel of which this rank updates pieces, or copies in 32 bits, so it "
-                f"would find no gradient and train nothing; wrap it: {_WRAP}"
+                "would find no gradient and train nothing; wrap it: "
+                "smp.DistributedOptimizer(optimizer)"
             )
-        if optimizer not in self._tried:
-            self._tried.add(optimizer)
-            refuse_parts(self._rank, optimizer)
-            self.watch(optimizer)
 
     def _forget(self) -> None:
         for handle in self._strangers.values():
