@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
 
 Config = dict[str, Any]
 BATCH, LENGTH, VOCABULARY, IGNORED = 8, 12, 31, -100
@@ -33,8 +33,8 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(3)
     config = GPT2Config(
-        bos_token_id=0, eos_token_id=0, n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LENGTH,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        bos_token_id=0, eos_token_id=0, n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY,
+        n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()
 
@@ -138,7 +138,10 @@ def train(
     optimizer.step()
     with torch.no_grad():
         evaluated = step(model, batches[replica]).reduce_mean().item()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    for to_theirs, _ in smp.state.module_manager.translate_functions:
+        state = to_theirs(state)
+    state = {name: v.clone() for name, v in state.items() if isinstance(v, Tensor)}
     smp.shutdown()
     return mean, evaluated, state, norm
 
