@@ -124,9 +124,12 @@ def train(
     @smp.step(**options)
     def step(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         loss = loss_of(model, batch)
-        if torch.is_grad_enabled():
-            loss.backward() if is_plain else model.backward(loss)
+        loss.backward() if is_plain else model.backward(loss)
         return loss
+
+    @smp.step(**options)
+    def evaluate(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss_of(model, batch)
 
     common = config.get("prescaled_batch", False)
     replica = smp.rdp_rank() if common else smp.dp_rank()
@@ -137,7 +140,7 @@ def train(
     norm = float(smp.clip_grad_norm_(model.parameters(), 1e9))
     optimizer.step()
     with torch.no_grad():
-        evaluated = step(model, batches[replica]).reduce_mean().item()
+        evaluated = evaluate(model, batches[replica]).reduce_mean().item()
     state = model.state_dict()
     for to_theirs, _ in smp.state.module_manager.translate_functions:
         state = to_theirs(state)
@@ -176,8 +179,13 @@ def check(
     assert len({round(mean, 9) for mean in seen}) == num or num == 1
     assert sum(seen) / size == pytest.approx(expected, rel=bound)
     norm = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
-    for _, _, state, total in results:
+    for mean, evaluated, state, total in results:
         assert total == pytest.approx(norm, rel=bound)
+        updated = gpt2()
+        updated.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            own = loss_of(updated, batches[seen.index(mean) * num // size]).item()
+        assert evaluated == pytest.approx(own, rel=bound, abs=bound)
         for name, parameter in before.named_parameters():
             found = parameter.detach() - state[name]
             assert grads[name].norm() > 0
