@@ -130,8 +130,10 @@ def test_calls_that_name_no_model_list_the_candidates(twins: Twins) -> None:
     assert smp.world.runtime.current().wrapped.models == twins.models
 
 
-def test_arguments_of_several_sizes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A table is cut like a batch, and pieces of one row broadcast."""
+def test_arguments_of_several_sizes_are_whole_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A table was cut like a batch, and pieces of one row broadcast."""
     smp.init({"microbatches": 2})
 
     @smp.step
@@ -139,38 +141,84 @@ def test_arguments_of_several_sizes_are_told_once(caplog: pytest.LogCaptureFixtu
         return x * table
 
     @smp.step(non_split_inputs=["table"])
-    def whole(x: Tensor, table: Tensor) -> Tensor:
-        return x * table[:1]
+    def named(x: Tensor, table: Tensor) -> Tensor:
+        return x * table
 
-    x, table = torch.ones(4, 2), torch.ones(2)
+    x, table = torch.ones(4, 2), torch.tensor([1.0, 2.0])
     with caplog.at_level(logging.WARNING, logger="smp"):
-        whole(x, table)
+        assert torch.equal(named(x, table).concat(), x * table)
         cut(x, torch.ones(4, 1))
         assert not caplog.messages
-        cut(x, table)
-        cut(x, table)
+        for _ in range(2):
+            assert torch.equal(cut(x, table).concat(), x * table)
     [text] = caplog.messages
-    assert "batch dimensions of several sizes: x 4, table 2" in text
+    assert "gives each the whole of arguments of other sizes: table (2,)" in text
     assert "non_split_inputs" in text and "input_split_axes" in text
     smp.shutdown()
 
 
-def test_what_is_not_cut_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_row_is_for_all_microbatches() -> None:
+    """A state or a mask of one row made the step one microbatch."""
+    smp.init({"microbatches": 4})
+
+    @smp.step
+    def add(x: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
+        return x + mask + rest[0]
+
+    x, mask = torch.randn(8, 3, 3), torch.randn(1, 3, 3)
+    found = add(x, mask, x)
+    assert len(found.outputs) == 4 and torch.equal(found.concat(), x + mask + x)
+    smp.shutdown()
+
+
+def test_lists_by_sample_are_cut() -> None:
+    """Boxes inside of the dictionaries were cut, and the list was not."""
+    smp.init({"microbatches": 2})
+    seen = []
+
+    @smp.step
+    def read(images: Any, targets: Any, texts: Any) -> None:
+        seen.append(([*images], [*targets], texts))
+
+    images = [torch.ones(3, 4, 4) * i for i in range(4)]
+    targets = [{"boxes": torch.ones(i, 4)} for i in range(4)]
+    read(images, targets, list("abcd"))
+    assert seen == [(images[b:e], targets[b:e], list("abcd")[b:e]) for b, e in ((0, 2), (2, 4))]
+    smp.shutdown()
+
+
+def test_what_an_earlier_batch_taught_ends_with_the_runtime() -> None:
+    @smp.step
+    def cut(x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+    for sizes in ([(4, 6), (6, 6)], [(6, 6)]):
+        smp.init({"microbatches": 2})
+        found = [cut(torch.ones(a, 3), torch.ones(b)).outputs[0].shape[0] for a, b in sizes]
+        assert found == ([6, 6] if len(sizes) > 1 else [3])
+        smp.shutdown()
+
+
+def test_what_cannot_be_cut_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.x = torch.ones(4)
+
     smp.init({"microbatches": 2})
 
     @smp.step
-    def read(x: Tensor, texts: list[str]) -> Tensor:
+    def read(x: Tensor, kept: Any) -> Tensor:
         return x
 
-    @smp.step(non_split_inputs=["texts"])
-    def whole(x: Tensor, texts: list[str]) -> Tensor:
+    @smp.step(non_split_inputs=["kept"])
+    def whole(x: Tensor, kept: Any) -> Tensor:
         return x
 
     with caplog.at_level(logging.WARNING, logger="smp"):
-        whole(torch.ones(4), ["a"] * 4)
+        whole(torch.ones(4), Kept())
         assert not caplog.messages
         for _ in range(2):
-            read(torch.ones(4), ["a"] * 4)
+            read(torch.ones(4), Kept())
     [text] = caplog.messages
-    assert "gives each of its 2 microbatches the whole of texts" in text
+    assert "gives each of its 2 microbatches the whole of kept" in text
     smp.shutdown()

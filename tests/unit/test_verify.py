@@ -20,7 +20,6 @@ from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
 from smp.commands.verify.words import Divided, divide
 from smp.observe.verification.arguments import KeptArguments
 from smp.observe.verification.order import Order
-from smp.step.batches import Batch, joined_weights
 
 # ---- layouts
 
@@ -96,22 +95,6 @@ def test_floating_point_arguments_are_cast_and_others_are_not(dtype: torch.dtype
     back = KeptArguments(given, torch.float64).restored()
     assert back["x"].dtype == torch.float64 and torch.equal(back["x"], given["x"].double())
     assert back["i"].dtype == torch.int64 and back["e"] == [1, "a"]
-
-
-# ---- the batches of several ranks
-
-
-def batch(count: int, weights: list[float] | None = None) -> Batch:
-    return Batch((), {}, {}, count, weights, num_samples=0)
-
-
-def test_batches_count_alike_whatever_their_sizes() -> None:
-    assert joined_weights([batch(2)]) is None
-    assert joined_weights([batch(2), batch(2)]) is None
-    assert joined_weights([batch(2, [1.5, 0.5])]) == [1.5, 0.5]
-    uneven = joined_weights([batch(1), batch(3, [1.5, 0.75, 0.75])])
-    assert uneven is not None and sum(uneven) == pytest.approx(4)
-    assert uneven == pytest.approx([2.0, 1.0, 0.5, 0.5])
 
 
 # ---- what is rounding

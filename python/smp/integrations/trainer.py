@@ -29,7 +29,7 @@ from smp.integrations.accelerator import (
 )
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.step import microbatch, step
+from smp.step import step
 from smp.step.labels import rule_of
 from smp.step.microbatch import StepOutput
 from smp.world import comm, runtime
@@ -325,8 +325,8 @@ def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
 
 
 def _batch_size(inputs: dict[str, Any]) -> int:
-    sizes = microbatch.batch_sizes({"inputs": inputs}, {})
-    return sizes[0][1] if sizes else 1
+    leaves = (leaf for value in inputs.values() for leaf in pytree.tree_leaves(value))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _concat(outputs: Any) -> Any:

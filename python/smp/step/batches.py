@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import smp._C as _C
-from smp.step import microbatch
+from smp.step.cutting import Cutting
 from smp.world import runtime
 
 
@@ -45,18 +45,14 @@ class Batch:
 
     Attributes:
         bound: as the script gave them.
-        arguments: those to cut, by name.
-        axes: batch dimension by name, 0 where absent.
+        cutting: readings of the arguments.
         count: microbatches that they make.
-        num_samples: of the call; 0 where dummies have no batch dimension.
         part: number of the batch, where this process reads several; None: it reads one.
     """
 
     bound: inspect.BoundArguments
-    arguments: dict[str, Any]
-    axes: Mapping[str, int]
+    cutting: Cutting
     count: int
-    num_samples: int
     part: int | None = None
 
     @classmethod
@@ -64,33 +60,24 @@ class Batch:
         cls,
         current: runtime.Runtime,
         bound: inspect.BoundArguments,
-        arguments: dict[str, Any],
-        axes: Mapping[str, int],
+        cutting: Cutting,
         part: int | None = None,
     ) -> Batch:
         """Counts the microbatches of a call."""
-        count = microbatch.num_microbatches(arguments, axes, current.rank.config.microbatches)
-        num_samples = microbatch.num_samples(arguments, axes)
-        return cls(bound, arguments, axes, count, num_samples, part)
+        return cls(bound, cutting, cutting.count(current.rank.config.microbatches), part)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the call; 0 where dummies have no batch dimension."""
+        return self.cutting.num_samples
 
     def pieces(self, count: int) -> Pieces:
         """Cuts the arguments into ``count`` microbatches."""
-        cut = {
-            name: microbatch.split(value, count, self.axes.get(name, 0))
-            for name, value in self.arguments.items()
-        }
-        return Pieces(self.bound, cut)
+        return Pieces(self.bound, self.cutting.pieces(count))
 
-    def samples_by_microbatch(self, trains: bool) -> list[float]:
-        """Returns how many samples each microbatch has; 1 each where nothing has samples.
-
-        Raises:
-            ValueError: arguments of several sizes leave it open, in training.
-        """
-        sizes = microbatch.batch_sizes(self.arguments, self.axes)
-        shares = microbatch.weights(sizes, self.count, strict=trains) or [1.0] * self.count
-        each = self.num_samples / self.count if self.num_samples else 1.0
-        return [share * each for share in shares]
+    def samples_by_microbatch(self) -> list[float]:
+        """Returns how many samples each microbatch has; 1 each where nothing has samples."""
+        return self.cutting.samples_by_microbatch(self.count)
 
 
 class Bodies(Protocol):

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batches import Batch, Bodies, Pieces, make_bodies
+from smp.step.cutting import Cutting, Reading, Rules
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
@@ -52,6 +54,7 @@ class StepFunction:
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._non_split = frozenset(non_split_inputs or ())
         self._axes = dict(input_split_axes or {})
+        self._rules: weakref.WeakKeyDictionary[runtime.Runtime, Rules] = weakref.WeakKeyDictionary()
         self._detach_outputs = detach_outputs
         self._rule = WeightRule(weight, self._name)
         self._check_names()
@@ -64,7 +67,7 @@ class StepFunction:
             ("non_split_inputs", self._non_split),
             ("input_split_axes", self._axes.keys()),
         ):
-            unknown = sorted(set(names) - parameters.keys())
+            unknown = sorted({name.split(".")[0] for name in names} - parameters.keys())
             if unknown:
                 raise ValueError(
                     f"{option} names {unknown}, but the step function '{self._name}' has the "
@@ -113,7 +116,7 @@ class StepFunction:
                 if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
                     self._rule.look_for_labels(current, used, batches[0], begin_body)
                     weights = self._rule.weigh(current, engines, batches)
-                step_run.number_samples(batches, self._axes)
+                step_run.number_samples(batches)
                 count = step_run.begin(count, weights)
                 bodies = bodies_of(count, weights)
                 if models:
@@ -153,37 +156,27 @@ class StepFunction:
     ) -> Batch:
         args, kwargs = call
         bound = self._signature.bind(*args, **kwargs)
-        # *args and **kwargs are cut element by element.
-        cut = {name: v for name, v in _named(bound).items() if name not in self._non_split}
-        return Batch.of(current, bound, cut, self._axes, part)
+        return Batch.of(current, bound, Cutting(_named(bound), self._rules_in(current)), part)
+
+    def _rules_in(self, current: runtime.Runtime) -> Rules:
+        """Returns how arguments are cut; what calls have taught ends with the runtime."""
+        if current not in self._rules:
+            parameters = self._signature.parameters.values()
+            known: dict[tuple[str, ...], Reading] = {
+                (parameter.name,): Reading.INSIDE
+                for parameter in parameters
+                if parameter.kind is parameter.VAR_POSITIONAL
+            }
+            self._rules[current] = Rules(self._non_split, self._axes, known)
+        return self._rules[current]
 
     def _tell_of_cuts(self, current: runtime.Runtime, batch: Batch) -> None:
-        """Says once what is cut and may have no samples, and what is not cut and may have some."""
+        """Logs once what of the cutting the script should know."""
         if batch.count == 1 or current.rank.global_rank != 0:
             return
-        sizes = microbatch.batch_sizes(batch.arguments, self._axes)
-        several = microbatch.several_sizes(sizes, self._axes)
-        if several and first_rank_log.is_new((self, "several sizes")):
-            first_rank_log.warning(
-                "smp: step '%s' cuts each of its arguments into %d microbatches, and they have "
-                "batch dimensions of several sizes: %s. Name those without samples (a table, "
-                "weights, a mask for all samples) in non_split_inputs, and those that have several "
-                "entries for each sample in input_split_axes",
-                self._name,
-                batch.count,
-                ", ".join(f"{name} {size}" for name, size in several),
-            )
-        uncut = microbatch.uncut(batch.arguments, batch.num_samples)
-        if uncut and first_rank_log.is_new((self, "uncut")):
-            first_rank_log.warning(
-                "smp: step '%s' gives each of its %d microbatches the whole of %s, because only "
-                "tensors are cut, and what is in dictionaries, lists and tuples. What has an entry "
-                "for each sample should be a tensor, or an object with smp_slice(num_mb, mb, "
-                "axis); name the rest in non_split_inputs",
-                self._name,
-                batch.count,
-                ", ".join(uncut),
-            )
+        for kind, text in batch.cutting.remarks(batch.count).items():
+            if first_rank_log.is_new((self, kind)):
+                first_rank_log.warning("smp: step '%s' %s", self._name, text)
 
     def _bodies(
         self,
@@ -266,8 +259,10 @@ def step(
 ) -> Any:
     """Decorator for the function that runs forward and backward of one batch.
 
-    A call cuts every tensor argument along its batch dimension into ``microbatches`` pieces and
-    runs the function once per piece on every rank of the replica, pipelined. On return the
+    A call cuts the samples of its arguments into ``microbatches`` pieces and runs the function once
+    per piece on every rank of the replica, pipelined. The number of samples is the one that most
+    arguments support: tensors of so many rows and lists of so many entries are cut, also inside of
+    containers, and the rest is whole in each piece (docs/design/cutting.md). On return the
     backward of all microbatches and the data-parallel reduction are done. Collective: every rank
     calls the same step functions in one order.
 
@@ -289,8 +284,9 @@ def step(
 
     Args:
         function: the function, when used without parentheses.
-        non_split_inputs: names of arguments passed whole to every microbatch.
-        input_split_axes: batch dimension by argument name; 0 for all others.
+        non_split_inputs: names of arguments, or of entries of containers ("batch.mask"), passed
+            whole to every microbatch.
+        input_split_axes: batch dimension by such names; 0 for all others.
         detach_outputs: detach returned tensors; otherwise their graphs stay alive.
         weight: what the loss of a microbatch is a mean over. "samples": samples of the microbatch.
             A function: gets the arguments of one microbatch as the step function does, and returns
@@ -306,9 +302,9 @@ def step(
 
     Raises:
         TypeError: for a weight that is neither of these.
-        ValueError: when called with arguments of different batch sizes which microbatches do not
-            divide; for weights that are negative or not finite, and for those of replicas that
-            count different things.
+        ValueError: when an argument lacks its batch dimension, or has entries of a sample in two
+            microbatches; for weights that are negative or not finite, and for those of replicas
+            that count different things.
         smp.PeerFailure: when another rank failed meanwhile.
     """
 

@@ -1,187 +1,14 @@
-"""Cutting the arguments of a step into microbatches, and joining what the microbatches return."""
+"""Joins what the microbatches of a step return."""
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-
-
-def tensors_to_split(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value`` that have a batch dimension, at any depth of containers."""
-    if isinstance(value, Tensor):
-        if value.dim() > 0:
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_to_split(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_to_split(item)
-
-
-def num_microbatches(
-    arguments: Mapping[str, Any], axes: Mapping[str, int], microbatches: int
-) -> int:
-    """How many microbatches the arguments make: fewer when there are fewer samples.
-
-    Args:
-        arguments: by name, those that are cut.
-        axes: batch dimension by name, 0 where absent.
-        microbatches: of the configuration.
-
-    Raises:
-        ValueError: if a batch dimension does not exist.
-    """
-    sizes = batch_sizes(arguments, axes)
-    return min([microbatches, *(max(size, 1) for _, size in sizes)])
-
-
-def batch_sizes(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Name of the argument and size of the batch dimension of each tensor that is cut.
-
-    Raises:
-        ValueError: if a batch dimension does not exist, or samples lie between each other.
-    """
-    sizes = []
-    for name, value in arguments.items():
-        axis = axes.get(name, 0)
-        if isinstance(value, PackedSequence):
-            raise ValueError(
-                f"argument '{name}' of the step function is a PackedSequence, which cannot be cut "
-                "into samples; hand over padded sequences and their lengths, and pack inside of "
-                "the step function"
-            )
-        for tensor in tensors_to_split(value):
-            if not -tensor.dim() <= axis < tensor.dim():
-                raise ValueError(
-                    f"argument '{name}' of the step function has a tensor of shape "
-                    f"{tuple(tensor.shape)} without dimension {axis}; set its batch dimension "
-                    "with input_split_axes or name it in non_split_inputs"
-                )
-            sizes.append((name, tensor.shape[axis]))
-    return sizes
-
-
-def several_sizes(
-    sizes: Sequence[tuple[str, int]], axes: Mapping[str, int]
-) -> list[tuple[str, int]]:
-    """Arguments that are cut though their extents differ; empty where all are alike.
-
-    A table, a mask for all samples or a vector of weights is cut, too, and a model may go on with
-    pieces of it that broadcast.
-
-    Args:
-        sizes: from `batch_sizes`.
-        axes: batch dimension by name, of arguments of which the script says that they have one.
-    """
-    unnamed = [(name, size) for name, size in sizes if name not in axes]
-    return list(dict.fromkeys(unnamed)) if len({size for _, size in unnamed}) > 1 else []
-
-
-def uncut(arguments: Mapping[str, Any], num_samples: int) -> list[str]:
-    """Arguments that every microbatch gets whole though they may have an entry for each sample.
-
-    Lists without tensors and arrays of so many entries, and objects that keep a tensor of so many.
-
-    Args:
-        arguments: by name, those that are cut where they can be.
-        num_samples: of the batch; 0 if nothing is cut, then any tensor in an object counts.
-    """
-    return [name for name, value in arguments.items() if _is_uncut(value, num_samples)]
-
-
-def _is_uncut(value: Any, num_samples: int) -> bool:
-    if isinstance(value, Tensor | nn.Module | str | bytes) or hasattr(value, "smp_slice"):
-        return False
-    if isinstance(value, dict | UserDict):
-        return any(_is_uncut(item, num_samples) for item in value.values())
-    if isinstance(value, list | tuple):
-        if next(tensors_to_split(value), None) is None:
-            return len(value) == num_samples > 1
-        return any(_is_uncut(item, num_samples) for item in value)
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        return len(shape) > 0 and shape[0] == num_samples > 1
-    kept = (item for item in getattr(value, "__dict__", {}).values() if isinstance(item, Tensor))
-    return any(t.dim() > 0 and (not num_samples or t.shape[0] == num_samples) for t in kept)
-
-
-def num_samples(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int:
-    """Of the largest tensor that is cut; 0 where dummies have no batch dimension."""
-    try:
-        return max((size for _, size in batch_sizes(arguments, axes)), default=0)
-    except ValueError:
-        return 0
-
-
-def sample_dim(arguments: Mapping[str, Any], axes: Mapping[str, int]) -> int | None:
-    """Along which dim the tensors that are cut have samples; None: along several."""
-    found = {
-        axes.get(name, 0) % tensor.dim()
-        for name, value in arguments.items()
-        for tensor in tensors_to_split(value)
-    }
-    return next(iter(found), 0) if len(found) < 2 else None
-
-
-def weights(sizes: Sequence[tuple[str, int]], count: int, *, strict: bool) -> list[float] | None:
-    """Weight of each microbatch in a mean over the whole batch, 1 on average.
-
-    Args:
-        sizes: from `batch_sizes`.
-        count: number of microbatches.
-        strict: refuse arguments that would give different weights.
-
-    Returns:
-        None when all microbatches are of one size.
-
-    Raises:
-        ValueError: when the microbatches of one argument are uneven and those of another have
-            other sizes.
-    """
-    if all(size % count == 0 for _, size in sizes):
-        return None
-    if len({size for _, size in sizes}) > 1:
-        if not strict:
-            return None
-        raise ValueError(
-            f"the arguments of the step function have batch dimensions of several sizes "
-            f"({dict(sizes)}), which {count} microbatches do not divide, so the weight of a "
-            "microbatch is not defined; use batches of one size, sizes that microbatches divide, "
-            "or name arguments in non_split_inputs"
-        )
-    size = sizes[0][1]
-    # As torch.tensor_split cuts.
-    pieces = [size // count + (mb < size % count) for mb in range(count)]
-    return [piece * count / size for piece in pieces]
-
-
-def split(value: Any, count: int, axis: int) -> list[Any]:
-    """``count`` pieces of ``value``, tensors cut along ``axis``, containers rebuilt.
-
-    Objects with ``smp_slice(num_mb, mb, axis)`` cut themselves; everything else is the same object
-    in every piece.
-    """
-    if isinstance(value, Tensor):
-        return list(torch.tensor_split(value, count, dim=axis)) if value.dim() else [value] * count
-    if hasattr(value, "smp_slice"):
-        return [value.smp_slice(count, mb, axis) for mb in range(count)]
-    if isinstance(value, dict | UserDict):  # Hugging Face's BatchEncoding is one of the latter
-        parts = {key: split(item, count, axis) for key, item in value.items()}
-        return [
-            _rebuild_dict(value, {key: pieces[mb] for key, pieces in parts.items()})
-            for mb in range(count)
-        ]
-    if isinstance(value, list | tuple | set | frozenset):
-        columns = [split(item, count, axis) for item in value]
-        return [_rebuild_sequence(value, [c[mb] for c in columns]) for mb in range(count)]
-    return [value] * count
+from torch import Tensor
 
 
 class StepOutput:
@@ -262,7 +89,7 @@ def join(results: Sequence[Any], detach: bool, weights: Sequence[float] | None =
             lambda r: isinstance(r, dict) and r.keys() == first.keys(),
             f"a dictionary with keys {list(first)}",
         )
-        return _rebuild_dict(
+        return rebuild_dict(
             first, {k: join([r[k] for r in results], detach, weights) for k in first}
         )
     if isinstance(first, list | tuple):
@@ -271,7 +98,7 @@ def join(results: Sequence[Any], detach: bool, weights: Sequence[float] | None =
             lambda r: isinstance(r, list | tuple) and len(r) == len(first),
             f"{len(first)} values",
         )
-        return _rebuild_sequence(
+        return rebuild_sequence(
             first, [join([r[i] for r in results], detach, weights) for i in range(len(first))]
         )
     return list(results)
@@ -286,7 +113,8 @@ def _require(results: Sequence[Any], fits: Callable[[Any], bool], words: str) ->
             )
 
 
-def _rebuild_dict(like: Any, items: dict[Any, Any]) -> Any:
+def rebuild_dict(like: Any, items: dict[Any, Any]) -> Any:
+    """Returns a mapping of the same class with other items."""
     if type(like) is dict:
         return items
     if isinstance(like, UserDict):
@@ -301,7 +129,8 @@ def _rebuild_dict(like: Any, items: dict[Any, Any]) -> Any:
     return rebuilt
 
 
-def _rebuild_sequence(like: Any, items: list[Any]) -> Any:
+def rebuild_sequence(like: Any, items: Iterable[Any]) -> Any:
+    """Returns a list, tuple or set of the same class with other items."""
     if hasattr(like, "_fields"):  # a named tuple
         return type(like)(*items)
     return type(like)(items)

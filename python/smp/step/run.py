@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,6 @@ from smp import data_parallel
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
 from smp.model.mask_places import draws_of
-from smp.step import microbatch
 from smp.step.batches import Batch
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime, thread_device
@@ -78,14 +77,13 @@ class StepRun:
         self._current.steps.num_begun += 1
         return num_microbatches
 
-    def number_samples(self, batches: Sequence[Batch], axes: Mapping[str, int]) -> None:
+    def number_samples(self, batches: Sequence[Batch]) -> None:
         """Tells ranks which samples of the batch each has, where masks depend on that.
 
         Collective over all ranks in a step that trains.
 
         Args:
             batches: that this process reads.
-            axes: batch dimension by name, 0 where absent.
         """
         draws = draws_of(self._current)
         if draws is None:
@@ -94,7 +92,7 @@ class StepRun:
             engine.mask_places.stand()
         draws.begin_step(
             [(batch.num_samples, batch.count) for batch in batches],
-            microbatch.sample_dim(batches[0].arguments, axes),
+            batches[0].cutting.sample_dim(),
             trains=self._trains,
         )
         if self._hub is not None:

@@ -82,7 +82,7 @@ class WeightRule:
             return BatchWeights(current.rank, found, counted)
         labels = self._labels
         if labels is None or not all(labels.are_in(batch.bound) for batch in batches):
-            samples = [w for batch in batches for w in batch.samples_by_microbatch(trains)]
+            samples = [w for batch in batches for w in batch.samples_by_microbatch()]
             return BatchWeights(current.rank, samples, "samples")
         pairs = [labels.count(batch.pieces(batch.count), batch.count) for batch in batches]
         weights = [weight for own, _ in pairs for weight in own]
@@ -125,7 +125,7 @@ class WeightRule:
                 "the losses of microbatches; leave one of the two out"
             )
         if len({engine.gradients.averages for engine in engines}) > 1:
-            samples = [batch.samples_by_microbatch(True) for batch in batches]
+            samples = [batch.samples_by_microbatch() for batch in batches]
             if any(len(set(own)) > 1 for own in samples):
                 raise ValueError(
                     f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different "
