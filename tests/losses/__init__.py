@@ -1,0 +1,1 @@
+"""Losses of people, against the same script in one process on the whole batch."""
