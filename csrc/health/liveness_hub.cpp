@@ -279,7 +279,7 @@ void LivenessHub::Impl::report_hang(Clock::time_point now) {
     }
   }
   if (const auto stacks = hangs.due_stacks(now)) {
-    log_line(LogLevel::kWarning, *stacks);
+    log_details(LogLevel::kWarning, *stacks);
   }
   if (a_fault) return;
   if (const auto stuck = hangs.due_fault(now)) {

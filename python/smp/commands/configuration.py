@@ -6,10 +6,11 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from smp_cli.sagemaker import CONFIG_FORM, split_config
+
 from smp.commands.ending import BadUse
 from smp.config.schema import Config, check_world, normalize
 from smp.config.sources import read_user_config
-from smp_cli.sagemaker import CONFIG_FORM, split_config
 
 
 @dataclass(frozen=True)

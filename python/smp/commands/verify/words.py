@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from smp_cli.sagemaker import CONFIG_FORM
+
 from smp.commands.ending import BadUse
 from smp.commands.verify.layouts import ALL
-from smp_cli.sagemaker import CONFIG_FORM
 
 SEPARATOR = "--"
 """What stands behind it belongs to the script, whatever it is."""
