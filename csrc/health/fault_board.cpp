@@ -77,10 +77,11 @@ bool FaultBoard::report(Fault fault) {
     if (fault.coordinates.empty()) {
       fault.coordinates = coordinates_locked(fault.global_rank);
     }
-    // A rank that raised prints that itself; deadlocks, and left ranks that are
-    // missed here, are raised by the wait that finds them.
-    const bool is_silent = fault.kind != Fault::Kind::kRaised &&
-                           fault.kind != Fault::Kind::kDeadlock;
+    // A rank that raised prints that itself; no launcher sees deadlocks and
+    // stuck ranks; left ranks that are missed here are raised by the wait.
+    const bool is_silent = fault.kind == Fault::Kind::kDied ||
+                           fault.kind == Fault::Kind::kUnreachable ||
+                           fault.kind == Fault::Kind::kLeft;
     const bool is_first = global_rank_ == (fault.global_rank == 0 ? 1 : 0);
     if (is_silent && is_first && !fault.is_found_here) line = fault.headline();
     fault_ = std::move(fault);

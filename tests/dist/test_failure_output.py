@@ -122,3 +122,12 @@ def test_run_that_goes_well_prints_five_lines() -> None:
         text = "\n".join(lines)
         assert "2 pipeline stages, 2 replicas" in text and "MiB" in text
         assert not re.search(r"\brdp\b|\bDPT\b|[()]|\bbytes\b|inconclusive", text), text
+
+
+def test_check_without_a_verdict_is_told_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SMP_CHECK_FIRST_STEP", raising=False)
+    command = [*SMP_RUN, SCRIPT, "dropout", "0"]
+    assert "inconclusive" not in launch(command).stdout
+    monkeypatch.setenv("SMP_CHECK_FIRST_STEP", "1")
+    done = launch(command)
+    assert "inconclusive: it draws random numbers" in done.stdout, done.stdout

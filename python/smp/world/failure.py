@@ -277,4 +277,5 @@ def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:
 
 def is_plain(hook: Callable[..., object]) -> bool:
     """Whether a hook for exceptions does nothing but print: that of Python or of torch."""
-    return hook is sys.__excepthook__ or hook.__module__ == "torch.distributed.distributed_c10d"
+    module = getattr(hook, "__module__", None)
+    return hook is sys.__excepthook__ or module == "torch.distributed.distributed_c10d"

@@ -40,7 +40,8 @@ class Layer(nn.Module):
 
 
 torch.manual_seed(1)
-model: Any = smp.DistributedModel(nn.Sequential(Layer(), nn.Tanh(), Layer()))
+between = nn.Dropout(0.5) if HOW == "dropout" else nn.Tanh()
+model: Any = smp.DistributedModel(nn.Sequential(Layer(), between, Layer()))
 optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
