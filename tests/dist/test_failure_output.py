@@ -47,7 +47,8 @@ def test_error_of_a_job_of_smp_run_ends_with_its_box(rank: int) -> None:
     lines = without_start(done.stdout)
     assert done.returncode == 1 and len(lines) <= MAX_LINES, done.stdout
     place = f"pipeline stage {rank % 2}, replica {rank // 2}"
-    check_box(lines, f"global_rank {rank} ({place}): ValueError: no such label", "fails.py", "mend")
+    where = f"(module '{2 * (rank % 2)}', microbatch" if rank % 2 else "fails.py"
+    check_box(lines, f"global_rank {rank} ({place}): ValueError: no such label", where, "mend")
     assert lines[-2].startswith("| do "), "nothing comes behind it"
     assert lines[0] == f"smp run: rank {rank} exited with status 1"
     text = stacks_in(lines)
@@ -60,7 +61,7 @@ def test_killed_rank_is_named_by_the_box_of_another_one() -> None:
     done = launch([*SMP_RUN, SCRIPT, "kill", "1"])
     lines = without_start(done.stdout)
     assert done.returncode == 128 + signal.SIGKILL and len(lines) <= MAX_LINES, done.stdout
-    check_box(lines, "global_rank 1 (pp 1 tp 0 rdp 0) died", "fails.py", "dmesg")
+    check_box(lines, "global_rank 1 (pipeline stage 1, replica 0) died", "fails.py", "dmesg")
     stacks_in(lines)
 
 
@@ -78,7 +79,9 @@ def test_stacks_of_a_hang_go_to_the_file(monkeypatch: pytest.MonkeyPatch) -> Non
     done = launch([*SMP_RUN, SCRIPT, "hang", "1"])
     lines = without_start(done.stdout)
     assert done.returncode and len(lines) <= MAX_LINES, done.stdout
-    check_box(lines, "global_rank 1 (pp 1 tp 0 rdp 0) is stuck", "fails.py", "its stack")
+    check_box(
+        lines, "global_rank 1 (pipeline stage 1, replica 0) is stuck", "fails.py", "its stack"
+    )
     assert re.search(r"Python stacks of all ranks: \S+/errors-\w+.txt", done.stdout)
     text = stacks_in(lines)
     assert all(f"---- global_rank {rank}\n" in text for rank in range(NUM_RANKS))

@@ -86,9 +86,13 @@ def test_frames_of_the_library_and_of_torch_are_left_out() -> None:
 def test_advice_is_that_of_the_way_in_which_a_rank_failed(kind: str, words: str) -> None:
     error = raised(_C.PeerFailure("global_rank 1 (pp 1) died\n\nAt:\n  x.py(1): f\n"))
     who, where, do = box_of(
-        failure.report(error, Culprit(1, "global_rank 1", kind, is_other=True), "")
+        failure.report(
+            error,
+            Culprit(1, "the culprit", kind, is_other=True, described="global_rank 1 (pp 1)"),
+            "",
+        )
     )
-    assert who == "| who    global_rank 1 (pp 1) died" and "noticed at" in where and words in do
+    assert who == "| who    the culprit died" and "noticed at" in where and words in do
 
 
 def test_advice_of_a_message_of_smp_is_its_last_clause() -> None:

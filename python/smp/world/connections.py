@@ -205,7 +205,7 @@ class Connections:
     def report_raised(self, where: str, text: str) -> None:
         """Tells all other ranks that this one cannot go on."""
         self.has_failed = True
-        self.failed_in = where
+        self.failed_in = self.failed_in or where  # the first is the innermost
         if self._client is not None:
             self._client.report_raised(where, text)
 

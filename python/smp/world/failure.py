@@ -56,6 +56,7 @@ class Culprit:
         where: module and microbatch, where known.
         is_other: this rank failed because of another one.
         is_near: it is a process of this host.
+        described: number and place as messages of the core have them.
     """
 
     rank: int | None
@@ -64,6 +65,7 @@ class Culprit:
     where: str = ""
     is_other: bool = False
     is_near: bool = True
+    described: str = ""
 
 
 class FailureFile:
@@ -181,7 +183,8 @@ def report(error: BaseException, culprit: Culprit, path: str) -> list[str]:
             lines += [f"    {frame.line}"] * bool(frame.line)
     lines += _shortened(message, path)
     place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "the script"
-    first = message[0].removeprefix(_C.rank_prefix())
+    first = message[0].replace(_C.rank_prefix(), "", 1)
+    first = first.replace(culprit.described, culprit.words) if culprit.described else first
     if culprit.is_other:
         who, where = first, f"noticed at {place}"
     else:

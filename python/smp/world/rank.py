@@ -254,8 +254,15 @@ class Rank:
         if number is None:
             return Culprit(None, "all ranks", kind, is_other=True)
         is_near = hosts[number] == hosts[self.global_rank]
-        words = self.words_of(number)
-        return Culprit(number, words, kind, is_other=True, is_near=is_near)
+        described = f"global_rank {number} ({self._describe(number)})"
+        return Culprit(
+            number,
+            self.words_of(number),
+            kind,
+            is_other=True,
+            is_near=is_near,
+            described=described,
+        )
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
