@@ -87,7 +87,7 @@ def wait_for_ranks(pool: Pool, started: Started) -> list[Ended]:
                 zygote.kill(pid)
             deadline = float("inf")
         time.sleep(0.02)
-    results, stacks = [], stacks_of(started)
+    results, stacks = [], stacks_of(started, removes=True)
     for rank, pid in enumerate(started.pids):
         ended = zygote.ended(pid)
         assert ended is not None
@@ -98,18 +98,20 @@ def wait_for_ranks(pool: Pool, started: Started) -> list[Ended]:
     return results
 
 
-def stacks_of(started: Started) -> dict[int, str]:
-    """Returns what each rank has written to the file of stacks, and removes the file."""
-    identity = f"file:{started.folder}/rendezvous#0 size {len(started.pids)}"
-    file = failure.file_of(identity)
-    if not file.exists():
-        return {}
-    sections = re.split(r"^(?=====)", file.read_text(), flags=re.MULTILINE)
-    file.unlink()
+def stacks_of(started: Started, *, removes: bool = False) -> dict[int, str]:
+    """Returns what each rank has written to the file of stacks."""
+    own = failure.file_of(f"file:{started.folder}/rendezvous#0 size {len(started.pids)}")
     found: dict[int, str] = {}
-    for section in sections:
-        if match := re.match(r"==== \[global_rank (\d+)", section):
-            found[int(match[1])] = found.get(int(match[1]), "\n") + section
+    for file in own.parent.glob("errors-*.txt"):
+        text = file.read_text()
+        processes = {int(pid) for pid in re.findall(r"^====.* process (\d+)$", text, re.MULTILINE)}
+        if file != own and not processes & set(started.pids):
+            continue  # of another job
+        if removes:
+            file.unlink()
+        for section in re.split(r"^(?=====)", text, flags=re.MULTILINE):
+            if match := re.match(r"==== \[global_rank (\d+)", section):
+                found[int(match[1])] = found.get(int(match[1]), "\n") + section
     return found
 
 

@@ -100,11 +100,12 @@ class FailureFile:
         else:
             _C.set_details_file(str(self.path))
 
-    def append(self, text: str, header: str = "") -> bool:
+    def append(self, text: str) -> bool:
         """Adds a section; False where the file cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"==== {_C.rank_prefix()}{header}\n{text.rstrip()}\n")
+                header = f"==== {_C.rank_prefix()}process {os.getpid()}"
+                file.write(f"{header}\n{text.rstrip()}\n")
             return True
         except OSError:
             return False
