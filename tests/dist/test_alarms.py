@@ -108,7 +108,7 @@ def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
     time.sleep(0.3)
     text = end(pool, started)[0].output
     assert seconds < 3 * HANG_S + 3.0
-    stacks = text.split("Python stacks of all ranks")[1].split("---- global_rank ")[1:]
+    stacks = text.split("Python stacks of all ranks:\n")[1].split("---- global_rank ")[1:]
     for rank in range(pp):
         own = next(stack for stack in stacks if stack.startswith(f"{rank}\n"))
         # The script's own thread comes first, and no thread is shown that shows nothing.

@@ -115,7 +115,8 @@ class FailureFile:
         try:
             with self.path.open("a+", encoding="utf-8", errors="replace") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if self._is_shown(file.seek(0) or file.read()):
+                file.seek(0)
+                if self._is_shown(file.read()):
                     return False
                 file.write(f"{_SHOWN} {time.time()}\n")
                 return True

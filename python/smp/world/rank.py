@@ -236,9 +236,9 @@ class Rank:
     def words_of(self, global_rank: int) -> str:
         """Number and place of a rank for people: ``"global_rank 1 (pipeline stage 1)"``."""
         at = self.grid.coordinates(global_rank)
-        axes = (("pp", "pipeline stage", at.pp), ("tp", "tensor rank", at.tp))
-        axes += (("rdp", "replica", at.rdp),)
-        places = [f"{name} {index}" for axis, name, index in axes if self.sizes[axis] > 1]
+        axes = {"pp": ("pipeline stage", at.pp), "tp": ("tensor rank", at.tp)}
+        axes["rdp"] = ("replica", at.rdp)
+        places = [f"{n} {i}" for axis, (n, i) in axes.items() if self.sizes[axis] > 1]
         hosts = self.launch.hosts
         places += [f"host {hosts[global_rank]}"] * (len(set(hosts)) > 1)
         return f"global_rank {global_rank} ({', '.join(places)})"
