@@ -51,10 +51,11 @@ void HubSilence::report(Clock::duration silence, const std::string& what) {
                " (SMP_HANG_S) and global_rank " + std::to_string(kHubRank) +
                (coordinates.empty() ? "" : " (" + coordinates + ")") +
                " HAS SAID NOTHING for " + seconds_text(silence) +
-               " (stopped, or cut off); this rank waits in " + what +
-               (options_.stacks ? "\nPython stacks of this rank:\n" +
-                                      options_.stacks->take()
-                                : std::string()));
+               " (stopped, or cut off); this rank waits in " + what);
+  if (options_.stacks) {
+    log_details(LogLevel::kWarning,
+                "Python stacks of this rank:\n" + options_.stacks->take());
+  }
 }
 
 // Each rank finds that by itself, when it waits: nobody can tell the others.

@@ -12,13 +12,13 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from smp_cli.output import Output, say
+from smp_cli.output import Output, say, show
 from smp_cli.ranks import Ranks
 from smp_cli.remote import HostError, RemoteJob, RemoteRanks
 
@@ -128,6 +128,8 @@ class Failure:
     rank: int
     status: int
     """As of `subprocess`: negative for signals."""
+    report: tuple[str, ...] = ()
+    """What a rank wrote of it: a short traceback, and who, where and what to do."""
 
     @property
     def exit_status(self) -> int:
@@ -163,6 +165,7 @@ def run_job(job: Job) -> int:
                 say("the ranks saved their state and want to be resumed (status 75)")
             else:
                 say(f"rank {failure.rank} {failure.words}")
+                show(failure.report)
                 num_failures += 1
             if signals.is_ending or num_failures > job.max_restarts or not job.max_restarts:
                 return failure.exit_status
@@ -221,8 +224,18 @@ def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | N
     silent = [rank for rank, one in told.items() if not one and failed[rank] != EXIT_RESUME]
     for rank in (*named, *raised, *silent, *failed):
         if rank in failed:
-            return Failure(rank, failed[rank])
+            return Failure(rank, failed[rank], _report(rank, told))
     raise AssertionError("some rank failed")
+
+
+def _report(culprit: int, told: Mapping[int, _Told | None]) -> tuple[str, ...]:
+    """What the culprit wrote, or, where it could not, a rank that names it, or any other."""
+    there = [one for one in told.values() if one]
+    own = [one for one in (told.get(culprit),) if one]
+    for one in (*own, *(one for one in there if one.culprit == culprit), *there):
+        if one.report:
+            return one.report
+    return ()
 
 
 @dataclass(frozen=True)
@@ -232,6 +245,7 @@ class _Told:
     culprit: int | None
     is_victim: bool
     """It failed because of another one, which it may not know by a fault (one that just left)."""
+    report: tuple[str, ...] = ()
 
     def blames_another(self, rank: int) -> bool:
         return self.is_victim and self.culprit is not None and self.culprit != rank
@@ -240,7 +254,8 @@ class _Told:
 def _read_failure(path: Path) -> _Told | None:
     try:
         told = json.loads(path.read_text())
-        return _Told(told["culprit"], told["error"] == "PeerFailure")
+        is_victim = told["error"] == "PeerFailure"
+        return _Told(told["culprit"], is_victim, tuple(map(str, told.get("report", ()))))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

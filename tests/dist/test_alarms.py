@@ -11,7 +11,15 @@ from typing import NamedTuple
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, Started, run_ranks, start_ranks, wait_for_ranks
+from tests.dist.processes import (
+    REPO,
+    Ended,
+    Started,
+    run_ranks,
+    stacks_of,
+    start_ranks,
+    wait_for_ranks,
+)
 
 pytestmark = pytest.mark.waits
 
@@ -42,7 +50,7 @@ def slow_jobs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SlowJobs:
 
 def output(started: Started, rank: int) -> str:
     log = started.folder / f"rank{rank}.log"
-    return log.read_text() if log.exists() else ""
+    return (log.read_text() if log.exists() else "") + stacks_of(started).get(rank, "")
 
 
 def wait_for(started: Started, pattern: str, ranks: list[int]) -> float:
@@ -100,7 +108,7 @@ def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
     time.sleep(0.3)
     text = end(pool, started)[0].output
     assert seconds < 3 * HANG_S + 3.0
-    stacks = text.split("Python stacks of all ranks")[1].split("---- global_rank ")[1:]
+    stacks = text.split("Python stacks of all ranks:\n")[1].split("---- global_rank ")[1:]
     for rank in range(pp):
         own = next(stack for stack in stacks if stack.startswith(f"{rank}\n"))
         # The script's own thread comes first, and no thread is shown that shows nothing.

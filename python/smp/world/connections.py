@@ -56,6 +56,7 @@ class Connections:
         self.board.set_coordinates(list(coordinates))
         self.stops = _C.StopAgreement(self.board)
         self.has_failed = False  # this rank raised; nobody may wait for its goodbye
+        self.failed_in = ""  # module and microbatch
         self.mailbox: _C.Mailbox | None = None
         self.exchange: _C.ObjectExchange | None = None
         self._hub: _C.LivenessHub | None = None
@@ -204,6 +205,7 @@ class Connections:
     def report_raised(self, where: str, text: str) -> None:
         """Tells all other ranks that this one cannot go on."""
         self.has_failed = True
+        self.failed_in = self.failed_in or where  # the first is the innermost
         if self._client is not None:
             self._client.report_raised(where, text)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import lanes, process_hooks, thread_device
+from smp.world import failure, lanes, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
@@ -30,7 +30,7 @@ from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
 from smp.world.job_secret import fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
-from smp.world.placement_map import placement_map
+from smp.world.placement_map import placement_map, placement_words
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
@@ -125,25 +125,26 @@ class Runtime:
         )
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
-        first_rank_log.info("%s", self._placement(meeting))
+        self._log_placement(meeting)
         if text := describe(self.rank.comms.by_hosts):
-            first_rank_log.info("smp: %s", text)
+            first_rank_log.debug("smp: %s", text)
         if not loopback:
-            first_rank_log.info("smp: %s takes part as %s", own.host, Way(**own.way))
+            first_rank_log.debug("smp: %s takes part as %s", own.host, Way(**own.way))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
 
-    def _placement(self, meeting: Sequence[Hello]) -> str:
+    def _log_placement(self, meeting: Sequence[Hello]) -> None:
         hosts, grid = [other.host for other in meeting], self.rank.grid
         devices = [
             str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
             for rank, other in enumerate(meeting)
         ]
         places = [grid.coordinates(rank) for rank in range(len(meeting))]
-        return placement_map(
-            hosts, devices, [(at.pp, at.tp, at.rdp) for at in places], grid.placement
-        )
+        coordinates = [(at.pp, at.tp, at.rdp) for at in places]
+        for line in placement_words(hosts, devices, coordinates):
+            first_rank_log.info("smp: %s", line)
+        first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
 
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""
@@ -182,6 +183,7 @@ class Runtime:
 
 _current: Runtime | None = None
 _meeting_point = MeetingPoint()
+_failing: tuple[failure.FailureFile, int] | None = None  # and the rank, also after its end
 _has_hooks = False
 
 
@@ -245,6 +247,7 @@ def init(config: UserConfig = None) -> None:
         _start(Runtime(rank), read.notes)
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
+    _show_failures(launch.global_rank)
     way, secret, own_error = Way("", "", ""), None, None
     try:
         way = choose_way(env, _meeting_point.host, hostname)
@@ -277,28 +280,39 @@ def init(config: UserConfig = None) -> None:
 
 
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:
-    global _current, _has_hooks
+    global _current
     _current, rank = runtime, runtime.rank
     thread_device.enter(rank.device)
     _C.use_host_allocator(rank.settings.host_pool and rank.device.type == "cpu")
     _C.limit_host_memory(rank.settings.test_host_mb << 20)
-    if rank.world_size > 1 and not _has_hooks:
-        _has_hooks = True
-        process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     process_hooks.make_log_visible(logger)
     first_rank_log.begin(rank.global_rank)
     for note in (*notes, *host_advice(rank.grid.groups("tp"), rank.launch.hosts)):
         first_rank_log.warning(note)
 
 
-def _on_uncaught(error: BaseException) -> None:
+def _show_failures(global_rank: int) -> None:
+    """Keeps what fails from here on short on the terminal; stacks go to a file."""
+    global _failing, _has_hooks
+    file = failure.FailureFile(_meeting_point.identity)
+    file.open()
+    _failing = file, global_rank
+    if not _has_hooks:
+        _has_hooks = True
+        process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
+
+
+def _on_uncaught(error: BaseException) -> bool:
+    culprit = failure.Culprit(None, "") if _current is None else _current.rank.culprit(error)
     if _current is not None:
         _current.rank.report_raised("the script (uncaught exception)", error)
-        if path := os.environ.get(process_hooks.FAILURE_VARIABLE):
-            board = _current.rank.board
-            knows_culprit = isinstance(error, _C.PeerFailure) and board is not None
-            culprit = board.fault_rank() if board and knows_culprit else _current.rank.global_rank
-            process_hooks.write_failure(path, culprit, error)
+    if _failing is None or not _failing[0].is_own_process:
+        return False
+    file, number = _failing
+    if _current is None:
+        culprit = failure.Culprit(number, f"global_rank {number}")
+    failure.show(error, culprit, file)
+    return True
 
 
 def _at_exit() -> None:
