@@ -129,18 +129,17 @@ def test_lifting_takes_the_float32_out_of_models_of_transformers(case: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_blocks", "num_terms"), [(1, 4), (4, 32), (12, 128)])
+@pytest.mark.parametrize(("num_blocks", "num_terms"), [(1, 4), (2, 16), (4, 32)])
 def test_roundings_in_series_stay_within_their_bound(
     dtype: torch.dtype, num_blocks: int, num_terms: int
 ) -> None:
-    """Means of terms that are multiplied as often as a model rounds, 200 of them."""
+    """200 means of terms that are multiplied as often as a model of so many blocks rounds."""
     generator = torch.Generator().manual_seed(0)
-    exact = torch.full((200, num_terms), 9.0, dtype=torch.float64)
-    half = exact.to(dtype)
+    half = torch.exp2(torch.rand(200, num_terms, generator=generator)).to(dtype)
+    exact = half.double()
     for _ in range(num_blocks * ROUNDINGS_PER_BLOCK):
-        factor = (0.9 + 0.2 * torch.rand(exact.shape, generator=generator)).to(dtype)
-        factor = torch.where(exact > 9.0, 1 / factor.clamp(min=1.0), factor.clamp(min=1.0))
+        factor = torch.exp2(torch.rand(exact.shape, generator=generator) - 0.5).to(dtype)
         exact, half = exact * factor.double(), half * factor
-    differences = (exact.mean(1) - half.double().mean(1)).abs()
-    limit = half_loss_tolerance(dtype, 9.0, num_blocks=num_blocks, num_terms=num_terms)
-    assert limit / 12 < differences.max().item() <= limit
+    differences = ((half.double() - exact) / exact).mean(1).abs()
+    limit = half_loss_tolerance(dtype, 1.0, num_blocks=num_blocks, num_terms=num_terms)
+    assert limit / 2 < differences.max().item() <= limit

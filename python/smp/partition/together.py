@@ -186,7 +186,7 @@ def _reads_in_the_way(
     remedies = "; ".join(_REMEDIES[how] for how in dict.fromkeys(how for _, how in read))
     return (
         f"partition: the model cannot be split into {pp_size} partitions, because code of modules "
-        f"must be on one rank with what it uses: {'; '.join(told)}. {remedies}; or set "
+        f"must be on one rank with what it uses: {'; '.join(told)}. {remedies}; otherwise set "
         "pipeline_parallel_degree to 1"
     )
 
