@@ -405,6 +405,53 @@ class Duals(nn.Module):
             return (y + along).square().mean()
 
 
+def count_by_hooks(rank: int) -> tuple[dict[int, str], list[str]]:
+    """Trains with hooks on all modules that keep a stack; what is open, and what ended."""
+    import smp
+
+    open_calls: dict[int, str] = {}
+    ended: list[str] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        open_calls[len(open_calls)] = type(module).__name__
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        output.sum().item()  # no value in a trace
+        ended.append(open_calls.pop(len(open_calls) - 1))
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "active_microbatches": 1})
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        model = smp.DistributedModel(TiedOnce())
+
+        @smp.step
+        def train_step(x: Tensor) -> Tensor:
+            loss: Tensor = model(x)
+            model.backward(loss)
+            return loss
+
+        train_step(torch.ones(4, 6))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return open_calls, ended
+
+
+class TiedOnce(Tied):
+    def __init__(self) -> None:
+        super().__init__(num_between=4)
+
+
+def test_hooks_on_all_modules_see_the_calls_of_the_script_only(pool: Pool) -> None:
+    results = pool.run(2, count_by_hooks, env={"SMP_CHECK_FIRST_STEP": "0"})
+    assert [still_open for still_open, _ in results] == [{}, {}]
+    assert results[0][1].count("TiedOnce") == 2, "one per microbatch, and none of the trace"
+
+
 _READ = "Call a module instead of reading its weight"
 _GRAPH = "A gradient that has a graph of its own (create_graph=True"
 

@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         finally:
-            Function.apply = apply
+            Function.apply = apply  # type: ignore[method-assign]
 
     def with_numbers(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
         """Arguments of a function that reads numbers out of lists of tensors by itself."""
