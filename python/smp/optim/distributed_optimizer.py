@@ -16,6 +16,7 @@ from smp.model.torch_training.optimizers import refuse_replaced
 from smp.observe.memory.out_of_memory import explaining
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
+from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
@@ -48,7 +49,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
-            optimizer inside of it.
+            optimizer inside of it. An FP16 optimizer of the script's own (apex, and scripts before
+            1.10) gives its optimizer and its loss scale, and this one takes its place.
         static_loss_scale: factor of the loss; None means 1. For fp16 training, without effect
             otherwise, as the next two.
         dynamic_loss_scale: let the scale follow overflows instead.
@@ -57,8 +59,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: for something else than an optimizer, for unknown loss scale arguments, for
-            parameters whose module was replaced, and for an optimizer that needs more of the
-            parameters than a rank has (a trial on small tensors shows it).
+            parameters whose module was replaced, for an optimizer that needs more of the
+            parameters than a rank has (a trial on small tensors shows it), and for an FP16
+            optimizer of the script's own without ``fp16: True``.
     """
 
     # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
@@ -78,16 +81,18 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         current = runtime.current()
         if isinstance(optimizer, DistributedOptimizer):
             optimizer = optimizer.optimizer
+        loss_args = {**(dynamic_loss_args or {}), **loose_loss_args}
+        own = take_apart(optimizer, current.rank.config.fp16)
+        if own is not None:
+            optimizer, loss_args = own.optimizer, own.loss_args
+            static_loss_scale, dynamic_loss_scale = own.loss_scale, own.is_dynamic
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"{_C.rank_prefix()}DistributedOptimizer wraps a torch.optim.Optimizer, got a "
                 f"{type(optimizer).__name__}"
             )
         scaler = precision.make_loss_scaler(
-            static_loss_scale,
-            dynamic_loss_scale,
-            {**(dynamic_loss_args or {}), **loose_loss_args},
-            current.rank.device,
+            static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
         refuse_parts(current.rank, optimizer)

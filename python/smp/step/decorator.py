@@ -22,6 +22,7 @@ from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batches import Batch, Bodies, Pieces, make_bodies
+from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
@@ -245,7 +246,7 @@ class _Bodies:
             begin_context({})
             if self._place_of is not None:
                 places.enter(self._place_of(mb))  # in a copy of the context
-            with autocast.apply(self._autocast):
+            with autocast.apply(self._autocast), explaining_derivatives(current):
                 return self._function(*own.args, **own.kwargs)
 
         self.results[mb] = self._context.copy().run(run)
