@@ -213,7 +213,7 @@ void LivenessHub::Impl::on_frame(int rank, LivenessFrame frame) {
     case Type::kFrozen:
       return stops.on_frozen(rank, frame.progress);
     case Type::kStacks:
-      return hangs.on_stacks(rank, frame.text);
+      return hangs.on_stacks(rank, frame.text, Clock::now());
     case Type::kLeft:
       return on_left(rank, frame);
     case Type::kLeftBeforeAsked:
@@ -276,6 +276,9 @@ void LivenessHub::Impl::report_hang(Clock::time_point now) {
     if (const auto report = hangs.due_report(now)) {
       log_line(LogLevel::kWarning, *report);
       connections.send_to_all(bytes_of(Type::kStacksAsked));
+    }
+    for (const int rank : hangs.due_looks(now)) {
+      connections.send(rank, bytes_of(Type::kStacksAsked));
     }
   }
   if (const auto stacks = hangs.due_stacks(now)) {
