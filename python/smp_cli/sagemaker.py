@@ -33,8 +33,15 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(
+            f"smp config: expected a regular file, {path!r} is something else; write the "
+            "configuration to a file"
+        )
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"smp config: {path} is nested too deeply; correct it") from None
     except OSError as error:
         raise ValueError(
             f"smp config: cannot read {path!r}: {error.strerror}; pass the path of a JSON file or "
@@ -53,7 +60,7 @@ def _value(text: str) -> Any:
         return _WORDS[text.lower()]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -14,6 +14,7 @@ import torch
 
 import smp._C as _C
 from smp.checkpoint import file_system, numpy_values
+from smp.config import given_files
 
 _log = logging.getLogger("smp")
 
@@ -61,6 +62,7 @@ def read(path: Path, unsafe: bool) -> Any:
     Raises:
         ValueError: the file holds objects of other classes; names them.
     """
+    given_files.check_regular(path)
     if unsafe:
         return torch.load(path, map_location="cpu", weights_only=False)
     try:
