@@ -16,7 +16,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import lanes, process_hooks, thread_device
+from smp.world import connecting, lanes, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
@@ -27,10 +27,11 @@ from smp.world.attached import (
 )
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
-from smp.world.job_secret import fingerprint, given_secret, share_secret
+from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.placement_map import placement_map
+from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
@@ -109,7 +110,10 @@ class Runtime:
         if not loopback and own.way["interface"]:
             # Of groups of ours and of the script, which would ask the host name for an address.
             os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
-        self.rank.connect(
+        rank = self.rank
+        if given is None and rank.global_rank:
+            await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
@@ -183,6 +187,8 @@ class Runtime:
 _current: Runtime | None = None
 _meeting_point = MeetingPoint()
 _has_hooks = False
+_has_failed = False  # by an uncaught exception
+_culprit: int | None = None  # of the failure of this process, or of its smp.init
 
 
 def current() -> Runtime:
@@ -225,6 +231,7 @@ def init(config: UserConfig = None) -> None:
             ranks with the same text.
         RuntimeError: ranks did not come.
     """
+    global _culprit
     env = os.environ
     if _current is not None:
         _init_again(_current, config, env)
@@ -271,7 +278,10 @@ def init(config: UserConfig = None) -> None:
         own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
         runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
+        if not runtime.rank.is_watched:
+            tell_failure(store, launch.global_rank, error)
         runtime.rank.report_raised("smp.init", error)
+        _culprit = _culprit_of(runtime.rank, error)
         _end()
         raise
 
@@ -292,19 +302,28 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
 
 
 def _on_uncaught(error: BaseException) -> None:
+    global _has_failed, _culprit
+    _has_failed = True
     if _current is not None:
         _current.rank.report_raised("the script (uncaught exception)", error)
-        if path := os.environ.get(process_hooks.FAILURE_VARIABLE):
-            board = _current.rank.board
-            knows_culprit = isinstance(error, _C.PeerFailure) and board is not None
-            culprit = board.fault_rank() if board and knows_culprit else _current.rank.global_rank
-            process_hooks.write_failure(path, culprit, error)
+        _culprit = _culprit_of(_current.rank, error)
+    path = os.environ.get(process_hooks.FAILURE_VARIABLE)
+    if path and (_current is not None or _culprit is not None):
+        process_hooks.write_failure(path, _culprit, error)
+
+
+def _culprit_of(rank: Rank, error: BaseException) -> int | None:
+    """The rank that failed first, as far as this one can tell."""
+    knows_culprit = isinstance(error, _C.PeerFailure) and rank.board is not None
+    return rank.board.fault_rank() if rank.board and knows_culprit else rank.global_rank
 
 
 def _at_exit() -> None:
     """Says goodbye; the runtime of a finished script is nobody's any more."""
     uses_mpi = _current is not None and _current.rank.settings.transport == "mpi"
     _end()
+    if _has_failed:
+        connecting.exit_if_left_behind(1)
     if uses_mpi:
         _C.mpi_finalize()
 
