@@ -32,7 +32,7 @@ void HubSilence::look(const WaitRegistry::Snapshot& snapshot) {
   const Clock::time_point now = Clock::now();
   leave_pause_out(now);
   if (!snapshot.is_blocked || faults_->fault()) return blocked_since_.reset();
-  if (!blocked_since_) blocked_since_ = now;
+  if (!blocked_since_) blocked_since_ = now - snapshot.blocked_for;
   if (options_.hang_after == milliseconds(0)) return;
   if (options_.hang_raises && now - heard_at_ >= 2 * options_.hang_after) {
     return fail(now - heard_at_, snapshot.what);

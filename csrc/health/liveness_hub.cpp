@@ -214,7 +214,7 @@ void LivenessHub::Impl::on_frame(int rank, LivenessFrame frame) {
     case Type::kFrozen:
       return stops.on_frozen(rank, frame.progress);
     case Type::kStacks:
-      return hangs.on_stacks(rank, frame.text);
+      return hangs.on_stacks(rank, frame.text, Clock::now());
     case Type::kLeft:
       return on_left(rank, frame);
     case Type::kLeftBeforeAsked:
@@ -279,6 +279,9 @@ void LivenessHub::Impl::report_hang(Clock::time_point now) {
       const bool is_repeated = std::exchange(has_reported_hang, true);
       (is_repeated ? log_details : log_line)(LogLevel::kWarning, *report);
       connections.send_to_all(bytes_of(Type::kStacksAsked));
+    }
+    for (const int rank : hangs.due_looks(now)) {
+      connections.send(rank, bytes_of(Type::kStacksAsked));
     }
   }
   if (const auto stacks = hangs.due_stacks(now)) {

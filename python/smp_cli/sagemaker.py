@@ -51,9 +51,16 @@ def split_config(text: str) -> list[str]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(
+            f"smp config: expected a regular file, {path!r} is something else; write the "
+            "configuration to a file"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = _parsed(text, is_yaml=path.endswith((".yaml", ".yml")))
+    except RecursionError:
+        raise ValueError(f"smp config: {path} is nested too deeply; correct it") from None
     except OSError as error:
         raise ValueError(
             f"smp config: cannot read {path!r}: {error.strerror}; write --config {CONFIG_FORM}"
@@ -81,7 +88,7 @@ def _value(text: str) -> Any:
         return _WORDS[text.lower()]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -130,6 +130,8 @@ class Failure:
     """As of `subprocess`: negative for signals."""
     report: tuple[str, ...] = ()
     """What a rank wrote of it: a short traceback, and who, where and what to do."""
+    left: int | None = None
+    """Rank that ended well while others needed it, so that `rank` failed."""
 
     @property
     def exit_status(self) -> int:
@@ -138,10 +140,14 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """How it ended."""
-        if self.status >= 0:
-            return f"exited with status {self.status}"
-        return f"was killed by {signal.Signals(-self.status).name}"
+        """Who ended the job, and how."""
+        how = (
+            f"exited with status {self.status}"
+            if self.status >= 0
+            else f"was killed by {signal.Signals(-self.status).name}"
+        )
+        left = f"rank {self.left} left (status 0) while other ranks needed it; "
+        return ("" if self.left is None else left) + f"rank {self.rank} {how}"
 
 
 def run_job(job: Job) -> int:
@@ -164,7 +170,7 @@ def run_job(job: Job) -> int:
             if wants_resume:
                 say("the ranks saved their state and want to be resumed (status 75)")
             else:
-                say(f"rank {failure.rank} {failure.words}")
+                say(failure.words)
                 show(failure.report)
                 num_failures += 1
             if signals.is_ending or num_failures > job.max_restarts or not job.max_restarts:
@@ -209,6 +215,8 @@ def _watch(job: Job, ranks: Running, signals: _Signals) -> None:
 def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | None:
     """The culprit: the rank that the others name, or the first that ended.
 
+    One that has left with status 0 is named beside the first that failed for that.
+
     Args:
         attempt: with the files of ranks that failed.
         ended: rank and status, in the order in which they ended.
@@ -222,10 +230,14 @@ def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | N
         rank for rank, one in told.items() if one and one.culprit == rank and not one.is_victim
     ]
     silent = [rank for rank, one in told.items() if not one and failed[rank] != EXIT_RESUME]
-    for rank in (*named, *raised, *silent, *failed):
-        if rank in failed:
-            return Failure(rank, failed[rank], _report(rank, told))
-    raise AssertionError("some rank failed")
+    order = [rank for rank in (*named, *raised, *silent, *failed) if rank in failed]
+    one = told[order[0]]
+    left = None
+    if one is not None and one.is_victim:
+        # Where all wait for each other no rank is named.
+        gone = [rank for rank, status in ended if status == 0]
+        left = next((rank for rank in named or gone if rank in gone), None)
+    return Failure(order[0], failed[order[0]], _report(order[0], told), left)
 
 
 def _report(culprit: int, told: Mapping[int, _Told | None]) -> tuple[str, ...]:

@@ -329,6 +329,24 @@ def test_culprit_is_whom_the_victims_name(command: Callable[..., list[str]]) -> 
     assert done.returncode == 9 and "rank 1 exited with status 9" in done.stderr
 
 
+@pytest.mark.parametrize("culprit", [1, None])
+def test_rank_that_left_with_status_0_is_named(
+    command: Callable[..., list[str]], culprit: int | None
+) -> None:
+    """Where all wait for each other the others name nobody."""
+    source = (
+        "import json, os, sys, time\n"
+        "rank, path = os.environ['SMP_RANK'], os.environ['SMP_FAILURE_FILE']\n"
+        "if rank == '1': sys.exit(0)\n"
+        "time.sleep(0.5)\n"
+        f"json.dump({{'culprit': {culprit}, 'error': 'PeerFailure'}}, open(path, 'w'))\n"
+        "sys.exit(1)\n"
+    )
+    done = execute(command(source, "-n", "2"))
+    words = "rank 1 left (status 0) while other ranks needed it; rank 0 exited with status 1"
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
 def test_ranks_that_ignore_sigterm_are_killed(command: Callable[..., list[str]]) -> None:
     source = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

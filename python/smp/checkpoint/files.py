@@ -12,6 +12,7 @@ import torch
 
 import smp._C as _C
 from smp.checkpoint import data_classes, file_generation, numpy_values, rank_files
+from smp.config import given_files
 from smp.world import comm, roll_call, runtime
 
 _SNIPPET = (
@@ -106,6 +107,7 @@ def load(
         pickle_load_args["pickle_module"] = pickle_module
 
     def load_file(path: Path, mmap: bool | None = None) -> Any:
+        given_files.check_regular(path)
         options = pickle_load_args if mmap is None else {**pickle_load_args, "mmap": mmap}
         try:
             if options.get("weights_only") is not None or not zipfile.is_zipfile(path):
@@ -123,7 +125,7 @@ def load(
 
     if partial:
         return rank_files.load_any_layout(Path(f), load_file, runtime.current().rank)
-    if not Path(f).is_file():
+    if not Path(f).exists():
         there = sorted(p.name for p in Path(f).parent.glob("*") if p.name.startswith(Path(f).name))
         raise FileNotFoundError(
             f"{_C.rank_prefix()}{f} does not exist; files with this beginning: {there or 'none'}. "

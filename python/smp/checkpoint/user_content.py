@@ -11,6 +11,7 @@ import torch
 
 import smp._C as _C
 from smp.checkpoint import data_classes, file_system, numpy_values
+from smp.config import given_files
 
 _log = logging.getLogger("smp")
 
@@ -52,6 +53,7 @@ def read(path: Path, unsafe: bool) -> Any:
     Raises:
         ValueError: the file holds objects of other classes; names them.
     """
+    given_files.check_regular(path)
     if unsafe:
         return torch.load(path, map_location="cpu", weights_only=False)
     try:

@@ -166,6 +166,11 @@ class Rank:
         return None if self.connections is None else self.connections.board
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the other ranks hear of a failure of this one."""
+        return self.connections is not None and self.connections.is_watched
+
+    @property
     def mailbox(self) -> _C.Mailbox | None:
         """Messages between ranks; None in a world of one."""
         return None if self.connections is None else self.connections.mailbox

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import failure, lanes, process_hooks, thread_device
+from smp.world import connecting, failure, lanes, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
@@ -27,10 +27,11 @@ from smp.world.attached import (
 )
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
-from smp.world.job_secret import fingerprint, given_secret, share_secret
+from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.placement_map import placement_map, placement_words
+from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
@@ -109,7 +110,10 @@ class Runtime:
         if not loopback and own.way["interface"]:
             # Of groups of ours and of the script, which would ask the host name for an address.
             os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
-        self.rank.connect(
+        rank = self.rank
+        if given is None and rank.global_rank:
+            await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
@@ -185,6 +189,8 @@ _current: Runtime | None = None
 _meeting_point = MeetingPoint()
 _failing: tuple[failure.FailureFile, int] | None = None  # and the rank, also after its end
 _has_hooks = False
+_has_failed = False  # by an uncaught exception
+_init_culprit: failure.Culprit | None = None  # of a failed smp.init
 
 
 def current() -> Runtime:
@@ -227,6 +233,7 @@ def init(config: UserConfig = None) -> None:
             ranks with the same text.
         RuntimeError: ranks did not come.
     """
+    global _init_culprit
     env = os.environ
     if _current is not None:
         _init_again(_current, config, env)
@@ -274,7 +281,10 @@ def init(config: UserConfig = None) -> None:
         own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
         runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
+        if not runtime.rank.is_watched:
+            tell_failure(store, launch.global_rank, error)
         runtime.rank.report_raised("smp.init", error)
+        _init_culprit = runtime.rank.culprit(error)
         _end()
         raise
 
@@ -303,15 +313,16 @@ def _show_failures(global_rank: int) -> None:
 
 
 def _on_uncaught(error: BaseException) -> bool:
-    culprit = failure.Culprit(None, "") if _current is None else _current.rank.culprit(error)
+    global _has_failed
+    _has_failed = True
+    culprit = _init_culprit
     if _current is not None:
+        culprit = _current.rank.culprit(error)
         _current.rank.report_raised("the script (uncaught exception)", error)
     if _failing is None or not _failing[0].is_own_process:
         return False
     file, number = _failing
-    if _current is None:
-        culprit = failure.Culprit(number, f"global_rank {number}")
-    failure.show(error, culprit, file)
+    failure.show(error, culprit or failure.Culprit(number, f"global_rank {number}"), file)
     return True
 
 
@@ -319,6 +330,8 @@ def _at_exit() -> None:
     """Says goodbye; the runtime of a finished script is nobody's any more."""
     uses_mpi = _current is not None and _current.rank.settings.transport == "mpi"
     _end()
+    if _has_failed:
+        connecting.exit_if_left_behind(1)
     if uses_mpi:
         _C.mpi_finalize()
 

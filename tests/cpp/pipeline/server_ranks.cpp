@@ -118,6 +118,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   options.active_microbatches = settings.active_microbatches;
   options.device = device();
   options.timeout = std::chrono::seconds(20);
+  options.hold_back_timeout = settings.hold_back_timeout;
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
   std::vector<std::string> names;
   std::vector<int> chunk_idxs;

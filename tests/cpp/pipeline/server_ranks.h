@@ -40,6 +40,7 @@ struct RankSettings {
   bool has_shared_memory = false;
   int active_microbatches = 0;
   int num_chunks = 1;
+  std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
   /// Device i + 1 of the fake ones is that of rank i.
   bool has_devices = false;
   std::optional<lanes::FakeOptions> lanes = {};
@@ -125,7 +126,8 @@ void run_servers(const RankSettings& settings,
 inline void run_servers(
     const RankSettings& settings, const std::function<void(Rank&)>& body,
     std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
-  run_servers(settings, [&](Rank& self, Ranks&) { body(self); }, deadline);
+  run_servers(
+      settings, [&](Rank& self, Ranks&) { body(self); }, deadline);
 }
 
 }  // namespace smp::pipeline
