@@ -89,6 +89,34 @@ def test_is_as_close_to_float32_as_one_process(pool: Pool, run: HalfRun) -> None
     close(joined(records, run, lambda r: r.masters), half.masters, single.masters, "masters")
 
 
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {}, "pp 2": {"pp": 2}, "dp 2": {"dp": 2}, "tp 2": {"tp": 2},
+    "sdp 2": {"dp": 2, "sharding": "data"}, "sharded state": {"dp": 2, "sharding": "optimizer"},
+}  # fmt: skip
+
+
+@pytest.mark.sample(keep=6)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_modules_kept_in_float32_train_as_those_that_transformers_loads(
+    pool: Pool, layout: str, precision: str
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    run = HalfRun(precision, "ernie4_5_moe", split=True, **_LAYOUTS[layout])
+    records = pool.run(run.world_size, train, run, timeout=120)
+    half, single = reference(run, run.precision), reference(run, "fp32")
+    check_kind(records, run)
+    router = "model.layers.1.mlp.gate.weight"
+    params = joined(records, run, lambda r: r.params)
+    assert all(p.dtype == half.params[name].dtype for name, p in params.items())
+    assert params[router].dtype == torch.float32 != params["model.norm.weight"].dtype
+    assert not torch.equal(params[router], half.initial[router]), "routers are trained"
+    for step in range(STEPS):
+        ours = joined(records, run, lambda r, s=step: r.grads[s])
+        close(ours, half.grads[step], single.grads[step], f"gradients of step {step}")
+    close(joined(records, run, lambda r: r.masters), half.masters, single.masters, "masters")
+
+
 def check_kind(records: list[RankRecord], run: HalfRun) -> None:
     """The run really was one in 16 bits, and its norms are those of all gradients."""
     for record in records:
