@@ -56,7 +56,10 @@ def differences(family: str) -> list[str]:
         torch.manual_seed(1)
         ours = cls(copy.deepcopy(config))
         state = {name: value.clone() for name, value in ours.state_dict().items()}
-        theirs = dtypes_of(cls.from_pretrained(None, config=config, state_dict=state, dtype=half))
+        loaded = cls.from_pretrained(
+            None, config=config, state_dict=state, dtype=half, ignore_mismatched_sizes=True
+        )
+        theirs = dtypes_of(loaded)
         draws = torch.get_rng_state()
         plan_dtypes(ours, half).cast(ours)
         assert torch.equal(torch.get_rng_state(), draws), "a random number was drawn"

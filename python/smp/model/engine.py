@@ -162,6 +162,8 @@ class Engine:
         self.lay_out_gradients()
         if current.rank.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
+            if current.rank.config.half_dtype is not None:
+                self.pipeline.modules.look_at = self.operands.look_at
         self.first_step.placed(decision.modules, decision.names)
         self.compiled.place(decision, pp_rank)
         if self.pipeline is not None or not storage.shows_values:

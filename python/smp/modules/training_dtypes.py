@@ -33,8 +33,8 @@ class TrainingDtypes:
         half: dtype of 16 bits.
         parameters: dtypes of parameters that differ from ``half``.
         buffers: dtypes of buffers, by module and name; a buffer that is missing keeps its own.
-        mixes: whether code of the user meets activations of 16 bits and wider buffers. Code of
-            transformers is written for the dtypes that it gets.
+        mixes: whether activations of 16 bits meet wider parameters, or wider buffers in code that
+            is not of transformers, which is written for the buffers that it gets.
     """
 
     half: torch.dtype
@@ -80,7 +80,7 @@ def plan_dtypes(root: nn.Module, half: torch.dtype) -> TrainingDtypes:
             mixes = mixes or ((module, name) not in kept and wanted.itemsize > half.itemsize)
             if wanted != buffer.dtype:
                 plan.buffers[module, name] = wanted
-    return TrainingDtypes(half, plan.parameters, plan.buffers, mixes)
+    return TrainingDtypes(half, plan.parameters, plan.buffers, mixes or bool(plan.parameters))
 
 
 def training_dtype(parameter: Tensor, half: torch.dtype) -> torch.dtype:

@@ -39,7 +39,8 @@ class OperandCasts:
         self._undo: list[Callable[[], None]] = []
 
     def look_at(self, arguments: Any) -> None:
-        """Begins casting with the first call of the model that gets wider floating tensors."""
+        """Begins casting with the first call of the model, or of a module here for another rank,
+        that gets wider floating tensors."""
         if not self._undo and any(map(_is_wide, pytree.tree_leaves(arguments))):
             self.begin()
 
