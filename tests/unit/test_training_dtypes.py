@@ -176,7 +176,10 @@ def _operators() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
         "conv": lambda a, b: F.conv1d(b[None], a[..., None]),
         "attention": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], a[None]),
         "layer_norm": lambda a, b: F.layer_norm(b, (4,), a[0], a[1]),
-        "batch_norm": lambda a, b: F.batch_norm(a, b[0].abs(), b[1].abs(), a[2], a[3]),
+        "addmm_": lambda a, b: b.clone().addmm_(a, a),
+        "keywords": lambda a, b: F.scaled_dot_product_attention(
+            query=a[None], key=b[None], value=a[None]
+        ),
         "huber": lambda a, b: F.huber_loss(a, b),
         "class weights": lambda a, b: F.cross_entropy(a, index, b[0].abs()),
         "index_put": lambda a, b: a.clone().index_put_((index,), b),

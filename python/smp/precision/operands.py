@@ -91,7 +91,7 @@ class _Casts(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         rule = _RULES.get(getattr(func, "__name__", ""))
-        if rule is None:
+        if rule is None or (kwargs and kwargs.get("out") is not None):
             return func(*args, **(kwargs or {}))
         args, kwargs = rule(args, kwargs or {})
         return func(*args, **kwargs)
@@ -108,18 +108,25 @@ def _in_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
 def _products(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Attention takes a mask of any dtype: query, key and value are to have one."""
-    cast, _ = _in_one(args[:3], {})
-    return (*cast, *args[3:]), kwargs
+    named = {key: kwargs[key] for key in ("query", "key", "value") if key in kwargs}
+    cast, named = _in_one(args[:3], named)
+    return (*cast, *args[3:]), {**kwargs, **named}
 
 
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Norms take 16-bit inputs beside statistics and parameters in float32, and nothing else."""
     others = [*_floating(args[1:]), *_floating(kwargs)]
     if _differ(others):
-        args, kwargs = (args[0], *_cast(args[1:], torch.float32)), _cast(kwargs, torch.float32)
-    elif others and _differ([args[0], *others]) and others[0].dtype in _HALVES:
+        # Statistics are written, so a copy of them is of no use.
+        args = tuple(map(_widened, args))
+        kwargs = {key: _widened(value) for key, value in kwargs.items()}
+    elif args and others and others[0].dtype in _HALVES and _differ([args[0], *others]):
         args = (args[0].to(others[0].dtype), *args[1:])
     return args, kwargs
+
+
+def _widened(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, nn.Parameter) else value
 
 
 def _loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -131,7 +138,7 @@ def _loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
 def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Gives values the dtype of the tensor into which they are written."""
-    if isinstance(args[0], Tensor) and _differ([*_floating(args), *_floating(kwargs)]):
+    if args and isinstance(args[0], Tensor) and _differ([*_floating(args), *_floating(kwargs)]):
         return (args[0], *_cast(args[1:], args[0].dtype)), _cast(kwargs, args[0].dtype)
     return args, kwargs
 
@@ -142,8 +149,8 @@ _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Call]] = {
             *("linear", "bilinear", "prelu", "conv1d", "conv2d", "conv3d"),
             *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding_bag"),
             *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner"),
-            *("addmm", "addmm_", "addmv", "addmv_", "addbmm", "addbmm_", "baddbmm", "baddbmm_"),
-            *("addr", "addr_", "einsum", "tensordot", "chain_matmul", "multi_dot", "cdist"),
+            *("addmm", "addmv", "addbmm", "baddbmm", "addr", "einsum", "tensordot"),
+            *("chain_matmul", "multi_dot", "cdist"),
             *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
             *("rnn_relu_cell", "multi_head_attention_forward", "grid_sample", "grid_sampler"),
         ),
@@ -162,7 +169,8 @@ _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Call]] = {
         (
             *("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"),
             *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
-            *("scatter_reduce_", "masked_scatter", "masked_scatter_"),
+            *("scatter_reduce_", "masked_scatter", "masked_scatter_", "addmm_", "addmv_"),
+            *("addbmm_", "baddbmm_", "addr_"),
         ),
         _written,
     ),
