@@ -188,7 +188,7 @@ def test_float_inputs_and_buffers_keep_their_digits_in_every_layout(
                 for record in records:
                     if record["dp"] == replica:
                         # A loss is a mean of products of numbers with 8 bits.
-                        assert record["losses"][step][mb] == pytest.approx(float(loss), rel=0.02)
+                        assert record["losses"][step][mb] == pytest.approx(loss.item(), rel=0.02)
         optimizer.step()
         optimizer.zero_grad()
     assert [997.0] * 6 in [record["seen"] for record in records]

@@ -103,14 +103,15 @@ def _in_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     if not _differ(operands):
         return args, kwargs
     own = {operand.dtype for operand in operands if isinstance(operand, nn.Parameter)}
-    return _cast((args, kwargs), own.pop() if len(own) == 1 else _half_of(operands))
+    dtype = own.pop() if len(own) == 1 else _half_of(operands)
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def _products(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Attention takes a mask of any dtype: query, key and value are to have one."""
     named = {key: kwargs[key] for key in ("query", "key", "value") if key in kwargs}
-    cast, named = _in_one(args[:3], named)
-    return (*cast, *args[3:]), {**kwargs, **named}
+    cast, cast_named = _in_one(args[:3], named)
+    return (*cast, *args[3:]), {**kwargs, **cast_named}
 
 
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
