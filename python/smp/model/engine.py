@@ -260,7 +260,6 @@ class Engine:
         Collective."""
         state = self.state.gathered(self.parts, to_rank0=False)
         self.compiled.close()
-        self.operands.close()
         self.mask_places.leave()
         if self.pipeline is not None:
             self.pipeline.disconnect()
