@@ -12,7 +12,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class TrainingDtypes:
     """
 
     half: torch.dtype
-    parameters: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
-    buffers: dict[tuple[nn.Module, str], torch.dtype] = field(default_factory=dict)
+    parameters: dict[nn.Parameter, torch.dtype]
+    buffers: dict[tuple[nn.Module, str], torch.dtype]
     mixes: bool = False
 
     def of(self, parameter: nn.Parameter) -> torch.dtype:
@@ -62,7 +62,8 @@ def plan_dtypes(root: nn.Module, half: torch.dtype) -> TrainingDtypes:
         root: the model; nothing of it is cast.
         half: torch.float16 or torch.bfloat16.
     """
-    plan = TrainingDtypes(half)
+    parameters: dict[nn.Parameter, torch.dtype] = {}
+    buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
     asked: dict[tuple[nn.Module, str], torch.dtype] = {}
     kept: set[tuple[nn.Module, str]] = set()  # whose code takes care of them
     _ask(root, half, asked, kept)
@@ -71,7 +72,7 @@ def plan_dtypes(root: nn.Module, half: torch.dtype) -> TrainingDtypes:
         for name, parameter in module._parameters.items():
             dtype = asked.get((module, name), half)
             if parameter is not None and parameter.is_floating_point() and dtype != half:
-                plan.parameters[parameter] = dtype
+                parameters[parameter] = dtype
                 setattr(parameter, _TRAINED_IN, dtype)
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_floating_point():
@@ -79,8 +80,8 @@ def plan_dtypes(root: nn.Module, half: torch.dtype) -> TrainingDtypes:
             wanted = asked.get((module, name), buffer.dtype)
             mixes = mixes or ((module, name) not in kept and wanted.itemsize > half.itemsize)
             if wanted != buffer.dtype:
-                plan.buffers[module, name] = wanted
-    return TrainingDtypes(half, plan.parameters, plan.buffers, mixes or bool(plan.parameters))
+                buffers[module, name] = wanted
+    return TrainingDtypes(half, parameters, buffers, mixes or bool(parameters))
 
 
 def training_dtype(parameter: Tensor, half: torch.dtype) -> torch.dtype:
