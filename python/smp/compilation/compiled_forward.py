@@ -19,7 +19,7 @@ from smp.compilation.backend import (
     noted_failures,
     stage_request,
 )
-from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_waiting_only
+from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_liftable
 from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, Lifted
 from smp.modules.tracing import is_tracing
@@ -164,7 +164,7 @@ class _Bare:
     def __init__(self, module: nn.Module, inside: list[nn.Module]) -> None:
         found = ((part, watched_parameters(part)) for part in (module, *inside))
         self._watched = [(part, watched) for part, watched in found if watched is not None]
-        self._lifted = Lifted(part for part in inside if is_waiting_only(part))
+        self._lifted = Lifted(part for part in inside if is_liftable(part))
         self._plain: list[tuple[nn.Module, Watched, dict[str, Any]]] = []
 
     def __enter__(self) -> None:

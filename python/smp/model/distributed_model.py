@@ -33,6 +33,7 @@ from smp.modules.compiled import (
     take_compiled,
 )
 from smp.modules.tracing import is_tracing as is_tracing
+from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
 from smp.observe import nonfinite, verification
 from smp.observe.memory.expected import Expected
@@ -128,7 +129,7 @@ class DistributedModel(ModelViews):
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:
             for distributed in module.modules():
                 if isinstance(distributed, DistributedModule):
-                    distributed.half()
+                    plan_dtypes(distributed, torch.float16).cast(distributed)
         self.module: nn.Module = ModuleWrapper(module)
         if current.rank.config.fp16:
             self.module = ModuleWrapper(self.module)

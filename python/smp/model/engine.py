@@ -27,6 +27,7 @@ from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
 from smp.precision.holdings import Holding
+from smp.precision.operands import OperandCasts
 from smp.storage.choose import make_storage
 from smp.storage.protocol import Storage
 from smp.tensor_parallel.registry import Registration
@@ -100,6 +101,7 @@ class Engine:
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
+        self.operands = OperandCasts(root)
         self.parts: ModelParts | None = None
         self.storage: Storage | None = None
         self.pipeline: PipelinePlace | None = None
@@ -156,10 +158,14 @@ class Engine:
             lambda on_ready: parts.place(current.rank.device, self._seed, on_ready),
             lambda: self.state.load_kept(parts),
         )
+        if storage.mixes_dtypes:
+            self.operands.begin()
         self._finish_on_shutdown(storage)
         self.lay_out_gradients()
         if current.rank.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
+            if current.rank.config.half_dtype is not None:
+                self.pipeline.modules.look_at = self.operands.look_at
         self.first_step.placed(decision.modules, decision.names)
         self.compiled.place(decision, pp_rank)
         if self.pipeline is not None or not storage.shows_values:
@@ -243,6 +249,7 @@ class Engine:
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""
         self.compiled.close()
+        self.operands.close()
         self.mask_places.leave()
         if self.pipeline is not None:
             self.pipeline.leave()

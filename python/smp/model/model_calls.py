@@ -186,16 +186,14 @@ class ModelCalls:
 
     def _root_call(self, *arguments: Any) -> RootCall:
         casts = self._runtime.rank.config.half_dtype is not None
-        return RootCall(arguments, self._runtime.rank.device, self._half_dtype(), casts)
+        if casts and (self._engine.partitioned or self._is_cast()):
+            self._engine.operands.look_at(arguments)
+        return RootCall(arguments, self._runtime.rank.device, casts)
 
-    def _half_dtype(self) -> torch.dtype | None:
-        """Of a model that trains in 16 bits, once it is cast."""
-        half = self._runtime.rank.config.half_dtype
-        if half is None or self._engine.partitioned:
-            return half
+    def _is_cast(self) -> bool:
+        """Has the script made the model in 16 bits?"""
         dtypes = (p.dtype for p in self._root.parameters() if p.is_floating_point())
-        dtype = next(dtypes, None)
-        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+        return next(dtypes, None) in (torch.float16, torch.bfloat16)
 
 
 def _share_of_backward() -> contextlib.AbstractContextManager[None]:

@@ -85,6 +85,8 @@ class RemoteModules:
         self.first_apart = False
         #: of a microbatch, where masks of dropout depend on them
         self.samples_of: Callable[[int], Samples] | None = None
+        #: gets the tensors of a call before it is served
+        self.look_at: Callable[[Any], None] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
         self._remote = [
@@ -280,6 +282,8 @@ class RemoteModules:
                 f"but in {_mode_name(self._root.training)} mode here; call model.train() or "
                 "model.eval() on all ranks"
             )
+        if self.look_at is not None:
+            self.look_at(tensors)
         # Numbers of attention caches belong to this call, not to the thread that happens to run it.
         return contextvars.copy_context().run(
             self._run, module_id, mb, is_first, structure, tensors

@@ -23,11 +23,10 @@ _native: Any = torch.Tensor.grad
 
 
 def show_gradients(holdings: Iterable[Holding]) -> None:
-    """Gives parameters in 16 bits a ``.grad`` that is made of their masters', which are whole."""
+    """Gives parameters a ``.grad`` that is made of their masters', which are whole."""
     for holding in holdings:
-        if holding.has_copy:
-            # As UninitializedParameter of torch does; code that has the parameter keeps it.
-            holding.parameter.__class__ = HalfParameter
+        # As UninitializedParameter of torch does; code that has the parameter keeps it.
+        holding.parameter.__class__ = HalfParameter
 
 
 def miss_gradients(holdings: Iterable[Holding]) -> None:
@@ -73,7 +72,7 @@ class CutParameter(nn.Parameter):
 
 
 class HalfParameter(nn.Parameter):
-    """A parameter in 16 bits, whose gradient is that of its master.
+    """A parameter in 16-bit training, whose gradient is that of its master.
 
     ``grad`` is a rounded copy without loss scale, and None between an update and new gradients.
     Setting it sets the gradient of the master. What is written to a copy would reach nobody, so

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
-from smp.modules.forwards import Around, Forward, waits_only, wrap_forward
+from smp.modules.forwards import Around, Forward, may_be_lifted, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.precision.shown_gradients import miss_gradients
@@ -186,7 +186,7 @@ class FlatParameters(WholeParameters):
 
             return run
 
-        return waits_only(wrapper)
+        return may_be_lifted(wrapper)
 
     def close(self) -> None:
         # As long as parts are on their way, all users of the modules wait for them.

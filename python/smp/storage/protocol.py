@@ -72,11 +72,13 @@ class Storage(Protocol):
             parameters that are not there are updated themselves.
         shows_values: modules show the values of their parameters outside of forwards, too.
         gather_kinds: axes whose ranks take part when whole values are read.
+        mixes_dtypes: activations of 16 bits meet wider buffers in code of the user.
     """
 
     holdings: dict[nn.Parameter, Holding]
     shows_values: bool
     gather_kinds: tuple[str, ...]
+    mixes_dtypes: bool
 
     def place(
         self,

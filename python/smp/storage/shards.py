@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.materialize import cast, make_placeholder
+from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import write_values
 
 _SHARD = "_smp_shard"
@@ -65,7 +66,7 @@ class Cutter:
         parameters: names and parameters with elements; they may have no values yet.
         position: which part is kept.
         num_shards: how many there are.
-        half: dtype that floating parameters get; None: they stay as they are.
+        half: dtype that floating parameters get unless they are kept wider; None: all stay.
         device: of the parts.
 
     Attributes:
@@ -221,7 +222,7 @@ class _Plan:
 
 def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) -> _Plan:
     floating = parameter.is_floating_point()
-    dtype = half if half is not None and floating else parameter.dtype
+    dtype = training_dtype(parameter, half) if half is not None and floating else parameter.dtype
     master_dtype = None
     if parameter.requires_grad and floating:
         master_dtype = dtype if half is None else torch.float32
