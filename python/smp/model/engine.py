@@ -336,6 +336,8 @@ class Engine:
         self.loss.end_step()
         if self.storage is not None:
             self.storage.end_step()
+        if self.pipeline is not None:
+            self.pipeline.modules.end_step()
         if trains:
             if self.parts is not None and self.pipeline is not None:
                 self.parts.refuse_lost_gradients()

@@ -13,6 +13,7 @@ another rank would not be seen there, so it is refused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -81,6 +82,14 @@ def begin_context(values: dict[tuple[int, str], Any]) -> None:
         values: what this rank has written in the microbatch so far.
     """
     _values.set(values)
+
+
+def context() -> int | None:
+    """What runs now, as a number: a microbatch on this rank, a backward of one, or None."""
+    values = _values.get()
+    if values is not None:
+        return id(values)
+    return -threading.get_ident() if _C.in_context() else None
 
 
 @contextmanager
