@@ -151,7 +151,6 @@ def test_each_microbatch_computes_with_the_tensors_that_it_has_put_into_a_module
 
 
 def leave(rank: int, how: str) -> None:
-    import smp
 
     def swap(outer: Outer, others: dict[str, Tensor], x: Tensor) -> Tensor:
         if how == "left":

@@ -128,7 +128,7 @@ def _write(name: str, module: nn.Module, value: Any) -> None:
     values = _values.get()
     if values is not None:
         values[id(module), name] = value
-    _table_of(module, name)[name] = value
+    dict.__setitem__(_table_of(module, name), name, value)  # it is no swap
 
 
 def _delete(name: str, module: nn.Module) -> None:

@@ -123,7 +123,7 @@ def cut(whole: Tensor, holding: Holding) -> Tensor:
 
 def load_value(target: Tensor, value: Tensor) -> None:
     """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         target.copy_(value)
     holding = holding_of(target)
     if holding is not None and holding.has_copy and holding.numel:

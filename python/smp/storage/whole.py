@@ -13,6 +13,7 @@ import smp._C as _C
 from smp.data_parallel import broadcast_from_first, refuse_thawed
 from smp.modules.materialize import plain_state
 from smp.precision.holdings import Holding, load_value
+from smp.precision.script_writes import Own, own
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_rest, cast_with_master, check_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
@@ -53,6 +54,7 @@ class WholeParameters:
         if half is not None:
             check_castable(self._root, half)
         self._lay_out(local)
+        self._own(local)
         self._addresses = [(h, p.data_ptr()) for p, h in self.holdings.items() if p.numel()]
         if half is not None:
             cast_rest(self._root, half)
@@ -71,6 +73,18 @@ class WholeParameters:
             if parameter.requires_grad and parameter.is_floating_point()
         }
         show_gradients(self.holdings.values())
+
+    def _own(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Lets what a script writes between steps reach masters, and meet slices with words."""
+        for name, parameter in local:
+            held = self.holdings.get(parameter)
+            if held is not None and held.has_copy:
+                own(parameter, Own(name, held.begin, held.piece, held.master, self._written))
+            elif interval_of(parameter) is not None:
+                own(parameter, Own(name, 0, parameter.detach(), None, self._written))
+
+    def _written(self) -> None:
+        pass
 
     def thaw(self, name: str) -> None:
         half = self._rank.config.half_dtype
@@ -126,7 +140,8 @@ class WholeParameters:
     def after_load(self) -> None:
         pass
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def whole(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        self.settle()
         return contextlib.nullcontext()
 
     def gathers(self, tensor: Tensor) -> bool:
