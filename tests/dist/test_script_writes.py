@@ -57,7 +57,8 @@ def wrapped(config: Config, net: nn.Module) -> Any:
     clipping = {"sdp_gradient_clipping": 0.0} if sharded else {}
     smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **clipping, **config})
     if smp.tp_size() > 1:
-        smp.set_tensor_parallelism(net, True)
+        for layer in net.layers:  # type: ignore[union-attr]
+            smp.set_tensor_parallelism(layer, True)
     model = smp.DistributedModel(net)
     if smp.pp_size() > 1:
         for layer in net.layers[2:]:  # type: ignore[index]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smp._C as _C
 from smp.data_parallel import broadcast_from_first
@@ -48,14 +48,14 @@ def showing_whole(
     local = {name: p for name, p in named.items() if parts.is_local_parameter(p)}
     storage = parts.storage
     with unwatched(), storage.whole(list(local.values())):
-        shown = _show(rank, named, local)
-        engine.shows_whole = bool(shown)
+        shown = {name: p.data for name, p in named.items()}
+        engine.shows_whole = _show(rank, named, local)
         try:
             yield
             values = {name: p.detach() for name, p in local.items()}
         finally:
             engine.shows_whole = False
-            for name, value in shown.items():
+            for name, value in shown.items():  # the script may have assigned memory, too
                 named[name].data = value
         for name, value in values.items():
             interval = interval_of(local[name])
@@ -83,26 +83,22 @@ def _chosen(
     return chosen
 
 
-def _show(
-    rank: Rank, named: Mapping[str, nn.Parameter], local: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
+def _show(rank: Rank, named: Mapping[str, nn.Parameter], local: Mapping[str, nn.Parameter]) -> bool:
     """Puts whole values into parameters of which this rank has a part.
 
     Returns:
-        what these have shown.
+        whether there are some.
     """
-    shown: dict[str, Tensor] = {}
     if rank.sizes["mp"] == 1:
-        return shown
+        return False
     for bunch in _bunches(named):
         own = {name: local[name].detach() for name in bunch if name in local}
         marks = partial.marks_of(partial.slices_of((name, local[name]) for name in own), None)
         wholes = partial.merge(comm.allgather({**own, **marks}, comm.MP_GROUP))
         for name in bunch:
             if name not in local or interval_of(local[name]) is not None:
-                shown[name] = named[name].data
                 named[name].data = wholes[name]
-    return shown
+    return True
 
 
 def _bunches(named: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
