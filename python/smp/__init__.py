@@ -35,7 +35,7 @@ from smp.checkpoint import (  # noqa: E402
 from smp.checkpoint.stopping import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
-from smp.model import DistributedModel, is_tracing  # noqa: E402
+from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
 from smp.observe.timeline import trace  # noqa: E402
 from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
@@ -195,4 +195,5 @@ __all__ = [
     "trace",
     "utils",
     "wait_for_uploads",
+    "whole_parameters",
 ]

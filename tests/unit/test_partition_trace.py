@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import smp
 from smp import _C
+from smp.modules.materialize import make_placeholder
 from smp.modules.tracing import is_tracing
 from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
@@ -370,7 +371,7 @@ def test_meta_parameters_and_placeholders_trace_like_real_ones() -> None:
     assert traced(empty, x).costs == real.costs
     holder = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4))
     for parameter in holder.parameters():
-        parameter.data = torch.full((), float("nan")).expand(parameter.shape)
+        make_placeholder(parameter, torch.device("cpu"), "elsewhere")
     assert traced(holder, x).costs == real.costs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +17,14 @@ import smp._C as _C
 from smp import data_parallel
 from smp.compilation import CompiledParts, check_mode
 from smp.initial.initialise import initialise_again
-from smp.model.accepted import check_module
+from smp.model.accepted import check_module, refuse_around
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
 from smp.model.model_calls import ModelCalls
 from smp.model.parts import ModelParts
 from smp.model.torch_training import take_over
 from smp.model.views import ModelViews
+from smp.model.whole_parameters import showing_whole
 from smp.model.wrapper import ModuleWrapper, alias_forwards
 from smp.modules.compiled import (
     CompileRequest,
@@ -153,6 +154,7 @@ class DistributedModel(ModelViews):
             compiled=CompiledParts(current.rank, module, compile, requests),
         )
         self._runtime = current
+        self._is_called = False
         self._calls = ModelCalls(current, self._engine, module)
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -173,6 +175,9 @@ class DistributedModel(ModelViews):
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
+        if not self._is_called:
+            refuse_around(self)
+            self._is_called = True
         compiled = compiled_around(self)
         if compiled is not None:
             self._engine.compile_root(request_behind(compiled))
@@ -198,6 +203,15 @@ class DistributedModel(ModelViews):
                 self._calls.backward(tensors, grad_tensors)
             return
         self._calls.backward(tensors, grad_tensors)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``torch.nn.Module.named_parameters``.
+
+        Raises:
+            ValueError: `DistributedDataParallel` or the like is put around the model.
+        """
+        refuse_around(self)
+        return super().named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: a copy would share ranks, gradients and state with this model.
@@ -305,15 +319,11 @@ class DistributedModel(ModelViews):
             )
         return self._engine.parts
 
-    @contextlib.contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """All parameters of this rank have their whole values inside, for reading.
-
-        What is written to them is lost. Without sharded data parallelism they have them at all
-        times. Collective over the ranks that share parameters.
-        """
-        with self._parts().storage.whole():
-            yield
+    def whole_parameters(
+        self, parameters: Iterable[nn.Parameter] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """`smp.whole_parameters` of this model."""
+        return whole_parameters(self, parameters)
 
     # ---- state
 
@@ -546,6 +556,29 @@ class DistributedModel(ModelViews):
 
     #: its name in PyTorch 1.7
     _register_comm_hook = register_comm_hook
+
+
+def whole_parameters(
+    model: DistributedModel, parameters: Iterable[nn.Parameter] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which parameters have their whole values on every rank, for reading and writing.
+
+    What is written stays, on the ranks that hold it and in masters; the first replica's values
+    count. The model does not run inside. Between steps; collective over all ranks, which do the
+    same inside. An error inside leaves parameters as they were where ranks have parts of them.
+
+    Args:
+        model: partitioned.
+        parameters: of the model, whole at the same time; None: all of them, which takes the memory
+            of the whole model on each rank.
+
+    Raises:
+        ValueError: one of them is no parameter of the model.
+        RuntimeError: inside of a step function, before the model is partitioned, or if some ranks
+            have not called it.
+    """
+    model._runtime.steps.refuse_inside("smp.whole_parameters")
+    return showing_whole(model._runtime.rank, model._engine, model._parts(), parameters)
 
 
 def engine_of(model: DistributedModel) -> Engine:

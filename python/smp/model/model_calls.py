@@ -23,6 +23,7 @@ from smp.model.engine import Engine
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.root_call import RootCall
 from smp.model.share import current_share
+from smp.modules.watching import unwatched
 from smp.observe import loss_checks
 from smp.pipeline import resolve
 from smp.pipeline.module_state import Running, running
@@ -60,12 +61,13 @@ class ModelCalls:
         return self._forward_in_pipeline(place, args, kwargs)
 
     def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._engine.refuse_whole()
         self._engine.honour_checkpointing()
         if not self._engine.joins_step:
             self._engine.compiled.settle()
             if torch.is_grad_enabled():
                 self._engine.lay_out_thawed()
-        with self._engine.mask_places.outside_of_steps():
+        with unwatched(), self._engine.mask_places.outside_of_steps():
             output = self._root_call(args, kwargs).run(self._root)
         self._note_output(output)
         if self._engine.uneven is not None:
@@ -129,7 +131,7 @@ class ModelCalls:
             return
         if not is_one(factor):
             tensors, grad_tensors = weighted(tensors, grad_tensors, factor, False)
-        with self._runtime.steps.scaling_loss(), _share_of_backward():
+        with unwatched(), self._runtime.steps.scaling_loss(), _share_of_backward():
             torch_backward(tensors, grad_tensors)
 
     def _backward_in_pipeline(

@@ -13,6 +13,7 @@ from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
+from smp.modules.watching import unwatched
 from smp.observe.memory.out_of_memory import explaining
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
@@ -180,6 +181,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     # ---- updating
 
+    @unwatched()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters of this rank. Call it outside of the step function.
 

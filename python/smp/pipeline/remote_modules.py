@@ -124,9 +124,14 @@ class RemoteModules:
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
         self._filled.clear()  # of a step that failed
+        self._state.swaps.forget()
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
         self._mode = f"{hash(tuple(flags)):x}"
+
+    def end_step(self) -> None:
+        """Raises when code of the step has left other tensors in the place of parameters."""
+        self._state.swaps.refuse_left()
 
     def disconnect(self) -> None:
         """Gives every module its own ``forward`` back."""

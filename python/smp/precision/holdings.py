@@ -129,7 +129,7 @@ def cut(whole: Tensor, holding: Holding) -> Tensor:
 def load_value(target: Tensor, value: Tensor) -> None:
     """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
     holding = holding_of(target)
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if holding is not None and not holding.has_copy and value.dtype.itemsize < 4:
             value = _keep_digits(target, value.to(target.device), value.dtype)
         target.copy_(value)

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
+from smp.precision.script_writes import ScriptParameter
 from smp.world.log import first_rank_log
 
 _native: Any = torch.Tensor.grad
@@ -35,7 +36,7 @@ def miss_gradients(holdings: Iterable[Holding]) -> None:
         holding.parameter.__class__ = CutParameter
 
 
-class CutParameter(nn.Parameter):
+class CutParameter(ScriptParameter):
     """A parameter of which this rank updates a piece, or nothing.
 
     ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
@@ -71,7 +72,7 @@ class CutParameter(nn.Parameter):
         self.grad = None
 
 
-class HalfParameter(nn.Parameter):
+class HalfParameter(ScriptParameter):
     """A parameter in 16-bit training, whose gradient is that of its master.
 
     ``grad`` is a rounded copy without loss scale, and None between an update and new gradients.

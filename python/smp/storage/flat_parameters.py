@@ -55,6 +55,7 @@ class FlatParameters(WholeParameters):
         super().__init__(rank, root)
         self._bucket_cap_bytes = bucket_cap_bytes
         self._overlap = overlap
+        self._is_written = False
         self._undo: list[Callable[[], None]] = []
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -121,6 +122,14 @@ class FlatParameters(WholeParameters):
     def thaw(self, name: str) -> None:
         refuse_thawed(name, "shard_optimizer_state")
 
+    def _written(self) -> None:
+        self._is_written = True
+
+    def begin_step(self, num_microbatches: int, trains: bool) -> None:
+        super().begin_step(num_microbatches, trains)
+        if self._is_written:  # by the script, on all ranks: masters may be rounded otherwise
+            self.after_update()
+
     # ---- of gradients
 
     def sharding(self, kind: str) -> _C.Sharding | None:
@@ -139,6 +148,7 @@ class FlatParameters(WholeParameters):
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
+        self._is_written = False
         self._gathers.launch()
         if not self._overlap:
             self._gathers.wait_all()

@@ -176,8 +176,8 @@ class Storage(Protocol):
         """Values were written to what lies here, by `write` or to the memory of `stored`."""
         ...
 
-    def whole(self) -> AbstractContextManager[None]:
-        """All parameters of this rank show their whole values inside, for reading. Collective."""
+    def whole(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """These parameters of this rank show their whole values, or slices, inside. Collective."""
         ...
 
     def gathers(self, tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.modules.training_dtypes import TrainingDtypes
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
+from smp.precision.script_writes import Own, disown, own
 from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_with_master, plan_castable
@@ -84,6 +85,10 @@ class ShardedParameters:
         broadcast_from_first(rank, list(self._root.buffers()))
         cutter.check_all_cut()
         miss_gradients(self.holdings.values())
+        for (name, parameter), shard in zip(local, self._shards.values(), strict=True):
+            has_copy = shard.master is not None and shard.master.dtype != shard.piece.dtype
+            master = shard.master if has_copy else None
+            own(parameter, Own(name, shard.begin, shard.piece, master, self.after_load))
         if dtypes is not None:
             self._cast_rest(empty, dtypes)
         self.store = self._make_store()
@@ -175,8 +180,10 @@ class ShardedParameters:
             scope.leave()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        scope = self.store.enter(list(range(len(self.plan.units))), is_forward=False)
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        wanted = set(parameters)
+        units = [i for i, unit in enumerate(self.plan.units) if wanted & set(unit.parameters)]
+        scope = self.store.enter(units, is_forward=False)
         try:
             yield
         finally:
@@ -247,6 +254,7 @@ class ShardedParameters:
     def make_real(self) -> Storage:
         self.close()
         for parameter in self._order:
+            disown(parameter)
             parameter.data = self.gathered(parameter)
             forget(parameter)
         self._shards.clear()

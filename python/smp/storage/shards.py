@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import smp._C as _C
 from smp.modules.materialize import cast, make_placeholder
 from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import write_values
@@ -112,7 +113,7 @@ class Cutter:
             if shard.flat is not None:
                 shard.flat[: shard.numel].copy_(values)
             shard.tensor[: shard.numel].copy_(values)
-        make_placeholder(parameter, parameter.device)
+        make_placeholder(parameter, parameter.device, _why(self._waiting[parameter]))
         cast(parameter, shard.tensor.dtype)
         _describe(parameter, shard.tensor)
         setattr(parameter, _SHARD, shard)
@@ -245,6 +246,15 @@ class _Memories:
         rest = self._rest[dtype]
         self._rest[dtype] = rest[numel:]
         return rest[:numel]
+
+
+def _why(name: str) -> str:
+    return (
+        f"{_C.rank_prefix()}parameter '{name}' has no values here outside of forwards, as each "
+        "rank keeps a part of it (sharded_data_parallel_degree). Read it in model.state_dict(), or "
+        "inside of `with smp.whole_parameters(model):` between steps, where it may be written to; "
+        "in a step function read it through its module (module.weight). All ranks do the same"
+    )
 
 
 def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ from smp.data_parallel import broadcast_from_first, refuse_thawed
 from smp.modules.materialize import plain_state
 from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import Holding, load_value
+from smp.precision.script_writes import Own, own
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_with_master, plan_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
@@ -53,6 +54,7 @@ class WholeParameters:
         broadcast_from_first(self._rank, split, "rdp")
         dtypes = plan_castable(self._root, self._rank.config.half_dtype)
         self._lay_out(local)
+        self._own(local)
         self._addresses = [(h, p.data_ptr()) for p, h in self.holdings.items() if p.numel()]
         if dtypes is not None:
             dtypes.cast(self._root)
@@ -72,6 +74,18 @@ class WholeParameters:
             if parameter.requires_grad and parameter.is_floating_point()
         }
         show_gradients(self.holdings.values())
+
+    def _own(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Lets what a script writes between steps reach masters, and meet slices with words."""
+        for name, parameter in local:
+            held = self.holdings.get(parameter)
+            if held is not None and held.has_copy:
+                own(parameter, Own(name, held.begin, held.piece, held.master, self._written))
+            elif interval_of(parameter) is not None:
+                own(parameter, Own(name, 0, parameter.detach(), None, self._written))
+
+    def _written(self) -> None:
+        pass
 
     def thaw(self, name: str) -> None:
         half = self._rank.config.half_dtype
@@ -127,7 +141,8 @@ class WholeParameters:
     def after_load(self) -> None:
         pass
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def whole(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        self.settle()
         return contextlib.nullcontext()
 
     def gathers(self, tensor: Tensor) -> bool:
