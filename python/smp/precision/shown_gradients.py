@@ -8,7 +8,9 @@ nothing to show, and the first look is told so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
+from smp.world import runtime
 from smp.world.log import first_rank_log
+from smp.world.steps import Steps
 
 _native: Any = torch.Tensor.grad
 
@@ -49,6 +53,8 @@ class CutParameter(nn.Parameter):
         own: Tensor | None = _native.__get__(self)
         holding = holding_of(self)
         has_other = own is None and holding is not None and holding.master.grad is not None
+        if has_other and runtime.is_initialized():
+            _note_missed(runtime.current().steps, sys._getframe(1))
         if has_other and first_rank_log.is_new(CutParameter):
             first_rank_log.warning(
                 "smp: .grad of the model's parameters is None, because each rank has gradients of "
@@ -128,3 +134,10 @@ class HalfParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _note_missed(steps: Steps, frame: FrameType) -> None:
+    """Notes the line of a script that finds no gradient where it looks for those of a step."""
+    room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if room not in ("torch", "smp") and steps.has_gradients and steps.running is None:
+        steps.missed_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -44,7 +44,7 @@ def cast_rest(root: nn.Module, half: torch.dtype) -> None:
 def cast_with_master(name: str, parameter: nn.Parameter, half: torch.dtype) -> Holding:
     """Casts a parameter that is whole on this rank; what it had becomes its master."""
     # Shares the memory of the parameter if that is float32 already.
-    master = nn.Parameter(parameter.detach().to(torch.float32))
+    master = nn.Parameter(parameter.data.to(torch.float32))
     cast(parameter, half)
     holding = Holding(
         name, parameter, 0, parameter.numel(), piece=parameter.detach(), master=master

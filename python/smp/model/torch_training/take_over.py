@@ -5,6 +5,7 @@ from __future__ import annotations
 from smp.model.torch_training.clipping import TorchClipping
 from smp.model.torch_training.grad_scaler import TorchGradScaler
 from smp.model.torch_training.optimizers import TorchOptimizers
+from smp.model.torch_training.part_gradients import PartGradients
 from smp.world import runtime
 
 
@@ -26,3 +27,5 @@ def take_over(current: runtime.Runtime) -> None:
     TorchClipping(current, has_parts)
     if has_parts:
         TorchGradScaler(current)
+    if sizes["mp"] > 1 or sizes["shard"] > 1:
+        current.part_gradients = PartGradients(current)
