@@ -136,8 +136,17 @@ def clipped_by_hand(parameters: list[Any], norm: Callable[..., Any]) -> None:
             p.data.add_(p.grad, alpha=-0.1 / total)
 
 
+@torch.no_grad()
+def sam_by_hand(parameters: list[Any], norm: Callable[..., Any]) -> None:
+    """The first step of SAM."""
+    scale = 0.05 / norm(parameters)
+    for p in parameters:
+        if p.grad is not None:
+            p.add_(p.grad * scale)
+
+
 HARMLESS = {"head": half_the_head, "signs": signs, "nothing": nothing, "by hand": by_hand}
-DOES = {**LOOPS, **HARMLESS, "clipped by hand": clipped_by_hand}
+DOES = {**LOOPS, **HARMLESS, "clipped by hand": clipped_by_hand, "SAM by hand": sam_by_hand}
 
 
 def reference(does: str) -> dict[str, Tensor]:
@@ -229,13 +238,16 @@ def test_what_is_right_element_by_element_is_not_told(pool: Pool, layout: str, d
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("does", ["clipped by hand", "SAM by hand"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_by_hand_with_the_norm_of_a_part_is_refused(pool: Pool, layout: str) -> None:
+def test_an_update_by_hand_with_the_norm_of_a_part_is_refused(
+    pool: Pool, layout: str, does: str
+) -> None:
     size, config = LAYOUTS[layout]
     with pytest.raises(RankFailure, match="parameters are changed with their gradients after"):
-        pool.run(size, train, config, "clipped by hand", "own")
-    expected = reference("clipped by hand")
-    for values, _ in pool.run(size, train, config, "clipped by hand", "global"):
+        pool.run(size, train, config, does, "own")
+    expected = reference(does)
+    for values, _ in pool.run(size, train, config, does, "global"):
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
-from smp.world import runtime
 from smp.world.log import first_rank_log
 from smp.world.steps import Steps
 
@@ -45,7 +44,12 @@ class CutParameter(nn.Parameter):
 
     ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
     code that goes over all parameters passes by those without a gradient, and would do nothing.
+
+    Attributes:
+        steps: of the run, where the line of a script that looks is noted.
     """
+
+    steps: Steps | None = None
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -53,8 +57,8 @@ class CutParameter(nn.Parameter):
         own: Tensor | None = _native.__get__(self)
         holding = holding_of(self)
         has_other = own is None and holding is not None and holding.master.grad is not None
-        if has_other and runtime.is_initialized():
-            _note_missed(runtime.current().steps, sys._getframe(1))
+        if has_other and CutParameter.steps is not None:
+            _note_missed(CutParameter.steps, sys._getframe(1))
         if has_other and first_rank_log.is_new(CutParameter):
             first_rank_log.warning(
                 "smp: .grad of the model's parameters is None, because each rank has gradients of "
