@@ -41,7 +41,7 @@ from smp.observe.timeline import trace  # noqa: E402
 from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition.report import explain_partition, save_partition  # noqa: E402
-from smp.precision.grad_norm import clip_grad_norm_  # noqa: E402
+from smp.precision.grad_norm import clip_grad_norm_, grad_norm  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,
@@ -145,6 +145,7 @@ __all__ = [
     "get_tp_process_group",
     "get_world_group",
     "get_world_process_group",
+    "grad_norm",
     "init",
     "is_initialized",
     "is_tracing",

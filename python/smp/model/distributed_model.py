@@ -181,6 +181,8 @@ class DistributedModel(ModelViews):
         compiled = compiled_around(self)
         if compiled is not None:
             self._engine.compile_root(request_behind(compiled))
+        if self._runtime.steps.running is None:
+            self._runtime.wrapped.spread_written()
         if self._runtime.verification is not None:
             return self._runtime.verification.call(self._calls.forward, args, kwargs)
         return self._calls.forward(args, kwargs)
@@ -334,6 +336,7 @@ class DistributedModel(ModelViews):
         raises PeerFailure or RuntimeError if some of them do not call it.
         """
         self._runtime.rank.check_sums()
+        self._runtime.wrapped.spread_written()
         self._parts().meet(self._runtime.rank, "model.local_state_dict", is_merged=False)
         return self._parts().marked_state()
 
@@ -353,6 +356,7 @@ class DistributedModel(ModelViews):
         if args or kwargs or not isinstance(gather_to_rank0, bool):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
         self._runtime.rank.check_sums()
+        self._runtime.wrapped.spread_written()
         if self.partitioned:
             is_merged = not gather_to_rank0 or 0 in self._runtime.rank.groups["mp"]
             self._parts().meet(

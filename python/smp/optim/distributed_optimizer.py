@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
+from smp.optim.written import WrittenMasters
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
 from smp.precision.holdings import (
     model_parameter_of,
@@ -147,7 +150,29 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return self._watched(found) if inspect.ismethod(found) else found
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the wrapped optimizer; what it writes to parameters reaches the model."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self._written.digest()
+            result = method(*args, **kwargs)
+            if self._written.digest() != before:
+                self._spread()
+            return result
+
+        return run
+
+    def _spread_written(self) -> None:
+        """Brings what the script has written to masters or pieces into the model.
+
+        Collective as :meth:`step` if it has.
+        """
+        if self._written.is_new():
+            self._spread()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -228,6 +253,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _gradients_used(self, are_applied: bool = False) -> None:
         self._runtime.steps.has_gradients = False
+        if are_applied:
+            self._runtime.steps.missed_at = None
         self._gradients.used(are_applied)
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
@@ -325,6 +352,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         for model in self._models():
             if model.partitioned:
                 engine_of(model).after_update()
+        self._written.note()
 
     def _has_local(self) -> bool:
         return any(map(self._locality(), parameters_of(self.optimizer)))
@@ -332,6 +360,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _use_masters(self) -> None:
         """Puts masters in the place of parameters of models that are partitioned."""
         adopt_masters(self.optimizer)
+        self._written = WrittenMasters(self.optimizer)
         self._gradients.attach()
         if self._runtime.torch_optimizers is not None:
             self._runtime.torch_optimizers.watch(self.optimizer)

@@ -8,7 +8,9 @@ nothing to show, and the first look is told so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
 from smp.precision.script_writes import ScriptParameter
 from smp.world.log import first_rank_log
+from smp.world.steps import Steps
 
 _native: Any = torch.Tensor.grad
 
@@ -41,7 +44,12 @@ class CutParameter(ScriptParameter):
 
     ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
     code that goes over all parameters passes by those without a gradient, and would do nothing.
+
+    Attributes:
+        steps: of the run, where the line of a script that looks is noted.
     """
+
+    steps: Steps | None = None
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -49,6 +57,8 @@ class CutParameter(ScriptParameter):
         own: Tensor | None = _native.__get__(self)
         holding = holding_of(self)
         has_other = own is None and holding is not None and holding.master.grad is not None
+        if has_other and CutParameter.steps is not None:
+            _note_missed(CutParameter.steps, sys._getframe(1))
         if has_other and first_rank_log.is_new(CutParameter):
             first_rank_log.warning(
                 "smp: .grad of the model's parameters is None, because each rank has gradients of "
@@ -128,3 +138,10 @@ class HalfParameter(ScriptParameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _note_missed(steps: Steps, frame: FrameType) -> None:
+    """Notes the line of a script that finds no gradient where it looks for those of a step."""
+    room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if room not in ("torch", "smp") and steps.has_gradients and steps.running is None:
+        steps.missed_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -26,6 +26,7 @@ from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
+from smp.step.unwrapped import run_without_model
 from smp.step.weights import WeightRule
 from smp.world import preemption, runtime
 from smp.world.log import first_rank_log
@@ -83,6 +84,7 @@ class StepFunction:
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
         current.steps.inject_fault(current.steps.num_begun)
+        current.wrapped.spread_written()
         # Held until the step is over: garbage is collected at any time.
         models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
         trains, seed = torch.is_grad_enabled(), torch.initial_seed() & (2**64 - 1)
@@ -115,13 +117,12 @@ class StepFunction:
                     self._rule.look_for_labels(current, used, batches[0], begin_body)
                     weights = self._rule.weigh(current, engines, batches)
                 step_run.number_samples(batches, self._axes)
-                count = step_run.begin(count, weights)
+                count = step_run.begin(count, weights, batches[0].arguments)
                 bodies = bodies_of(count, weights)
                 if models:
                     step_run.run(count, bodies)
                 else:
-                    for mb in range(count):
-                        bodies(mb)
+                    run_without_model(current, self._name, count, bodies, trains=trains)
                 step_run.end()
         except BaseException:
             step_run.abandon()

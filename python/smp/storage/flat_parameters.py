@@ -114,7 +114,9 @@ class FlatParameters(WholeParameters):
                 master, piece = master.view(values.shape), piece.view(values.shape)
             cast(parameter, bucket.dtype)
             parameter.data = place
-            holding = Holding(name, parameter, held.begin, held.numel, piece, nn.Parameter(master))
+            # `.data`: a version counter of its own, which gathers do not change.
+            master_ = nn.Parameter(master.data)
+            holding = Holding(name, parameter, held.begin, held.numel, piece, master_)
             attach(holding)
             self.holdings[parameter] = holding
         return flat

@@ -40,9 +40,9 @@ def cast_with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> 
     A parameter that stays in float32 shares its memory with its master.
     """
     # Shares the memory of the parameter if that is float32 already.
-    master = nn.Parameter(parameter.detach().to(torch.float32))
+    master = nn.Parameter(parameter.data.to(torch.float32))
     if dtype == torch.float32:
-        parameter.data = master.detach()
+        parameter.data = master.data
     cast(parameter, dtype)
     holding = Holding(
         name, parameter, 0, parameter.numel(), piece=parameter.detach(), master=master

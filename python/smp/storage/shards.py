@@ -97,7 +97,7 @@ class Cutter:
             master = None
             if plan.master_dtype is not None:
                 assert flat is not None
-                master = nn.Parameter(flat[:numel])
+                master = nn.Parameter(flat[:numel].data)
             self.shards[parameter] = Shard(
                 parameter, tensor, begin, numel, tensor[:numel], flat, master
             )

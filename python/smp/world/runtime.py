@@ -20,6 +20,7 @@ from smp.world import connecting, failure, lanes, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
+    PartGradients,
     Pipeline,
     StepLog,
     TorchOptimizers,
@@ -57,6 +58,7 @@ class Runtime:
         step_log: figures of training steps, from the first step on.
         memory_observer: notes what was in use when there was no memory: `smp.observe.memory`.
         torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
+        part_gradients: watches how the script uses gradients, where ranks have parts of a model.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -72,6 +74,7 @@ class Runtime:
         self.step_log: StepLog | None = None
         self.memory_observer: object | None = None
         self.torch_optimizers: TorchOptimizers | None = None
+        self.part_gradients: PartGradients | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False

@@ -214,7 +214,8 @@ void Rank::chain(int mb) {
 
 void Rank::step(int num_microbatches, const std::function<void(int)>& body) {
   losses.assign(num_microbatches, 0);
-  ASSERT_EQ(server->steps().begin("train", num_microbatches), num_microbatches);
+  ASSERT_EQ(server->steps().begin("train", num_microbatches).num_microbatches,
+            num_microbatches);
   server->steps().run(num_microbatches, 1, body);
 }
 
