@@ -126,8 +126,7 @@ void run_servers(const RankSettings& settings,
 inline void run_servers(
     const RankSettings& settings, const std::function<void(Rank&)>& body,
     std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
-  run_servers(
-      settings, [&](Rank& self, Ranks&) { body(self); }, deadline);
+  run_servers(settings, [&](Rank& self, Ranks&) { body(self); }, deadline);
 }
 
 }  // namespace smp::pipeline
