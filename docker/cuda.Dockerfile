@@ -1,12 +1,12 @@
 # smp for NVIDIA GPUs. PyTorch's wheels bring the libraries of CUDA, a wheel of
 # NVIDIA the compiler; the driver is that of the host.
 #   buildah build -f docker/cuda.Dockerfile -t smp:cuda .    (or docker, podman)
-#   buildah build --build-arg ARCHITECTURES="80;90" for other GPUs than Hopper
+#   buildah build --build-arg ARCHITECTURES="80;90" for A100 and H100 alone
 ARG DEBIAN=debian:12-slim
 
 # hadolint ignore=DL3006
 FROM ${DEBIAN} AS build
-ARG ARCHITECTURES=90
+ARG ARCHITECTURES=sold
 ENV DEBIAN_FRONTEND=noninteractive
 # Packages of a stable Debian change by security updates alone, and these are wanted.
 # hadolint ignore=DL3008

@@ -44,7 +44,7 @@ print(pathlib.Path(torch.__file__).parent / "lib")')
     --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libgomp.so.*' \
     --exclude 'libmpi.so.*' --exclude smp_C.so "$work"/plain/*.whl
   mkdir -p dist
-  rm -f dist/smp-*.whl
+  rm -f dist/smp_train-*.whl
   mv "$work"/tagged/*.whl dist/
   ls -l dist/*.whl
 }
@@ -60,7 +60,7 @@ check() {
   # elsewhere when the wheel does.
   scripts/setup_venv.sh "${venv#"$PWD/"}" run "$release"
   rm "$venv"/lib/python*/site-packages/smp_checkout.pth
-  "$venv/bin/python" -m pip --disable-pip-version-check install --no-index dist/smp-*.whl
+  "$venv/bin/python" -m pip --disable-pip-version-check install --no-index dist/smp_train-*.whl
   PATH="$venv/bin:$PATH" "$venv/bin/python" scripts/quickstart.py
 }
 

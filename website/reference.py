@@ -42,8 +42,9 @@ _KINDS = ("mp", "dp", "pp", "tp", "rdp")
 PAGES = (
     Page("training", "Training", "From `init` to the step function.",
          ("init", "is_initialized", "shutdown", "step", "StepOutput", "DistributedModel",
-          "DistributedOptimizer", "clip_grad_norm_", "is_tracing", "model", "PeerFailure",
-          "__version__")),
+          "DistributedOptimizer", "clip_grad_norm_", "grad_norm", "whole_parameters", "is_tracing",
+          "model",
+          "PeerFailure", "__version__")),
     Page("ranks", "Ranks and messages",
          "Which process this is, and what processes say to each other.",
          ("rank", "size", "local_rank", "local_size",

@@ -26,7 +26,7 @@ print(json.dumps([_build_info.HAS_CUDA, _build_info.TORCH_VERSION, len(names), l
 def command(python: str) -> list[str]:
     """What builds, without the C++ tests and in a folder of its own, since that is remembered."""
     words = ["scripts/build.sh", FOLDER, python, "--target", "smp_extension"]
-    return [*words, "-DSMP_TESTS=OFF"]
+    return [*words, "-DSMP_TESTS=OFF", "-DSMP_CUDA_ARCHITECTURES=sold"]
 
 
 def body(figures: Figures) -> None:

@@ -53,6 +53,27 @@ std::optional<int> fault_rank(const FaultBoard& board) {
   return fault->global_rank;
 }
 
+std::optional<std::string> fault_kind(const FaultBoard& board) {
+  using Kind = health::Fault::Kind;
+  const auto fault = board.fault();
+  if (!fault) return std::nullopt;
+  switch (fault->kind) {
+    case Kind::kRaised:
+      return "raised";
+    case Kind::kDied:
+      return "died";
+    case Kind::kUnreachable:
+      return "unreachable";
+    case Kind::kLeft:
+      return "left";
+    case Kind::kDeadlock:
+      return "deadlock";
+    case Kind::kStuck:
+      return "stuck";
+  }
+  return std::nullopt;
+}
+
 void report_raised(FaultBoard& board, std::string where, std::string text) {
   board.report({.kind = health::Fault::Kind::kRaised,
                 .global_rank = board.global_rank(),
@@ -132,6 +153,9 @@ void bind_fault_board(py::module_& m) {
            "The first fault in words, or None.")
       .def("fault_rank", &fault_rank, release_gil(),
            "Its global rank, or None.")
+      .def("fault_kind", &fault_kind, release_gil(),
+           "How it failed: raised, died, unreachable, left, deadlock or stuck; "
+           "or None.")
       .def("has_left", &FaultBoard::has_left, release_gil(),
            py::arg("global_rank"))
       .def("activity", &activity,

@@ -265,11 +265,16 @@ void bind_pipeline(py::module_& m) {
            "Takes in a model, between steps; returns its first module's id.")
       .def(
           "begin_step",
-          [](Server& server, const std::string& name, int num_microbatches) {
-            return server.steps().begin(name, num_microbatches);
+          [](Server& server, const std::string& name, int num_microbatches,
+             const std::string& words) {
+            const auto begun =
+                server.steps().begin(name, num_microbatches, words);
+            return std::make_pair(begun.num_microbatches, begun.words);
           },
           release_gil(), py::arg("name"), py::arg("num_microbatches"),
-          "Opens the next step; returns the driver's number of microbatches.")
+          py::arg("words") = "",
+          "Opens the next step; returns the driver's number of microbatches "
+          "and words.")
       .def("run_step", &run_step, py::arg("num_microbatches"), py::arg("seed"),
            py::arg("body"), "Runs body(mb) for each microbatch and serves.")
       .def(

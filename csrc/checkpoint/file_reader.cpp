@@ -24,14 +24,17 @@ FileReader::FileReader(std::string path, FileRecord record)
                   path_, ": ", record_.crc32s.size(),
                   " checksums of chunks of ", record_.chunk_bytes,
                   " bytes do not make ", record_.num_bytes, " bytes");
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  // Nobody may ever write into a FIFO.
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   SMP_CHECK(fd_ >= 0, "cannot open ", path_, ": ",
             std::generic_category().message(errno));
   struct stat status{};
-  const bool known = ::fstat(fd_, &status) == 0;
+  const bool known = ::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
   if (!known || status.st_size != record_.num_bytes) {
     ::close(fd_);
-    SMP_CHECK(false, path_, " has ", known ? status.st_size : 0,
+    SMP_CHECK(known, path_, ": expected a regular file of ", record_.num_bytes,
+              " bytes, it is something else");
+    SMP_CHECK(false, path_, " has ", status.st_size,
               " bytes, but the manifest says ", record_.num_bytes,
               ": the file was cut off or replaced");
   }

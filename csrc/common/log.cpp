@@ -1,10 +1,13 @@
 #include "csrc/common/log.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <mutex>
+#include <utility>
 
 #include "csrc/common/env.h"
 
@@ -26,6 +29,40 @@ LogLevel level_from_env() {
   return LogLevel::kWarning;
 }
 
+struct DetailsFile {
+  std::mutex mutex;
+  std::string path;
+};
+
+DetailsFile& details_file() {
+  static DetailsFile file;
+  return file;
+}
+
+// Whether all of it is written.
+bool write_all(int fd, const std::string& text) {
+  const char* data = text.data();
+  size_t left = text.size();
+  while (left > 0) {
+    const ssize_t written = ::write(fd, data, left);
+    if (written <= 0) return false;
+    data += written;
+    left -= static_cast<size_t>(written);
+  }
+  return true;
+}
+
+bool append(const std::string& path, const std::string& text) {
+  if (path.empty()) return false;
+  const int fd =
+      ::open(path.c_str(),
+             O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) return false;
+  const bool is_written = write_all(fd, text);
+  ::close(fd);
+  return is_written;
+}
+
 std::atomic<LogLevel>& level_of_process() {
   static std::atomic<LogLevel> level = level_from_env();
   return level;
@@ -43,14 +80,24 @@ void log_line(LogLevel level, const std::string& text) {
   const std::string line =
       detail::concat(rank_prefix(), "smp ",
                      kLevelNames[static_cast<size_t>(level)], ": ", text, "\n");
-  const char* data = line.data();
-  size_t left = line.size();
-  while (left > 0) {
-    const ssize_t written = ::write(STDERR_FILENO, data, left);
-    if (written <= 0) return;  // nobody to tell
-    data += written;
-    left -= static_cast<size_t>(written);
+  write_all(STDERR_FILENO, line);  // or nobody reads
+}
+
+void set_details_file(std::string path) {
+  std::lock_guard lock(details_file().mutex);
+  details_file().path = std::move(path);
+}
+
+void log_details(LogLevel level, const std::string& text) {
+  std::string path;
+  {
+    std::lock_guard lock(details_file().mutex);
+    path = details_file().path;
   }
+  if (!append(path, "==== " + rank_prefix() + text + "\n")) {
+    return log_line(level, text);
+  }
+  log_line(level, text.substr(0, text.find('\n')) + " " + path);
 }
 
 }  // namespace smp

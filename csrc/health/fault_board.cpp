@@ -33,6 +33,11 @@ std::string Fault::describe() const {
   }
 }
 
+std::string Fault::headline() const {
+  const std::string text = describe();
+  return text.substr(0, text.find('\n'));
+}
+
 FaultBoard::FaultBoard(int global_rank) : global_rank_(global_rank) {}
 
 void FaultBoard::set_coordinates(std::vector<std::string> per_global_rank) {
@@ -72,12 +77,13 @@ bool FaultBoard::report(Fault fault) {
     if (fault.coordinates.empty()) {
       fault.coordinates = coordinates_locked(fault.global_rank);
     }
-    // Our own exception gets a traceback; deadlocks, and left ranks that are
-    // missed here, are raised by the wait that finds them.
-    const bool is_news = fault.global_rank != global_rank_ &&
-                         !fault.is_found_here &&
-                         fault.kind != Fault::Kind::kDeadlock;
-    if (is_news) line = fault.describe();
+    // A rank that raised prints that itself; no launcher sees deadlocks and
+    // stuck ranks; left ranks that are missed here are raised by the wait.
+    const bool is_silent = fault.kind == Fault::Kind::kDied ||
+                           fault.kind == Fault::Kind::kUnreachable ||
+                           fault.kind == Fault::Kind::kLeft;
+    const bool is_first = global_rank_ == (fault.global_rank == 0 ? 1 : 0);
+    if (is_silent && is_first && !fault.is_found_here) line = fault.headline();
     fault_ = std::move(fault);
   }
   if (!line.empty()) log_line(LogLevel::kError, line);

@@ -37,6 +37,8 @@ struct Fault {
 
   /// One or more lines for people, naming rank, place and reason.
   std::string describe() const;
+  /// The first of these lines.
+  std::string headline() const;
 };
 
 /// What a process knows about the health of the others. The first fault wins
@@ -59,9 +61,9 @@ class FaultBoard {
   /// The first rank at an address; -1 when none is.
   int rank_at(const std::string& address) const;
 
-  /// Records a fault (first one wins) and wakes all subscribers. One that
-  /// comes from another rank is printed at once, so that the culprit is on the
-  /// screen even when a launcher ends this process next.
+  /// Records a fault (first one wins) and wakes all subscribers. Of a rank that
+  /// cannot say so itself the first other rank prints a line at once, so that
+  /// the culprit is on the screen even when a launcher ends this process next.
   /// @return true when this one is the first.
   bool report(Fault fault);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace smp::health {
 
@@ -12,6 +13,8 @@ class FileMeter {
   /// Looks, and returns what was counted so far. What is less than a transfer
   /// between two looks is talk, such as the lines of a log. One thread.
   int64_t look();
+  /// What this process reads and writes during `work` does not count.
+  void leave_out(const std::function<void()>& work);
 
  private:
   int64_t seen_ = -1;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "csrc/health/process_words.h"
 
@@ -17,6 +18,19 @@ constexpr milliseconds kStacksTimeout{3000};
 // Of a stack in an error; the whole stacks are in the report before it.
 constexpr int kErrorFrames = 6;
 constexpr int kErrorLines = 48;
+// Looks at the stack of a script, in the time after which there is a report.
+constexpr int kLooks = 30;
+
+// The frames of the script, empty if they are not known. A loop without calls
+// goes from line to line of the innermost one for ever.
+std::string script_of(const std::string& stacks) {
+  if (!stacks.starts_with("Thread of the script")) return {};
+  std::string script = stacks.substr(0, stacks.find("\n\n"));
+  const size_t line = script.find(", line ");
+  const size_t name = script.find(" in ", std::min(line, script.size()));
+  if (name != std::string::npos) script.erase(line, name - line);
+  return script;
+}
 
 bool waits(const LivenessFrame& status) {
   return status.is_blocked || status.device_waits;
@@ -29,14 +43,31 @@ void HangWatch::on_status(int global_rank, const LivenessFrame& status,
   const auto [entry, is_new] = ranks_.try_emplace(global_rank);
   Rank& rank = entry->second;
   const bool turns = is_new || waits(status) != waits(rank.status);
-  if (turns || status.progress != rank.status.progress) rank.changed_at = now;
-  if (turns) rank.waits_since = now;
+  if (turns || status.progress != rank.status.progress) {
+    rank.changed_at = now;
+    rank.script.clear();
+    rank.script_moved_at.reset();
+  }
+  // It may have done meanwhile what was not what it waits for.
+  if (turns) rank.waits_since = now - milliseconds(status.blocked_ms);
   rank.status = status;
   rank.status_at = now;
 }
 
-void HangWatch::on_stacks(int global_rank, const std::string& stacks) {
+void HangWatch::on_stacks(int global_rank, const std::string& stacks,
+                          Clock::time_point now) {
   if (stacks_asked_at_) stacks_[global_rank] = stacks;
+  const auto entry = ranks_.find(global_rank);
+  if (entry == ranks_.end()) return;
+  Rank& rank = entry->second;
+  rank.is_asked = false;
+  const std::string script = script_of(stacks);
+  if (script.empty()) return;
+  // On a busy machine a stack may be cut off.
+  const bool is_same =
+      script.starts_with(rank.script) || rank.script.starts_with(script);
+  if (!is_same) rank.script_moved_at = now;
+  rank.script = script;
 }
 
 void HangWatch::on_gone(int global_rank) { ranks_[global_rank].is_gone = true; }
@@ -46,6 +77,7 @@ void HangWatch::on_pause(Clock::duration pause) {
     rank.status_at += pause;
     rank.changed_at += pause;
     rank.waits_since += pause;
+    if (rank.script_moved_at) *rank.script_moved_at += pause;
   }
   if (reported_at_) *reported_at_ += pause;
   if (stacks_asked_at_) *stacks_asked_at_ += pause;
@@ -80,7 +112,7 @@ std::optional<std::string> HangWatch::due_report(Clock::time_point now) {
       (stacks_asked_at_ && now - *stacks_asked_at_ < 2 * kStacksTimeout)) {
     return std::nullopt;  // the last stacks are still coming
   }
-  reported_at_ = stacks_asked_at_ = now;
+  reported_at_ = stacks_asked_at_ = looked_at_ = now;
   reported_ = found->lasts;
   stacks_.clear();
   std::string text = "nothing has moved for " + seconds_text(found->lasts) +
@@ -88,11 +120,42 @@ std::optional<std::string> HangWatch::due_report(Clock::time_point now) {
   for (const auto& [number, rank] : ranks_) {
     text += "\n  global_rank " + std::to_string(number) + describe(number, now);
   }
-  if (raises_ && !found->stuck.empty() && found->lasts < 2 * after_) {
-    text += "\nthe run ends when this has lasted " + seconds_text(2 * after_) +
-            " (SMP_HANG_ACTION=report: it does not)";
+  return text + end_text(*found, now);
+}
+
+std::string HangWatch::end_text(const Standstill& found,
+                                Clock::time_point now) const {
+  if (!raises_ || found.stuck.empty()) return "";
+  for (const int number : found.stuck) {
+    if (!is_busy(number, now)) continue;
+    return "\nthe run goes on, because the Python stack of global_rank " +
+           std::to_string(number) + " changes; SMP_TIMEOUT_S ends it";
   }
-  return text;
+  if (found.lasts >= 2 * after_) return "";
+  return "\nthe run ends when this has lasted " + seconds_text(2 * after_) +
+         " and the Python stack of no such rank changes "
+         "(SMP_HANG_ACTION=report: it does not)";
+}
+
+bool HangWatch::is_busy(int global_rank, Clock::time_point now) const {
+  const auto& moved_at = ranks_.at(global_rank).script_moved_at;
+  return moved_at && now - *moved_at < after_;
+}
+
+std::vector<int> HangWatch::due_looks(Clock::time_point now) {
+  const std::optional<Standstill> found = standstill(now);
+  if (!raises_ || !found || found->lasts < after_ || !reported_at_ ||
+      now - looked_at_ < after_ / kLooks) {
+    return {};
+  }
+  looked_at_ = now;
+  std::vector<int> asked;
+  for (const int number : found->stuck) {
+    // One that does not answer is not asked again and again.
+    if (std::exchange(ranks_.at(number).is_asked, true)) continue;
+    asked.push_back(number);
+  }
+  return asked;
 }
 
 std::string HangWatch::describe(int global_rank, Clock::time_point now) const {
@@ -113,7 +176,9 @@ std::string HangWatch::describe(int global_rank, Clock::time_point now) const {
     return text + ": its device waits" + since + " in a collective; " +
            (status.text.empty() ? "outside of step functions" : status.text);
   }
-  return text + ": DOES NOT WAIT" + since + "; " +
+  return text + ": DOES NOT WAIT" + since +
+         (is_busy(global_rank, now) ? ", but its Python stack changes; "
+                                    : "; ") +
          (status.text.empty() ? "outside of step functions" : status.text);
 }
 
@@ -145,7 +210,10 @@ std::optional<HangWatch::Stuck> HangWatch::due_fault(
   }
   const std::optional<Standstill> found = standstill(now);
   if (!found || !found->is_heard || found->stuck.empty() ||
-      found->lasts < 2 * after_) {
+      found->lasts < 2 * after_ ||
+      std::any_of(
+          found->stuck.begin(), found->stuck.end(),
+          [&](int number) { return is_busy(number, now); })) {
     return std::nullopt;
   }
   Stuck stuck{.global_ranks = found->stuck, .text = {}};

@@ -14,8 +14,9 @@ namespace smp::health {
 /// Part of the hub: notices that some ranks have waited for long while nothing
 /// moves anywhere, and collects words and stacks of all ranks. That is a
 /// report, because a slow rank looks the same. When it goes on for twice the
-/// time, the ranks that neither wait nor move are a fault, if that is wanted.
-/// One thread.
+/// time, the ranks that neither wait nor move are a fault, if that is wanted,
+/// unless the Python stack of one of them changes: that one is busy in code of
+/// the script. One thread.
 class HangWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -37,7 +38,8 @@ class HangWatch {
   /// A status of a rank has come.
   void on_status(int global_rank, const LivenessFrame& status,
                  Clock::time_point now);
-  void on_stacks(int global_rank, const std::string& stacks);
+  void on_stacks(int global_rank, const std::string& stacks,
+                 Clock::time_point now);
   void on_gone(int global_rank);
   /// The thread was not run for so long, which says nothing of other ranks.
   void on_pause(Clock::duration pause);
@@ -46,11 +48,16 @@ class HangWatch {
   ///         their stacks then
   std::optional<std::string> due_report(Clock::time_point now);
 
+  /// @return the ranks to be asked for their stacks without a report, to see
+  ///         whether these change
+  std::vector<int> due_looks(Clock::time_point now);
+
   /// @return the stacks, once those of all ranks are there or have had time
   std::optional<std::string> due_stacks(Clock::time_point now);
 
   /// @return the ranks that are stuck, when it is time to end the run: twice
-  ///         the time is over, and their stacks have been shown
+  ///         the time is over, their stacks have been shown, and none of their
+  ///         scripts has moved for the time
   std::optional<Stuck> due_fault(Clock::time_point now) const;
 
  private:
@@ -59,11 +66,16 @@ class HangWatch {
     Clock::time_point status_at;
     Clock::time_point changed_at;  ///< progress, or whether it waits
     Clock::time_point waits_since;
+    std::string script;  ///< its stack at the last look since `changed_at`
+    std::optional<Clock::time_point> script_moved_at;
+    bool is_asked = false;  ///< for its stacks, which have not come
     bool is_gone = false;
   };
 
   std::optional<Standstill> standstill(Clock::time_point now) const;
   std::string describe(int global_rank, Clock::time_point now) const;
+  bool is_busy(int global_rank, Clock::time_point now) const;
+  std::string end_text(const Standstill& found, Clock::time_point now) const;
 
   const int world_size_;
   const std::chrono::milliseconds after_;
@@ -73,6 +85,7 @@ class HangWatch {
   std::optional<Clock::time_point> reported_at_;
   std::chrono::milliseconds reported_{0};  // how long it had lasted then
   std::optional<Clock::time_point> stacks_asked_at_;
+  Clock::time_point looked_at_;  // when stuck ranks were last asked
   std::map<int, std::string> stacks_;
 };
 

@@ -32,7 +32,7 @@ void HubSilence::look(const WaitRegistry::Snapshot& snapshot) {
   const Clock::time_point now = Clock::now();
   leave_pause_out(now);
   if (!snapshot.is_blocked || faults_->fault()) return blocked_since_.reset();
-  if (!blocked_since_) blocked_since_ = now;
+  if (!blocked_since_) blocked_since_ = now - snapshot.blocked_for;
   if (options_.hang_after == milliseconds(0)) return;
   if (options_.hang_raises && now - heard_at_ >= 2 * options_.hang_after) {
     return fail(now - heard_at_, snapshot.what);
@@ -51,10 +51,11 @@ void HubSilence::report(Clock::duration silence, const std::string& what) {
                " (SMP_HANG_S) and global_rank " + std::to_string(kHubRank) +
                (coordinates.empty() ? "" : " (" + coordinates + ")") +
                " HAS SAID NOTHING for " + seconds_text(silence) +
-               " (stopped, or cut off); this rank waits in " + what +
-               (options_.stacks ? "\nPython stacks of this rank:\n" +
-                                      options_.stacks->take()
-                                : std::string()));
+               " (stopped, or cut off); this rank waits in " + what);
+  if (options_.stacks) {
+    log_details(LogLevel::kWarning,
+                "Python stacks of this rank:\n" + options_.stacks->take());
+  }
 }
 
 // Each rank finds that by itself, when it waits: nobody can tell the others.

@@ -227,7 +227,7 @@ void LivenessClient::Impl::handle(LivenessFrame frame) {
     case Type::kStacksAsked:
       return send_answer(
           Type::kStacks, 0,
-          options.stacks ? options.stacks->take() : std::string());
+          options.stacks ? own_status.stacks(*options.stacks) : std::string());
     case Type::kRaisedSeen: {
       std::lock_guard lock(mutex);
       raised_seen = true;

@@ -90,6 +90,7 @@ struct LivenessHub::Impl {
   Clock::time_point alive_at;     // when the others were told last
   bool has_looked_again = false;  // since `close` was called
   bool begins_end = false;        // the next turn, which waits for nothing
+  bool has_reported_hang = false;
 
   std::mutex mutex;
   bool stopping = false;
@@ -213,7 +214,7 @@ void LivenessHub::Impl::on_frame(int rank, LivenessFrame frame) {
     case Type::kFrozen:
       return stops.on_frozen(rank, frame.progress);
     case Type::kStacks:
-      return hangs.on_stacks(rank, frame.text);
+      return hangs.on_stacks(rank, frame.text, Clock::now());
     case Type::kLeft:
       return on_left(rank, frame);
     case Type::kLeftBeforeAsked:
@@ -274,12 +275,17 @@ void LivenessHub::Impl::tell_goodbyes(Clock::time_point now, bool is_end) {
 void LivenessHub::Impl::report_hang(Clock::time_point now) {
   if (!a_fault) {
     if (const auto report = hangs.due_report(now)) {
-      log_line(LogLevel::kWarning, *report);
+      // The terminal has had one.
+      const bool is_repeated = std::exchange(has_reported_hang, true);
+      (is_repeated ? log_details : log_line)(LogLevel::kWarning, *report);
       connections.send_to_all(bytes_of(Type::kStacksAsked));
+    }
+    for (const int rank : hangs.due_looks(now)) {
+      connections.send(rank, bytes_of(Type::kStacksAsked));
     }
   }
   if (const auto stacks = hangs.due_stacks(now)) {
-    log_line(LogLevel::kWarning, *stacks);
+    log_details(LogLevel::kWarning, *stacks);
   }
   if (a_fault) return;
   if (const auto stuck = hangs.due_fault(now)) {

@@ -34,6 +34,12 @@ LivenessFrame OwnStatus::make(const WaitRegistry::Snapshot& snapshot) {
   return status;
 }
 
+std::string OwnStatus::stacks(const StackDump& dump) {
+  std::string text;
+  files_.leave_out([&] { text = dump.take(); });
+  return text;
+}
+
 void OwnStatus::watch_peers(const LivenessFrame& status) {
   if (!status.is_blocked || faults_->fault()) return;
   const std::optional<std::string> address = meter_.unreachable();

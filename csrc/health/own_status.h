@@ -1,10 +1,12 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "csrc/health/fault_board.h"
 #include "csrc/health/file_meter.h"
 #include "csrc/health/liveness_frame.h"
+#include "csrc/health/stack_dump.h"
 #include "csrc/health/transport_meter.h"
 #include "csrc/health/wait_registry.h"
 
@@ -18,6 +20,9 @@ class OwnStatus {
 
   /// @param snapshot  of the waits of this rank, now
   LivenessFrame make(const WaitRegistry::Snapshot& snapshot);
+
+  /// The stacks of this process. To show them is no progress.
+  std::string stacks(const StackDump& dump);
 
   /// A host that does not answer is a fault, if this rank waits: the hub may
   /// reach the host of a rank that this one does not reach.

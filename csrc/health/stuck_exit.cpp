@@ -32,7 +32,7 @@ void StuckExit::look(const LivenessFrame& status) {
     log_line(LogLevel::kError,
              "this rank ends without its script, which "
              "does not come back: " +
-                 faults_->fault()->describe());
+                 faults_->fault()->headline());
     options_.exit_process();
   } else if (now - since_ >= kBeforeInterrupt && !is_interrupted_) {
     is_interrupted_ = true;

@@ -41,7 +41,8 @@ BlockedScope::BlockedScope(WaitRegistry& registry, const std::string& what,
 
 BlockedScope::~BlockedScope() { update(false, {}); }
 
-void BlockedScope::update(bool is_blocked, const std::string& what) {
+void BlockedScope::update(bool is_blocked, const std::string& what,
+                          bool goes_on) {
   if (!is_blocked && id_ < 0) return;
   std::lock_guard lock(registry_.mutex_);
   auto& entries = registry_.entries_;
@@ -51,8 +52,10 @@ void BlockedScope::update(bool is_blocked, const std::string& what) {
     registry_.add_progress();
   } else if (id_ < 0) {
     id_ = registry_.next_id_++;
-    entries.emplace(id_, WaitRegistry::Entry{what, WaitRegistry::Clock::now(),
-                                             collective_});
+    if (!goes_on || since_ == WaitRegistry::Clock::time_point()) {
+      since_ = WaitRegistry::Clock::now();
+    }
+    entries.emplace(id_, WaitRegistry::Entry{what, since_, collective_});
   } else {
     entries.at(id_).what = what;
   }

@@ -90,11 +90,14 @@ class BlockedScope {
   BlockedScope& operator=(const BlockedScope&) = delete;
 
   /// Begins, renames or ends the wait; the time counts from its begin.
-  void update(bool is_blocked, const std::string& what);
+  /// @param goes_on  a wait that begins is the last one: what this process has
+  ///     done meanwhile was not what it waited for
+  void update(bool is_blocked, const std::string& what, bool goes_on = false);
 
  private:
   WaitRegistry& registry_;
   std::optional<CollectiveId> collective_;
+  WaitRegistry::Clock::time_point since_;  // begin of the last wait
   int64_t id_ = -1;
 };
 

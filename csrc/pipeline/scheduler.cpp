@@ -341,6 +341,11 @@ std::exception_ptr Scheduler::cancel_reason() const {
   return cancel_reason_;
 }
 
+int64_t Scheduler::num_due_turns() const {
+  Lock lock(mutex_);
+  return choice_.num_due_turns();
+}
+
 bool Scheduler::baton_is_free() const {
   Lock lock(mutex_);
   return baton_.holder() == nullptr;

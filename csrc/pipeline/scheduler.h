@@ -104,6 +104,9 @@ class Scheduler {
   std::exception_ptr cancel_reason() const;
 
   bool baton_is_free() const;
+  /// Grows with each turn, but not with those of tasks that `run_held_back` has
+  /// begun: what this rank waits for has not come with them.
+  int64_t num_due_turns() const;
   /// Where contexts of the open step, and what is done for them in threads that
   /// bring messages, use the device; none on the CPU.
   std::optional<c10::Stream> stream() const;

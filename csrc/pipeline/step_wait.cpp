@@ -39,6 +39,7 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
                      const Questions& questions) {
   auto last_progress = SteadyClock::now();
   int64_t progress = -1;
+  int64_t due_turns = -1;  // when this rank last waited
   std::optional<SteadyClock::time_point> left_since;
   health::BlockedScope blocked(faults_->waits());
   const ActivityEnd activity_end(faults_->waits());
@@ -65,7 +66,10 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
       run_held_back();
     }
     const std::string what = questions.describe();
-    blocked.update(waits && now - last_progress >= kPoll, what);
+    const bool is_blocked = waits && now - last_progress >= kPoll;
+    const int64_t now_due = scheduler_.num_due_turns();
+    blocked.update(is_blocked, what, /*goes_on=*/now_due == due_turns);
+    if (is_blocked) due_turns = now_due;
     faults_->waits().set_activity(what);
     for (const int rank : questions.ranks_needed()) {
       if (!faults_->has_left(rank)) continue;

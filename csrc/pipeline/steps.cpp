@@ -121,7 +121,8 @@ void Steps::take_early_messages() {
 
 // ------------------------------------------------------------------- steps
 
-int Steps::begin(const std::string& name, int num_microbatches) {
+Steps::Begun Steps::begin(const std::string& name, int num_microbatches,
+                          const std::string& words) {
   faults_->raise_if_faulted();
   Messenger& messenger = parts_.messenger;
   Lock lock(mutex_);
@@ -138,18 +139,21 @@ int Steps::begin(const std::string& name, int num_microbatches) {
   if (is_driver()) {
     Header header = messenger.header_of(Kind::kStepBegin, 0);
     header.index = num_microbatches;
-    messenger.post_to_others(header, name);
-    return num_microbatches;
+    messenger.post_to_others(header, name + '\0' + words);
+    return {num_microbatches, words};
   }
   lock.lock();
   wait_until(lock, [this, step] { return begins_.count(step) > 0; });
   const mailbox::Message begin = std::move(begins_[step]);
   begins_.erase(step);
-  SMP_CHECK(begin.bytes == name, "step call ", step, " runs '", name,
-            "' here but '", begin.bytes, "' on global_rank ",
-            messenger.driver_rank(),
+  const auto end_of_name = std::min(begin.bytes.find('\0'), begin.bytes.size());
+  SMP_CHECK(begin.bytes.compare(0, end_of_name, name) == 0, "step call ", step,
+            " runs '", name, "' here but '", begin.bytes.substr(0, end_of_name),
+            "' on global_rank ", messenger.driver_rank(),
             "; all ranks must call the same step functions in one order");
-  return static_cast<int>(Header::read_from(begin).index);
+  const auto begin_of_words = std::min(end_of_name + 1, begin.bytes.size());
+  return {static_cast<int>(Header::read_from(begin).index),
+          begin.bytes.substr(begin_of_words)};
 }
 
 void Steps::run(int num_microbatches, uint64_t seed,

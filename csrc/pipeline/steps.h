@@ -51,12 +51,18 @@ class Steps {
   /// Called (from any thread) after them.
   void set_microbatch_done(std::function<void(int mb)> done);
 
+  /// The number of microbatches of the driver, which counts, and its words.
+  struct Begun {
+    int num_microbatches;
+    std::string words;
+  };
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
   /// @param name   of the step function; must agree on all ranks
   /// @param num_microbatches  how many pieces the batch has here
-  /// @return the number of microbatches of the driver, which counts
-  int begin(const std::string& name, int num_microbatches);
+  /// @param words  what the driver's script tells the other ranks
+  Begun begin(const std::string& name, int num_microbatches,
+              const std::string& words = "");
   /// Runs `body` once per microbatch and serves until the driver ends the
   /// step. @param seed  of this step, the same on all ranks of the replica
   /// Raises what a body raised, or PeerFailure when another rank failed.

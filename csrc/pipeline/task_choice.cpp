@@ -12,6 +12,7 @@ void TaskChoice::begin_step(const StepOptions& options) {
   executed_.clear();
   order_ = schedule::ExecutedOrder();
   last_action_.reset();
+  taken_early_.clear();
   ended_microbatches_.clear();
   num_backwards_.clear();
   going_back_.clear();
@@ -39,6 +40,10 @@ void TaskChoice::clear() {
 }
 
 bool TaskChoice::note_turn(const Context& context) {
+  if (!taken_early_.contains(context.key.mb)) {
+    taken_early_.clear();
+    ++num_due_turns_;
+  }
   const auto action = action_of(context);
   const bool begins_task =
       action && !(options_.lets_wait && action == last_action_);
@@ -245,7 +250,9 @@ Context* TaskChoice::take_held_back() {
   for (size_t i = 0; i < tasks.size(); ++i) {
     if (!best || rank(i) < rank(*best)) best = i;
   }
-  return best ? take(*best) : nullptr;
+  if (!best) return nullptr;
+  taken_early_.insert(tasks[*best].key.mb);
+  return take(*best);
 }
 
 }  // namespace smp::pipeline

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,6 +94,9 @@ class TaskChoice {
   ///     belongs to no action, nor with a further part of the last action
   bool note_turn(const Context& context);
   void note_end(const Context& context);
+  /// Turns of this object, but for those of microbatches that
+  /// `take_held_back` has begun since the last one that counts.
+  int64_t num_due_turns() const { return num_due_turns_; }
   /// No module of a microbatch has a backward to come.
   void end_backward(int64_t mb);
   /// Nothing of a microbatch is kept on any rank any more.
@@ -126,6 +130,8 @@ class TaskChoice {
   std::vector<TaskKey> executed_;
   schedule::ExecutedOrder order_;
   std::optional<Action> last_action_;
+  int64_t num_due_turns_ = 0;
+  std::set<int64_t> taken_early_;  // microbatches that were held back
   std::vector<int64_t> ended_microbatches_;
   std::map<int64_t, int> num_backwards_;  // modules, by microbatch
   std::vector<int64_t> going_back_;

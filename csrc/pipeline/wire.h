@@ -9,7 +9,7 @@ namespace smp::pipeline {
 
 /// What a message of Channel::kPipeline says.
 enum class Kind : int64_t {
-  kStepBegin,        ///< driver → others: microbatches and name of the step
+  kStepBegin,        ///< driver → others: microbatches, name of the step, words
   kForwardRequest,   ///< caller → owner: run a module
   kForwardMeta,      ///< owner → caller: what it returned, without data
   kBackwardRequest,  ///< caller → owner: gradients of the results

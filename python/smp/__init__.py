@@ -35,13 +35,13 @@ from smp.checkpoint import (  # noqa: E402
 from smp.checkpoint.stopping import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
-from smp.model import DistributedModel, is_tracing  # noqa: E402
+from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
 from smp.observe.timeline import trace  # noqa: E402
 from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
 from smp.partition import partition, set_partition  # noqa: E402
 from smp.partition.report import explain_partition, save_partition  # noqa: E402
-from smp.precision.grad_norm import clip_grad_norm_  # noqa: E402
+from smp.precision.grad_norm import clip_grad_norm_, grad_norm  # noqa: E402
 from smp.replacement import (  # noqa: E402
     model_creation,
     set_tensor_parallelism,
@@ -145,6 +145,7 @@ __all__ = [
     "get_tp_process_group",
     "get_world_group",
     "get_world_process_group",
+    "grad_norm",
     "init",
     "is_initialized",
     "is_tracing",
@@ -195,4 +196,5 @@ __all__ = [
     "trace",
     "utils",
     "wait_for_uploads",
+    "whole_parameters",
 ]

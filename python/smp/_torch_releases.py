@@ -7,6 +7,7 @@ the C++ core has ``csrc/common/torch_releases.h``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,3 +73,11 @@ def abort_of(backend: Any, base: type = Backend) -> Callable[[], None] | None:
         return None
     abort: Callable[[], None] = backend.abort
     return abort
+
+
+def optimize_together(kind: type[torch.Tensor]) -> None:
+    """Lets optimizers of PyTorch update parameters of a class in one call, as plain ones."""
+    module = sys.modules[torch.optim.Optimizer.__module__]  # hidden by a name of torch.optim
+    kinds = getattr(module, "_foreach_supported_types", None)
+    if kinds is not None and kind not in kinds:
+        kinds.append(kind)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,25 @@ def build_parser(
 ) -> argparse.ArgumentParser:
     """The parser in which the subcommand `wanted` is complete and the others have a name."""
     parser = argparse.ArgumentParser(prog="smp", description="Model-parallel training for PyTorch.")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.set_defaults(execute=lambda arguments: _without_command(parser, arguments))
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in commands:
         if command.name == wanted:
             importlib.import_module(command.module).add_parser(subparsers)
         else:
             subparsers.add_parser(command.name, help=command.help)
     return parser
+
+
+def _without_command(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.version:
+        # Importing smp would load torch.
+        version = runpy.run_path(str(Path(__file__).parents[1] / "smp" / "_version.py"))
+        print(f"smp {version['__version__']}")
+    else:
+        parser.print_help()
+    return 0
 
 
 def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -124,3 +124,9 @@ def _write_all(to: IO[Any], data: bytes) -> None:
 def say(text: str) -> None:
     """A line of the launcher itself."""
     print(f"smp run: {text}", file=sys.stderr, flush=True)
+
+
+def show(lines: Sequence[str]) -> None:
+    """Prints lines that a rank has left for the end."""
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)

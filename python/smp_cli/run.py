@@ -15,7 +15,7 @@ from smp_cli.hosts import AGENT, Agent, HostPlan, plan_hosts
 from smp_cli.output import Output, say
 from smp_cli.preflight import find_problems
 from smp_cli.remote import RemoteJob
-from smp_cli.sagemaker import read_config, variables
+from smp_cli.sagemaker import CONFIG_FORM, read_config, variables
 from smp_cli.supervisor import Attempt, Job, Running, run_job, start_here, start_on_hosts
 
 _EXAMPLES = """\
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("-n", "--ranks", type=_positive, required=True, help="number of processes")
-    add("--config", metavar="FILE.json|KEY=VALUE,...", help="configuration, as SageMaker passes it")
+    add("--config", metavar=CONFIG_FORM, help="configuration, passed on as SageMaker does")
     add(
         "--max-restarts",
         type=_natural,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,39 +14,72 @@ _DEGREE_NAMES = ("pipeline_parallel_degree", "partitions")
 _WORDS = {"true": True, "false": False, "none": None}
 
 
+#: Describes ``--config`` of all subcommands.
+CONFIG_FORM = "FILE|KEY=VALUE,..."
+
+
 def read_config(text: str) -> dict[str, Any]:
-    """The configuration that the user gave on the command line.
+    """Returns the configuration that a command line gives, with both names of the degree.
 
     Args:
-        text: path of a JSON file, or ``key=value,key=value``.
+        text: JSON or YAML files and ``key=value``, separated by commas; later ones win.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: a word is neither.
     """
-    if text.endswith(".json") or "=" not in text:
-        return _with_both_names(_read_file(text))
-    values = {}
-    for pair in text.split(","):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not key or not equals:
-            raise ValueError(f"smp config: {pair!r} is not key=value; separate pairs by commas")
-        values[key] = _value(value)
+    values: dict[str, Any] = {}
+    for word in split_config(text):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        values |= {key: _value(value)} if equals else _read_file(word)
     return _with_both_names(values)
 
 
+def split_config(text: str) -> list[str]:
+    """Splits at commas outside of brackets, which values may have.
+
+    Raises:
+        ValueError: a word is empty, or has no key.
+    """
+    words = re.split(r",(?![^\[{]*[\]}])", text)
+    for word in words:
+        if not word.partition("=")[0].strip():
+            raise ValueError(
+                f"smp config: {word!r} in {text!r} is neither a file nor key=value; write "
+                f"--config {CONFIG_FORM}, with commas and no spaces between"
+            )
+    return [word.strip() for word in words]
+
+
 def _read_file(path: str) -> dict[str, Any]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(
+            f"smp config: expected a regular file, {path!r} is something else; write the "
+            "configuration to a file"
+        )
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        values = _parsed(text, is_yaml=path.endswith((".yaml", ".yml")))
+    except RecursionError:
+        raise ValueError(f"smp config: {path} is nested too deeply; correct it") from None
     except OSError as error:
         raise ValueError(
-            f"smp config: cannot read {path!r}: {error.strerror}; pass the path of a JSON file or "
-            "key=value,..."
+            f"smp config: cannot read {path!r}: {error.strerror}; write --config {CONFIG_FORM}"
         ) from None
     except ValueError as error:
-        raise ValueError(f"smp config: {path} is not valid JSON: {error}; correct it") from None
+        raise ValueError(f"smp config: {path} cannot be read: {error}; correct it") from None
     if not isinstance(values, dict):
         raise ValueError(f"smp config: {path} holds a {type(values).__name__}; write an object")
     return values
+
+
+def _parsed(text: str, is_yaml: bool) -> Any:
+    if not is_yaml:
+        return json.loads(text)
+    yaml = importlib.import_module("yaml")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def _value(text: str) -> Any:
@@ -53,7 +88,7 @@ def _value(text: str) -> Any:
         return _WORDS[text.lower()]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -12,13 +12,13 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from smp_cli.output import Output, say
+from smp_cli.output import Output, say, show
 from smp_cli.ranks import Ranks
 from smp_cli.remote import HostError, RemoteJob, RemoteRanks
 
@@ -128,6 +128,10 @@ class Failure:
     rank: int
     status: int
     """As of `subprocess`: negative for signals."""
+    report: tuple[str, ...] = ()
+    """What a rank wrote of it: a short traceback, and who, where and what to do."""
+    left: int | None = None
+    """Rank that ended well while others needed it, so that `rank` failed."""
 
     @property
     def exit_status(self) -> int:
@@ -136,10 +140,14 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """How it ended."""
-        if self.status >= 0:
-            return f"exited with status {self.status}"
-        return f"was killed by {signal.Signals(-self.status).name}"
+        """Who ended the job, and how."""
+        how = (
+            f"exited with status {self.status}"
+            if self.status >= 0
+            else f"was killed by {signal.Signals(-self.status).name}"
+        )
+        left = f"rank {self.left} left (status 0) while other ranks needed it; "
+        return ("" if self.left is None else left) + f"rank {self.rank} {how}"
 
 
 def run_job(job: Job) -> int:
@@ -162,7 +170,8 @@ def run_job(job: Job) -> int:
             if wants_resume:
                 say("the ranks saved their state and want to be resumed (status 75)")
             else:
-                say(f"rank {failure.rank} {failure.words}")
+                say(failure.words)
+                show(failure.report)
                 num_failures += 1
             if signals.is_ending or num_failures > job.max_restarts or not job.max_restarts:
                 return failure.exit_status
@@ -206,6 +215,8 @@ def _watch(job: Job, ranks: Running, signals: _Signals) -> None:
 def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | None:
     """The culprit: the rank that the others name, or the first that ended.
 
+    One that has left with status 0 is named beside the first that failed for that.
+
     Args:
         attempt: with the files of ranks that failed.
         ended: rank and status, in the order in which they ended.
@@ -219,10 +230,24 @@ def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | N
         rank for rank, one in told.items() if one and one.culprit == rank and not one.is_victim
     ]
     silent = [rank for rank, one in told.items() if not one and failed[rank] != EXIT_RESUME]
-    for rank in (*named, *raised, *silent, *failed):
-        if rank in failed:
-            return Failure(rank, failed[rank])
-    raise AssertionError("some rank failed")
+    order = [rank for rank in (*named, *raised, *silent, *failed) if rank in failed]
+    one = told[order[0]]
+    left = None
+    if one is not None and one.is_victim:
+        # Where all wait for each other no rank is named.
+        gone = [rank for rank, status in ended if status == 0]
+        left = next((rank for rank in named or gone if rank in gone), None)
+    return Failure(order[0], failed[order[0]], _report(order[0], told), left)
+
+
+def _report(culprit: int, told: Mapping[int, _Told | None]) -> tuple[str, ...]:
+    """What the culprit wrote, or, where it could not, a rank that names it, or any other."""
+    there = [one for one in told.values() if one]
+    own = [one for one in (told.get(culprit),) if one]
+    for one in (*own, *(one for one in there if one.culprit == culprit), *there):
+        if one.report:
+            return one.report
+    return ()
 
 
 @dataclass(frozen=True)
@@ -232,6 +257,7 @@ class _Told:
     culprit: int | None
     is_victim: bool
     """It failed because of another one, which it may not know by a fault (one that just left)."""
+    report: tuple[str, ...] = ()
 
     def blames_another(self, rank: int) -> bool:
         return self.is_victim and self.culprit is not None and self.culprit != rank
@@ -240,7 +266,8 @@ class _Told:
 def _read_failure(path: Path) -> _Told | None:
     try:
         told = json.loads(path.read_text())
-        return _Told(told["culprit"], told["error"] == "PeerFailure")
+        is_victim = told["error"] == "PeerFailure"
+        return _Told(told["culprit"], is_victim, tuple(map(str, told.get("report", ()))))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

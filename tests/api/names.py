@@ -120,6 +120,10 @@ NAMES: dict[str, tuple[str | None, str]] = {
     **{f"amp.GradScaler.{name}": (None, GRAD_SCALER)
        for name in ("scale", "unscale_", "step", "update", "get_scale", "is_enabled",
                     "state_dict", "load_state_dict")},
+    # ---- parameters
+    "whole_parameters": (
+        "model, parameters=None",
+        f"{DIST}test_script_writes.py::test_what_is_written_to_whole_parameters_stays"),
     # ---- checkpoints
     "save": ("obj, f, partial=True, pickle_module=pickle, pickle_protocol=2, v3=False",
              f"{STATES}test_training_resumes_bitwise_from_partial_and_full_files"),

@@ -26,7 +26,8 @@ CommGroup RankType WORLD MP_GROUP DP_GROUP PP_GROUP TP_GROUP RDP_GROUP
 broadcast send recv_from allgather
 barrier mp_barrier dp_barrier pp_barrier tp_barrier rdp_barrier
 step StepOutput DistributedModel model partition set_partition
-DistributedOptimizer save load clip_grad_norm_ metrics set_activation_checkpointing patches
+DistributedOptimizer save load clip_grad_norm_ grad_norm metrics set_activation_checkpointing
+patches
 """.split()
 
 SIGNATURES = {

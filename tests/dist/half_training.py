@@ -188,7 +188,7 @@ def marked(model: Any, what: str) -> dict[str, Any]:
     from smp.precision.holdings import holding_of, master_of
     from smp.tensor_parallel import partial
 
-    named = [(strip(name), p) for name, p in model.local_named_parameters()]
+    named = [(strip(name), p) for name, p in model.local_named_parameters() if p.requires_grad]
     values: dict[str, Any] = {}
     flat: dict[str, Any] = {}
     is_sharded = (
@@ -242,8 +242,8 @@ def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     from smp.tensor_parallel import partial
 
     merged: dict[str, Tensor] = partial.merge(parts)
-    if run.is_split:
-        family = getattr(huggingface, run.case)
+    family = getattr(huggingface, run.case, None)
+    if run.is_split and family is not None:
         merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
         # Those of tied parameters are in there under all of their names.
         merged = {name: merged[name] for name in names_of(run)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smp.world import failure
 from tests.dist.pool import Pool
 from tests.installed import python_path
 
@@ -85,15 +87,32 @@ def wait_for_ranks(pool: Pool, started: Started) -> list[Ended]:
                 zygote.kill(pid)
             deadline = float("inf")
         time.sleep(0.02)
-    results = []
+    results, stacks = [], stacks_of(started, removes=True)
     for rank, pid in enumerate(started.pids):
         ended = zygote.ended(pid)
         assert ended is not None
-        output = (started.folder / f"rank{rank}.log").read_text()
+        output = (started.folder / f"rank{rank}.log").read_text() + stacks.get(rank, "")
         when = float("inf") if pid in hung else ended[1]
         results.append(Ended(rank, ended[0], when, output))
     shutil.rmtree(started.folder)
     return results
+
+
+def stacks_of(started: Started, *, removes: bool = False) -> dict[int, str]:
+    """Returns what each rank has written to the file of stacks."""
+    own = failure.file_of(f"file:{started.folder}/rendezvous#0 size {len(started.pids)}")
+    found: dict[int, str] = {}
+    for file in own.parent.glob("errors-*.txt"):
+        text = file.read_text()
+        processes = {int(pid) for pid in re.findall(r"^====.* process (\d+)$", text, re.MULTILINE)}
+        if file != own and not processes & set(started.pids):
+            continue  # of another job
+        if removes:
+            file.unlink()
+        for section in re.split(r"^(?=====)", text, flags=re.MULTILINE):
+            if match := re.match(r"==== \[global_rank (\d+)", section):
+                found[int(match[1])] = found.get(int(match[1]), "\n") + section
+    return found
 
 
 def run_ranks(

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, Started, run_ranks, start_ranks, wait_for_ranks
+from tests.dist.processes import (
+    REPO,
+    Ended,
+    Started,
+    run_ranks,
+    stacks_of,
+    start_ranks,
+    wait_for_ranks,
+)
 
 pytestmark = pytest.mark.waits
 
@@ -42,7 +50,7 @@ def slow_jobs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SlowJobs:
 
 def output(started: Started, rank: int) -> str:
     log = started.folder / f"rank{rank}.log"
-    return log.read_text() if log.exists() else ""
+    return (log.read_text() if log.exists() else "") + stacks_of(started).get(rank, "")
 
 
 def wait_for(started: Started, pattern: str, ranks: list[int]) -> float:
@@ -100,7 +108,7 @@ def test_looping_rank_is_shown_with_its_line(pool: Pool, pp: int) -> None:
     time.sleep(0.3)
     text = end(pool, started)[0].output
     assert seconds < 3 * HANG_S + 3.0
-    stacks = text.split("Python stacks of all ranks")[1].split("---- global_rank ")[1:]
+    stacks = text.split("Python stacks of all ranks:\n")[1].split("---- global_rank ")[1:]
     for rank in range(pp):
         own = next(stack for stack in stacks if stack.startswith(f"{rank}\n"))
         # The script's own thread comes first, and no thread is shown that shows nothing.
@@ -175,6 +183,17 @@ def test_slow_rank_is_not_ended_and_report_alone_ends_nothing(pool: Pool) -> Non
     assert "is stuck" not in text and "the run ends when" not in text
 
 
+def test_rank_that_computes_alone_is_reported_and_not_ended(pool: Pool) -> None:
+    """Rank 0 evaluates for five times the time after which there is a report."""
+    results = run_ranks(pool, SCRIPT, 2, ["evaluate", "0"], env={"SMP_HANG_S": "1"})
+    for result in results:
+        assert result.returncode == 0 and "FINISHED" in result.output, result.output
+        assert "is stuck" not in result.output
+    text = results[0].output
+    assert re.search(names(0) + ".*DOES NOT WAIT since .*, but its Python stack changes; ", text)
+    assert "because the Python stack of global_rank 0 changes; SMP_TIMEOUT_S ends it" in text, text
+
+
 # ---- ranks that leave --------------------------------------------------------------
 
 
@@ -230,6 +249,34 @@ def test_ctrl_c_in_init_ends_all_ranks_that_have_come(pool: Pool, victim: int) -
         time.sleep(0.02)
     text = end(pool, started)[1 - victim].output
     assert f"rank {victim} was ended by KeyboardInterrupt while it waited" in text, text
+
+
+@pytest.mark.parametrize(
+    ("action", "transport"),
+    [("gloo-kill", "gloo"), ("gloo-raise", "gloo"), ("gloo-kill", "tcp"), ("hub", "tcp")],
+)
+def test_rank_that_fails_while_ranks_connect_ends_the_others(
+    pool: Pool, action: str, transport: str
+) -> None:
+    """With TCP Gloo connects the groups of torch alone. The hub is in rank 0."""
+    victim = 0 if action == "hub" else 1
+    results = run_ranks(
+        pool, SCRIPT, 3, [action, str(victim)],
+        env={"SMP_TRANSPORT": transport, "SMP_TIMEOUT_S": "30"},
+    )  # fmt: skip
+    began = re.search(r"AT ([\d.]+)", results[victim].output)
+    assert began, results[victim].output
+    for result in results:
+        text = f"rank {result.rank} ({result.returncode}):\n{result.output}"
+        assert not result.hung and result.returncode != 0, text
+        assert result.time - float(began[1]) < LIMIT_S / 2, text
+        if result.rank == victim:
+            continue
+        if action == "hub":
+            assert "rank 0 failed: ZeroDivisionError: the network broke" in result.output, text
+        else:
+            assert result.returncode == 1 and "PeerFailure" in result.output, text
+            assert re.search(names(victim), result.output.split("PeerFailure: ")[-1]), text
 
 
 # ---- workers that run the script again ---------------------------------------------

@@ -74,19 +74,42 @@ class Mapped(Routed):
         return torch.tanh(torch.func.vmap(self.experts[0])(x)).square().mean()
 
 
-def map_once(rank: int) -> None:
+class Dual(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            return self.experts[0](dual).square().mean()  # type: ignore[no-any-return]
+
+
+class Ragged(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        ragged = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+        return self.experts[0](ragged).values().square().mean()  # type: ignore[no-any-return]
+
+
+def call_once(rank: int, kind: type[Routed], settings: dict[str, Any]) -> None:
     import smp
 
-    smp.init({"tensor_parallel_degree": 2, "ddp": True})
-    plain = Mapped()
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, **settings})
+    plain = kind()
     smp.set_tensor_parallelism(plain)
     smp.DistributedModel(plain)(torch.ones(3, WIDTH))
 
 
-def test_a_split_layer_in_a_transform_is_refused(pool: Pool) -> None:
-    message = r"the split layer 'experts\.0' is called inside of a transform of torch\.func"
-    with pytest.raises(RankFailure, match=message):
-        pool.run(2, map_once)
+@pytest.mark.parametrize("settings", [{}, {"prescaled_batch": True}], ids=["own", "common"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Mapped, r"is called inside of a transform of torch\.func"),
+        (Dual, r"is called inside of a transform of torch\.func"),
+        (Ragged, "is given a nested tensor, and its ranks cannot exchange those; pad them"),
+    ],
+)
+def test_a_split_layer_in_a_transform_or_of_nested_tensors_is_refused(
+    pool: Pool, kind: type[Routed], reason: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(RankFailure, match=rf"the split layer 'experts\.0' {reason}"):
+        pool.run(2, call_once, kind, settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"prescaled_batch": True}], ids=["own", "common"])

@@ -23,6 +23,7 @@ from tests.dist.half_training import (
     train,
 )
 from tests.dist.pool import Pool, RankFailure
+from tests.reference.denoiser import Denoiser
 from tests.reference.tolerances import largest
 
 # Where every sum has the same terms in the same order as in one process.
@@ -87,6 +88,115 @@ def test_is_as_close_to_float32_as_one_process(pool: Pool, run: HalfRun) -> None
         ours = joined(records, run, lambda r, s=step: r.grads[s])
         close(ours, half.grads[step], single.grads[step], f"gradients of step {step}")
     close(joined(records, run, lambda r: r.masters), half.masters, single.masters, "masters")
+
+
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {}, "pp 2": {"pp": 2}, "dp 2": {"dp": 2}, "tp 2": {"tp": 2},
+    "sdp 2": {"dp": 2, "sharding": "data"}, "sharded state": {"dp": 2, "sharding": "optimizer"},
+}  # fmt: skip
+
+
+@pytest.mark.sample(keep=6)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_modules_kept_in_float32_train_as_those_that_transformers_loads(
+    pool: Pool, layout: str, precision: str
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    run = HalfRun(precision, "ernie4_5_moe", split=True, **_LAYOUTS[layout])
+    records = pool.run(run.world_size, train, run, timeout=120)
+    half, single = reference(run, run.precision), reference(run, "fp32")
+    check_kind(records, run)
+    router = "model.layers.1.mlp.gate.weight"
+    params = joined(records, run, lambda r: r.params)
+    assert all(p.dtype == half.params[name].dtype for name, p in params.items())
+    assert params[router].dtype == torch.float32 != params["model.norm.weight"].dtype
+    assert not torch.equal(params[router], half.initial[router]), "routers are trained"
+    for step in range(STEPS):
+        ours = joined(records, run, lambda r, s=step: r.grads[s])
+        close(ours, half.grads[step], single.grads[step], f"gradients of step {step}")
+    close(joined(records, run, lambda r: r.masters), half.masters, single.masters, "masters")
+
+
+def denoise(rank: int, precision: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Trains a model that gets float time steps, and has float32 in buffers."""
+    import smp
+
+    smp.init({precision: True, "microbatches": 2, "ddp": True, **layout})
+    torch.manual_seed(1)
+    plain = Denoiser()
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train_step(x: Tensor, timestep: Tensor, target: Tensor) -> Tensor:
+        loss = model(x, timestep, target)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for step in range(STEPS):
+        output = train_step(*denoising_batch(smp.dp_rank(), step))
+        losses.append([float(loss) for loss in output.outputs])
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [] if not plain.seen else plain.seen[0].tolist()
+    return {
+        "losses": losses,
+        "seen": seen,
+        "buffers": {n: (b.dtype, b.clone()) for n, b in plain.named_buffers()},
+        "dp": smp.dp_rank(),
+    }
+
+
+def denoising_batch(replica: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, target = torch.randn(2, 12, 8, generator=generator)
+    return x, torch.full((12,), 997.0), target
+
+
+@pytest.mark.sample(keep=4)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_degree": 2},
+        {},
+        {"shard_optimizer_state": True},
+        {
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 0,
+            "sdp_gradient_clipping": 0.0,
+        },
+    ],
+    ids=["pp 2", "dp 2", "sharded state", "sdp 2"],
+)
+def test_float_inputs_and_buffers_keep_their_digits_in_every_layout(
+    pool: Pool, layout: dict[str, Any], precision: str
+) -> None:
+    records = pool.run(2, denoise, precision, layout, timeout=120)
+    torch.manual_seed(1)
+    plain = Denoiser()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    replicas = {record["dp"] for record in records}
+    for step in range(STEPS):
+        for replica in replicas:
+            for mb in range(2):
+                half = [t.chunk(2)[mb] for t in denoising_batch(replica, step)]
+                loss = plain(*half)
+                (loss / (2 * len(replicas))).backward()
+                for record in records:
+                    if record["dp"] == replica:
+                        # A loss is a mean of products of numbers with 8 bits.
+                        assert record["losses"][step][mb] == pytest.approx(loss.item(), rel=0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [997.0] * 6 in [record["seen"] for record in records]
+    for record in records:
+        for name, (dtype, buffer) in record["buffers"].items():
+            assert dtype == torch.float32 or name.endswith("num_batches_tracked")
+            if name in ("frequencies", "slopes", "weights"):
+                assert torch.equal(buffer, plain.get_buffer(name))
 
 
 def check_kind(records: list[RankRecord], run: HalfRun) -> None:

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.half_training import CLIPPED_NORM, HalfRun, batch_of, init_half, make, marked
+from tests.dist.half_training import (
+    CLIPPED_NORM,
+    DTYPES,
+    HalfRun,
+    RankRecord,
+    batch_of,
+    init_half,
+    joined,
+    make,
+    marked,
+    same,
+)
 from tests.dist.pool import Pool
 
 SCALE = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**13}}
@@ -343,3 +354,87 @@ def test_norms_are_there_without_clipping(pool: Pool, fused: bool) -> None:
             assert min(norms) > 0 and norms == pytest.approx(expected, rel=1e-5)
             for name, value in others.items():
                 torch.testing.assert_close(value, values[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- states of earlier releases --------------------------------------------
+
+# Parameters that stay in float32 now; a buffer that is saved.
+KEPT = [
+    HalfRun("fp16", "ernie4_5_moe", split=True),
+    HalfRun("bf16", "ernie4_5_moe", pp=2, split=True),
+    HalfRun("bf16", "ernie4_5_moe", dp=2, split=True, sharding="optimizer"),
+    HalfRun("fp16", "ernie4_5_moe", dp=2, split=True, sharding="data"),
+    HalfRun("bf16", "deepseek_v3", dp=2, split=True),
+]
+
+
+def save_as_before(rank: int, run: HalfRun, folder: str) -> RankRecord:
+    """Trains and saves as a release did that cast everything, buffers included."""
+    import smp
+    from smp.modules.training_dtypes import TrainingDtypes
+    from smp.storage import half
+
+    def cast_everything(root: Any, dtype: torch.dtype) -> TrainingDtypes:
+        floating = ((m, n) for m in root.modules() for n, b in m._buffers.items() if b is not None)
+        return TrainingDtypes(dtype, {}, dict.fromkeys(floating, dtype))
+
+    plan, half.plan_dtypes = half.plan_dtypes, cast_everything
+    try:
+        init_half(run)
+        model, optimizer, train_step = make(run)
+        advance(run, optimizer, train_step, 0)
+    finally:
+        half.plan_dtypes = plan
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert {value.dtype for value in state["model"].values()} == {DTYPES[run.precision]}
+    if smp.rank() == 0:
+        smp.save(state, f"{folder}/whole.pt", partial=False)
+    smp.save_checkpoint(folder, tag="parts", model=model, optimizer=optimizer)
+    return held(model)
+
+
+def load_from_before(rank: int, run: HalfRun, folder: str, how: str) -> RankRecord:
+    import smp
+
+    init_half(run)
+    model, optimizer, train_step = make(run, seed=5)
+    advance(run, optimizer, train_step, 0)
+    if how == "parts":
+        smp.resume_from_checkpoint(folder, tag="parts", model=model, optimizer=optimizer)
+    else:
+        saved = smp.load(f"{folder}/whole.pt", partial=False)
+        for name in how.split():
+            {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])
+    found = held(model)
+    wide = {value.dtype for value in model.state_dict().values()}
+    assert wide == {DTYPES[run.precision], torch.float32}
+    losses = train_step(batch_of(run, smp.rdp_rank(), 1))
+    optimizer.step()
+    assert all(loss.isfinite() for loss in losses.outputs)
+    return found
+
+
+def held(model: Any) -> RankRecord:
+    """What this rank trains, and the buffers of its modules that are saved."""
+    import smp
+
+    saved = model.state_dict()
+    buffers = {n: b.float() for n, b in model.get_module().named_buffers() if n in saved}
+    places = (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank())
+    return RankRecord(*places, masters=marked(model, "masters"), params=buffers)
+
+
+@pytest.mark.sample(keep=3)
+@pytest.mark.parametrize("run", KEPT, ids=str)
+def test_states_of_releases_that_cast_everything_load(
+    pool: Pool, tmp_path: Path, run: HalfRun
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    expected = pool.run(run.world_size, save_as_before, run, str(tmp_path), timeout=120)
+    for how in ("model optimizer", "optimizer model", "parts"):
+        loaded = pool.run(run.world_size, load_from_before, run, str(tmp_path), how, timeout=120)
+        masters = [joined(records, run, lambda r: r.masters) for records in (loaded, expected)]
+        same(*masters, f"masters, {how}")
+        for ours, theirs in zip(loaded, expected, strict=True):
+            assert bool(ours.params) == (run.case == "deepseek_v3")
+            same(ours.params, theirs.params, f"buffers, {how}")

@@ -382,3 +382,33 @@ def test_different_step_functions_are_told_on_all_ranks(pool: Pool) -> None:
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"
         assert "training" in outcome.message and "evaluation" in outcome.message, outcome.traceback
+
+
+def gradient_penalty(rank: int, keeps_graph: bool) -> None:
+    import smp
+
+    init(CHAIN)
+    model = make_model(CHAIN)
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        score = model(x).sum()
+        if rank == 1 and keeps_graph:  # so that the first rank comes to the end of its own
+            model.backward(score)
+            return score
+        (grad,) = torch.autograd.grad(score, x, create_graph=True)
+        loss = score + (grad.norm() - 1).square()
+        model.backward(loss)
+        return loss
+
+    train(torch.randn(8, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_penalty_of_gradients_in_a_pipeline_is_refused_with_its_reason(
+    pool: Pool, keeps_graph: bool
+) -> None:
+    text = r"step '\S*train' takes a derivative of .*\(0: \w+ of .*WGAN-GP.*degree to 1"
+    for outcome in pool.outcomes(2, gradient_penalty, keeps_graph, timeout=30):
+        assert re.search(text, outcome.message, re.DOTALL), outcome.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def evaluate_once(model: Any, case: str = "chain") -> Tensor:
 
 def inspect_parameters(rank: int) -> list[str]:
     import smp
+    from smp.modules.materialize import is_placeholder
 
     init(CHAIN)
     plain = dict(build("chain", torch.float64).named_parameters())
@@ -47,7 +49,9 @@ def inspect_parameters(rank: int) -> list[str]:
         if name in local:
             assert torch.equal(parameter, plain[name])
         else:
-            assert parameter.isnan().all(), "a placeholder must not look like a weight"
+            assert is_placeholder(parameter)
+            with pytest.raises(RuntimeError, match="has no values here: it lives on pp_rank"):
+                parameter.sum()
             assert parameter.untyped_storage().nbytes() <= 16, "its memory must be free"
     assert 0 < len(local) < len(plain)
     assert list(map(id, model.local_parameters())) == list(map(id, local.values()))

@@ -333,11 +333,9 @@ def dies(rank: int, how: str) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("how", ["killed", "raised"])
 def test_a_peer_that_is_gone_ends_the_wait(pool: Pool, how: str, env: dict[str, str]) -> None:
-    begin = time.monotonic()
     waiting, _ = pool.outcomes(2, dies, how, timeout=30, env=env)
     assert "PeerFailure" in waiting.bases, waiting.traceback
     assert "rank 1" in waiting.message
-    assert time.monotonic() - begin < 15
 
 
 def never_comes(rank: int) -> str:

@@ -34,6 +34,19 @@ class HalfRecord:
     params: dict[str, Tensor] = field(default_factory=dict)  # in 16 bits, after the last step
 
 
+def copy_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
+    """A copy in 16 bits. Transformers itself loads one of its models; else parameters are cast."""
+    if hasattr(type(model), "from_pretrained"):
+        loaded: nn.Module = type(model).from_pretrained(  # type: ignore[attr-defined]
+            None, config=model.config, state_dict=model.state_dict(), dtype=dtype
+        )
+        return loaded.train(model.training)
+    result = copy.deepcopy(model)
+    for parameter in result.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return result
+
+
 class HalfModel(nn.Module):
     """A 16-bit copy of a model that takes and gives float32.
 
@@ -45,7 +58,7 @@ class HalfModel(nn.Module):
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.copy = copy.deepcopy(model).to(dtype)
+        self.copy = copy_in(dtype, model)
         self.masters = dict(model.named_parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -74,6 +74,12 @@ PLANNED_FAMILIES: dict[str, Maker] = {
         n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
         moe_intermediate_size=10, **_EXPERTS | {"num_key_value_heads": 8},
     ),
+    # Routers and their biases are parameters that stay in float32.
+    "ernie4_5_moe": _make(
+        "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig",
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=10, moe_layer_start_index=1,
+        moe_num_shared_experts=1, **_EXPERTS,
+    ),
     # Latent attention is split.
     "deepseek_v2": _make(
         "DeepseekV2ForCausalLM", "DeepseekV2Config",

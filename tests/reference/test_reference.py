@@ -10,7 +10,13 @@ from tests.reference.data import compute_loss, make_batch
 from tests.reference.families import CAUSAL, FAMILIES, build_family
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 from tests.reference.single_process import train_reference
-from tests.reference.tolerances import assert_close, largest, relative_difference
+from tests.reference.tolerances import (
+    ROUNDINGS_PER_BLOCK,
+    assert_close,
+    half_loss_tolerance,
+    largest,
+    relative_difference,
+)
 
 
 def test_an_error_above_the_tolerance_is_noticed() -> None:
@@ -120,3 +126,20 @@ def test_lifting_takes_the_float32_out_of_models_of_transformers(case: str) -> N
     # Too much for the tolerance of float64, so a test that passes with both sides lifted shows
     # that both are.
     assert 1e-10 < noise < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_blocks", "num_terms"), [(1, 4), (2, 16), (4, 32)])
+def test_roundings_in_series_stay_within_their_bound(
+    dtype: torch.dtype, num_blocks: int, num_terms: int
+) -> None:
+    """200 means of terms that are multiplied as often as a model of so many blocks rounds."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.exp2(torch.rand(200, num_terms, generator=generator)).to(dtype)
+    exact = half.double()
+    for _ in range(num_blocks * ROUNDINGS_PER_BLOCK):
+        factor = torch.exp2(torch.rand(exact.shape, generator=generator) - 0.5).to(dtype)
+        exact, half = exact * factor.double(), half * factor
+    differences = ((half.double() - exact) / exact).mean(1).abs()
+    limit = half_loss_tolerance(dtype, 1.0, num_blocks=num_blocks, num_terms=num_terms)
+    assert limit / 2 < differences.max().item() <= limit

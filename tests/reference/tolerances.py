@@ -8,6 +8,7 @@ rounding does not blow the quotient up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,6 +42,33 @@ MIXED_TOLERANCE = {
     torch.float16: MixedTolerance(losses=6e-4, grads=1e-2, norms=2e-3, changes=1e-2),
     torch.bfloat16: MixedTolerance(losses=4e-3, grads=8e-2, norms=2e-2, changes=6e-2),
 }
+
+
+# What a block of a transformer rounds one after the other: its norms, the products of attention and
+# of the MLP, softmax, activation, biases and residual sums.
+ROUNDINGS_PER_BLOCK = 12
+
+
+def half_loss_tolerance(
+    dtype: torch.dtype, loss: float, *, num_blocks: int, num_terms: int
+) -> float:
+    """Returns how far the loss of a model in 16 bits may be from its loss in float32.
+
+    A rounding is off by at most half a unit in the last place, evenly spread, and n of them in
+    series by sqrt(n / 3) halves in the mean square, relative to the scores. The mean over
+    independent terms is off by as much divided by the root of their number. Three times this is
+    allowed, so that it does not matter which kernel of which processor rounds where. Updates add
+    little: their errors are as many directions as there are parameters.
+
+    Args:
+        dtype: of the parameters.
+        loss: a cross entropy in float32; the scores are about as large.
+        num_blocks: of the transformer.
+        num_terms: tokens that the mean is over.
+    """
+    num_roundings = num_blocks * ROUNDINGS_PER_BLOCK
+    half_unit = torch.finfo(dtype).eps / 2
+    return 3 * half_unit * math.sqrt(num_roundings / 3 / num_terms) * abs(loss)
 
 
 def relative_difference(a: torch.Tensor, ref: torch.Tensor, floor: float = 0.0) -> float:

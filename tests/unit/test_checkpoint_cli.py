@@ -199,6 +199,13 @@ def test_verify_tells_what_is_missing_short_or_foreign(
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("info", tmp_path) == 1
     assert capsys.readouterr().err.startswith(f"smp ckpt: {tmp_path} has no file 'newest'")
+    for command in (["info"], ["verify"], ["info", "--tag", "x"], ["diff", tmp_path]):
+        assert _run(command[0], tmp_path / "gone", *command[1:]) == 1
+        text = f"smp ckpt: {tmp_path / 'gone'} does not exist; name a checkpoint, or the folder "
+        assert capsys.readouterr().err.startswith(text)
+    (tmp_path / "file").touch()
+    assert _run("info", tmp_path / "file") == 1
+    assert f"{tmp_path / 'file'} is a file; name the folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         _run("export", tmp_path, tmp_path / "x", "--max-shard-size", "lots")
     assert "'lots' is no size" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_hub_that_cannot_be_reached_is_an_error_at_once(
         began = time.monotonic()
         with pytest.raises(BadUse, match=f"http://127.0.0.1:{port} cannot be reached") as raised:
             load_model("nobody/has-this-model")
-        assert time.monotonic() - began < 4  # half a minute with retries
+        assert time.monotonic() - began < 15  # half of what waits and retries take by themselves
     assert "\n" not in str(raised.value) and "expected a folder" in str(raised.value)
 
 

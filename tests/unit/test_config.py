@@ -64,6 +64,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "ddp_dist_backend": "auto",
         "static_mode": False,
         "fast_mode": False,
+        "checkpoint_attentions": False,
         "_match_weights": True,
         "overlapping_allreduce": True,
         "use_times": False,
@@ -143,6 +144,7 @@ def test_hints_of_public_scripts_are_accepted() -> None:
     hints = {
         "static_mode": True,
         "fast_mode": True,
+        "checkpoint_attentions": True,
         "_match_weights": True,
         "overlapping_allreduce": True,
         "use_times": True,

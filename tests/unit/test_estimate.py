@@ -130,7 +130,7 @@ def test_command_prints_json_of_all_ranks(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"pipeline_parallel_degree": 2, "microbatches": 4}))
-    assert main([*COMMAND, str(file), "microbatches=2", "--processes", "4", "--json"]) == 0
+    assert main([*COMMAND, f"{file},microbatches=2", "--processes", "4", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [(r["pp_rank"], r["num_ranks"]) for r in facts["ranks"]] == [(0, 2), (1, 2)]
     assert sum(r["parameters"] for r in facts["ranks"]) == facts["parameters"]
@@ -148,7 +148,7 @@ def test_command_prints_json_of_all_ranks(
         (["pipline=1"], 2, "did you mean 'pipeline'"),
         (["no_such_file.json"], 2, "cannot read 'no_such_file.json'"),
         (["tensor_parallel_degree=4", "--processes", "6"], 2, "6 processes cannot form groups"),
-        (["pipeline_parallel_degree=2", "partition_memory_limit=1MB"], 1, "does not fit"),
+        (["pipeline_parallel_degree=2,partition_memory_limit=1MB"], 1, "does not fit"),
         (["ddp=True", "--processes", "0"], 2, "--processes must be at least 1, got 0"),
         (["ddp=True", "--microbatch", "0"], 2, "must be at least 1"),
     ],

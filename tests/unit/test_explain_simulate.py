@@ -18,7 +18,7 @@ from smp.planning import simulation as simulating
 from smp.planning.simulation import Stops, prove
 
 MODEL = "tests.unit.test_explain_simulate:stack"
-TWO = ("pipeline_parallel_degree=2", "microbatches=4")
+TWO = "pipeline_parallel_degree=2,microbatches=4"
 
 
 class Stack(nn.Module):
@@ -59,7 +59,7 @@ def facts(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> d
 def test_explanation_has_all_costs_and_one_candidate_is_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = facts(capsys, "explain", "--config", *TWO, "--microbatch", "8")
+    found = facts(capsys, "explain", "--config", TWO, "--microbatch", "8")
     assert sum(module["compute_share"] for module in found["modules"]) == pytest.approx(1, abs=0.02)
     parameters = 4 * sum(p.numel() for p in Stack().parameters())
     assert sum(module["param_bytes"] for module in found["modules"]) == parameters
@@ -77,11 +77,11 @@ def test_what_if_is_the_partition_of_the_file_that_it_writes(
 ) -> None:
     file, page = tmp_path / "partition.txt", tmp_path / "page.html"
     words = ("--what-if", "blocks.0=1", "--write", str(file), "--page", str(page))
-    asked = facts(capsys, "explain", "--config", *TWO, *words)
+    asked = facts(capsys, "explain", "--config", TWO, *words)
     moved = asked["what_if"]
     place = {module["name"]: module["pp_rank"] for module in moved["modules"]}
     assert place["blocks.0"] == 1 and moved["largest_load"] > asked["largest_load"]
-    again = facts(capsys, "explain", "--config", *TWO, f"partition_file={file}")
+    again = facts(capsys, "explain", "--config", f"{TWO},partition_file={file}")
     assert again["decided_by"] == "file" and again["considered"] == []
     assert again["modules"] == moved["modules"]
     assert again["bounds"]["step_ratio"] == pytest.approx(moved["step_ratio"])
@@ -90,7 +90,7 @@ def test_what_if_is_the_partition_of_the_file_that_it_writes(
 
 
 def test_memory_of_a_what_if_is_answered_by_the_status(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ("--config", *TWO, "partition_memory_limit=1GB")
+    config = ("--config", f"{TWO},partition_memory_limit=1GB")
     moves = ("--what-if", *(f"blocks.{i}=1" for i in range(6)))
     found = facts(capsys, "explain", *config, "--memory", "90kB", *moves, status=1)
     memory = [rank["memory_bytes"] for rank in found["what_if"]["ranks"]]
@@ -99,7 +99,7 @@ def test_memory_of_a_what_if_is_answered_by_the_status(capsys: pytest.CaptureFix
 
 
 def test_text_tells_why_a_module_is_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, "explain", "--config", *TWO, "--module", "head")
+    text = run(capsys, "explain", "--config", TWO, "--module", "head")
     assert "'head' is on rank" in text and "What if" not in text
     assert "bounds the step" in text and "Candidates" in text
 
@@ -120,7 +120,7 @@ def test_text_tells_why_a_module_is_where_it_is(capsys: pytest.CaptureFixture[st
 def test_bad_questions_are_one_line(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], text: str
 ) -> None:
-    config = () if "--config" in words else ("--config", *TWO)
+    config = () if "--config" in words else ("--config", TWO)
     status = 2 if text else 1  # too few modules for 40 ranks: it does not fit
     assert text in run(capsys, "explain", *config, *words, status=status)
 
@@ -156,9 +156,9 @@ def test_modules_cost_what_their_rank_was_recorded_with(
     file, page = tmp_path / "steps.json", tmp_path / "page.html"
     times = {0: (1.0, 2.0), 1: (3.0, 6.0), 2: (1.5, 3.5), 3: (4.5, 9.5)}
     file.write_text(json.dumps(recorded(times)))
-    before = facts(capsys, "explain", "--config", *TWO)
+    before = facts(capsys, "explain", "--config", TWO)
     words = ("--trace", str(file), "--page", str(page), "--what-if", "blocks.5=0")
-    found = facts(capsys, "explain", "--config", *TWO, *words)
+    found = facts(capsys, "explain", "--config", TWO, *words)
     ranks = found["trace"]["ranks"]
     assert [rank["forward_ms"] for rank in ranks] == pytest.approx([1.25, 3.75])
     assert [rank["backward_ms"] for rank in ranks] == pytest.approx([2.75, 7.75])
@@ -178,7 +178,7 @@ def test_modules_cost_what_their_rank_was_recorded_with(
     assert found["step_ratio"] == found["bounds"]["step_ratio"] > before["step_ratio"]
     assert before["trace"] is None
     assert f"Recorded in {file}: 2 steps of 4 microbatches" in page.read_text()
-    text = run(capsys, "explain", "--config", *TWO, "--trace", str(file))
+    text = run(capsys, "explain", "--config", TWO, "--trace", str(file))
     assert "work as recorded" in text and "25.8 %" in text
 
 
@@ -188,11 +188,11 @@ def test_work_that_was_recorded_on_a_rank_is_cheaper_elsewhere_by_estimate_only(
     """A what-if that FLOPs call worse is better where the recorded rank is late."""
     file = tmp_path / "steps.json"
     file.write_text(json.dumps(recorded({0: (1.0, 2.0), 1: (3.0, 6.0)})))
-    place = {m["name"]: m["pp_rank"] for m in facts(capsys, "explain", "--config", *TWO)["modules"]}
+    place = {m["name"]: m["pp_rank"] for m in facts(capsys, "explain", "--config", TWO)["modules"]}
     first_of_last = next(name for name, rank in place.items() if rank == 1)
     moved = ("--what-if", f"{first_of_last}=0")
-    by_flops = facts(capsys, "explain", "--config", *TWO, *moved)
-    by_times = facts(capsys, "explain", "--config", *TWO, *moved, "--trace", str(file))
+    by_flops = facts(capsys, "explain", "--config", TWO, *moved)
+    by_times = facts(capsys, "explain", "--config", TWO, *moved, "--trace", str(file))
     assert by_flops["what_if"]["step_ratio"] > by_flops["step_ratio"]
     assert by_times["what_if"]["step_ratio"] < by_times["step_ratio"]
 
@@ -219,7 +219,7 @@ def test_file_that_is_no_trace_of_this_configuration_is_one_line(
     file = tmp_path / "steps.json"
     if content is not None:
         file.write_text(content)
-    words = ("--config", *TWO, "--trace", str(file))
+    words = ("--config", TWO, "--trace", str(file))
     assert text in run(capsys, "explain", *words, status=2)
 
 
@@ -231,8 +231,8 @@ def test_every_action_of_a_policy_stands_behind_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], policy: str, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
-    config = ("pipeline_parallel_degree=2", "microbatches=6", f"pipeline={policy}")
-    found = facts(capsys, "simulate", "--config", *config, "--page", str(page))
+    config = f"pipeline_parallel_degree=2,microbatches=6,pipeline={policy}"
+    found = facts(capsys, "simulate", "--config", config, "--page", str(page))
     chunks = 2 if policy == "virtual_interleaved" else 1
     kinds = 3 if policy == "zero_bubble" else 2
     assert found["deadlock"]["actions"] == 6 * 2 * chunks * kinds == len(found["timeline"])
@@ -244,7 +244,7 @@ def test_every_action_of_a_policy_stands_behind_what_it_waits_for(
 
 
 def test_given_time_of_a_microbatch_scales_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts(capsys, "simulate", "--config", *TWO, "--microbatch-ms", "50")
+    found = facts(capsys, "simulate", "--config", TWO, "--microbatch-ms", "50")
     assert found["unit"] == "ms"
     assert sum(rank["busy"] for rank in found["ranks"]) == pytest.approx(4 * 50, rel=1e-3)
 
@@ -254,22 +254,22 @@ def test_list_that_stops_is_answered_with_its_circle(
 ) -> None:
     file = tmp_path / "schedule.txt"
     file.write_text("0: F0 B0 F1 B1\n1: F1 F0 B1 B0\n")
-    config = ("pipeline_parallel_degree=2", "microbatches=2", f"schedule_file={file}")
-    assert run(capsys, "simulate", "--config", *config, status=1) == (
+    config = f"pipeline_parallel_degree=2,microbatches=2,schedule_file={file}"
+    assert run(capsys, "simulate", "--config", config, status=1) == (
         "smp simulate: the schedule deadlocks: rank 0 is at B0 and waits for B0 of rank 1; rank 1 "
         "is at F1 and waits for F1 of rank 0: a circle\n"
     )
     file.write_text("0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n")
-    text = run(capsys, "simulate", "--config", *config)
+    text = run(capsys, "simulate", "--config", config)
     assert "0: F0 F1 B0 B1" in text and "picks another action" not in text
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--config", *TWO, "schedule_file=/no/such"), "/no/such"),
-        (("--config", *TWO, "--microbatch-ms", "0"), "no time above 0"),
-        (("--config", *TWO, "pipeline=circle"), "pipeline='circle'"),
+        (("--config", f"{TWO},schedule_file=/no/such"), "/no/such"),
+        (("--config", TWO, "--microbatch-ms", "0"), "no time above 0"),
+        (("--config", f"{TWO},pipeline=circle"), "pipeline='circle'"),
     ],
 )
 def test_bad_use_is_one_line(

@@ -56,6 +56,20 @@ def test_wrappers_are_refused(
         smp.DistributedModel(module)
 
 
+@pytest.mark.parametrize("wrap", (nn.parallel.DistributedDataParallel, nn.DataParallel, fsdp))
+def test_wrappers_around_a_model_are_refused_when_they_are_made_or_called(
+    process_group: None, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    words = f"the module around this DistributedModel is a {wrap.__name__}; smp reduces"
+    if wrap is fsdp:
+        words = "the module around this DistributedModel is a FullyShardedDataParallel; smp shards"
+    with pytest.raises(ValueError, match=words):
+        wrap(model)(torch.ones(2, 2))
+    assert model(torch.ones(2, 2)).shape == (2, 2)
+    assert nn.Sequential(model)(torch.ones(2, 2)).shape == (2, 2)
+
+
 def test_plain_modules_are_taken_while_the_wrappers_are_imported(process_group: None) -> None:
     import torch._dynamo
     import torch.distributed.fsdp

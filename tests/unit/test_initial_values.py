@@ -278,7 +278,7 @@ def test_one_module_at_a_time_is_real() -> None:
         assert parameter.isfinite().all()
         most = max(most, num_real(module))
         ready.append(parameter)
-        make_placeholder(parameter, CPU)
+        make_placeholder(parameter, CPU, "elsewhere")
 
     initialise_delayed(module, lambda _: True, CPU, on_ready=let_go)
     assert most <= 8 * 8 + 8

@@ -351,3 +351,23 @@ def test_a_forward_that_replaces_modules_is_refused_by_name() -> None:
     assert type(model.second) is nn.Linear
     with pytest.raises(ValueError, match="puts other modules into the place of 'second'"):
         decide(model, Config(), 2, index=build_tree(model, result))
+
+
+def test_log_has_three_lines_of_stages_in_words_and_mib() -> None:
+    lines = [
+        "pp_rank 0 chunk 0: 3145728 bytes (60.4 %): (root), (transformer), wte",
+        "pp_rank 1 chunk 0: 0 bytes (0.0 %): (no modules)",
+        "pp_rank 0 chunk 1: 16900 bytes (19.6 %): h.[1-2]",
+        f"pp_rank 1 chunk 1: 16900 bytes (20.0 %): {', '.join(['module'] * 100)}",
+    ]
+    decision = Decision(None, 2, (), (), "\n".join(["Partition assignments:", *lines]), 0)  # type: ignore[arg-type]
+    first, more, last = decision.words(["0", "1 3"])
+    assert first == (
+        "stage 0 on rank 0: 3.00 MiB of parameters, 60 % of all: the model itself, transformer "
+        "itself, wte"
+    )
+    assert more == "and 2 stages between; smp.explain_partition() has all of them"
+    assert last.startswith("stage 3 on ranks 1 3: 0.02 MiB of parameters, 20 % of all: module, ")
+    assert last.endswith(" ...") and len(last) < 200
+    decision = Decision(None, 2, (), (), "\n".join(["Partition assignments:", *lines[:2]]), 0)  # type: ignore[arg-type]
+    assert decision.words(["0", "1"])[1].endswith("0.00 MiB of parameters, 0 % of all: no modules")

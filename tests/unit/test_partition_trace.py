@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import smp
 from smp import _C
+from smp.modules.materialize import make_placeholder
 from smp.modules.tracing import is_tracing
 from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
@@ -261,7 +262,7 @@ def test_who_takes_a_parameter_from_another_module_is_tied_to_it(given: bool) ->
     result = traced(model, torch.randn(8, 4))
     linear, borrower = (list(result.modules).index(m) for m in (model.linear, model.borrower))
     # An argument was taken from its holder by the code that gave it, which is the root's.
-    assert result.parameter_reads == {(0 if given else borrower, linear)}
+    assert result.parameter_reads.keys() == {(0 if given else borrower, linear)}
     weights = [v for v in result.values if v.producer == linear and v.num_bytes == 64]
     assert [v.consumers for v in weights] == ([(borrower,)] if given else [])
     assignment = _C.solve_partition(build_tree(model, result).tree, _C.PartitionOptions(2))
@@ -370,7 +371,7 @@ def test_meta_parameters_and_placeholders_trace_like_real_ones() -> None:
     assert traced(empty, x).costs == real.costs
     holder = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4))
     for parameter in holder.parameters():
-        parameter.data = torch.full((), float("nan")).expand(parameter.shape)
+        make_placeholder(parameter, torch.device("cpu"), "elsewhere")
     assert traced(holder, x).costs == real.costs
 
 
@@ -399,6 +400,7 @@ print(time.process_time() - before, (resident_kb("VmHWM") - resident_kb("RssFile
 """
 
 
+@pytest.mark.alone
 def test_gptj_6b_is_traced_and_partitioned_in_5_s_and_1_gb() -> None:
     run = subprocess.run(
         [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, timeout=300

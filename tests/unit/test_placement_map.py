@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp.world.placement_map import placement_map, ranges
+from smp.world.placement_map import placement_map, placement_words, ranges
 
 
 def test_numbers_are_written_as_ranges() -> None:
@@ -18,11 +18,29 @@ def test_small_world_has_a_line_for_each_rank() -> None:
         "DPT",
     )
     assert text.splitlines() == [
-        "smp: 4 ranks on 2 hosts: pp 2, tp 1, rdp 2 (placement DPT)",
+        "smp: places of the ranks; placement_strategy DPT",
         "  global_rank 0  a   cuda:0  pp 0 tp 0 rdp 0",
         "  global_rank 1  a   cuda:1  pp 1 tp 0 rdp 0",
         "  global_rank 2  bb  cuda:0  pp 0 tp 0 rdp 1",
         "  global_rank 3  bb  cuda:1  pp 1 tp 0 rdp 1",
+    ]
+
+
+def test_log_says_in_words_how_many_ranks_there_are_and_where() -> None:
+    places = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
+    assert placement_words(["a"] * 4, ["cpu"] * 4, places) == [
+        "4 ranks on 1 host, CPU: 2 pipeline stages, 2 replicas"
+    ]
+    hosts, devices = ["a", "a", "b", "b"], ["cuda:0", "cuda:1"] * 2
+    assert placement_words(hosts, devices, places) == [
+        "4 ranks on 2 hosts, GPUs: 2 pipeline stages, 2 replicas",
+        "ranks 0-1 on a, 2-3 on b",
+    ]
+    many = [f"host{rank}" for rank in range(120)]
+    lines = placement_words(many, ["cpu"] * 120, [(0, rank, 0) for rank in range(120)])
+    assert lines == [
+        "120 ranks on 120 hosts, CPU: 120 tensor-parallel ranks",
+        "ranks 0 on host0, 1 on host1, 2 on host2, and 117 hosts more",
     ]
 
 
@@ -36,7 +54,6 @@ def test_large_world_has_a_line_for_each_host_and_few_hosts_are_shown() -> None:
         "DPT",
     )
     lines = text.splitlines()
-    assert lines[0] == "smp: 960 ranks on 120 hosts: pp 6, tp 8, rdp 20 (placement DPT)"
     assert len(lines) == 13, "however many hosts there are"
     assert lines[1].split() == "global_ranks 0-7 host0 cuda:0-7 pp 0 tp 0-7 rdp 0".split()
     assert lines[-2].split()[:3] == ["(109", "more", "hosts)"]

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.models import Gpt, GptShape
+from smp.commands.plan import layout_texts
 from smp.config.schema import Config, check_world
 from smp.planning import hardware, search
 from smp.planning.decided import Run
@@ -258,6 +259,22 @@ def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--explain", "2"]) == 0
     text = capsys.readouterr().out
     assert "embedding .. " in text and "Data-sheet figures" in text
+
+
+def test_rows_with_equal_words_show_in_which_keys_they_differ() -> None:
+    few, many = (Layout(pp=2, microbatches=4, active=active) for active in (2, 4))
+    cut = Layout(tp=2, in_memory=True)
+    assert layout_texts([few, cut, many, few], "bf16") == [
+        f"{few.text()}, active_microbatches=2",
+        cut.text(),
+        f"{few.text()}, active_microbatches=4",
+        f"{few.text()}, active_microbatches=2",
+    ]
+    texts = layout_texts([cut, replace(cut, in_memory=False, placement="TPD")], "bf16")
+    assert [text.removeprefix(f"{cut.text()}, ") for text in texts] == [
+        "optimize=None, placement_strategy=DPT",
+        "optimize=speed, placement_strategy=TPD",
+    ]
 
 
 @pytest.mark.parametrize(

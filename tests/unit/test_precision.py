@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.precision import cast_inputs, cast_outputs
+from smp.precision import cast_outputs
 from smp.precision.holdings import holding_of
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,8 +63,9 @@ def test_the_model_is_cast_and_masters_keep_what_was_there(start: Any, key: str)
     parameters = list(plain.parameters())
     model = smp.DistributedModel(plain)
     assert [id(p) for p in plain.parameters()] == [id(p) for p in parameters]
-    for name, value in plain.state_dict().items():
-        assert value.dtype == (HALVES[key] if value.is_floating_point() else torch.int64), name
+    assert all(p.dtype == HALVES[key] for p in plain.parameters())
+    for name, buffer in plain.named_buffers():
+        assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name]), name
     for name, parameter in plain.named_parameters():
         holding = holding_of(parameter)
         assert (holding is None) == (name == "0.bias")
@@ -148,11 +149,8 @@ def test_fp16_params_makes_distributed_modules_in_16_bits(start: Any) -> None:
     assert module[0].weight.dtype == torch.float16 and module[1].weight.dtype == torch.float32
 
 
-def test_casts_reach_tensors_in_containers_and_leave_the_rest() -> None:
+def test_casts_of_outputs_reach_tensors_in_containers_and_leave_the_rest() -> None:
     ids, x = torch.ones(2, dtype=torch.long), torch.ones(2)
-    cast = cast_inputs(([x, "a"], {"ids": ids, "x": x.double()}), torch.bfloat16)
-    assert cast[0][0].dtype == cast[1]["x"].dtype == torch.bfloat16
-    assert cast[0][1] == "a" and cast[1]["ids"] is ids
     out = cast_outputs({"a": (x.half(), None), "b": x.bfloat16(), "c": x.double(), "d": ids})
     assert out["a"][0].dtype == out["b"].dtype == torch.float32 and out["a"][1] is None
     assert out["c"].dtype == torch.float64 and out["d"] is ids

@@ -126,7 +126,10 @@ EXTRAS: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
         lambda m: setattr(m, "measure", functools.partial(doubled, m)),
         "an attribute 'measure'",
     ),
-    "old weight norm": (give_old_weight_norm, "a forward pre-hook on it"),
+    "old weight norm": (
+        give_old_weight_norm,
+        "a forward pre-hook on it (torch.nn.utils.weight_norm.WeightNorm)",
+    ),
     "old spectral norm": (nn.utils.spectral_norm, "a forward pre-hook on it"),
     "pruning": (
         lambda m: prune.random_unstructured(m, "weight", amount=0.5),

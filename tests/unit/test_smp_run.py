@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ import pytest
 from smp_cli import environment as environments
 from smp_cli import sagemaker
 from smp_cli.environment import Place
+from smp_cli.main import COMMANDS, build_parser
 from smp_cli.supervisor import EXIT_RESUME
 
+import smp
 from tests.installed import python_path
 
 pytestmark = pytest.mark.waits
@@ -70,6 +73,26 @@ def test_help_loads_neither_torch_nor_smp() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("run", "doctor", "--max-restarts", "--json"):
         assert word in done.stdout
+
+
+def test_command_alone_is_help_and_has_a_version() -> None:
+    help_text = execute([sys.executable, "-m", "smp_cli", "--help"]).stdout
+    done = execute([sys.executable, "-m", "smp_cli"])
+    assert (done.returncode, done.stdout) == (0, help_text)
+    done = execute([sys.executable, "-m", "smp_cli", "--version"])
+    assert (done.returncode, done.stdout) == (0, f"smp {smp.__version__}\n")
+
+
+def test_every_command_takes_its_configuration_in_one_form() -> None:
+    with_config = {"run", "verify", "explain", "simulate", "estimate"}
+    for command in COMMANDS:
+        parser = build_parser(command.name)
+        (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        options = subparsers.choices[command.name]._option_string_actions
+        assert ("--config" in options) == (command.name in with_config), command.name
+        if command.name in with_config:
+            option = options["--config"]
+            assert (option.metavar, option.nargs) == (sagemaker.CONFIG_FORM, None), command.name
 
 
 def test_module_of_the_package_is_the_same_command() -> None:
@@ -208,13 +231,26 @@ def test_config_file_gets_both_names_of_the_degree(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("partitions=2,pipeline_parallel_degree=4", "differs"),
-        ("partitions=2,ddp", "not key=value"),
+        ("partitions=2,ddp", "cannot read 'ddp'.*write --config FILE|KEY=VALUE"),
+        ("partitions=2,,ddp=True", "neither a file nor key=value"),
+        ("=2", "neither a file nor key=value"),
         ("nowhere.json", "cannot read"),
     ],
 )
 def test_wrong_config_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=f"smp config: .*{complaint}"):
         sagemaker.read_config(text)
+
+
+def test_config_has_files_and_keys_of_which_later_ones_win(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.yaml"
+    first.write_text('{"partitions": 4, "microbatches": 2, "bf16": true}')
+    second.write_text("microbatches: 8\n")
+    text = f"ddp=False,{first},{second},ddp=True,names=[1,2]"
+    assert sagemaker.read_config(text) == {
+        **{"ddp": True, "partitions": 4, "pipeline_parallel_degree": 4, "microbatches": 8},
+        **{"bf16": True, "names": [1, 2]},
+    }
 
 
 @pytest.mark.parametrize("text", ["[1]", "{"])
@@ -291,6 +327,24 @@ def test_culprit_is_whom_the_victims_name(command: Callable[..., list[str]]) -> 
     )
     done = execute(command(source, "-n", "2"))
     assert done.returncode == 9 and "rank 1 exited with status 9" in done.stderr
+
+
+@pytest.mark.parametrize("culprit", [1, None])
+def test_rank_that_left_with_status_0_is_named(
+    command: Callable[..., list[str]], culprit: int | None
+) -> None:
+    """Where all wait for each other the others name nobody."""
+    source = (
+        "import json, os, sys, time\n"
+        "rank, path = os.environ['SMP_RANK'], os.environ['SMP_FAILURE_FILE']\n"
+        "if rank == '1': sys.exit(0)\n"
+        "time.sleep(0.5)\n"
+        f"json.dump({{'culprit': {culprit}, 'error': 'PeerFailure'}}, open(path, 'w'))\n"
+        "sys.exit(1)\n"
+    )
+    done = execute(command(source, "-n", "2"))
+    words = "rank 1 left (status 0) while other ranks needed it; rank 0 exited with status 1"
+    assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
 def test_ranks_that_ignore_sigterm_are_killed(command: Callable[..., list[str]]) -> None:

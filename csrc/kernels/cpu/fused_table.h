@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/norm.h"
@@ -45,5 +46,9 @@ const FusedTable& avx512_bf16_table();
 
 /// Tables that this processor can run, the fastest first; null after the last.
 const FusedTable* const* usable_tables();
+
+/// Returns the fastest usable table within a value of PyTorch's variable
+/// ATEN_CPU_CAPABILITY ("default", "avx2", "avx512"), which the kernels follow.
+const FusedTable& table_for(std::string_view capability);
 
 }  // namespace smp::kernels::cpu

@@ -24,6 +24,7 @@ from smp.modules.flat import Flat, contents_of, is_cache, is_changed, tensors_in
 from smp.modules.given import Given, copies
 from smp.modules.left_behind import Earlier, Flags, Watch, flags_of
 from smp.modules.tracing import is_tracing
+from smp.modules.watching import unwatched
 from smp.world import runtime
 
 
@@ -190,7 +191,7 @@ class _Call:
         assert self._earlier is not None
         casts = autocast.restore(self._autocast, self._device)
         modes = self._modes.again()
-        with casts, modes, _statistics_kept(self._modules), self._earlier.again():
+        with casts, modes, unwatched(), _statistics_kept(self._modules), self._earlier.again():
             watch = Watch(self._modules, copies=False) if self._flags else None
             told = self._call(arguments)
             left = [] if watch is None else self._flagged(watch.compare())

@@ -135,6 +135,12 @@ def _checkpoint(place: str, tag: str | None = None, with_files: bool = True) -> 
             fetched.get_all()
         return _Checkpoint(fetched.folder, f"{address}/{fetched.key.folder()}", fetched)
     path = Path(place)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{place} does not exist; name a checkpoint, or the folder of several"
+        )
+    if not path.is_dir():
+        raise NotADirectoryError(f"{place} is a file; name the folder of the checkpoint")
     if tag is not None or (not (path / manifests.FILE_NAME).exists() and path.is_dir()):
         path = folder.find(path, tag)
     return _Checkpoint(path, str(path))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 import smp._C as _C
-from smp.checkpoint import file_generation, rank_files
+from smp.checkpoint import data_classes, file_generation, numpy_values, rank_files
+from smp.config import given_files
 from smp.world import comm, roll_call, runtime
 
 _SNIPPET = (
     "if smp.rdp_rank() == 0:  # or on all ranks\n"
     '        smp.save({"model": model.local_state_dict()}, path, partial=False)'
 )
+
+#: Classes of objects that this process has saved, which `load` lets in.
+_saved_classes: set[type] = set()
 
 
 def save(
@@ -28,6 +33,8 @@ def save(
     v3: bool = False,
 ) -> None:
     """Saves ``obj`` with ``torch.save``; a crash leaves the previous file whole.
+
+    Classes of the objects in it are noted, so that :func:`load` of this process reads them.
 
     Args:
         obj: anything that ``torch.save`` takes.
@@ -57,12 +64,17 @@ def save(
         raise ValueError(
             f"{_C.rank_prefix()}cannot save {path}: folder {path.parent} does not exist"
         )
-    file_generation.write_alone(
-        path,
-        lambda file: torch.save(
-            obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol
-        ),
-    )
+
+    def write(file: BinaryIO) -> None:
+        torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+        file.flush()
+        try:
+            names = data_classes.names_in(file.name)
+        except pickle.UnpicklingError:
+            return  # load says so, too
+        _saved_classes.update(cls for _, cls in data_classes.classes_of(names))
+
+    file_generation.write_alone(path, write)
 
 
 def load(
@@ -81,29 +93,39 @@ def load(
         partial: load this rank's file, whatever its suffix; else ``f`` itself. Files of another
             layout that hold partial state dicts are all read by each rank, and make whole ones.
         back_compat: accepted; there are no files of older libraries that need it.
-        pickle_load_args: for ``torch.load``. Objects other than tensors and containers need
+        pickle_load_args: for ``torch.load``. Without ``weights_only`` it reads tensors,
+            containers, configurations of transformers, Namespaces, plain values of numpy, and
+            objects of classes that this process has saved with :func:`save`. Others need
             ``weights_only=False``, which runs code of the file: use it for your own files only.
 
     Raises:
         FileNotFoundError: naming the files that were looked for and those that are there.
+        ValueError: the file holds other objects; names their classes.
     """
-    location = "cpu" if map_location is None else map_location
+    pickle_load_args["map_location"] = "cpu" if map_location is None else map_location
     if pickle_load_args.get("weights_only") is False:
         pickle_load_args["pickle_module"] = pickle_module
 
     def load_file(path: Path, mmap: bool | None = None) -> Any:
+        given_files.check_regular(path)
         options = pickle_load_args if mmap is None else {**pickle_load_args, "mmap": mmap}
         try:
-            return torch.load(path, map_location=location, **options)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{path} holds objects other than tensors and plain containers ({error}); if the "
-                "file is your own, load it with weights_only=False"
-            ) from error
+            if options.get("weights_only") is not None or not zipfile.is_zipfile(path):
+                return torch.load(path, **options)
+            names = data_classes.names_in(path)
+            reason = data_classes.refusal(names, _saved_classes)
+            if reason is None:
+                return data_classes.read(path, names, _saved_classes, **options)
+        except (pickle.UnpicklingError, numpy_values.Unfit) as error:
+            reason = f"objects other than tensors and plain containers ({error})"
+        raise ValueError(
+            f"{_C.rank_prefix()}{path} holds {reason}, which this process has not saved; if the "
+            "file is your own, load it with weights_only=False"
+        )
 
     if partial:
         return rank_files.load_any_layout(Path(f), load_file, runtime.current().rank)
-    if not Path(f).is_file():
+    if not Path(f).exists():
         there = sorted(p.name for p in Path(f).parent.glob("*") if p.name.startswith(Path(f).name))
         raise FileNotFoundError(
             f"{_C.rank_prefix()}{f} does not exist; files with this beginning: {there or 'none'}. "

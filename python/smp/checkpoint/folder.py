@@ -18,10 +18,12 @@ from smp.checkpoint import file_system, left_over
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.manifest import FILE_NAME, Manifest, ManifestError
+from smp.config import given_files
 
 NEWEST = "newest"
 PARTIAL_SUFFIX = "_partial"
 
+_MOST_NAME_BYTES = 4096
 _SEE_SECONDS = 5.0  # network file systems show a new folder late
 _PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
 
@@ -272,16 +274,18 @@ def newest(path: Path) -> str:
         FileNotFoundError: if nothing has been saved in ``path``.
     """
     try:
-        text = (path / NEWEST).read_text(errors="replace").strip()
+        text = given_files.read_bytes(path / NEWEST, _MOST_NAME_BYTES).decode(errors="replace")
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} has no file '{NEWEST}': no checkpoint has been saved there"
         ) from None
+    except OSError as error:
+        raise ManifestError(f"{path / NEWEST} cannot be read: {error.strerror}") from None
     try:
-        check_name(text)
+        check_name(text.strip())
     except ValueError as error:
         raise ManifestError(f"{path / NEWEST}: {error}") from None
-    return text
+    return text.strip()
 
 
 def _not_found(path: Path, tag: str | None, name: str) -> FileNotFoundError:

@@ -3,7 +3,6 @@ Face names them. Tensors are mapped, so that only what is used is read."""
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import pickle
@@ -18,6 +17,7 @@ from torch import Tensor
 import smp._C as _C
 from smp.checkpoint import file_system, safetensors_stream
 from smp.checkpoint import folder as folders
+from smp.config import given_files
 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
@@ -69,6 +69,12 @@ def open_weights(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is malformed, or holds objects that are not loaded as data.
     """
+    try:
+        given_files.check_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{_C.rank_prefix()}{path} cannot be read: {error.strerror}") from None
     if path.name.endswith(INDEX):
         return _open_index(path)
     if _is_safetensors(path):
@@ -78,11 +84,13 @@ def open_weights(path: Path) -> dict[str, Any]:
 
 def _open_index(path: Path) -> dict[str, Any]:
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = given_files.parse_json(path.read_bytes())["weight_map"]
         files = sorted(set(weight_map.values()))
         if not all(isinstance(name, str) and _PLAIN_NAME.match(name) for name in files):
             raise ValueError("weight_map names files that are not in this folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if any(name.endswith(INDEX) for name in files):
+            raise ValueError("weight_map names another index")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is no index of weights: {error}") from None
     state: dict[str, Any] = {}
     for name in files:
@@ -144,10 +152,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         size = int.from_bytes(memory[:8], "little")
         if 8 + size > len(memory):
             raise ValueError(f"a header of {size} bytes in a file of {len(memory)}")
-        header = json.loads(memory[8 : 8 + size])
+        header = given_files.parse_json(memory[8 : 8 + size])
         header.pop("__metadata__", None)
         return {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is no safetensors file: {error}") from None
 
 

@@ -24,6 +24,7 @@ from smp.checkpoint.store import names as store_names
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.job import JobStore, store_of
 from smp.checkpoint.whole_files import WholeModel
+from smp.config import given_files
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.storage.choose import lockstep_of
@@ -299,7 +300,9 @@ class _Resumption:
         self.current.steps.dropout_seed = self.manifest.values.get("dropout_seed")
         name = self._random_file()
         if name is not None:
-            states = torch.load(self._get(name), map_location="cpu", weights_only=True)
+            file = self._get(name)
+            given_files.check_regular(file)
+            states = torch.load(file, map_location="cpu", weights_only=True)
             random_states.restore(states, rank.device)
         else:
             seed = self.manifest.values["seed"]

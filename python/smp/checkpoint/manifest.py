@@ -12,12 +12,14 @@ import json
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smp.checkpoint.json_reader import Malformed, Node
+from smp.config import given_files
 from smp.tensor_parallel.parts import Part
 
 FORMAT = 1
@@ -57,7 +59,7 @@ def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
     """The record of a file that is there; reads it once."""
     num_bytes = 0
     crcs = []
-    with open(path, "rb") as file:
+    with given_files.open_regular(path) as file:
         while chunk := file.read(chunk_bytes):
             num_bytes += len(chunk)
             crcs.append(zlib.crc32(chunk))
@@ -227,12 +229,14 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE_NAME
     try:
-        text = path.read_bytes()
+        text = given_files.read_bytes(path, most_bytes=None)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder} has no {FILE_NAME}: it is no checkpoint of smp, or one that was never "
             "completed"
         ) from None
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror}") from None
     return Manifest.from_text(text, str(path))
 
 
@@ -257,8 +261,8 @@ def unseal(text: bytes, source: str) -> Any:
     if zlib.crc32(body) != int(match[1], 16):
         raise ManifestError(f"{source}: the checksum differs: the text was changed or damaged")
     try:
-        return json.loads(body + b"}")
-    except (ValueError, RecursionError) as error:
+        return given_files.parse_json(body + b"}")
+    except ValueError as error:
         raise ManifestError(f"{source}: no JSON: {error}") from None
 
 
@@ -365,8 +369,14 @@ def _entry(node: Node, files: Mapping[str, FileRecord] | None) -> StoredEntry:
     if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
         raise node["shape"].malformed("sizes of at most 2**60 elements")
     blocks = []
+    num_stored: Counter[str] = Counter()
     for item in node["blocks"].elements():
         block = _block(item, shape)
+        num_stored[block.file] += block.part.flat_numel
+        if num_stored[block.file] > math.prod(shape):
+            raise item.malformed(
+                f"each element once in {block.file}; the blocks before have all {math.prod(shape)}"
+            )
         num_bytes = block.part.flat_numel * ITEM_BYTES[dtype]
         if files is not None:
             if block.file not in files:
@@ -426,7 +436,7 @@ def generation_of(folder: Path) -> str:
         FileNotFoundError: if there is no manifest.
     """
     try:
-        with open(folder / FILE_NAME, "rb") as file:
+        with given_files.open_regular(folder / FILE_NAME) as file:
             head = file.read(4096)
     except NotADirectoryError as error:
         raise FileNotFoundError(str(error)) from None

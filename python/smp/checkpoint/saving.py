@@ -104,6 +104,7 @@ def save_checkpoint(
     generation = folder.new_generation() if store is None else store.new_generation()
     snippet = f"smp.save_checkpoint(path, tag={tag!r}, partial={partial}, model=model, ...)"
     generation, left = roll_call(current.rank, WHAT, call, snippet, (generation, left))[0]
+    current.wrapped.spread_written()
     if store is not None:
         store.go_on(left)
     if not partial:

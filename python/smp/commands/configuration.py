@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from smp_cli.sagemaker import CONFIG_FORM, split_config
 
 from smp.commands.ending import BadUse
 from smp.config.schema import Config, check_world, normalize
@@ -31,10 +32,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Adds ``--config`` and ``--processes``."""
     parser.add_argument(
         "--config",
-        nargs="+",
-        default=[],
-        metavar="FILE|KEY=VALUE",
-        help="configuration of smp.init: JSON or YAML files, and single keys, later ones win",
+        metavar=CONFIG_FORM,
+        help="configuration of smp.init: JSON or YAML files and single keys, later ones win",
     )
     parser.add_argument(
         "--processes",
@@ -68,9 +67,9 @@ def read_configuration(arguments: argparse.Namespace) -> Configuration:
     return Configuration(given, config, num_ranks)
 
 
-def _given(words: Sequence[str]) -> dict[str, Any]:
+def _given(text: str | None) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    for word in words:
+    for word in [] if text is None else split_config(text):
         key, separator, value = word.partition("=")
         read = normalize({key: value}, from_text=True) if separator else read_user_config(word)
         given |= read.values

@@ -49,7 +49,7 @@ def decide(arguments: argparse.Namespace) -> Decided:
     if config.pipeline_parallel_degree == 1:
         raise BadUse(
             "there is one partition, and nothing to decide; give pipeline_parallel_degree, for "
-            "example --config pipeline_parallel_degree=2 microbatches=8"
+            "example --config pipeline_parallel_degree=2,microbatches=8"
         )
     run = Run(
         config,

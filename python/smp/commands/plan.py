@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
 from smp.planning.hardware import Hardware
+from smp.planning.layout import Layout
 from smp.planning.profile import ModelProfile
 from smp.planning.run_cuts import RunCuts
 from smp.planning.search import Found, Job, Plan, search
@@ -232,13 +233,14 @@ def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
         "bound",
     )
     rows = []
+    texts = layout_texts([plan.layout for plan in found.plans[:_SHOWN]], job.precision)
     for number, plan in enumerate(found.plans[:_SHOWN], start=1):
         sent = plan.sent(job.precision)
         tokens = job.samples * profile.tokens / plan.time.total
         rows.append(
             (
                 str(number),
-                plan.layout.text(),
+                texts[number - 1],
                 f"{plan.time.total:.3g} s",
                 count_text(tokens),
                 bytes_text(plan.peak_bytes),
@@ -253,6 +255,21 @@ def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
     print(json.dumps(found.plans[0].layout.config(job.precision)))
     if found.plans[0].layout.checkpoints:
         print("and smp.set_activation_checkpointing on each layer")
+
+
+def layout_texts(layouts: Sequence[Layout], precision: str) -> list[str]:
+    """Returns the words of each layout, and the keys in which layouts with equal words differ."""
+    same: dict[str, list[dict[str, Any]]] = {}
+    for layout in layouts:
+        same.setdefault(layout.text(), []).append(layout.config(precision))
+    texts = []
+    for layout in layouts:
+        configs, own = same[layout.text()], layout.config(precision)
+        keys = sorted(
+            {key for one in configs for key in one if one.get(key) != configs[0].get(key)}
+        )
+        texts.append(", ".join([layout.text(), *(f"{key}={own.get(key)}" for key in keys)]))
+    return texts
 
 
 def _explain(job: Job, plan: Plan) -> None:

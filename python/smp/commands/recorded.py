@@ -9,6 +9,7 @@ from typing import Any
 
 from smp.commands.decided import Decided
 from smp.commands.ending import BadUse
+from smp.config import given_files
 from smp.observe.timeline import recorded as recordings
 from smp.observe.timeline.recorded import Recorded
 from smp.planning.reasons import compute_shares
@@ -95,7 +96,7 @@ def compare(path: Path, decided: Decided) -> tuple[Comparison, Decided]:
     """
     decision, config = decided.decision, decided.config
     try:
-        found = recordings.read(path.read_text(encoding="utf-8"))
+        found = recordings.read(given_files.read_text(path))
         if found.microbatches != config.microbatches:
             raise ValueError(
                 f"has {found.microbatches} microbatches; expected the {config.microbatches} of the "

@@ -19,13 +19,13 @@ from smp.compilation.backend import (
     noted_failures,
     stage_request,
 )
-from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_waiting_only
+from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_liftable
 from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, Lifted
+from smp.modules.tables import TABLES, table_of
 from smp.modules.tracing import is_tracing
 from smp.pipeline import RemoteTensor, localize
 from smp.pipeline.callee import ValueWatch
-from smp.storage.watched import Watched, watched_parameters
 
 
 class Owner(Protocol):
@@ -158,26 +158,26 @@ class CompiledForward:
 
 
 class _Bare:
-    """Inside, modules have neither watched parameters nor somebody who waits for these; what they
-    would wait for is there."""
+    """Inside, modules have plain dictionaries of parameters and buffers, and nobody who waits for
+    these; what they would wait for is there."""
 
     def __init__(self, module: nn.Module, inside: list[nn.Module]) -> None:
-        found = ((part, watched_parameters(part)) for part in (module, *inside))
-        self._watched = [(part, watched) for part, watched in found if watched is not None]
-        self._lifted = Lifted(part for part in inside if is_waiting_only(part))
-        self._plain: list[tuple[nn.Module, Watched, dict[str, Any]]] = []
+        found = ((part, key, table_of(part, key)) for part in (module, *inside) for key in TABLES)
+        self._tables = [(part, key, table) for part, key, table in found if table is not None]
+        self._lifted = Lifted(part for part in inside if is_liftable(part))
+        self._plain: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
-        self._plain = [(part, watched, watched.read_all()) for part, watched in self._watched]
-        for part, _, plain in self._plain:
-            part.__dict__["_parameters"] = plain
+        self._plain = [table.read_all() for _, _, table in self._tables]
+        for (part, key, _), plain in zip(self._tables, self._plain, strict=True):
+            part.__dict__[key] = plain
         self._lifted.lift()
 
     def __exit__(self, *_: object) -> None:
         self._lifted.put_back()
-        for part, watched, plain in self._plain:
-            part.__dict__["_parameters"] = watched
-            watched.take_over(plain)
+        for (part, key, table), plain in zip(self._tables, self._plain, strict=True):
+            part.__dict__[key] = table
+            table.take_over(plain)
         self._plain = []
 
 

@@ -157,12 +157,11 @@ def has_global_hooks() -> bool:
     return any(getattr(nn.modules.module, f"_global{table}") for table in _HOOK_TABLES)
 
 
-def is_waiting_only(module: nn.Module) -> bool:
-    """Does what stands around the forward of a module only wait for its parameters?"""
+def is_liftable(module: nn.Module) -> bool:
+    """Is all that stands around the forward of a module done already in a compiled one?"""
     around = standing_around(module)
     return bool(around) and all(
-        place == Around.PARAMETERS and getattr(wrapper, "waits_only", False)
-        for place, wrapper in around.items()
+        getattr(wrapper, "may_be_lifted", False) for wrapper in around.values()
     )
 
 
@@ -176,7 +175,7 @@ def _is_interrupted(module: nn.Module) -> bool:
     if isinstance(module, DistributedModule | nn.modules.lazy.LazyModuleMixin):
         return True
     places = standing_around(module).keys() - {Around.CHECKS, Around.COMPILED}
-    return bool(places) and not is_waiting_only(module)
+    return bool(places) and not is_liftable(module)
 
 
 def _is_called(module: nn.Module) -> bool:

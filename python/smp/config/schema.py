@@ -224,6 +224,8 @@ class Config:
     """Hint; never changes results."""
     fast_mode: bool = _bool(False)
     """Hint; never changes results."""
+    checkpoint_attentions: bool = _bool(False)
+    """Hint of scripts from before 1.10; fused attention keeps no scores."""
     _match_weights: bool = _bool(True)
     """Distributed modules inherit the weights of those they replace."""
     overlapping_allreduce: bool = _bool(True)

@@ -7,12 +7,12 @@ Pure functions, apart from reading the configuration file.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smp.config import given_files
 from smp.config.schema import Config, Given, advice, check_world, normalize
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
@@ -40,8 +40,9 @@ def read_user_config(config: UserConfig) -> Given:
         )
     path = os.fspath(config)
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = given_files.read_text(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"smp config: {path} is not text in UTF-8: {error}") from None
     except OSError as error:
         raise ValueError(
             f"smp config: cannot read {path!r}: {error.strerror}; "
@@ -118,16 +119,18 @@ def _parse_file(text: str, path: str) -> dict[str, object]:
             f"smp config: reading {path!r} needs the package PyYAML; install it or use JSON"
         ) from None
     try:
-        return _as_mapping(yaml.safe_load(text), path)
-    except yaml.YAMLError as error:
+        value = given_files.load_yaml(text, yaml)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"smp config: {path} is not valid YAML: {error}") from None
+    return _as_mapping(value, path)
 
 
 def _parse_json(text: str, source: str) -> dict[str, object]:
     try:
-        return _as_mapping(json.loads(text), source)
-    except json.JSONDecodeError as error:
+        value = given_files.parse_json(text)
+    except ValueError as error:
         raise ValueError(f"smp config: {source} is not valid JSON: {error}") from None
+    return _as_mapping(value, source)
 
 
 def _as_mapping(value: object, source: str) -> dict[str, object]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel.batch_weights import num_batches
 from smp.data_parallel.comm_hook import CommHook, hooked
+from smp.modules.training_dtypes import training_dtype
 from smp.tensor_parallel.sharding import PackedInterval, interval_of, placement_of, whole_shape
 from smp.world.rank import Rank
 
@@ -70,8 +71,8 @@ def make_records(
             their group.
         reductions: of the parameters, all over one group.
         ties: further names of the same parameter, by name.
-        half: dtype that floating parameters have in training, or are to get; their gradients are
-            added up in float32 then.
+        half: dtype that floating parameters have in training, or are to get unless they are kept
+            wider; their gradients are added up in float32 then.
     """
     others = ties or {}
     records = []
@@ -87,7 +88,9 @@ def make_records(
                 index,
                 name,
                 whole_shape(parameter),
-                half if half is not None and is_cast else parameter.dtype,
+                training_dtype(parameter, half)
+                if half is not None and is_cast
+                else parameter.dtype,
                 divisor=reduction.divisor,
                 interval=interval,
                 ties=list(others.get(name, ())),
@@ -228,8 +231,8 @@ class KeptDtypes:
                     f"it since, as routers do with self.{module.rpartition('.')[2]}.to(...). Its "
                     "gradients would be wrong. Convert the module before "
                     f"smp.DistributedModel(...): model.get_submodule('{module}')"
-                    f".to({parameter.dtype}); with bf16 or fp16 in the configuration all "
-                    "parameters have to keep that dtype"
+                    f".to({parameter.dtype}); with bf16 or fp16 in the configuration "
+                    "parameters have to keep the dtype that training gives them"
                 )
 
 

@@ -71,6 +71,8 @@ class SMPAccelerator(Accelerator):
                 raise ValueError(f"{_C.rank_prefix()}{engine} cannot be used together with smp")
         if kwargs.get("dataloader_config") is None:
             kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
+        # Where it is not told, Accelerate takes a process without a GPU for a job of its own.
+        kwargs.setdefault("cpu", self._rank.device.type == "cpu")
         super().__init__(mixed_precision="no", **kwargs)
         if self._checks_launch:
             check_launch(PartialState())

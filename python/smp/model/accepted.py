@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch.nn.parameter import is_lazy
 import smp._C as _C
 from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.world import runtime
+
+# Between code of a wrapper and the model that it calls or asks.
+_CALLS_INSIDE = 6
 
 
 def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.Module]) -> None:
@@ -32,6 +37,26 @@ def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.M
     _check_scaled_rows(module, current)
     _check_shared(module, current)
     _check_memory(module, current)
+
+
+def refuse_around(model: nn.Module) -> None:
+    """Raises where a wrapper that smp does not go with has been put around a model.
+
+    Wrappers ask for parameters when they are made, or call the model later.
+
+    Raises:
+        ValueError: names the wrapper.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_CALLS_INSIDE):
+        if frame is None:
+            return
+        around = frame.f_locals.get("self")
+        if isinstance(around, nn.Module) and (reason := reason_to_refuse(around)) is not None:
+            raise ValueError(
+                f"{_C.rank_prefix()}the module around this {type(model).__name__} {reason}"
+            )
+        frame = frame.f_back
 
 
 def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:

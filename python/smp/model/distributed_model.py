@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +17,14 @@ import smp._C as _C
 from smp import data_parallel
 from smp.compilation import CompiledParts, check_mode
 from smp.initial.initialise import initialise_again
-from smp.model.accepted import check_module
+from smp.model.accepted import check_module, refuse_around
 from smp.model.engine import Engine
 from smp.model.join import uneven_batches
 from smp.model.model_calls import ModelCalls
 from smp.model.parts import ModelParts
 from smp.model.torch_training import take_over
 from smp.model.views import ModelViews
+from smp.model.whole_parameters import showing_whole
 from smp.model.wrapper import ModuleWrapper, alias_forwards
 from smp.modules.compiled import (
     CompileRequest,
@@ -33,6 +34,7 @@ from smp.modules.compiled import (
     take_compiled,
 )
 from smp.modules.tracing import is_tracing as is_tracing
+from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
 from smp.observe import nonfinite, verification
 from smp.observe.memory.expected import Expected
@@ -128,7 +130,7 @@ class DistributedModel(ModelViews):
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:
             for distributed in module.modules():
                 if isinstance(distributed, DistributedModule):
-                    distributed.half()
+                    plan_dtypes(distributed, torch.float16).cast(distributed)
         self.module: nn.Module = ModuleWrapper(module)
         if current.rank.config.fp16:
             self.module = ModuleWrapper(self.module)
@@ -152,6 +154,7 @@ class DistributedModel(ModelViews):
             compiled=CompiledParts(current.rank, module, compile, requests),
         )
         self._runtime = current
+        self._is_called = False
         self._calls = ModelCalls(current, self._engine, module)
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -172,9 +175,14 @@ class DistributedModel(ModelViews):
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
+        if not self._is_called:
+            refuse_around(self)
+            self._is_called = True
         compiled = compiled_around(self)
         if compiled is not None:
             self._engine.compile_root(request_behind(compiled))
+        if self._runtime.steps.running is None:
+            self._runtime.wrapped.spread_written()
         if self._runtime.verification is not None:
             return self._runtime.verification.call(self._calls.forward, args, kwargs)
         return self._calls.forward(args, kwargs)
@@ -197,6 +205,15 @@ class DistributedModel(ModelViews):
                 self._calls.backward(tensors, grad_tensors)
             return
         self._calls.backward(tensors, grad_tensors)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``torch.nn.Module.named_parameters``.
+
+        Raises:
+            ValueError: `DistributedDataParallel` or the like is put around the model.
+        """
+        refuse_around(self)
+        return super().named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: a copy would share ranks, gradients and state with this model.
@@ -304,15 +321,11 @@ class DistributedModel(ModelViews):
             )
         return self._engine.parts
 
-    @contextlib.contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """All parameters of this rank have their whole values inside, for reading.
-
-        What is written to them is lost. Without sharded data parallelism they have them at all
-        times. Collective over the ranks that share parameters.
-        """
-        with self._parts().storage.whole():
-            yield
+    def whole_parameters(
+        self, parameters: Iterable[nn.Parameter] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """`smp.whole_parameters` of this model."""
+        return whole_parameters(self, parameters)
 
     # ---- state
 
@@ -323,6 +336,7 @@ class DistributedModel(ModelViews):
         raises PeerFailure or RuntimeError if some of them do not call it.
         """
         self._runtime.rank.check_sums()
+        self._runtime.wrapped.spread_written()
         self._parts().meet(self._runtime.rank, "model.local_state_dict", is_merged=False)
         return self._parts().marked_state()
 
@@ -342,6 +356,7 @@ class DistributedModel(ModelViews):
         if args or kwargs or not isinstance(gather_to_rank0, bool):
             raise ValueError("DistributedModel.state_dict takes gather_to_rank0 only, a bool")
         self._runtime.rank.check_sums()
+        self._runtime.wrapped.spread_written()
         if self.partitioned:
             is_merged = not gather_to_rank0 or 0 in self._runtime.rank.groups["mp"]
             self._parts().meet(
@@ -545,6 +560,29 @@ class DistributedModel(ModelViews):
 
     #: its name in PyTorch 1.7
     _register_comm_hook = register_comm_hook
+
+
+def whole_parameters(
+    model: DistributedModel, parameters: Iterable[nn.Parameter] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which parameters have their whole values on every rank, for reading and writing.
+
+    What is written stays, on the ranks that hold it and in masters; the first replica's values
+    count. The model does not run inside. Between steps; collective over all ranks, which do the
+    same inside. An error inside leaves parameters as they were where ranks have parts of them.
+
+    Args:
+        model: partitioned.
+        parameters: of the model, whole at the same time; None: all of them, which takes the memory
+            of the whole model on each rank.
+
+    Raises:
+        ValueError: one of them is no parameter of the model.
+        RuntimeError: inside of a step function, before the model is partitioned, or if some ranks
+            have not called it.
+    """
+    model._runtime.steps.refuse_inside("smp.whole_parameters")
+    return showing_whole(model._runtime.rank, model._engine, model._parts(), parameters)
 
 
 def engine_of(model: DistributedModel) -> Engine:

@@ -22,11 +22,13 @@ from smp.model.pipeline_place import PipelinePlace
 from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
+from smp.modules.watching import unwatched
 from smp.observe.first_step import FirstStepCheck
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
 from smp.precision.holdings import Holding
+from smp.precision.operands import OperandCasts
 from smp.storage.choose import make_storage
 from smp.storage.protocol import Storage
 from smp.tensor_parallel.registry import Registration
@@ -61,6 +63,7 @@ class Engine:
         uneven: while replicas may run out of batches (`smp.join`).
         on_next_call: gets the arguments of the next call of the model in its place.
         joins_step: between begin and end of a step of this model.
+        shows_whole: parameters have the values of other ranks (`smp.whole_parameters`).
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Engine:
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
+        self.operands = OperandCasts(root)
         self.parts: ModelParts | None = None
         self.storage: Storage | None = None
         self.pipeline: PipelinePlace | None = None
@@ -107,6 +111,8 @@ class Engine:
         self.uneven: data_parallel.UnevenBatches | None = None
         self.on_next_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.joins_step = False
+        self.shows_whole = False
+        self._unwatched = contextlib.ExitStack()
         self._inside_step = False
         self._running_mb = 0
         self._has_updated = False
@@ -156,10 +162,14 @@ class Engine:
             lambda on_ready: parts.place(current.rank.device, self._seed, on_ready),
             lambda: self.state.load_kept(parts),
         )
+        if storage.mixes_dtypes:
+            self.operands.begin()
         self._finish_on_shutdown(storage)
         self.lay_out_gradients()
         if current.rank.sizes["pp"] > 1:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
+            if current.rank.config.half_dtype is not None:
+                self.pipeline.modules.look_at = self.operands.look_at
         self.first_step.placed(decision.modules, decision.names)
         self.compiled.place(decision, pp_rank)
         if self.pipeline is not None or not storage.shows_values:
@@ -243,6 +253,7 @@ class Engine:
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""
         self.compiled.close()
+        self.operands.close()
         self.mask_places.leave()
         if self.pipeline is not None:
             self.pipeline.leave()
@@ -277,7 +288,10 @@ class Engine:
             trains: whether gradients are enabled.
             may_overlap: reduce gradients during backward.
         """
+        self.refuse_whole()
         self.joins_step = True
+        if self.pipeline is not None:  # else around forwards, which do not overlap
+            self._unwatched.enter_context(unwatched())
         self.honour_checkpointing()
         self.compiled.settle()
         if trains:
@@ -292,6 +306,18 @@ class Engine:
         if syncs:
             data_parallel.broadcast_from_first(rank, list(self._root.buffers()), first=first)
         self.gradients.begin_step(num_microbatches, may_overlap)
+
+    def refuse_whole(self) -> None:
+        """Raises when the model is to run while its parameters are not what modules compute with.
+
+        Raises:
+            RuntimeError: inside of `smp.whole_parameters`.
+        """
+        if self.shows_whole:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}model {self.label} runs inside of smp.whole_parameters, where "
+                "its parameters have the values of other ranks; leave the context first"
+            )
 
     def honour_checkpointing(self) -> None:
         """Takes over what transformers has been told of gradient checkpointing."""
@@ -324,17 +350,19 @@ class Engine:
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
         self.joins_step = False
+        self._unwatched.close()
         if self.storage is not None:
             self.storage.end_step()
+        if self.pipeline is not None:
+            self.pipeline.modules.end_step()
         if trains:
-            if self.parts is not None and self.pipeline is not None:
-                self.parts.refuse_lost_gradients()
             self.gradients.end_step()
         self.compiled.end_step()
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
         self.joins_step = False
+        self._unwatched.close()
         if self.storage is not None:
             self.storage.abandon_step()
         self.gradients.abandon_step()

@@ -23,6 +23,7 @@ from smp.model.engine import Engine
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.root_call import RootCall
 from smp.model.share import current_share
+from smp.modules.watching import unwatched
 from smp.observe import loss_checks
 from smp.pipeline import resolve
 from smp.pipeline.module_state import Running, running
@@ -60,12 +61,13 @@ class ModelCalls:
         return self._forward_in_pipeline(place, args, kwargs)
 
     def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._engine.refuse_whole()
         self._engine.honour_checkpointing()
         if not self._engine.joins_step:
             self._engine.compiled.settle()
             if torch.is_grad_enabled():
                 self._engine.lay_out_thawed()
-        with self._engine.mask_places.outside_of_steps():
+        with unwatched(), self._engine.mask_places.outside_of_steps():
             output = self._root_call(args, kwargs).run(self._root)
         self._note_output(output)
         if self._engine.uneven is not None:
@@ -129,7 +131,7 @@ class ModelCalls:
             return
         if not is_one(factor):
             tensors, grad_tensors = weighted(tensors, grad_tensors, factor, False)
-        with self._runtime.steps.scaling_loss(), _share_of_backward():
+        with unwatched(), self._runtime.steps.scaling_loss(), _share_of_backward():
             torch_backward(tensors, grad_tensors)
 
     def _backward_in_pipeline(
@@ -186,16 +188,14 @@ class ModelCalls:
 
     def _root_call(self, *arguments: Any) -> RootCall:
         casts = self._runtime.rank.config.half_dtype is not None
-        return RootCall(arguments, self._runtime.rank.device, self._half_dtype(), casts)
+        if casts and (self._engine.partitioned or self._is_cast()):
+            self._engine.operands.look_at(arguments)
+        return RootCall(arguments, self._runtime.rank.device, casts)
 
-    def _half_dtype(self) -> torch.dtype | None:
-        """Of a model that trains in 16 bits, once it is cast."""
-        half = self._runtime.rank.config.half_dtype
-        if half is None or self._engine.partitioned:
-            return half
+    def _is_cast(self) -> bool:
+        """Has the script made the model in 16 bits?"""
         dtypes = (p.dtype for p in self._root.parameters() if p.is_floating_point())
-        dtype = next(dtypes, None)
-        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+        return next(dtypes, None) in (torch.float16, torch.bfloat16)
 
 
 def _share_of_backward() -> contextlib.AbstractContextManager[None]:

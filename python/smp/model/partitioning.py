@@ -21,6 +21,7 @@ from smp.partition.together import Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.world import runtime
+from smp.world.placement_map import ranges
 
 _log = logging.getLogger("smp")
 
@@ -104,7 +105,9 @@ class Partitioning:
             current.rank, self._root, decision, trace, schedule.kept_microbatches
         )
         if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
-            _log.info("%s", decision.text)
+            ranks = [current.rank.on_pipeline_rank(p) for p in range(current.rank.sizes["pp"])]
+            for line in decision.words([ranges(own) for own in ranks]):
+                _log.info("smp: %s", line)
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
         return decision, schedule

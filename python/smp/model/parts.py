@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.initial.initialise import initialise_delayed
 from smp.modules.materialize import make_placeholder, make_real
+from smp.precision.script_writes import Own, own
 from smp.storage.protocol import Storage
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
@@ -89,11 +90,14 @@ class ModelParts:
             ready.add(parameter)
             on_ready(parameter)
 
+        names = {parameter: name for name, parameter in self.root.named_parameters()}
         initialise_delayed(self.root, self.is_local_parameter, device, seed=seed, on_ready=note)
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
             if partition != self._pp_rank:
-                make_placeholder(parameter, device)
+                make_placeholder(parameter, device, _why_absent(names[parameter], partition))
+                nothing = torch.empty(0, dtype=parameter.dtype, device=device)
+                own(parameter, Own(names[parameter], 0, nothing, None, lambda: None))
             elif parameter not in ready:
                 make_real(parameter, device)
                 note(parameter)
@@ -101,23 +105,6 @@ class ModelParts:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
-
-    def refuse_lost_gradients(self) -> None:
-        """Raises when something was computed with a parameter that is on another rank.
-
-        Raises:
-            RuntimeError: a parameter of another rank has a gradient here.
-        """
-        for name, parameter in self.root.named_parameters():
-            if parameter.grad is not None and not self.is_local_parameter(parameter):
-                holder = name.rpartition(".")[0] or "(root)"
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}parameter '{name}' got a gradient here, but it lives on "
-                    f"pp_rank {self._parameter_partition.get(parameter)}: code of this rank has "
-                    f"computed with it without calling its module '{holder}', so results are "
-                    "wrong. Call the module, or put it on the rank of the code that reads it "
-                    "(smp.set_partition; pp_rank 0 for the code of modules that are split)"
-                )
 
     def is_local_parameter(self, parameter: Tensor) -> bool:
         return self._parameter_partition.get(parameter) == self._pp_rank
@@ -284,6 +271,15 @@ class ModelParts:
                 f"cannot load the state into {type(self.root).__name__}: " + "; ".join(problems)
             )
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _why_absent(name: str, partition: int) -> str:
+    return (
+        f"{_C.rank_prefix()}parameter '{name}' has no values here: it lives on pp_rank "
+        f"{partition}. Read it in model.state_dict(), or inside of "
+        "`with smp.whole_parameters(model):` between steps, where it may be written to, on all "
+        "ranks; in a forward put what reads it on its rank (smp.set_partition)"
+    )
 
 
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -10,28 +10,24 @@ import torch
 import smp._C as _C
 from smp.modules import host_values
 from smp.modules.given import Change, Given
-from smp.precision import cast_inputs, cast_outputs
+from smp.precision import cast_outputs
 
 
 class RootCall:
-    """The arguments of one call, cast and on the device of the model.
+    """The arguments of one call, on the device of the model.
 
     Args:
         arguments: (args, kwargs) of the step function.
         device: of the model.
-        dtype: of a model that trains in 16 bits, once it is cast; None: arguments stay.
         casts: whether outputs are cast to float32.
     """
 
-    def __init__(
-        self, arguments: Any, device: torch.device, dtype: torch.dtype | None, casts: bool
-    ) -> None:
+    def __init__(self, arguments: Any, device: torch.device, casts: bool) -> None:
         self._given = _given(arguments)
         self._casts = casts
-        prepared = arguments if dtype is None else cast_inputs(arguments, dtype)
-        if device.type != "cpu":
-            prepared = host_values.upload(prepared, device)
-        # Casts have made copies of containers.
+        on_device = device.type == "cpu"
+        prepared = arguments if on_device else host_values.upload(arguments, device)
+        # Copies to a device have made copies of containers.
         self._taken = self._given if prepared is arguments else _given(prepared)
         self._prepared = prepared
         #: number of containers among the arguments, and what the module has done to them

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 import smp._C as _C
 from smp.model.parts import ModelParts, is_extra_state, set_extra_states
 from smp.modules.materialize import make_real, plain_state
+from smp.precision.script_writes import disown
 from smp.replacement import refuse_pieces, to_ours
 from smp.storage.whole import WholeParameters
 from smp.tensor_parallel import partial
@@ -137,6 +138,7 @@ class WholeState:
                 if parts is None or parts.is_local_parameter(parameter):
                     make_real(parameter, cpu)
                 else:
+                    disown(parameter)
                     parameter.data = state[name].detach().clone()
             for module in self._root.modules():
                 for name, buffer in module._buffers.items():

@@ -37,8 +37,10 @@ def num_changes() -> int:
 class Around(enum.IntEnum):
     """What may stand around a forward, from the inside to the outside."""
 
-    COMPILED = -3
+    COMPILED = -4
     """Runs what `torch.compile` has made of the forward."""
+    OPERANDS = -3
+    """Casts operands of operators in 16-bit training."""
     RECORD = -2
     """Notes what the module returns in the first training step."""
     CHECKS = -1
@@ -72,10 +74,15 @@ class _Chain:
         return self.composed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
-        """Of the copy of the module, which is the user's: nothing stands around it."""
-        return _Chain(
+        """Makes the forward of the module's copy, which is the user's: nothing stands around it,
+        but what casts its operands, without which it may not run."""
+        chain = _Chain(
             copy.deepcopy(self.module, memo), copy.deepcopy(self.original, memo), self.is_own
         )
+        if Around.OPERANDS in self.wrappers:
+            chain.wrappers[Around.OPERANDS] = self.wrappers[Around.OPERANDS]
+            chain.compose()
+        return chain
 
     def __reduce__(self) -> tuple[Callable[..., Forward], tuple[Any, ...]]:
         """Pickles the forward alone, for the same reason."""
@@ -158,18 +165,19 @@ def is_wrapped(module: nn.Module, around: Around) -> bool:
     return chain is not None and around in chain.wrappers
 
 
-def waits_only(
+def may_be_lifted(
     wrapper: Callable[[Forward], Forward],
 ) -> Callable[[Forward], Forward]:
-    """Says of what is put around a forward that it waits for the watched parameters of the module
-    (`smp.storage.watched`), and does nothing else: who reads these has waited as well."""
-    wrapper.__dict__["waits_only"] = True
+    """Says of what is put around a forward that it is done already where the module runs inside of
+    a compiled one: it waits for watched parameters (`smp.storage.watched`), which are read there,
+    or sets a mode that holds there."""
+    wrapper.__dict__["may_be_lifted"] = True
     return wrapper
 
 
 class Lifted:
     """Modules whose forwards are for a while what they were before anybody put something around
-    them that waits only.
+    them that may be lifted.
 
     Args:
         modules: that nothing else stands around.

@@ -30,24 +30,45 @@ def make_real(parameter: nn.Parameter, device: torch.device) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def make_placeholder(parameter: nn.Parameter, device: torch.device) -> None:
+_ABSENCE = "_smp_absence"
+
+
+def make_placeholder(parameter: nn.Parameter, device: torch.device, why: str) -> None:
     """Frees the memory of a parameter that lives on another rank.
 
-    Shape, dtype and device remain true; all elements share one NaN, so reading them by mistake
-    shows in the loss instead of being silently wrong.
+    Shape, dtype and device remain true. Whatever asks for the values, in Python or in an operator,
+    raises.
+
+    Args:
+        parameter: keeps its object.
+        device: of the placeholder.
+        why: text of that error.
     """
     with torch.no_grad():
-        value = filler(parameter.dtype, device).expand(parameter.shape)
+        value = _placeholder(parameter.dtype, device, parameter.shape, why)
         if parameter.is_meta:
             exchange(parameter, value)
         else:
             parameter.data = value
         parameter.grad = None
+        setattr(parameter, _ABSENCE, why)
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size, why: str) -> Tensor:
+    value = filler(dtype, device).expand(shape)
+    torch._C._set_storage_data_ptr_access_error_msg(value.untyped_storage()._cdata, why)
+    return value
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Do all elements share one? Of one element alone it is not known."""
-    return tensor.numel() > 1 and not any(tensor.stride())
+    """Has the tensor no values on this rank?"""
+    if tensor.numel() == 0 or tensor.is_meta or (tensor.numel() > 1 and any(tensor.stride())):
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def plain_state(root: nn.Module) -> dict[str, Any]:
@@ -65,9 +86,10 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """
     if parameter.dtype == dtype:
         return
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if is_placeholder(parameter):
-            parameter.data = filler(dtype, parameter.device).expand(parameter.shape)
+            why = getattr(parameter, _ABSENCE)
+            parameter.data = _placeholder(dtype, parameter.device, parameter.shape, why)
         else:
             parameter.data = parameter.data.to(dtype)
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Tensors inside of transforms of ``torch.func``: vmap, grad, jvp."""
+"""Tensors inside of transforms of ``torch.func`` (vmap, grad, jvp) and of forward-mode AD."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 
 def is_transformed(value: Any) -> bool:
-    """Is one of the tensors in it that of a transform? Such a tensor lives in its thread only."""
+    """Is one of the tensors in it that of a transform? Such a tensor lives in its thread only.
+
+    A tensor with a tangent of ``torch.autograd.forward_ad`` is one.
+    """
     return any(
-        isinstance(leaf, Tensor) and _functorch.is_functorch_wrapped_tensor(leaf)
+        isinstance(leaf, Tensor)
+        and (_functorch.is_functorch_wrapped_tensor(leaf) or has_tangent(leaf))
         for leaf in pytree.tree_leaves(value)
     )
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Does a tensor carry a derivative along a direction?"""
+    if forward_ad._current_level < 0:  # type: ignore[attr-defined]
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,11 +15,14 @@ from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
+from smp.modules.watching import unwatched
 from smp.observe.memory.out_of_memory import explaining
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
+from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
+from smp.optim.written import WrittenMasters
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
 from smp.precision.holdings import (
     model_parameter_of,
@@ -48,7 +53,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
-            optimizer inside of it.
+            optimizer inside of it. An FP16 optimizer of the script's own (apex, and scripts before
+            1.10) gives its optimizer and its loss scale, and this one takes its place.
         static_loss_scale: factor of the loss; None means 1. For fp16 training, without effect
             otherwise, as the next two.
         dynamic_loss_scale: let the scale follow overflows instead.
@@ -57,8 +63,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: for something else than an optimizer, for unknown loss scale arguments, for
-            parameters whose module was replaced, and for an optimizer that needs more of the
-            parameters than a rank has (a trial on small tensors shows it).
+            parameters whose module was replaced, for an optimizer that needs more of the
+            parameters than a rank has (a trial on small tensors shows it), and for an FP16
+            optimizer of the script's own without ``fp16: True``.
     """
 
     # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
@@ -78,16 +85,18 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         current = runtime.current()
         if isinstance(optimizer, DistributedOptimizer):
             optimizer = optimizer.optimizer
+        loss_args = {**(dynamic_loss_args or {}), **loose_loss_args}
+        own = take_apart(optimizer, current.rank.config.fp16)
+        if own is not None:
+            optimizer, loss_args = own.optimizer, own.loss_args
+            static_loss_scale, dynamic_loss_scale = own.loss_scale, own.is_dynamic
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"{_C.rank_prefix()}DistributedOptimizer wraps a torch.optim.Optimizer, got a "
                 f"{type(optimizer).__name__}"
             )
         scaler = precision.make_loss_scaler(
-            static_loss_scale,
-            dynamic_loss_scale,
-            {**(dynamic_loss_args or {}), **loose_loss_args},
-            current.rank.device,
+            static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
         refuse_parts(current.rank, optimizer)
@@ -141,7 +150,29 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return self._watched(found) if inspect.ismethod(found) else found
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the wrapped optimizer; what it writes to parameters reaches the model."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self._written.digest()
+            result = method(*args, **kwargs)
+            if self._written.digest() != before:
+                self._spread()
+            return result
+
+        return run
+
+    def _spread_written(self) -> None:
+        """Brings what the script has written to masters or pieces into the model.
+
+        Collective as :meth:`step` if it has.
+        """
+        if self._written.is_new():
+            self._spread()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -175,6 +206,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     # ---- updating
 
+    @unwatched()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters of this rank. Call it outside of the step function.
 
@@ -221,6 +253,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def _gradients_used(self, are_applied: bool = False) -> None:
         self._runtime.steps.has_gradients = False
+        if are_applied:
+            self._runtime.steps.missed_at = None
         self._gradients.used(are_applied)
         if self._is_scaled:
             self._num_reductions = self._count_reductions()
@@ -318,6 +352,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         for model in self._models():
             if model.partitioned:
                 engine_of(model).after_update()
+        self._written.note()
 
     def _has_local(self) -> bool:
         return any(map(self._locality(), parameters_of(self.optimizer)))
@@ -325,6 +360,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _use_masters(self) -> None:
         """Puts masters in the place of parameters of models that are partitioned."""
         adopt_masters(self.optimizer)
+        self._written = WrittenMasters(self.optimizer)
         self._gradients.attach()
         if self._runtime.torch_optimizers is not None:
             self._runtime.torch_optimizers.watch(self.optimizer)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from smp.modules.module_writes import ModuleWrites
+
+# How the code of a module uses parameters of others: verbs in front of their names.
+READS = "reads parameters of"
+TRANSFORMS = "calls inside of a transform of torch.func"
+DIFFERENTIATES = "differentiates inside of its forward (torch.autograd.grad)"
+OWN_BACKWARD = "calls inside of an autograd function with a backward of its own"
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,9 @@ class Trace:
         order: modules in the order of their first call.
         values: tensors in the order in which they were made.
         calls: (caller, called) pairs.
-        parameter_reads: (module, holder): its own code reads a parameter of another module that
-            it was not given, so both must be on one rank.
+        parameter_reads: (module, holder): its own code uses a parameter of another module that
+            it was not given, so both must be on one rank; with what the code does, one of the
+            verbs above.
         writes: what the forward wrote to attributes of modules.
         how: "fake", or the type of the device that the model really ran on.
         unit: of `ModuleCost.compute`: "flops" or "ms".
@@ -96,7 +104,7 @@ class Trace:
     order: tuple[int, ...]
     values: tuple[TracedValue, ...]
     calls: frozenset[tuple[int, int]]
-    parameter_reads: frozenset[tuple[int, int]]
+    parameter_reads: Mapping[tuple[int, int], str]
     how: str
     unit: str
     cost_per_link_byte: float

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +14,27 @@ import smp._C as _C
 from smp.partition.fastest import Candidate
 from smp.partition.tree import ModuleIndex
 from smp.tensor_parallel.sharding import whole_shape
+
+_MAX_STAGES = 3
+_MAX_CHARACTERS = 120  # of names in a line
+#: A line of `Decision.text`.
+_LINE = re.compile(r"pp_rank (\d+)(?: chunk (\d+))?: (\d+) bytes \((\d+\.\d) %\): (.*)")
+
+
+def _stage_words(line: str, ranks: Sequence[str]) -> str:
+    match = _LINE.fullmatch(line)
+    assert match is not None, line
+    pp_rank, chunk, num_bytes = (int(part or 0) for part in match.groups()[:3])
+    names = match[5].replace("(root)", "the model itself")
+    names = re.sub(r"\(([^()]+)\)", r"\1 itself", names.replace("(no modules)", "no modules"))
+    if len(names) > _MAX_CHARACTERS:
+        names = names[: _MAX_CHARACTERS - 4] + " ..."
+    stage, own = chunk * len(ranks) + pp_rank, ranks[pp_rank]
+    plural = "" if own.isdecimal() else "s"
+    return (
+        f"stage {stage} on rank{plural} {own}: {num_bytes / 2**20:.2f} MiB of parameters, "
+        f"{float(match[4]):.0f} % of all: {names}"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,18 @@ class Decision:
     decided_by: str = "auto"
     step_ratio: float | None = None
     considered: tuple[Candidate, ...] = ()
+
+    def words(self, ranks: Sequence[str]) -> list[str]:
+        """Returns a line for each stage, three at most, with what has to be known of a run.
+
+        Args:
+            ranks: numbers of the global ranks of each pipeline rank.
+        """
+        lines = [_stage_words(line, ranks) for line in self.text.splitlines()[1:]]
+        if len(lines) <= _MAX_STAGES:
+            return lines
+        more = f"and {len(lines) - 2} stages between; smp.explain_partition() has all of them"
+        return [lines[0], more, lines[-1]]
 
     @classmethod
     def of(

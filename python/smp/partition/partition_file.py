@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import smp._C as _C
+from smp.config import given_files
 from smp.partition.decision import Decision
 from smp.partition.tree import ModuleIndex
 
@@ -130,7 +131,7 @@ class _Reader:
         self._wishes: dict[int, _Wish] = {}
 
     def read(self) -> _C.Assignment:
-        content = self._path.read_text().splitlines()
+        content = given_files.read_text(self._path).splitlines()
         lines = [
             (number, stripped)
             for number, line in enumerate(content, start=1)

@@ -14,7 +14,7 @@ from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.contexts import wish_of
-from smp.partition.costs import Trace
+from smp.partition.costs import DIFFERENTIATES, OWN_BACKWARD, READS, TRANSFORMS, Trace
 from smp.partition.decide import (
     Fastest,
     PartitionConfig,
@@ -35,6 +35,16 @@ from smp.world.rank import Rank
 _MOST_FOR_WHOLE = 1.25
 # Modules that an error names.
 _MOST_NAMED = 4
+# What helps, by what code does with parameters of other modules.
+_REMEDIES = {
+    READS: "Call a module instead of reading its weight; take averages of weights, penalties and "
+    "norms over parameters out of the forward (behind the step, over model.local_parameters(), or "
+    "as weight_decay)",
+    TRANSFORMS: "Transforms (vmap, grad, jvp, functional_call) do not reach other ranks",
+    OWN_BACKWARD: "The backward of such a function (reversible layers) is code of one rank",
+    DIFFERENTIATES: "A gradient that has a graph of its own (create_graph=True: forces, penalties "
+    "of gradients) does not reach other ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -155,30 +165,28 @@ def _reads_in_the_way(
     options = partition_options(
         config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes, wishes.kept
     )
-    alone = build_tree(root, replace(trace, parameter_reads=frozenset()))
+    alone = build_tree(root, replace(trace, parameter_reads={}))
     try:
         _add_wishes(alone, pp_size)
         _C.solve_partition(alone.tree, options)
     except ValueError:
         return ""
     names = {module: name or "(root)" for name, module in root.named_modules()}
-    read: dict[int, list[str]] = {}
-    for reader, holder in sorted(trace.parameter_reads):
-        read.setdefault(reader, []).append(f"'{names[trace.modules[holder]]}'")
+    read: dict[tuple[int, str], list[str]] = {}
+    for (reader, holder), how in sorted(trace.parameter_reads.items()):
+        read.setdefault((reader, how), []).append(f"'{names[trace.modules[holder]]}'")
     told = []
-    for reader, holders in list(read.items())[:_MOST_NAMED]:
+    for (reader, how), holders in list(read.items())[:_MOST_NAMED]:
         module = trace.modules[reader]
         more = f" and {len(holders) - _MOST_NAMED} more" if len(holders) > _MOST_NAMED else ""
         told.append(
-            f"{names[module]} ({type(module).__name__}) uses those of "
+            f"{names[module]} ({type(module).__name__}) {how} "
             f"{', '.join(holders[:_MOST_NAMED])}{more}"
         )
+    remedies = "; ".join(_REMEDIES[how] for how in dict.fromkeys(how for _, how in read))
     return (
         f"partition: the model cannot be split into {pp_size} partitions, because code of modules "
-        "reads parameters of others (or calls them inside of a transform of torch.func), and must "
-        f"be on one rank with them: {'; '.join(told)}. Call a module instead of reading its "
-        "weight; take averages of weights, penalties and norms over parameters out of the forward "
-        "(behind the step, over model.local_parameters(), or as weight_decay); or set "
+        f"must be on one rank with what it uses: {'; '.join(told)}. {remedies}; otherwise set "
         "pipeline_parallel_degree to 1"
     )
 

@@ -282,7 +282,7 @@ class _Run:
                 for raw in recorder.values
             ),
             calls=frozenset(recorder.calls),
-            parameter_reads=frozenset(recorder.parameter_reads),
+            parameter_reads=dict(recorder.parameter_reads),
             how=how,
             unit="flops",
             cost_per_link_byte=trace_flops.flops_per_link_byte(self._device.type),

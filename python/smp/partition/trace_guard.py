@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_state import KeptData
@@ -54,6 +55,7 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
 
 #: Where modules keep what is called around their forward and backward.
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TABLES_OF_ALL = tuple(f"_global{table}" for table in HOOK_TABLES)
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
@@ -86,3 +88,23 @@ def exchange_tensors(modules: Sequence[nn.Module], replacement: Callable[[Tensor
                 exchanged(weight) if isinstance(weight, Tensor) else weight
                 for weight in module._flat_weights
             ]
+
+
+@contextmanager
+def without_hooks_on_all_modules() -> Iterator[None]:
+    """Hides the hooks that are registered for all modules, from a run that no script asked for.
+
+    They belong to the script, which counts or times its own calls; a trace is none of them, has no
+    values, and may end inside of a call.
+    """
+    tables = [getattr(module_hooks, name) for name in _TABLES_OF_ALL]
+    hidden = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, hidden, strict=True):
+            hooks.update(table)  # what was registered meanwhile comes last
+            table.clear()
+            table.update(hooks)

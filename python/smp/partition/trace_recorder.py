@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp._torch_releases import operators
 from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
+from smp.partition.costs import DIFFERENTIATES, OWN_BACKWARD, READS, TRANSFORMS
 from smp.partition.trace_nodes import NodeBackwards
 from smp.partition.trace_state import written_tensors
 from smp.partition.trace_values import KnownValues
@@ -150,12 +151,13 @@ class Recorder(TorchDispatchMode):
         self.values: list[RawValue] = []
         self.order: list[int] = []
         self.calls: set[tuple[int, int]] = set()
-        self.parameter_reads: set[tuple[int, int]] = set()
+        self.parameter_reads: dict[tuple[int, int], str] = {}
         self.failed_at: int | None = None
         self._may_split = may_split
         self._flops_per_byte = flops_per_byte
         self._known = known
         self._stack: list[int] = []
+        self._own_backwards = 0  # autograd functions of the user's whose forward runs now
         self._arguments: list[Any] = []
         self._value_of: dict[StorageWeakRef, int] = {}
         self._saved: set[StorageWeakRef] = set()
@@ -187,7 +189,9 @@ class Recorder(TorchDispatchMode):
             if self._stack:
                 self.calls.add((self._stack[-1], idx))
                 if is_transformed((args, kwargs)):
-                    self.parameter_reads.add((self._stack[-1], idx))
+                    self.parameter_reads[self._stack[-1], idx] = TRANSFORMS
+                elif self._own_backwards:
+                    self.parameter_reads[self._stack[-1], idx] = OWN_BACKWARD
             cost = self.costs[idx]
             if cost.num_calls == 0:
                 self.order.append(idx)
@@ -220,10 +224,34 @@ class Recorder(TorchDispatchMode):
         """Records operators and what autograd saves."""
         with (
             torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved),
+            self._noting_own_backwards(),
             _Functions(self),
             self,
         ):
             yield
+
+    @contextmanager
+    def _noting_own_backwards(self) -> Iterator[None]:
+        """Notes modules that the forward of a ``torch.autograd.Function`` of the user calls.
+
+        Its backward is code that uses them again, so they are where this code is.
+        """
+        Function = torch.autograd.Function  # noqa: N806
+        apply = Function.__dict__["apply"]
+
+        def noting(cls: type, *args: Any, **kwargs: Any) -> Any:
+            is_own = not cls.__module__.startswith(("torch.", "smp."))
+            self._own_backwards += is_own
+            try:
+                return apply.__func__(cls, *args, **kwargs)
+            finally:
+                self._own_backwards -= is_own
+
+        Function.apply = classmethod(noting)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Function.apply = apply  # type: ignore[method-assign]
 
     def with_numbers(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
         """Arguments of a function that reads numbers out of lists of tensors by itself."""
@@ -422,7 +450,8 @@ class Recorder(TorchDispatchMode):
             idx = self._taker_of(key)
             if idx in holders:
                 return
-        self.parameter_reads.add((idx, holder))
+        is_backward = torch._C._current_autograd_node() is not None
+        self.parameter_reads.setdefault((idx, holder), DIFFERENTIATES if is_backward else READS)
 
     def _taker_of(self, key: StorageWeakRef) -> int:
         """The module whose code took a parameter from its holder and handed it on.

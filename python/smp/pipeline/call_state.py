@@ -8,7 +8,7 @@ trace or the caller's context shows travels with the call; the rest is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 import smp._C as _C
 from smp.modules import collected
 from smp.modules.module_writes import Key, ModuleWrites
+from smp.modules.tables import Swaps, keep_apart
 from smp.pipeline import collectors, module_state
 from smp.pipeline.callee import is_certain
 from smp.pipeline.module_state import ModuleState
@@ -92,11 +93,14 @@ class CallState:
         self._flags: dict[int, _Flags] = {}
         self._flags_at_first: dict[nn.Module | nn.Parameter, bool] = {}
         self._values_of: dict[int, dict[tuple[int, str], Any]] = {}
+        self.swaps = Swaps(module_state.context)
+        self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
         """The model is connected."""
         self._attributes.open()
-        for module in self._modules:
+        for module, name in zip(self._modules, self._names, strict=True):
+            self._undo.append(keep_apart(module, name, self.swaps))
             self._flags_at_first[module] = module.training
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -105,6 +109,9 @@ class CallState:
     def close(self) -> None:
         """Leaves the modules as they were. May be called twice."""
         self._attributes.close()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def microbatch_done(self, mb: int) -> None:
         """Forgets what belonged to a microbatch."""

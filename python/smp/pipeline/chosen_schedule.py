@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import smp._C as _C
+from smp.config import given_files
 from smp.config.schema import Config, config_error
 from smp.pipeline import schedules as schedule
 from smp.world import comm
@@ -68,7 +68,7 @@ def _read_on_rank0(rank: Rank) -> tuple[str, str | None]:
 def _read(config: Config, pp_size: int) -> str:
     assert config.schedule_file is not None
     try:
-        text = schedule.normalize(Path(config.schedule_file).read_text())
+        text = schedule.normalize(given_files.read_text(config.schedule_file))
         ranks = len(text.splitlines())
         if ranks != pp_size:
             raise ValueError(f"it has lines for {ranks} ranks, this run has {pp_size}")

@@ -62,12 +62,21 @@ class PipelineHub:
         self._modules_of.pop(modules.first_id, None)
         modules.disconnect()
 
-    def begin_step(self, name: str, num_microbatches: int) -> int:
-        """Opens a step on all ranks of the replica; returns the driver's number of microbatches."""
-        num_microbatches = self.server.begin_step(name, num_microbatches)
+    def begin_step(self, name: str, num_microbatches: int, words: str) -> tuple[int, str]:
+        """Opens a step on all ranks of the replica.
+
+        Args:
+            name: of the step function.
+            num_microbatches: of this rank.
+            words: of this rank; those of the driver reach the other ranks.
+
+        Returns:
+            the driver's number of microbatches, and its words.
+        """
+        begun = self.server.begin_step(name, num_microbatches, words)
         for modules in list(self._modules_of.values()):
             modules.begin_step()
-        return num_microbatches
+        return begun
 
     def keep_first_apart(self, apart: bool) -> None:
         """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""

@@ -13,6 +13,7 @@ another rank would not be seen there, so it is refused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -83,6 +84,14 @@ def begin_context(values: dict[tuple[int, str], Any]) -> None:
     _values.set(values)
 
 
+def context() -> int | None:
+    """What runs now, as a number: a microbatch on this rank, a backward of one, or None."""
+    values = _values.get()
+    if values is not None:
+        return id(values)
+    return -threading.get_ident() if _C.in_context() else None
+
+
 @contextmanager
 def running(what: Running) -> Iterator[None]:
     """Inside, code of a model runs for a microbatch."""
@@ -119,7 +128,7 @@ def _write(name: str, module: nn.Module, value: Any) -> None:
     values = _values.get()
     if values is not None:
         values[id(module), name] = value
-    _table_of(module, name)[name] = value
+    dict.__setitem__(_table_of(module, name), name, value)  # it is no swap
 
 
 def _delete(name: str, module: nn.Module) -> None:

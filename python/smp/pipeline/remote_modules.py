@@ -85,6 +85,8 @@ class RemoteModules:
         self.first_apart = False
         #: of a microbatch, where masks of dropout depend on them
         self.samples_of: Callable[[int], Samples] | None = None
+        #: gets the tensors of a call before it is served
+        self.look_at: Callable[[Any], None] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
         self._remote = [
@@ -122,9 +124,14 @@ class RemoteModules:
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
         self._filled.clear()  # of a step that failed
+        self._state.swaps.forget()
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
         self._mode = f"{hash(tuple(flags)):x}"
+
+    def end_step(self) -> None:
+        """Raises when code of the step has left other tensors in the place of parameters."""
+        self._state.swaps.refuse_left()
 
     def disconnect(self) -> None:
         """Gives every module its own ``forward`` back."""
@@ -280,6 +287,8 @@ class RemoteModules:
                 f"but in {_mode_name(self._root.training)} mode here; call model.train() or "
                 "model.eval() on all ranks"
             )
+        if self.look_at is not None:
+            self.look_at(tensors)
         # Numbers of attention caches belong to this call, not to the thread that happens to run it.
         return contextvars.copy_context().run(
             self._run, module_id, mb, is_first, structure, tensors

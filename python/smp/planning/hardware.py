@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from importlib.abc import Traversable
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from smp.config import given_files
 from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 
 _FOLDER = "devices"
@@ -136,7 +136,7 @@ def load(name: str) -> Hardware:
             f"no hardware {name!r}: expected one of {', '.join(names())}, or a file of "
             "the same keys (docs/planning.md)"
         )
-    return read(path.read_text(), name)
+    return read(given_files.read_text(path), name)
 
 
 def read(text: str, where: str) -> Hardware:
@@ -146,13 +146,13 @@ def read(text: str, where: str) -> Hardware:
         ValueError: it is not one; names what is wrong.
     """
     try:
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = given_files.parse_json(text)
         parts: dict[str, Any] = {key: Link(**values.pop(key)) for key in ("inside", "between")}
         for key, kind in (("collective", Link), ("overheads", Overheads)):
             if values.get(key) is not None:
                 parts[key] = kind(**values.pop(key))
         hardware = Hardware(**{**values, **parts})
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"hardware {where!r}: {error}") from None
     for field in fields(Hardware):
         value = getattr(hardware, field.name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import smp._C as _C
+from smp.config import given_files
 from smp.config.schema import Config
 from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
@@ -94,7 +94,7 @@ def simulate(stages: Sequence[schedules.Stage], config: Config) -> schedules.Sim
     active: int | None = min(config.active_microbatches or config.microbatches, config.microbatches)
     schedule = config.pipeline
     if config.schedule_file is not None:
-        schedule = schedules.normalize(Path(config.schedule_file).read_text())
+        schedule = schedules.normalize(given_files.read_text(config.schedule_file))
     try:
         return schedules.simulate(stages, config.microbatches, schedule, active_microbatches=active)
     except RuntimeError as error:

@@ -1,6 +1,5 @@
 """Training in 16 bits: masters, loss scales, gradients that carry a scale, and their norm."""
 
-from smp.precision.casts import cast_inputs as cast_inputs
 from smp.precision.casts import cast_outputs as cast_outputs
 from smp.precision.gradients import ScaledGradients as ScaledGradients
 from smp.precision.gradients import scale as scale

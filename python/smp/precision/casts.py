@@ -1,4 +1,4 @@
-"""What goes into a 16-bit model and what comes out of it."""
+"""What comes out of a 16-bit model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from torch.utils import _pytree as pytree
 from smp.modules.flat import is_cache
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def cast_inputs(arguments: Any, dtype: torch.dtype) -> Any:
-    """Arguments with floating tensors, at any depth of containers, in ``dtype``."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, arguments
-    )
 
 
 def cast_outputs(outputs: Any) -> Any:

@@ -49,13 +49,7 @@ def clip_grad_norm_(
         RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``; inside of
             a step function.
     """
-    current = runtime.current()
-    current.steps.refuse_inside("clip_grad_norm_")
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    updated = list({id(p): p for p in map(master_of, listed)}.values())
-    for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
-        gradients.unscale()
-    norm = global_norm(current.rank, updated, norm_type)
+    norm = _true_norm(runtime.current(), parameters, norm_type, "clip_grad_norm_")
     if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
         raise RuntimeError(
             f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
@@ -63,6 +57,41 @@ def clip_grad_norm_(
         )
     scale(norm.grads, 1.0 / norm.divisor(max_norm))
     return norm.rounded(norm.total)
+
+
+def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Returns the norm of the gradients over the whole model, and leaves them as they are.
+
+    Where each rank has a part of the model, a norm that a script computes from ``.grad`` is that of
+    the part. Collective as `clip_grad_norm_`, and called in the same place.
+
+    Args:
+        parameters: ``model.parameters()``, or on every rank its part of the same selection.
+        norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
+
+    Returns:
+        the norm: a tensor without dimensions, on the device of this rank, equal on all ranks.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: inside of a step function.
+    """
+    norm = _true_norm(runtime.current(), parameters, norm_type, "grad_norm")
+    return norm.rounded(norm.total)
+
+
+def _true_norm(
+    current: runtime.Runtime, parameters: Tensor | Iterable[Tensor], norm_type: float, what: str
+) -> GlobalNorm:
+    """Takes the loss scale out of gradients, and computes their norm. Collective."""
+    current.steps.refuse_inside(what)
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    updated = list({id(p): p for p in map(master_of, listed)}.values())
+    for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
+        gradients.unscale()
+    if current.part_gradients is not None:
+        current.part_gradients.norm_was_read()
+    return global_norm(current.rank, updated, norm_type)
 
 
 @dataclass(frozen=True)

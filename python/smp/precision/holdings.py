@@ -94,7 +94,7 @@ def refresh_piece(holding: Holding) -> None:
 
 
 def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
-    """Gives the model a value, and its master too.
+    """Gives the model a value, and its master too; they may share their memory.
 
     A value in 16 bits changes a master only where this is not rounded to it: otherwise the master
     is the more precise of the two, and the order in which a model and its optimizer are loaded
@@ -105,14 +105,19 @@ def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
         values: as many, of any floating dtype.
     """
     with torch.no_grad():
-        piece.copy_(values.view(piece.shape))
-        if master is None or master.dtype == piece.dtype:
-            return
-        values = values.to(master.device).view(master.shape)
-        if values.dtype.itemsize < 4:
-            rounded = values.to(piece.dtype)
-            values = torch.where(master.to(piece.dtype) == rounded, master, values.to(master.dtype))
-        master.copy_(values)
+        precise = values
+        if master is not None and values.dtype.itemsize < 4:
+            dtype = piece.dtype if piece.dtype != master.dtype else values.dtype
+            precise = _keep_digits(master, values.to(master.device).view(master.shape), dtype)
+        if master is None or piece.dtype != master.dtype:
+            piece.copy_(values.view(piece.shape))
+        if master is not None:
+            master.copy_(precise.view(master.shape))
+
+
+def _keep_digits(known: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what is known where it is a value of 16 bits with more digits, else the value."""
+    return torch.where(known.to(dtype) == values.to(dtype), known, values.to(known.dtype))
 
 
 def cut(whole: Tensor, holding: Holding) -> Tensor:
@@ -123,9 +128,11 @@ def cut(whole: Tensor, holding: Holding) -> Tensor:
 
 def load_value(target: Tensor, value: Tensor) -> None:
     """Copies a value into a parameter or buffer of a model, and into the parameter's master."""
-    with torch.no_grad():
-        target.copy_(value)
     holding = holding_of(target)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if holding is not None and not holding.has_copy and value.dtype.itemsize < 4:
+            value = _keep_digits(target, value.to(target.device), value.dtype)
+        target.copy_(value)
     if holding is not None and holding.has_copy and holding.numel:
         write_values(holding.piece, holding.master, cut(value, holding))
 

@@ -8,26 +8,29 @@ nothing to show, and the first look is told so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import smp._C as _C
 from smp.precision.gradients import ShownGradient, gradients_of
 from smp.precision.holdings import Holding, holding_of
+from smp.precision.script_writes import ScriptParameter
 from smp.world.log import first_rank_log
+from smp.world.steps import Steps
 
 _native: Any = torch.Tensor.grad
 
 
 def show_gradients(holdings: Iterable[Holding]) -> None:
-    """Gives parameters in 16 bits a ``.grad`` that is made of their masters', which are whole."""
+    """Gives parameters a ``.grad`` that is made of their masters', which are whole."""
     for holding in holdings:
-        if holding.has_copy:
-            # As UninitializedParameter of torch does; code that has the parameter keeps it.
-            holding.parameter.__class__ = HalfParameter
+        # As UninitializedParameter of torch does; code that has the parameter keeps it.
+        holding.parameter.__class__ = HalfParameter
 
 
 def miss_gradients(holdings: Iterable[Holding]) -> None:
@@ -36,12 +39,17 @@ def miss_gradients(holdings: Iterable[Holding]) -> None:
         holding.parameter.__class__ = CutParameter
 
 
-class CutParameter(nn.Parameter):
+class CutParameter(ScriptParameter):
     """A parameter of which this rank updates a piece, or nothing.
 
     ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
     code that goes over all parameters passes by those without a gradient, and would do nothing.
+
+    Attributes:
+        steps: of the run, where the line of a script that looks is noted.
     """
+
+    steps: Steps | None = None
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -49,6 +57,8 @@ class CutParameter(nn.Parameter):
         own: Tensor | None = _native.__get__(self)
         holding = holding_of(self)
         has_other = own is None and holding is not None and holding.master.grad is not None
+        if has_other and CutParameter.steps is not None:
+            _note_missed(CutParameter.steps, sys._getframe(1))
         if has_other and first_rank_log.is_new(CutParameter):
             first_rank_log.warning(
                 "smp: .grad of the model's parameters is None, because each rank has gradients of "
@@ -72,8 +82,8 @@ class CutParameter(nn.Parameter):
         self.grad = None
 
 
-class HalfParameter(nn.Parameter):
-    """A parameter in 16 bits, whose gradient is that of its master.
+class HalfParameter(ScriptParameter):
+    """A parameter in 16-bit training, whose gradient is that of its master.
 
     ``grad`` is a rounded copy without loss scale, and None between an update and new gradients.
     Setting it sets the gradient of the master. What is written to a copy would reach nobody, so
@@ -128,3 +138,10 @@ class HalfParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _note_missed(steps: Steps, frame: FrameType) -> None:
+    """Notes the line of a script that finds no gradient where it looks for those of a step."""
+    room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if room not in ("torch", "smp") and steps.has_gradients and steps.running is None:
+        steps.missed_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"

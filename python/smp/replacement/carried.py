@@ -133,8 +133,15 @@ def _lost_hooks(module: nn.Module, registration: Registration) -> str | None:
         for table, what in _HOOK_TABLES.items():
             for hook in part.__dict__.get(table, {}).values():
                 if id(hook) not in own and not _may_go(hook, registration):
-                    return f"there is {what} on {_place(name)}"
+                    return f"there is {what} on {_place(name)} ({_name_of(hook)})"
     return None
+
+
+def _name_of(hook: Any) -> str:
+    """What a hook is in its source: its function, or the class of an object that is called."""
+    function = inspect.unwrap(getattr(hook, "hook", hook))
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _may_go(hook: Any, registration: Registration) -> bool:

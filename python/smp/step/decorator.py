@@ -24,9 +24,11 @@ from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batches import Batch, Bodies, Pieces, make_bodies
 from smp.step.cutting import Cutting, Reading, Rules
+from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
+from smp.step.unwrapped import run_without_model
 from smp.step.weights import WeightRule
 from smp.world import preemption, runtime
 from smp.world.log import first_rank_log
@@ -85,6 +87,7 @@ class StepFunction:
     def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started_s = time.perf_counter()
         current.steps.inject_fault(current.steps.num_begun)
+        current.wrapped.spread_written()
         # Held until the step is over: garbage is collected at any time.
         models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
         trains, seed = torch.is_grad_enabled(), torch.initial_seed() & (2**64 - 1)
@@ -117,13 +120,13 @@ class StepFunction:
                     self._rule.look_for_labels(current, used, batches[0], begin_body)
                     weights = self._rule.weigh(current, engines, batches)
                 step_run.number_samples(batches)
-                count = step_run.begin(count, weights)
+                cut = {name: tensor for name, tensor, _ in batches[0].cutting.tensors()}
+                count = step_run.begin(count, weights, cut)
                 bodies = bodies_of(count, weights)
                 if models:
                     step_run.run(count, bodies)
                 else:
-                    for mb in range(count):
-                        bodies(mb)
+                    run_without_model(current, self._name, count, bodies, trains=trains)
                 step_run.end()
         except BaseException:
             step_run.abandon()
@@ -238,7 +241,7 @@ class _Bodies:
             begin_context({})
             if self._place_of is not None:
                 places.enter(self._place_of(mb))  # in a copy of the context
-            with autocast.apply(self._autocast):
+            with autocast.apply(self._autocast), explaining_derivatives(current):
                 return self._function(*own.args, **own.kwargs)
 
         self.results[mb] = self._context.copy().run(run)

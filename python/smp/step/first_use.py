@@ -11,6 +11,7 @@ import smp._C as _C
 from smp.model import DistributedModel, engine_of
 from smp.partition.capture import Capture, Captured
 from smp.partition.costs import Trace
+from smp.partition.trace_guard import without_hooks_on_all_modules
 from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
@@ -76,7 +77,8 @@ def _trace(
     for engine in engines:
         engine.capture = capture
     try:
-        traces = capture.run(run_body)
+        with without_hooks_on_all_modules():
+            traces = capture.run(run_body)
     finally:
         for engine in engines:
             engine.capture = None

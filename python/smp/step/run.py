@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from smp import data_parallel
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
 from smp.model.mask_places import draws_of
+from smp.step.agreement import Agreement
 from smp.step.batches import Batch
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime, thread_device
@@ -40,12 +42,18 @@ class StepRun:
         self._trains = trains
         self._seed = 0
 
-    def begin(self, num_microbatches: int, weights: BatchWeights | None) -> int:
+    def begin(
+        self,
+        num_microbatches: int,
+        weights: BatchWeights | None,
+        batch: Mapping[str, Any] | None = None,
+    ) -> int:
         """Opens the step on all ranks of the replica, and over the replicas.
 
         Args:
             num_microbatches: of this rank.
             weights: of the microbatches of this rank's batch; None: another rank reads it.
+            batch: arguments that are cut, by name.
 
         Returns:
             the number of microbatches of the driver, whose data count.
@@ -56,9 +64,13 @@ class StepRun:
         hub = self._hub
         # Before other ranks of the pipeline can ask for split layers, which communicate too.
         self._seed = self._agreed_seed()
+        terms = Agreement(self._current, self._name, batch or {}) if self._has_peers() else None
         if hub is not None:
-            num_microbatches = hub.begin_step(self._name, num_microbatches)
-        self._engines = self._agreed(num_microbatches)
+            words = "" if terms is None else terms.words()
+            num_microbatches, words = hub.begin_step(self._name, num_microbatches, words)
+            if terms is not None:
+                terms.compare_pipeline(words)
+        self._engines = self._agreed(num_microbatches, terms)
         # Two that reduce at the same time might do so in another order on other replicas.
         first = max(
             self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
@@ -98,7 +110,11 @@ class StepRun:
         if self._hub is not None:
             self._hub.use_samples(draws.samples)
 
-    def _agreed(self, num_microbatches: int) -> list[Engine]:
+    def _has_peers(self) -> bool:
+        """Do other ranks train the same model in this step?"""
+        return self._trains and self._current.rank.world_size > 1 and bool(self._engines)
+
+    def _agreed(self, num_microbatches: int, terms: Agreement | None) -> list[Engine]:
         """The models that all replicas have; garbage is collected at any time. Collective."""
         current = self._current
         communicator = current.rank.comms.dp_host
@@ -107,16 +123,26 @@ class StepRun:
         lockstep = lockstep_of(current.rank)
         shares = lockstep is not None and lockstep.is_forward
         ordered = shares or (config.orders_replicas and self._hub is not None)
-        if communicator is None or not (several or ordered):
+        # Replicas that have run out of batches (`smp.join`) take part in reductions only.
+        joins = any(engine.uneven is not None for engine in self._engines)
+        compares = terms is not None and not joins
+        if communicator is None or not (several or ordered or compares):
             return self._engines
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.wrapped.num_wrapped)]
         maxima = data_parallel.agree_on_maxima(
             current.rank,
             communicator,
-            [num_microbatches, -num_microbatches, *missing],
+            [
+                num_microbatches,
+                -num_microbatches,
+                *(terms.digests() if terms is not None and compares else (0, 0)),
+                *missing,
+            ],
             "begin of a step",
         )
+        if terms is not None:
+            terms.compare_replicas(maxima[2:4])
         if ordered and maxima[0] != -maxima[1]:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
@@ -124,7 +150,7 @@ class StepRun:
                 f"{lockstep.key if shares and lockstep else 'deterministic_server'} they "
                 "follow one order: give them batches that make equally many microbatches"
             )
-        return [engine for engine in self._engines if not maxima[2 + engine.idx]]
+        return [engine for engine in self._engines if not maxima[4 + engine.idx]]
 
     def run(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
-from smp.modules.forwards import Around, Forward, waits_only, wrap_forward
+from smp.modules.forwards import Around, Forward, may_be_lifted, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.precision.shown_gradients import miss_gradients
@@ -55,6 +55,7 @@ class FlatParameters(WholeParameters):
         super().__init__(rank, root)
         self._bucket_cap_bytes = bucket_cap_bytes
         self._overlap = overlap
+        self._is_written = False
         self._undo: list[Callable[[], None]] = []
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -113,13 +114,23 @@ class FlatParameters(WholeParameters):
                 master, piece = master.view(values.shape), piece.view(values.shape)
             cast(parameter, bucket.dtype)
             parameter.data = place
-            holding = Holding(name, parameter, held.begin, held.numel, piece, nn.Parameter(master))
+            # `.data`: a version counter of its own, which gathers do not change.
+            master_ = nn.Parameter(master.data)
+            holding = Holding(name, parameter, held.begin, held.numel, piece, master_)
             attach(holding)
             self.holdings[parameter] = holding
         return flat
 
     def thaw(self, name: str) -> None:
         refuse_thawed(name, "shard_optimizer_state")
+
+    def _written(self) -> None:
+        self._is_written = True
+
+    def begin_step(self, num_microbatches: int, trains: bool) -> None:
+        super().begin_step(num_microbatches, trains)
+        if self._is_written:  # by the script, on all ranks: masters may be rounded otherwise
+            self.after_update()
 
     # ---- of gradients
 
@@ -139,6 +150,7 @@ class FlatParameters(WholeParameters):
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
+        self._is_written = False
         self._gathers.launch()
         if not self._overlap:
             self._gathers.wait_all()
@@ -186,7 +198,7 @@ class FlatParameters(WholeParameters):
 
             return run
 
-        return waits_only(wrapper)
+        return may_be_lifted(wrapper)
 
     def close(self) -> None:
         # As long as parts are on their way, all users of the modules wait for them.

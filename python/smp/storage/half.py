@@ -7,18 +7,22 @@ from torch import nn
 
 import smp._C as _C
 from smp.modules.materialize import cast
+from smp.modules.training_dtypes import TrainingDtypes, plan_dtypes
 from smp.precision.holdings import Holding, attach
 
 #: What can become a 16-bit parameter with a float32 master.
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_castable(root: nn.Module, half: torch.dtype) -> None:
-    """Refuses models whose precision a 16-bit run would throw away.
+def plan_castable(root: nn.Module, half: torch.dtype | None) -> TrainingDtypes | None:
+    """Returns the dtypes of 16-bit training, None where there is none, and refuses models whose
+    precision it would throw away.
 
     Raises:
         ValueError: names the first such parameter.
     """
+    if half is None:
+        return None
     for name, parameter in root.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in _CASTABLE:
             key = "fp16" if half == torch.float16 else "bf16"
@@ -27,25 +31,19 @@ def check_castable(root: nn.Module, half: torch.dtype) -> None:
                 f"{parameter.dtype}, and masters are torch.float32; convert the model with "
                 f".float(), or set {key}=False to train it as it is"
             )
+    return plan_dtypes(root, half)
 
 
-def cast_rest(root: nn.Module, half: torch.dtype) -> None:
-    """Casts what has not been cast yet as ``root.to(half)`` would: frozen parameters, those of
-    other ranks, floating buffers."""
-    for parameter in root.parameters():
-        if parameter.is_floating_point():
-            cast(parameter, half)
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != half:
-                module._buffers[name] = buffer.to(half)
+def cast_with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Holding:
+    """Casts a parameter that is whole on this rank; what it had becomes its master.
 
-
-def cast_with_master(name: str, parameter: nn.Parameter, half: torch.dtype) -> Holding:
-    """Casts a parameter that is whole on this rank; what it had becomes its master."""
+    A parameter that stays in float32 shares its memory with its master.
+    """
     # Shares the memory of the parameter if that is float32 already.
-    master = nn.Parameter(parameter.detach().to(torch.float32))
-    cast(parameter, half)
+    master = nn.Parameter(parameter.data.to(torch.float32))
+    if dtype == torch.float32:
+        parameter.data = master.data
+    cast(parameter, dtype)
     holding = Holding(
         name, parameter, 0, parameter.numel(), piece=parameter.detach(), master=master
     )

@@ -72,11 +72,13 @@ class Storage(Protocol):
             parameters that are not there are updated themselves.
         shows_values: modules show the values of their parameters outside of forwards, too.
         gather_kinds: axes whose ranks take part when whole values are read.
+        mixes_dtypes: activations of 16 bits meet wider buffers in code of the user.
     """
 
     holdings: dict[nn.Parameter, Holding]
     shows_values: bool
     gather_kinds: tuple[str, ...]
+    mixes_dtypes: bool
 
     def place(
         self,
@@ -174,8 +176,8 @@ class Storage(Protocol):
         """Values were written to what lies here, by `write` or to the memory of `stored`."""
         ...
 
-    def whole(self) -> AbstractContextManager[None]:
-        """All parameters of this rank show their whole values inside, for reading. Collective."""
+    def whole(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """These parameters of this rank show their whole values, or slices, inside. Collective."""
         ...
 
     def gathers(self, tensor: Tensor) -> bool:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
+from smp.modules.training_dtypes import TrainingDtypes
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
+from smp.precision.script_writes import Own, disown, own
 from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
-from smp.storage.half import cast_rest, cast_with_master, check_castable
+from smp.storage.half import cast_with_master, plan_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
 from smp.storage.shards import Cutter, Shard, forget, shard_of
 from smp.storage.units import plan_units
@@ -50,6 +52,7 @@ class ShardedParameters:
         self._rank = rank
         self._root = root
         self._runs_here = runs_here
+        self.mixes_dtypes = False
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
         self._named: list[tuple[str, nn.Parameter]] = []
@@ -64,8 +67,7 @@ class ShardedParameters:
     ) -> None:
         rank = self._rank
         half = rank.config.half_dtype
-        if half is not None:
-            check_castable(self._root, half)
+        dtypes = plan_castable(self._root, half)
         # Nothing of what has no elements can be cut.
         empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
@@ -83,18 +85,23 @@ class ShardedParameters:
         broadcast_from_first(rank, list(self._root.buffers()))
         cutter.check_all_cut()
         miss_gradients(self.holdings.values())
-        if half is not None:
-            self._cast_rest(empty, half)
+        for (name, parameter), shard in zip(local, self._shards.values(), strict=True):
+            has_copy = shard.master is not None and shard.master.dtype != shard.piece.dtype
+            master = shard.master if has_copy else None
+            own(parameter, Own(name, shard.begin, shard.piece, master, self.after_load))
+        if dtypes is not None:
+            self._cast_rest(empty, dtypes)
         self.store = self._make_store()
         self._undo = gathering.install(self.store, self.plan, self._root)
         load_kept()
 
-    def _cast_rest(self, empty: Sequence[tuple[str, nn.Parameter]], half: torch.dtype) -> None:
-        """Gives 16 bits to what has no shard: empty parameters, those of other ranks, buffers."""
+    def _cast_rest(self, empty: Sequence[tuple[str, nn.Parameter]], dtypes: TrainingDtypes) -> None:
+        """Casts what has no shard: empty parameters, those of other ranks, buffers."""
         for name, parameter in empty:
             if parameter.requires_grad and parameter.is_floating_point():
-                self.holdings[parameter] = cast_with_master(name, parameter, half)
-        cast_rest(self._root, half)
+                self.holdings[parameter] = cast_with_master(name, parameter, dtypes.of(parameter))
+        dtypes.cast(self._root)
+        self.mixes_dtypes = dtypes.mixes
 
     def _make_store(self) -> _C.ParameterStore:
         rank = self._rank
@@ -173,8 +180,10 @@ class ShardedParameters:
             scope.leave()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        scope = self.store.enter(list(range(len(self.plan.units))), is_forward=False)
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        wanted = set(parameters)
+        units = [i for i, unit in enumerate(self.plan.units) if wanted & set(unit.parameters)]
+        scope = self.store.enter(units, is_forward=False)
         try:
             yield
         finally:
@@ -245,6 +254,7 @@ class ShardedParameters:
     def make_real(self) -> Storage:
         self.close()
         for parameter in self._order:
+            disown(parameter)
             parameter.data = self.gathered(parameter)
             forget(parameter)
         self._shards.clear()

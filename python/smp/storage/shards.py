@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import smp._C as _C
 from smp.modules.materialize import cast, make_placeholder
+from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import write_values
 
 _SHARD = "_smp_shard"
@@ -65,7 +67,7 @@ class Cutter:
         parameters: names and parameters with elements; they may have no values yet.
         position: which part is kept.
         num_shards: how many there are.
-        half: dtype that floating parameters get; None: they stay as they are.
+        half: dtype that floating parameters get unless they are kept wider; None: all stay.
         device: of the parts.
 
     Attributes:
@@ -95,7 +97,7 @@ class Cutter:
             master = None
             if plan.master_dtype is not None:
                 assert flat is not None
-                master = nn.Parameter(flat[:numel])
+                master = nn.Parameter(flat[:numel].data)
             self.shards[parameter] = Shard(
                 parameter, tensor, begin, numel, tensor[:numel], flat, master
             )
@@ -111,7 +113,7 @@ class Cutter:
             if shard.flat is not None:
                 shard.flat[: shard.numel].copy_(values)
             shard.tensor[: shard.numel].copy_(values)
-        make_placeholder(parameter, parameter.device)
+        make_placeholder(parameter, parameter.device, _why(self._waiting[parameter]))
         cast(parameter, shard.tensor.dtype)
         _describe(parameter, shard.tensor)
         setattr(parameter, _SHARD, shard)
@@ -221,7 +223,7 @@ class _Plan:
 
 def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) -> _Plan:
     floating = parameter.is_floating_point()
-    dtype = half if half is not None and floating else parameter.dtype
+    dtype = training_dtype(parameter, half) if half is not None and floating else parameter.dtype
     master_dtype = None
     if parameter.requires_grad and floating:
         master_dtype = dtype if half is None else torch.float32
@@ -244,6 +246,15 @@ class _Memories:
         rest = self._rest[dtype]
         self._rest[dtype] = rest[numel:]
         return rest[:numel]
+
+
+def _why(name: str) -> str:
+    return (
+        f"{_C.rank_prefix()}parameter '{name}' has no values here outside of forwards, as each "
+        "rank keeps a part of it (sharded_data_parallel_degree). Read it in model.state_dict(), or "
+        "inside of `with smp.whole_parameters(model):` between steps, where it may be written to; "
+        "in a step function read it through its module (module.weight). All ranks do the same"
+    )
 
 
 def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from smp.modules.tables import Swapping, Table
 
-class Watched(dict[str, Any]):
+
+class Watched(Table):
     """The parameters of a module. Access to one, by its name or by listing them, is reported
     before: that is how a parent reads its child's, and a head the table of an embedding.
 
@@ -49,27 +51,17 @@ class Watched(dict[str, Any]):
             self._read(key)
 
     def read_all(self) -> dict[str, Any]:
-        """All of them, each reported before; in a dictionary that reports nothing."""
+        """All of them, each reported before."""
         for key in self._keys.values():
             self._read(key)
-        return dict(dict.items(self))
-
-    def take_over(self, plain: Mapping[str, Any]) -> None:
-        """Writes what was written to a dictionary of `read_all` since."""
-        for name, value in plain.items():
-            if not dict.__contains__(self, name) or dict.__getitem__(self, name) is not value:
-                self[name] = value
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles are of a plain module."""
-        self._read_all()
-        return dict, (dict(dict.items(self)),)
+        return super().read_all()
 
 
-def watched_parameters(module: nn.Module) -> Watched | None:
-    """The parameters of a module, if somebody wants to know who reads them."""
-    parameters = module.__dict__["_parameters"]
-    return parameters if isinstance(parameters, Watched) else None
+class SwappingWatched(Swapping, Watched):
+    """Watched parameters while some microbatch has put something in the place of one."""
+
+
+Watched._swapping, Watched._plain = SwappingWatched, Watched
 
 
 def watch_parameters(

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel import broadcast_from_first, refuse_thawed
 from smp.modules.materialize import plain_state
+from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import Holding, load_value
+from smp.precision.script_writes import Own, own
 from smp.precision.shown_gradients import show_gradients
-from smp.storage.half import cast_rest, cast_with_master, check_castable
+from smp.storage.half import cast_with_master, plan_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
 from smp.tensor_parallel.sharding import interval_of
 from smp.world.rank import Rank
@@ -34,6 +36,7 @@ class WholeParameters:
     def __init__(self, rank: Rank, root: nn.Module) -> None:
         self._rank = rank
         self._root = root
+        self.mixes_dtypes = False
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._addresses: list[tuple[Holding, int]] = []
 
@@ -49,13 +52,13 @@ class WholeParameters:
         whole = [p for _, p in local if interval_of(p) is None]
         broadcast_from_first(self._rank, whole + list(self._root.buffers()))
         broadcast_from_first(self._rank, split, "rdp")
-        half = self._rank.config.half_dtype
-        if half is not None:
-            check_castable(self._root, half)
+        dtypes = plan_castable(self._root, self._rank.config.half_dtype)
         self._lay_out(local)
+        self._own(local)
         self._addresses = [(h, p.data_ptr()) for p, h in self.holdings.items() if p.numel()]
-        if half is not None:
-            cast_rest(self._root, half)
+        if dtypes is not None:
+            dtypes.cast(self._root)
+            self.mixes_dtypes = dtypes.mixes
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Makes the holdings of parameters that have their values.
@@ -66,11 +69,23 @@ class WholeParameters:
         if half is None:
             return
         self.holdings = {
-            parameter: cast_with_master(name, parameter, half)
+            parameter: cast_with_master(name, parameter, training_dtype(parameter, half))
             for name, parameter in local
             if parameter.requires_grad and parameter.is_floating_point()
         }
         show_gradients(self.holdings.values())
+
+    def _own(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Lets what a script writes between steps reach masters, and meet slices with words."""
+        for name, parameter in local:
+            held = self.holdings.get(parameter)
+            if held is not None and held.has_copy:
+                own(parameter, Own(name, held.begin, held.piece, held.master, self._written))
+            elif interval_of(parameter) is not None:
+                own(parameter, Own(name, 0, parameter.detach(), None, self._written))
+
+    def _written(self) -> None:
+        pass
 
     def thaw(self, name: str) -> None:
         half = self._rank.config.half_dtype
@@ -126,7 +141,8 @@ class WholeParameters:
     def after_load(self) -> None:
         pass
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def whole(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        self.settle()
         return contextlib.nullcontext()
 
     def gathers(self, tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 import smp._C as _C
+from smp.modules.materialize import is_placeholder
 from smp.modules.tracing import is_recorded
 from smp.tensor_parallel import regions
 from smp.world import runtime
@@ -95,6 +96,11 @@ def own_code(forward: Callable[_P, _R]) -> Callable[_P, _R]:
             _here.depth -= 1
 
     return run
+
+
+def is_own_code() -> bool:
+    """Does this thread run the forward of a module that reads its parts as such?"""
+    return _here.depth > 0
 
 
 def is_outside() -> bool:
@@ -188,7 +194,7 @@ class WholeParameter(Tensor):
         """The whole; gathered once. Collective the first time."""
         if self._whole is None:
             assert self._part is not None
-            if self._part.numel() > 1 and not any(self._part.stride()):
+            if is_placeholder(self._part):
                 raise _elsewhere(self._split)
             _say(self._split)
             with torch.no_grad():

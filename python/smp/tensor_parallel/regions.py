@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 import smp._C as _C
+from smp.modules.transforms import has_tangent
 from smp.world import runtime
 
 Sizes = Sequence[int] | None
@@ -35,22 +36,27 @@ def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(region)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         tensors = (*args, *kwargs.values())
+        of_args = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        if any(tensor.is_nested for tensor in of_args):
+            raise _refused("is given a nested tensor", "cannot exchange those; pad them")
         if has_torch_function(tensors):
             result: Any = handle_torch_function(call, tensors, *args, **kwargs)
             return result  # type: ignore[no-any-return]
-        if torch._C._are_functorch_transforms_active():
-            raise _transformed()
+        if torch._C._are_functorch_transforms_active() or any(map(has_tangent, of_args)):
+            raise _refused(
+                "is called inside of a transform of torch.func (vmap, grad, jvp, ...)",
+                "cannot exchange tensors there",
+            )
         return region(*args, **kwargs)
 
     return call
 
 
-def _transformed() -> RuntimeError:
+def _refused(what: str, why: str) -> RuntimeError:
     layer = _C.exchange_layer_name("")  # who named it puts the name before back
     named = f"the split layer '{layer}'" if layer else "a split layer"
     return RuntimeError(
-        f"{_C.rank_prefix()}{named} is called inside of a transform of torch.func (vmap, grad, "
-        "jvp, ...), and its ranks cannot exchange tensors there; leave it whole by "
+        f"{_C.rank_prefix()}{named} {what}, and its ranks {why}; or leave it whole by "
         "smp.set_tensor_parallelism(module, False) before the model is wrapped"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp.checkpoint.folder import partial_checkpoints
+from smp.checkpoint import folder as folders
 from smp.tensor_parallel.cutting import join
 from smp.tensor_parallel.parts import Part
 
@@ -60,16 +60,17 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
 
 def _folder(path: Path, tag: str | None) -> Path:
     if tag is None:
-        newest = path / "newest"
-        if not newest.is_file():
-            raise FileNotFoundError(f"{newest} does not exist; give the tag of the checkpoint")
-        tag = newest.read_text().strip()
+        try:
+            tag = folders.newest(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; give the tag of the checkpoint") from None
         if (path / tag).is_file():
-            partial = partial_checkpoints(path)
+            partial = folders.partial_checkpoints(path)
             if not partial:
                 raise FileNotFoundError(
-                    f"{newest} names '{tag}', a whole model, and {path} has no complete partial "
-                    "checkpoint of ours; give the tag of the checkpoint, or load the whole model"
+                    f"{path / folders.NEWEST} names '{tag}', a whole model, and {path} has no "
+                    "complete partial checkpoint of ours; give the tag of the checkpoint, or load "
+                    "the whole model"
                 )
             return partial[-1]
     for name in (tag, f"{tag}_partial"):

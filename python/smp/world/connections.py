@@ -14,6 +14,7 @@ import smp._C as _C
 from smp.world import process_hooks
 from smp.world.groups import make_way, over_gloo, over_sockets
 from smp.world.host_groups import CpuGroups
+from smp.world.presence import await_key
 from smp.world.sockets import open_sockets
 
 _POLL_S = 0.002
@@ -56,8 +57,10 @@ class Connections:
         self.board.set_coordinates(list(coordinates))
         self.stops = _C.StopAgreement(self.board)
         self.has_failed = False  # this rank raised; nobody may wait for its goodbye
+        self.failed_in = ""  # module and microbatch
         self.mailbox: _C.Mailbox | None = None
         self.exchange: _C.ObjectExchange | None = None
+        self.is_watched = False  # liveness has begun: a failure here reaches the others
         self._hub: _C.LivenessHub | None = None
         self._client: _C.LivenessClient | None = None
         self._world: _C.Communicator | None = None
@@ -113,6 +116,7 @@ class Connections:
             )
             host = "127.0.0.1" if loopback else own_host
             store.set("liveness", f"{host} {self._hub.port}")
+        await_key(store, rank, size, "liveness", self._timeout_s)
         host, port = store.get("liveness").decode().split()
         stacks_signals, stacks_fd = process_hooks.register_stack_dump()
         self._client = _C.LivenessClient(
@@ -129,6 +133,7 @@ class Connections:
             interrupt_signal=process_hooks.register_interrupt(self._raise_if_stuck),
             device=self._device,
         )
+        self.is_watched = True
         if transport == "tcp":
             self._sockets = open_sockets(
                 store,
@@ -142,7 +147,9 @@ class Connections:
             )
             self._on_cpu = over_sockets(self._sockets)
         else:
-            self._on_cpu = over_gloo(store, rank, loopback=loopback, timeout_s=self._timeout_s)
+            self._on_cpu = over_gloo(
+                store, rank, loopback=loopback, timeout_s=self._timeout_s, board=self.board
+            )
         if transport == "mpi":
             self._world = _C.make_mpi_world()
         else:
@@ -204,6 +211,7 @@ class Connections:
     def report_raised(self, where: str, text: str) -> None:
         """Tells all other ranks that this one cannot go on."""
         self.has_failed = True
+        self.failed_in = self.failed_in or where  # the first is the innermost
         if self._client is not None:
             self._client.report_raised(where, text)
 

@@ -15,6 +15,7 @@ import smp._C as _C
 from smp._torch_releases import abort_of
 from smp.config.sources import ReadConfig
 from smp.world import nccl
+from smp.world.connecting import until_a_rank_fails
 from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
 
 GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
@@ -320,7 +321,12 @@ def make_on_device(
 
 
 def over_gloo(
-    store: dist.Store, global_rank: int, *, loopback: bool, timeout_s: float
+    store: dist.Store,
+    global_rank: int,
+    *,
+    loopback: bool,
+    timeout_s: float,
+    board: _C.FaultBoard | None = None,
 ) -> CpuGroups:
     """Groups of Gloo, each of which connects each of its ranks with each.
 
@@ -329,6 +335,7 @@ def over_gloo(
         global_rank: of this process.
         loopback: all ranks are on one machine; listen on loopback only.
         timeout_s: for making the connections.
+        board: ends that when a rank has failed; None: nothing does.
     """
 
     def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
@@ -343,7 +350,11 @@ def over_gloo(
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
         own = dist.PrefixStore(f"{name}/{ranks[0]}", store)
-        backend = gloo(own, list(ranks).index(global_rank), len(ranks), options)
+        backend = until_a_rank_fails(
+            board,
+            torch.device("cpu"),
+            lambda: gloo(own, list(ranks).index(global_rank), len(ranks), options),
+        )
         backend._set_default_timeout(_NEVER)
         return _C.make_c10d_communicator(backend, f"gloo:{name}")
 

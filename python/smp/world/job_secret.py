@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 import smp._C as _C
+from smp.config import given_files
 
 SECRET_VARIABLE = "SMP_JOB_SECRET"
 FILE_VARIABLE = "SMP_JOB_SECRET_FILE"
+#: What rank 0 sets where the environment gives no secret.
+SECRET_KEY = "secret"
 _HOW = "for instance what `openssl rand -hex 32` prints"
 
 
@@ -50,9 +53,9 @@ def given_secret(env: Mapping[str, str]) -> bytes | None:
 
 def _read_private(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with given_files.open_regular(path) as file:
             info = os.fstat(file.fileno())
-            text = file.read().strip()
+            text = file.read(given_files.MOST_BYTES).strip()
     except OSError as error:
         raise ValueError(
             f"smp launch: {FILE_VARIABLE}={path!r} cannot be read: {error.strerror}; correct it"
@@ -109,5 +112,5 @@ def share_secret(store: dist.Store, global_rank: int, given: bytes | None) -> by
     if given is not None:
         return given
     if global_rank == 0:
-        store.set("secret", secrets.token_hex(32))
-    return bytes.fromhex(store.get("secret").decode())
+        store.set(SECRET_KEY, secrets.token_hex(32))
+    return bytes.fromhex(store.get(SECRET_KEY).decode())

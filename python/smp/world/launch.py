@@ -9,10 +9,11 @@ this order: a torchrun started inside a Slurm job counts as torchrun.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from smp.config import given_files
 
 HOSTNAME_VARIABLE = "SMP_HOSTNAME"
 RENDEZVOUS_VARIABLE = "SMP_RENDEZVOUS"
@@ -314,7 +315,7 @@ def _slurm_rendezvous(env: Mapping[str, str], host: str | None) -> Rendezvous:
 def _sagemaker_rendezvous(env: Mapping[str, str], host: str | None, port: str | None) -> Rendezvous:
     """SageMaker starts ``mpirun`` on the first of its hosts, where rank 0 is then."""
     try:
-        hosts = sorted(json.loads(env["SM_HOSTS"]))
+        hosts = sorted(given_files.parse_json(env["SM_HOSTS"]))
         first = str(hosts[0])
     except (ValueError, TypeError, IndexError):
         raise ValueError(

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 _MAX_RANKS = 16  # with a line each
 _MAX_HOSTS = 12  # with a line each
+_MAX_NAMED_HOSTS = 4  # in one line
 _AXES = ("pp", "tp", "rdp")
+_AXIS_WORDS = ("pipeline stages", "tensor-parallel ranks", "replicas")
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -18,6 +20,30 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def placement_words(
+    hosts: Sequence[str], devices: Sequence[str], coordinates: Sequence[tuple[int, int, int]]
+) -> list[str]:
+    """Returns a line about the layout of the ranks, and one about their hosts if there are several.
+
+    Args:
+        hosts: host of each rank, index = global rank.
+        devices: device of each rank, such as "cuda:1".
+        coordinates: places of each rank on the axes pp, tp and rdp.
+    """
+    names = list(dict.fromkeys(hosts))
+    kind = "GPUs" if devices[0].startswith("cuda") else "CPU"
+    counts = [len({place[axis] for place in coordinates}) for axis in range(len(_AXES))]
+    sizes = [f"{n} {words}" for n, words in zip(counts, _AXIS_WORDS, strict=True) if n > 1]
+    plural = "s" if len(names) > 1 else ""
+    lines = [f"{len(hosts)} ranks on {len(names)} host{plural}, {kind}: {', '.join(sizes)}"]
+    if len(names) > 1:
+        shown = names if len(names) <= _MAX_NAMED_HOSTS else names[: _MAX_NAMED_HOSTS - 1]
+        parts = [f"{ranges(_ranks_on(name, hosts))} on {name}" for name in shown]
+        rest = len(names) - len(shown)
+        lines.append(f"ranks {', '.join(parts)}" + (f", and {rest} hosts more" if rest else ""))
+    return lines
 
 
 def placement_map(
@@ -35,14 +61,8 @@ def placement_map(
         placement: order of the axes, the last of which varies fastest.
     """
     names = list(dict.fromkeys(hosts))
-    sizes = ", ".join(
-        f"{axis} {len({place[i] for place in coordinates})}" for i, axis in enumerate(_AXES)
-    )
-    head = (
-        f"smp: {len(hosts)} ranks on {len(names)} host{'s' * (len(names) > 1)}: {sizes} "
-        f"(placement {placement})"
-    )
-    ranks_of = {name: [r for r, host in enumerate(hosts) if host == name] for name in names}
+    head = f"smp: places of the ranks; placement_strategy {placement}"
+    ranks_of = {name: _ranks_on(name, hosts) for name in names}
     if len(hosts) <= _MAX_RANKS:
         rows = [
             (f"global_rank {rank}", hosts[rank], devices[rank], _places([coordinates[rank]]))
@@ -60,6 +80,10 @@ def placement_map(
         for row in rows
     ]
     return "\n".join([head, *lines])
+
+
+def _ranks_on(name: str, hosts: Sequence[str]) -> list[int]:
+    return [rank for rank, host in enumerate(hosts) if host == name]
 
 
 def _row_of_host(

@@ -111,10 +111,7 @@ def wait_for_hellos(
         _wait_for(store, [collected], keys, pulses, deadline_s, timeout_s)
         packed = zlib.decompress(base64.b64decode(store.get(collected)))
     except dist.DistNetworkError as error:
-        raise RuntimeError(
-            f"smp.init: rank 0, which the ranks meet at, does not answer any more ({error}); look "
-            "at its output"
-        ) from None
+        raise _no_answer(error) from None
     except (RuntimeError, ValueError):
         raise
     except BaseException as error:
@@ -123,6 +120,44 @@ def wait_for_hellos(
         )
         raise
     return [text.encode() for text in json.loads(packed)]
+
+
+def await_key(
+    store: dist.Store, own_rank: int, world_size: int, key: str, timeout_s: float
+) -> None:
+    """Waits for what rank 0 says to all when they have come. Ctrl-C ends it.
+
+    Args:
+        store: keys of this init.
+        own_rank: of this process.
+        world_size: number of all ranks.
+        key: that rank 0 sets.
+        timeout_s: for rank 0.
+
+    Raises:
+        RuntimeError: rank 0 did not say it in time, or some rank is gone.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pulses = _Pulses(store, own_rank, world_size)
+    try:
+        _wait_for(store, [key], [key], pulses, deadline_s, timeout_s)
+    except dist.DistNetworkError as error:
+        raise _no_answer(error) from None
+
+
+def _no_answer(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"smp.init: rank 0, which the ranks meet at, does not answer any more ({error}); look "
+        "at its output"
+    )
+
+
+def tell_failure(store: dist.Store, own_rank: int, error: BaseException) -> None:
+    """Ends the waits of the other ranks for this one, before liveness has begun."""
+    try:
+        store.set(_GONE, f"rank {own_rank} failed: {type(error).__name__}: {error}")
+    except RuntimeError:  # the store is gone with the rank that has it
+        pass
 
 
 def _wait_for(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import smp._C as _C
+from smp.world.connecting import until_a_rank_fails
 from smp.world.groups import all_groups, own_groups
 from smp.world.rank import Rank
 
@@ -67,15 +68,19 @@ class ProcessGroups:
 
     def _make(self, store: dist.Store) -> TorchGroups:
         rank = self._rank
-        return TorchGroups(
-            rank.grid,
-            rank.global_rank,
-            store,
-            shard_size=rank.shard_size,
-            device=rank.device,
-            loopback=self._loopback,
-            timeout_s=rank.timeout_s,
-        )
+
+        def make() -> TorchGroups:
+            return TorchGroups(
+                rank.grid,
+                rank.global_rank,
+                store,
+                shard_size=rank.shard_size,
+                device=rank.device,
+                loopback=self._loopback,
+                timeout_s=rank.timeout_s,
+            )
+
+        return until_a_rank_fails(rank.board, rank.device, make)
 
     def close(self) -> None:
         """Ends the groups. May be called twice."""

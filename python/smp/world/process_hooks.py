@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -16,8 +15,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 import smp._C as _C
+from smp.world import failure
 
-FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 _MAX_TRACEBACK_LINES = 30
 
 
@@ -27,7 +26,8 @@ def make_log_visible(logger: logging.Logger) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
 
 
 def describe_exception(error: BaseException) -> str:
@@ -38,27 +38,14 @@ def describe_exception(error: BaseException) -> str:
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
 
 
-def write_failure(path: str, culprit: int | None, error: BaseException) -> None:
-    """Tells the launcher the culprit: rank 0 may end first because rank 1 has failed.
-
-    Args:
-        path: of the file.
-        culprit: global rank, if it is known.
-        error: that ends this process.
-    """
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"culprit": culprit, "error": type(error).__name__}, file)
-    except OSError as problem:
-        print(f"smp: cannot write {path}: {problem.strerror}", file=sys.stderr)
-
-
 def install(
-    on_uncaught: Callable[[BaseException], None],
+    on_uncaught: Callable[[BaseException], bool],
     on_exit: Callable[[], None],
     after_fork: Callable[[], None],
 ) -> None:
     """Calls back on an uncaught exception, at exit, and in forked children. Once per process.
+
+    An exception that ``on_uncaught`` has shown is not printed a second time.
 
     The callbacks stay for the life of the process, because others may put hooks on top that
     cannot be taken away again; so they should be plain functions that look up what they need.
@@ -66,10 +53,12 @@ def install(
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_shown = False
         try:
-            on_uncaught(error)
+            is_shown = on_uncaught(error)
         finally:
-            previous(kind, error, trace)
+            if not (is_shown and failure.is_plain(previous)):
+                previous(kind, error, trace)
 
     sys.excepthook = hook
     atexit.register(on_exit)

@@ -13,6 +13,7 @@ import smp._C as _C
 from smp.config.sources import ReadConfig
 from smp.world import process_hooks
 from smp.world.connections import Connections
+from smp.world.failure import Culprit
 from smp.world.groups import Groups, build_groups, make_grid, own_groups
 from smp.world.launch import Launch
 from smp.world.settings import Settings
@@ -165,6 +166,11 @@ class Rank:
         return None if self.connections is None else self.connections.board
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the other ranks hear of a failure of this one."""
+        return self.connections is not None and self.connections.is_watched
+
+    @property
     def mailbox(self) -> _C.Mailbox | None:
         """Messages between ranks; None in a world of one."""
         return None if self.connections is None else self.connections.mailbox
@@ -226,6 +232,42 @@ class Rank:
             connections.has_failed = True  # the others know what this rank knows
         elif not connections.has_failed:
             connections.report_raised(where, process_hooks.describe_exception(error))
+
+    def on_pipeline_rank(self, pp_rank: int) -> list[int]:
+        """Global ranks with this place in their pipelines."""
+        ranks = range(self.world_size)
+        return [rank for rank in ranks if self.grid.coordinates(rank).pp == pp_rank]
+
+    def words_of(self, global_rank: int) -> str:
+        """Number and place of a rank for people: ``"global_rank 1 (pipeline stage 1)"``."""
+        at = self.grid.coordinates(global_rank)
+        axes = {"pp": ("pipeline stage", at.pp), "tp": ("tensor rank", at.tp)}
+        axes["rdp"] = ("replica", at.rdp)
+        places = [f"{n} {i}" for axis, (n, i) in axes.items() if self.sizes[axis] > 1]
+        hosts = self.launch.hosts
+        places += [f"host {hosts[global_rank]}"] * (len(set(hosts)) > 1)
+        return f"global_rank {global_rank} ({', '.join(places)})"
+
+    def culprit(self, error: BaseException) -> Culprit:
+        """Returns to whom an uncaught exception of this rank is due."""
+        board, connections = self.board, self.connections
+        kind = None if board is None else board.fault_kind()
+        if not isinstance(error, _C.PeerFailure) or board is None or kind is None:
+            where = "" if connections is None else connections.failed_in
+            return Culprit(self.global_rank, self.words_of(self.global_rank), where=where)
+        number, hosts = board.fault_rank(), self.launch.hosts
+        if number is None:
+            return Culprit(None, "all ranks", kind, is_other=True)
+        is_near = hosts[number] == hosts[self.global_rank]
+        described = f"global_rank {number} ({self._describe(number)})"
+        return Culprit(
+            number,
+            self.words_of(number),
+            kind,
+            is_other=True,
+            is_near=is_near,
+            described=described,
+        )
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:

@@ -79,6 +79,8 @@ class MeetingPoint:
     def __init__(self) -> None:
         self.host = ""
         """Where the ranks meet; empty: in a file."""
+        self.identity = ""
+        """Text that all ranks of this launch, and no others, have in common."""
         self._identity = ""
         self._store: dist.Store | None = None
         self._num_inits: Counter[str] = Counter()
@@ -104,7 +106,8 @@ class MeetingPoint:
         """
         place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
         self.host = place.host
-        identity = f"{place.identity} size {launch.world_size} rank {launch.global_rank}"
+        self.identity = f"{place.identity} size {launch.world_size}"
+        identity = f"{self.identity} rank {launch.global_rank}"
         _refuse_in_worker(identity, launch.global_rank, env)
         if self._store is None or self._identity != identity:
             self._store = None
@@ -140,7 +143,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         return dist.HashStore()
     if place.kind == "file":
         if place.private_folder:
-            _make_private(os.path.dirname(place.path))
+            make_private(os.path.dirname(place.path))
         _await_folder(os.path.dirname(place.path))
         _make_unreadable(place.path)
         return dist.FileStore(place.path, launch.world_size)
@@ -218,8 +221,13 @@ def _await_folder(folder: str) -> None:
         )
 
 
-def _make_private(folder: str) -> None:
-    """Makes a folder that only this user may enter, and checks that it is one."""
+def make_private(folder: str) -> None:
+    """Makes a folder that only this user may enter, and checks that it is one.
+
+    Raises:
+        OSError: it cannot be made.
+        RuntimeError: it is another user's, or others may enter.
+    """
     try:
         os.mkdir(folder, mode=0o700)
     except FileExistsError:

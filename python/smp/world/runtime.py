@@ -16,10 +16,11 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import lanes, process_hooks, thread_device
+from smp.world import connecting, failure, lanes, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
+    PartGradients,
     Pipeline,
     StepLog,
     TorchOptimizers,
@@ -27,10 +28,11 @@ from smp.world.attached import (
 )
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
-from smp.world.job_secret import fingerprint, given_secret, share_secret
+from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
-from smp.world.placement_map import placement_map
+from smp.world.placement_map import placement_map, placement_words
+from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
@@ -56,6 +58,7 @@ class Runtime:
         step_log: figures of training steps, from the first step on.
         memory_observer: notes what was in use when there was no memory: `smp.observe.memory`.
         torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
+        part_gradients: watches how the script uses gradients, where ranks have parts of a model.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -71,6 +74,7 @@ class Runtime:
         self.step_log: StepLog | None = None
         self.memory_observer: object | None = None
         self.torch_optimizers: TorchOptimizers | None = None
+        self.part_gradients: PartGradients | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
@@ -109,7 +113,10 @@ class Runtime:
         if not loopback and own.way["interface"]:
             # Of groups of ours and of the script, which would ask the host name for an address.
             os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
-        self.rank.connect(
+        rank = self.rank
+        if given is None and rank.global_rank:
+            await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
@@ -125,25 +132,26 @@ class Runtime:
         )
         self.process_groups.open(store, loopback=loopback)
         self.rank.wait_for_all("smp.init")
-        first_rank_log.info("%s", self._placement(meeting))
+        self._log_placement(meeting)
         if text := describe(self.rank.comms.by_hosts):
-            first_rank_log.info("smp: %s", text)
+            first_rank_log.debug("smp: %s", text)
         if not loopback:
-            first_rank_log.info("smp: %s takes part as %s", own.host, Way(**own.way))
+            first_rank_log.debug("smp: %s takes part as %s", own.host, Way(**own.way))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
 
-    def _placement(self, meeting: Sequence[Hello]) -> str:
+    def _log_placement(self, meeting: Sequence[Hello]) -> None:
         hosts, grid = [other.host for other in meeting], self.rank.grid
         devices = [
             str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
             for rank, other in enumerate(meeting)
         ]
         places = [grid.coordinates(rank) for rank in range(len(meeting))]
-        return placement_map(
-            hosts, devices, [(at.pp, at.tp, at.rdp) for at in places], grid.placement
-        )
+        coordinates = [(at.pp, at.tp, at.rdp) for at in places]
+        for line in placement_words(hosts, devices, coordinates):
+            first_rank_log.info("smp: %s", line)
+        first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
 
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""
@@ -182,7 +190,10 @@ class Runtime:
 
 _current: Runtime | None = None
 _meeting_point = MeetingPoint()
+_failing: tuple[failure.FailureFile, int] | None = None  # and the rank, also after its end
 _has_hooks = False
+_has_failed = False  # by an uncaught exception
+_init_culprit: failure.Culprit | None = None  # of a failed smp.init
 
 
 def current() -> Runtime:
@@ -225,6 +236,7 @@ def init(config: UserConfig = None) -> None:
             ranks with the same text.
         RuntimeError: ranks did not come.
     """
+    global _init_culprit
     env = os.environ
     if _current is not None:
         _init_again(_current, config, env)
@@ -245,6 +257,7 @@ def init(config: UserConfig = None) -> None:
         _start(Runtime(rank), read.notes)
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
+    _show_failures(launch.global_rank)
     way, secret, own_error = Way("", "", ""), None, None
     try:
         way = choose_way(env, _meeting_point.host, hostname)
@@ -271,40 +284,57 @@ def init(config: UserConfig = None) -> None:
         own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
         runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
+        if not runtime.rank.is_watched:
+            tell_failure(store, launch.global_rank, error)
         runtime.rank.report_raised("smp.init", error)
+        _init_culprit = runtime.rank.culprit(error)
         _end()
         raise
 
 
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:
-    global _current, _has_hooks
+    global _current
     _current, rank = runtime, runtime.rank
     thread_device.enter(rank.device)
     _C.use_host_allocator(rank.settings.host_pool and rank.device.type == "cpu")
     _C.limit_host_memory(rank.settings.test_host_mb << 20)
-    if rank.world_size > 1 and not _has_hooks:
-        _has_hooks = True
-        process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
     process_hooks.make_log_visible(logger)
     first_rank_log.begin(rank.global_rank)
     for note in (*notes, *host_advice(rank.grid.groups("tp"), rank.launch.hosts)):
         first_rank_log.warning(note)
 
 
-def _on_uncaught(error: BaseException) -> None:
+def _show_failures(global_rank: int) -> None:
+    """Keeps what fails from here on short on the terminal; stacks go to a file."""
+    global _failing, _has_hooks
+    file = failure.FailureFile(_meeting_point.identity)
+    file.open()
+    _failing = file, global_rank
+    if not _has_hooks:
+        _has_hooks = True
+        process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
+
+
+def _on_uncaught(error: BaseException) -> bool:
+    global _has_failed
+    _has_failed = True
+    culprit = _init_culprit
     if _current is not None:
+        culprit = _current.rank.culprit(error)
         _current.rank.report_raised("the script (uncaught exception)", error)
-        if path := os.environ.get(process_hooks.FAILURE_VARIABLE):
-            board = _current.rank.board
-            knows_culprit = isinstance(error, _C.PeerFailure) and board is not None
-            culprit = board.fault_rank() if board and knows_culprit else _current.rank.global_rank
-            process_hooks.write_failure(path, culprit, error)
+    if _failing is None or not _failing[0].is_own_process:
+        return False
+    file, number = _failing
+    failure.show(error, culprit or failure.Culprit(number, f"global_rank {number}"), file)
+    return True
 
 
 def _at_exit() -> None:
     """Says goodbye; the runtime of a finished script is nobody's any more."""
     uses_mpi = _current is not None and _current.rank.settings.transport == "mpi"
     _end()
+    if _has_failed:
+        connecting.exit_if_left_behind(1)
     if uses_mpi:
         _C.mpi_finalize()
 

@@ -17,6 +17,8 @@ class Steps:
         running: name of the step function that runs now.
         has_trained: a step computed gradients.
         has_gradients: a step did so after the last update of an optimizer.
+        missed_at: line of the script that has read ``.grad`` where there is none, though there are
+            gradients elsewhere that no update has used yet.
         samples: of the batch of the last step on this rank; 0: not known.
         dropout_seed: of masks that no layout changes; None: no step has needed it.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
@@ -27,6 +29,7 @@ class Steps:
         self.num_begun = self.num_finished = 0
         self.running: str | None = None
         self.has_trained = self.has_gradients = False
+        self.missed_at: str | None = None
         self.num_scaled_backwards = self.samples = 0
         self.dropout_seed: int | None = None
         self._on_finished: list[Callable[[float], None]] = []
@@ -66,6 +69,19 @@ class Steps:
                 f"{self._rank.prefix}{what} was called inside step '{self.running}'. A step "
                 "function runs once per microbatch, and its gradients are whole when it has "
                 f"returned: call {what} {place} the step function"
+            )
+
+    def refuse_missed(self) -> None:
+        """Raises a RuntimeError if the script has looked for gradients in vain, and no update
+        followed."""
+        if self.missed_at is not None:
+            raise RuntimeError(
+                f"{self._rank.prefix}{self.missed_at} has read .grad of the model's parameters, "
+                "which is None because each rank has gradients of the pieces that it updates, and "
+                "no optimizer has updated parameters since: what the script computes from .grad "
+                "itself (an update by hand, the first step of SAM) does nothing. Update with an "
+                "optimizer in smp.DistributedOptimizer, or leave shard_optimizer_state and "
+                "sharded_data_parallel_degree out"
             )
 
     @contextmanager

@@ -52,26 +52,31 @@ class WrappedOptimizer(Protocol):
     optimizer: Any
     param_groups: Any
 
+    def _has_local(self) -> bool: ...
     def _use_masters(self) -> None: ...
+    def _spread_written(self) -> None: ...
     def _step_done(self) -> None: ...
     def param_name_to_index(self) -> dict[str, int]: ...
 
 
-class _Weak(Generic[_T]):
-    """Objects in the order in which they came, those that still live."""
+class Numbered(Generic[_T]):
+    """Objects that still live, with their numbers in the order in which they came."""
 
     def __init__(self) -> None:
         self.num_added = 0
-        self._references: list[weakref.ref[_T]] = []
+        self._references: list[tuple[int, weakref.ref[_T]]] = []
 
     def add(self, item: _T) -> None:
+        self._references = [known for known in self._references if known[1]() is not None]
+        self._references.append((self.num_added, weakref.ref(item)))
         self.num_added += 1
-        self._references = [known for known in self._references if known() is not None]
-        self._references.append(weakref.ref(item))
+
+    def numbered(self) -> list[tuple[int, _T]]:
+        items = [(number, reference()) for number, reference in self._references]
+        return [(number, item) for number, item in items if item is not None]
 
     def alive(self) -> list[_T]:
-        items = [reference() for reference in self._references]
-        return [item for item in items if item is not None]
+        return [item for _, item in self.numbered()]
 
 
 class Wrapped:
@@ -85,8 +90,8 @@ class Wrapped:
     def __init__(self) -> None:
         self.partitioned: set[int] = set()
         self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
-        self._models: _Weak[WrappedModel] = _Weak()
-        self._optimizers: _Weak[WrappedOptimizer] = _Weak()
+        self._models: Numbered[WrappedModel] = Numbered()
+        self._optimizers: Numbered[WrappedOptimizer] = Numbered()
         self._waiting: list[Callable[[WrappedOptimizer], None]] = []
 
     def add_model(self, model: WrappedModel) -> int:
@@ -142,6 +147,16 @@ class Wrapped:
     def optimizers(self) -> list[WrappedOptimizer]:
         """Wrapped optimizers that live, in the order in which they were made."""
         return self._optimizers.alive()
+
+    def spread_written(self) -> None:
+        """Brings into models what the script has written to what optimizers update."""
+        for optimizer in self.optimizers:
+            optimizer._spread_written()
+
+    def updating(self) -> list[tuple[int, Any]]:
+        """PyTorch's optimizers in those that update something on this rank, with their numbers."""
+        numbered = self._optimizers.numbered()
+        return [(number, each.optimizer) for number, each in numbered if each._has_local()]
 
     @property
     def optimizer(self) -> WrappedOptimizer | None:

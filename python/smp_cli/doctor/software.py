@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import shutil
@@ -20,6 +21,8 @@ _TOOLS = {
     "nvidia-smi": "--version",
     "srun": "--version",
 }
+DISTRIBUTION = "smp-train"
+_NAMESAKE = "smp"  # another project on the package index
 _PACKAGES = ("numpy", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "PyYAML")
 
 
@@ -55,6 +58,12 @@ def packages() -> Section:
             section.values[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             section.values[name] = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version(_NAMESAKE)
+        section.problems.append(
+            f"a package {_NAMESAKE} {version} is installed, whose module has the name of this "
+            f"library's; this one is {DISTRIBUTION}: pip uninstall {_NAMESAKE}"
+        )
     try:
         torch = importlib.import_module("torch")
     except Exception as error:

@@ -16,7 +16,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-VOCABULARY, LENGTH, LAYERS, CLASSES = 60, 12, 4, 3
+VOCABULARY, LENGTH, LAYERS, CLASSES, MASKED = 60, 12, 4, 3, 4
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -49,7 +49,7 @@ def samples_of(kind: str, count: int, seed: int) -> list[dict[str, Tensor]]:
         if kind == "roberta":
             labels = ids[0] % CLASSES
         elif kind == "bert":
-            masked = torch.randperm(LENGTH, generator=generator)[:4]
+            masked = torch.randperm(LENGTH, generator=generator)[:MASKED]
             labels = torch.full_like(ids, -100)
             labels[masked] = ids[masked]
             ids[masked] = 3

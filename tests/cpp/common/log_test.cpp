@@ -1,7 +1,11 @@
 #include "csrc/common/log.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
 
 namespace smp {
@@ -12,6 +16,7 @@ class LogTest : public ::testing::Test {
   void TearDown() override {
     set_log_level(LogLevel::kWarning);
     set_rank_prefix("");
+    set_details_file("");
   }
 
   template <typename Function>
@@ -41,6 +46,32 @@ TEST_F(LogTest, LevelsBelowTheSetOneAreSilentAndCostNothing) {
 TEST_F(LogTest, OffSilencesErrorsToo) {
   set_log_level(LogLevel::kOff);
   EXPECT_EQ(printed([] { SMP_LOG(kError, "x"); }), "");
+}
+
+TEST_F(LogTest, DetailsGoToAFileThatTheLineNames) {
+  const std::string path = std::filesystem::temp_directory_path() /
+                           ("smp-details-" + std::to_string(::getpid()));
+  const std::string text = "stacks of all ranks:\n  one\n  two";
+  EXPECT_EQ(printed([&] { log_details(LogLevel::kWarning, text); }),
+            "smp warning: " + text + "\n");
+  set_rank_prefix("[global_rank 0] ");
+  set_details_file(path);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(
+        printed([&] { log_details(LogLevel::kWarning, text); }),
+        "[global_rank 0] smp warning: stacks of all ranks: " + path + "\n");
+  }
+  std::stringstream content;
+  content << std::ifstream(path).rdbuf();
+  std::filesystem::remove(path);
+  const std::string section = "==== [global_rank 0] " + text + "\n";
+  EXPECT_EQ(content.str(), section + section);
+}
+
+TEST_F(LogTest, DetailsAreLoggedWhereTheFileCannotBeWritten) {
+  set_details_file("/no/such/folder/details");
+  EXPECT_EQ(printed([] { log_details(LogLevel::kWarning, "a\nb"); }),
+            "smp warning: a\nb\n");
 }
 
 }  // namespace

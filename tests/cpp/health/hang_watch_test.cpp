@@ -63,6 +63,18 @@ TEST_F(HangWatchTest, WhatWaitingRanksStillFindToDoHidesNothing) {
   EXPECT_TRUE(watch.due_report(now));
 }
 
+TEST_F(HangWatchTest, TaskThatWasHeldBackDoesNotEndTheWaitThatItInterrupts) {
+  for (int second = 0; second < 10; ++second) {
+    LivenessFrame waiting = status(second != 6, second, "step call 3");
+    waiting.blocked_ms = second == 6 ? 0 : 1000 * second;
+    watch.on_status(0, waiting, now);
+    tell(1, false, 7, "module 'h.1', microbatch 2");
+    EXPECT_FALSE(watch.due_report(now)) << second;
+    now += seconds(1);
+  }
+  EXPECT_TRUE(watch.due_report(now));
+}
+
 TEST_F(HangWatchTest, RankThatHasSaidNothingDoesNotWait) {
   tell(1, true, 7, "what it waited for when it was stopped");
   for (int second = 0; second < 10; ++second) {
@@ -79,7 +91,7 @@ TEST_F(HangWatchTest, StacksAreShownWhenAllAreThereOrLate) {
   EXPECT_FALSE(watch.due_stacks(now)) << "nobody asked";
   now += seconds(11);
   ASSERT_TRUE(watch.due_report(now));
-  watch.on_stacks(1, "File user.py");
+  watch.on_stacks(1, "File user.py", now);
   EXPECT_FALSE(watch.due_stacks(now));
   now += seconds(4);
   const auto stacks = watch.due_stacks(now);
@@ -133,8 +145,11 @@ class RaisingHangWatchTest : public ::testing::Test {
       if (is_silent) watch.on_status(0, status(true, 5, "step call 3"), now);
       if (const auto report = watch.due_report(now)) {
         reports.push_back(*report);
-        if (answers)
-          watch.on_stacks(1, "Thread of the script:\n  in forward\n");
+        if (answers) watch.on_stacks(1, stacks(), now);
+      }
+      for (const int rank : watch.due_looks(now)) {
+        ++num_looks;
+        if (answers) watch.on_stacks(rank, stacks(), now);
       }
       watch.due_stacks(now);
       if (!fault) fault = watch.due_fault(now);
@@ -142,8 +157,21 @@ class RaisingHangWatchTest : public ::testing::Test {
     }
   }
 
+  std::string stacks() {
+    if (is_busy) ++line;
+    const std::string other = std::to_string(++other_line);
+    return "Thread of the script (most recent call first):\n"
+           "  File \"user.py\", line " +
+           other + " in forward\n  File \"user.py\", line " +
+           std::to_string(line) + " in main\n\nThread 0x1:\n  line " + other;
+  }
+
   HangWatch::Clock::time_point now = HangWatch::Clock::now();
   HangWatch watch{2, seconds(10), /*raises=*/true};
+  bool is_busy = false;
+  int line = 0;
+  int other_line = 0;
+  int num_looks = 0;
   int64_t progress = 7;
   bool is_silent = false;
   std::vector<std::string> reports;
@@ -155,7 +183,8 @@ TEST_F(RaisingHangWatchTest, StuckRankIsAFaultAfterTwiceTheTime) {
   tell(false, progress);
   pass(30);
   ASSERT_EQ(reports.size(), 3U);
-  EXPECT_NE(reports[0].find("the run ends when this has lasted 20.0 s "
+  EXPECT_NE(reports[0].find("the run ends when this has lasted 20.0 s and the "
+                            "Python stack of no such rank changes "
                             "(SMP_HANG_ACTION=report: it does not)"),
             std::string::npos)
       << reports[0];
@@ -166,7 +195,7 @@ TEST_F(RaisingHangWatchTest, StuckRankIsAFaultAfterTwiceTheTime) {
   EXPECT_NE(fault->text.find("global_rank 1 (pp 1): DOES NOT WAIT since"),
             std::string::npos)
       << fault->text;
-  EXPECT_NE(fault->text.find("\n    in forward"), std::string::npos)
+  EXPECT_NE(fault->text.find(" in forward\n"), std::string::npos)
       << fault->text;
   EXPECT_EQ(fault->text.find("global_rank 0"), std::string::npos);
 }
@@ -190,6 +219,33 @@ TEST_F(RaisingHangWatchTest, RankThatMovesAfterTheReportIsNotEnded) {
   EXPECT_FALSE(fault) << "the time begins again";
   pass(10);
   EXPECT_TRUE(fault);
+}
+
+TEST_F(RaisingHangWatchTest, RankWhoseScriptMovesIsReportedAndNotEnded) {
+  tell(false, progress);
+  is_busy = true;
+  pass(90);
+  EXPECT_FALSE(fault);
+  ASSERT_GE(reports.size(), 8U);
+  EXPECT_NE(reports[2].find("global_rank 1 (pp 1): DOES NOT WAIT since 30.0 s, "
+                            "but its Python stack changes; module 'h.1'"),
+            std::string::npos)
+      << reports[2];
+  EXPECT_NE(reports[2].find("the run goes on, because the Python stack of "
+                            "global_rank 1 changes; SMP_TIMEOUT_S ends it"),
+            std::string::npos)
+      << reports[2];
+  is_busy = false;
+  pass(8);
+  EXPECT_FALSE(fault);
+  pass(12);
+  EXPECT_TRUE(fault) << "its script moves no more";
+}
+
+TEST_F(RaisingHangWatchTest, RankThatDoesNotAnswerIsAskedOnce) {
+  tell(false, progress);
+  pass(19, false, /*answers=*/false);
+  EXPECT_EQ(num_looks, 1);
 }
 
 TEST_F(RaisingHangWatchTest, StoppedRankGivesNoStackAndIsAFault) {

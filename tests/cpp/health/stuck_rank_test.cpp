@@ -95,6 +95,21 @@ TEST(StuckRank, OtherWordsForTheWorkAreProgressWhereNobodyWaits) {
   EXPECT_EQ(registry.snapshot().progress, before + 1) << "or deadlocks hide";
 }
 
+TEST(BlockedScope, WaitThatGoesOnIsAsOldAsItsFirstBegin) {
+  WaitRegistry registry;
+  BlockedScope scope(registry);
+  scope.update(true, "step call 3", /*goes_on=*/true);
+  std::this_thread::sleep_for(milliseconds(60));
+  scope.update(false, {});
+  EXPECT_FALSE(registry.snapshot().is_blocked);
+  scope.update(true, "step call 3", /*goes_on=*/true);
+  EXPECT_GE(registry.snapshot().blocked_for, milliseconds(50));
+  EXPECT_EQ(registry.snapshot().progress, 1) << "or it were a deadlock";
+  scope.update(false, {});
+  scope.update(true, "step call 3");
+  EXPECT_LT(registry.snapshot().blocked_for, milliseconds(50));
+}
+
 TEST(FileMeter, TransfersCountAndTalkDoesNot) {
   FileMeter meter;
   EXPECT_EQ(meter.look(), 0);
@@ -105,7 +120,11 @@ TEST(FileMeter, TransfersCountAndTalkDoesNot) {
   EXPECT_EQ(meter.look(), 0) << "a line of a log";
   bytes.resize(200'000);
   EXPECT_EQ(::write(fd, bytes.data(), bytes.size()), 200'000);
-  EXPECT_GE(meter.look(), 200'000);
+  const int64_t seen = meter.look();
+  EXPECT_GE(seen, 200'000);
+  meter.leave_out(
+      [&] { EXPECT_EQ(::write(fd, bytes.data(), bytes.size()), 200'000); });
+  EXPECT_EQ(meter.look(), seen) << "stacks that were asked for";
   ::close(fd);
 }
 

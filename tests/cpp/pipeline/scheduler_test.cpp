@@ -278,6 +278,22 @@ TEST_F(WaitingSchedulerTest, what_a_list_holds_back_can_be_run_all_the_same) {
   EXPECT_EQ(scheduler.executed_actions(), "F0 F1");
 }
 
+TEST_F(WaitingSchedulerTest, what_was_held_back_is_not_what_was_waited_for) {
+  begin(schedule::make_listed_policy(schedule::parse_actions("B1 F0 F1")));
+  add(Phase::kForward, 1, 7);
+  add(Phase::kForward, 0, 7);
+  ASSERT_EQ(scheduler.run_held_back(), "task F0:m7");
+  pause();
+  add(Phase::kForward, 0, 9);  // what comes of it
+  pause();
+  EXPECT_EQ(scheduler.num_due_turns(), 0);
+  add(Phase::kBackward, 1, 7);
+  pause();
+  EXPECT_GE(scheduler.num_due_turns(), 1);
+  while (!scheduler.run_held_back().empty()) pause();
+  finish();
+}
+
 TEST(ContextThreads, the_thread_that_was_used_last_is_used_first) {
   ContextThreads threads;
   const auto run = [&](std::function<void()> work) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -54,6 +55,35 @@ std::string failure_of(Rank& self, int num_microbatches,
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
+}
+
+// Of the report of a stuck rank: its microbatches make the others wait on.
+TEST(ServerFaults, a_wait_goes_on_while_tasks_that_were_held_back_run) {
+  using std::chrono::milliseconds;
+  RankSettings settings;
+  settings.hold_back_timeout = milliseconds(300);
+  milliseconds longest{0};
+  std::atomic<int> num_begun{0};
+  std::atomic<bool> is_first{true};
+  int num_while_stuck = 0;
+  run_servers(settings, [&](Rank& self, Ranks& ranks) {
+    self.modules[1] = [&](std::vector<at::Tensor> inputs) {
+      const auto until = std::chrono::steady_clock::now() + milliseconds(2000);
+      while (is_first && std::chrono::steady_clock::now() < until) {
+        const auto waits = ranks.boards[0]->waits().snapshot();
+        longest = std::max(longest, waits.blocked_for);
+        std::this_thread::sleep_for(milliseconds(20));
+      }
+      if (is_first.exchange(false)) num_while_stuck = num_begun;
+      return std::vector{compute(inputs.at(0), self.w)};
+    };
+    self.step(6, [&](int mb) {
+      if (self.server->is_driver()) ++num_begun;
+      self.chain(mb);
+    });
+  });
+  EXPECT_GE(num_while_stuck, 4) << "of them two before the first wait";
+  EXPECT_GE(longest, milliseconds(1300));
 }
 
 enum class Place {

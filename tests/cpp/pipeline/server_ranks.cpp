@@ -118,6 +118,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   options.active_microbatches = settings.active_microbatches;
   options.device = device();
   options.timeout = std::chrono::seconds(20);
+  options.hold_back_timeout = settings.hold_back_timeout;
   server = std::make_unique<Server>(options, mailbox, ranks.boards[rank]);
   std::vector<std::string> names;
   std::vector<int> chunk_idxs;
@@ -213,7 +214,8 @@ void Rank::chain(int mb) {
 
 void Rank::step(int num_microbatches, const std::function<void(int)>& body) {
   losses.assign(num_microbatches, 0);
-  ASSERT_EQ(server->steps().begin("train", num_microbatches), num_microbatches);
+  ASSERT_EQ(server->steps().begin("train", num_microbatches).num_microbatches,
+            num_microbatches);
   server->steps().run(num_microbatches, 1, body);
 }
 

@@ -40,6 +40,7 @@ struct RankSettings {
   bool has_shared_memory = false;
   int active_microbatches = 0;
   int num_chunks = 1;
+  std::chrono::milliseconds hold_back_timeout = std::chrono::seconds(10);
   /// Device i + 1 of the fake ones is that of rank i.
   bool has_devices = false;
   std::optional<lanes::FakeOptions> lanes = {};

@@ -87,11 +87,14 @@ TEST(Steps, the_end_of_a_microbatch_comes_after_all_of_its_gradients) {
   });
 }
 
-TEST(Steps, the_number_of_microbatches_is_the_drivers) {
+TEST(Steps, the_number_of_microbatches_and_the_words_are_the_drivers) {
   run_servers({.size = 2}, [](Rank& self) {
     Steps& steps = self.server->steps();
-    const int num = steps.begin("train", self.rank == 0 ? 3 : 7);
+    const bool is_first = self.rank == 0;
+    const auto [num, words] =
+        steps.begin("train", is_first ? 3 : 7, is_first ? "mine" : "other");
     EXPECT_EQ(num, 3);
+    EXPECT_EQ(words, "mine");
     self.losses.assign(num, 0);
     steps.run(num, 1, [&](int mb) { self.chain(mb); });
     self.expect_empty();

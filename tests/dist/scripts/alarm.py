@@ -6,7 +6,8 @@ Prints ``AT <monotonic time>`` where the test, or the victim itself, acts: `stop
 `raise` and `exit` (sys.exit) in call C of a module of the victim; `slow`: it takes 1.2 s in the
 six calls from C on; `leave` (sys.exit), `die` and
 `throw` between two steps, before step S; `spawn` (all ranks): a worker of a DataLoader runs this
-file again.
+file again; `evaluate`: it computes alone before step S; `gloo-kill` and `gloo-raise`: where Gloo
+connects, `hub`: before the ranks are connected at all.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import smp
 
 MICROBATCHES, WIDTH, NUM_STEPS = 4, 8, 6
+INIT_ACTIONS = ("gloo-kill", "gloo-raise", "hub")
 
 
 def say_where() -> None:
@@ -66,6 +69,36 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([float(index)])
 
 
+def evaluate(seconds: float) -> None:
+    """Computes in layers that call each other, as models do."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for depth in range(20):
+            evaluate_layer(torch.ones(64, 64), depth)
+
+
+def evaluate_layer(x: torch.Tensor, depth: int) -> torch.Tensor:
+    if depth:
+        return evaluate_layer(x, depth - 1)
+    return torch.sin(x @ x)
+
+
+def break_init(action: str) -> None:
+    """The victim fails while the ranks connect."""
+
+    def fail(*_: object, **__: object) -> None:
+        say_where()
+        if action == "gloo-kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("the network broke")
+
+    if action == "hub":
+        smp._C.LivenessHub = fail
+        return
+    broken = type("Broken", (dist.ProcessGroupGloo,), {"__init__": fail})
+    dist.ProcessGroupGloo = dist.distributed_c10d.ProcessGroupGloo = broken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("action")
@@ -81,6 +114,8 @@ def main() -> None:
         time.sleep(3.0)  # the test ends the victim meanwhile
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             time.sleep(1000.0)  # never comes
+    if int(os.environ["RANK"]) == args.victim and args.action in INIT_ACTIONS:
+        break_init(args.action)
     smp.init(
         {
             "pipeline_parallel_degree": args.pp,
@@ -122,6 +157,8 @@ def main() -> None:
             if args.action == "throw":
                 raise ZeroDivisionError("the script broke")
             sys.exit(3)
+        if step == args.step and is_victim and args.action == "evaluate":
+            evaluate(5.0)
         train_step(torch.randn(8, WIDTH))
         optimizer.step()
         optimizer.zero_grad()

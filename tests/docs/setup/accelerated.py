@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 __all__ = ["loader", "model", "optimizer", "scheduler"]
 
-os.environ["ACCELERATE_USE_CPU"] = "1"  # as there is no GPU
 torch.manual_seed(1)
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,

@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 __all__ = ["eval_dataset", "train_dataset"]
 
 torch.manual_seed(1)
-os.environ["ACCELERATE_USE_CPU"] = "1"  # as there is no GPU
 _own = f"gpt2-{os.getpid()}"
 GPT2LMHeadModel(
     GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,

@@ -198,7 +198,7 @@ def _open(address: Address) -> Any:
         except ImportError as error:
             raise ImportError(
                 f"{address}: the package {name} is needed for checkpoints in this store and cannot "
-                f"be imported ({error}); install smp[store], or requirements/store.txt"
+                f"be imported ({error}); in the folder of smp's sources, pip install '.[store]'"
             ) from error
     import fsspec
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from smp_cli.sagemaker import CONFIG_FORM
+
 from smp.commands.ending import BadUse
 from smp.commands.verify.layouts import ALL
 
@@ -20,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layouts", default="pp2,dp2", help=f"all ({','.join(ALL)}) or some (pp2,dp2)")
     add("--steps", type=int, default=3, metavar="N", help="updates of the optimizer (3)")
-    add("--config", metavar="FILE.json|KEY=VALUE,...", help="configuration, as smp run takes it")
+    add("--config", metavar=CONFIG_FORM, help="configuration, as smp run takes it")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="of each run (600)")
     add("--keep", type=Path, metavar="DIR", help="keep records and output of all runs there")
     add("--json", action="store_true", help="one JSON document instead of a table")

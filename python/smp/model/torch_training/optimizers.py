@@ -28,6 +28,7 @@ from smp.model.torch_training.known import known_parameters
 from smp.precision.holdings import master_of, model_parameter_of, parameters_of
 from smp.tensor_parallel.sharding import replaced_name
 from smp.world import runtime
+from smp.world.wrapped import Numbered
 
 
 class TorchOptimizers:
@@ -40,6 +41,7 @@ class TorchOptimizers:
     def __init__(self, current: runtime.Runtime) -> None:
         self._rank, self._wrapped, self._steps = current.rank, current.wrapped, current.steps
         self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._own: Numbered[torch.optim.Optimizer] = Numbered()
         self._strangers: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         handle = register_optimizer_step_pre_hook(self._before_update)
         current.on_shutdown(handle.remove)
@@ -91,7 +93,12 @@ class TorchOptimizers:
             self._tried.add(optimizer)
             if own:
                 refuse_parts(self._rank, optimizer)
+                self._own.add(optimizer)
             self.watch(optimizer)
+
+    def own(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """Optimizers of models that are not wrapped and have made an update, with numbers."""
+        return self._own.numbered()
 
     def _check_own(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
         self._steps.refuse_inside("optimizer.step")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from smp.model.torch_training.clipping import TorchClipping
 from smp.model.torch_training.grad_scaler import TorchGradScaler
 from smp.model.torch_training.optimizers import TorchOptimizers
+from smp.model.torch_training.part_gradients import PartGradients
 from smp.model.torch_training.plain_backward import PlainBackward
+from smp.precision.shown_gradients import CutParameter
 from smp.world import runtime
 
 
@@ -28,3 +30,7 @@ def take_over(current: runtime.Runtime) -> None:
     TorchClipping(current, has_parts)
     if has_parts:
         TorchGradScaler(current)
+    if sizes["mp"] > 1 or sizes["shard"] > 1:
+        current.part_gradients = PartGradients(current)
+        CutParameter.steps = current.steps
+        current.on_shutdown(lambda: setattr(CutParameter, "steps", None))

@@ -475,7 +475,7 @@ class FirstStepCheck:
     def _end(self, outcome: str) -> None:
         """Lets go of everything."""
         self.outcome = outcome
-        level = logging.INFO if outcome.startswith("inconclusive") else logging.DEBUG
+        level = logging.DEBUG
         if self._current.rank.settings.check_first_step == "1" and not outcome.startswith(
             "off: the f"
         ):

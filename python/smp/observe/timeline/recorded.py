@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from smp.config import given_files
 from smp.observe.timeline.chrome import CATEGORIES, DEVICE, EXECUTED
 
 
@@ -41,12 +41,12 @@ def read(text: str) -> Recorded:
         ValueError: the text is no such file, or nothing ran in the steps of it.
     """
     try:
-        document = json.loads(text)
+        document = given_files.parse_json(text)
         other = document["otherData"]
         pp_rank = {int(rank): int(place) for rank, place in other["pp_rank"].items()}
         bubble = {int(rank): float(share) for rank, share in other["bubble"].items()}
         boxes = _boxes(document["traceEvents"])
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"is no JSON file of smp.trace ({type(error).__name__}: {error})"
         ) from None

@@ -1,0 +1,39 @@
+"""When code of a script is watched, and when nothing is in the way of operators on parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_kinds: list[tuple[type[Tensor], Callable[..., Any]]] = []
+_depth = [0]
+
+
+def watch(kind: type[Tensor], function: Callable[..., Any]) -> None:
+    """Calls ``function`` as the ``__torch_function__`` of a class, but for `unwatched` code."""
+    _kinds.append((kind, function))
+    _set(kind, function)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, operators on parameters cost nothing more and are what they are."""
+    _depth[0] += 1
+    if _depth[0] == 1:
+        for kind, _ in _kinds:
+            kind.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _depth[0] -= 1
+        if _depth[0] == 0:
+            for kind, function in _kinds:
+                _set(kind, function)
+
+
+def _set(kind: type[Tensor], function: Callable[..., Any]) -> None:
+    kind.__torch_function__ = classmethod(function)  # type: ignore[assignment]

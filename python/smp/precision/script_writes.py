@@ -1,0 +1,310 @@
+"""What a script does between steps to parameters of which this rank has a part, or a master.
+
+Code that goes over all parameters clips them, lets them decay, or multiplies them with masks. An
+operator that works element by element does the same to what each rank holds: the shard of a
+parameter, its master in float32, nothing of a parameter of another pipeline rank. Other writes, and
+all reads of values that are not here, are errors: a placeholder has no memory, so whatever asks for
+it raises (`smp.modules.materialize`).
+
+While a model's forward or backward runs, none of this is in the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import smp._C as _C
+from smp._torch_releases import optimize_together
+from smp.modules.materialize import is_placeholder
+from smp.modules.watching import watch
+from smp.precision.holdings import write_values
+from smp.tensor_parallel import reading
+from smp.tensor_parallel.sharding import interval_of, whole_shape
+
+_OWN = "_smp_own"
+_WHOLE = "smp.whole_parameters"
+_ACCESSORS = frozenset({"__get__", "__set__"})
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+#: The library, optimizers of PyTorch, and `nn.Module`, whose states have plain tensors.
+_WITHOUT = ("smp.", "torch.optim.", nn.Module.__module__)
+_aten = torch.ops.aten
+#: Element by element, too; PyTorch tags those with arithmetic only.
+_PLAIN_WRITES = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_)
+
+
+@dataclass
+class Own:
+    """What this rank has of a parameter that a script sees.
+
+    Attributes:
+        name: in the whole model.
+        begin: first element of ``piece`` in the flattened parameter.
+        piece: the memory of these elements in the model's dtype; empty if there are none.
+        master: the same elements with more digits, if there are.
+        changed: called after a write.
+    """
+
+    name: str
+    begin: int
+    piece: Tensor
+    master: Tensor | None
+    changed: Callable[[], None]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a save of a parameter does not mean its state in training
+
+    @property
+    def numel(self) -> int:
+        return self.piece.numel()
+
+    def cut(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """The elements of an operator's argument that belong to these."""
+        if value.dim() == 0:
+            return value
+        flat = value.expand(shape).reshape(-1)
+        return flat[self.begin : self.begin + self.numel].view(self.piece.shape)
+
+
+def own(parameter: nn.Parameter, part: Own) -> None:
+    """Lets writes of the script reach what this rank has of a parameter.
+
+    Args:
+        parameter: keeps its object; its class changes.
+        part: what this rank has of it.
+    """
+    setattr(parameter, _OWN, part)
+    if not isinstance(parameter, ScriptParameter):
+        parameter.__class__ = ScriptParameter
+        optimize_together(ScriptParameter)
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """The parameter is whole again."""
+    parameter.__dict__.pop(_OWN, None)
+    if type(parameter) is ScriptParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        if caller.startswith(_WITHOUT) and caller != AveragedModel.__module__:
+            return func(*args, **kwargs)
+        known = {_key(t): parameter for t, parameter in _watched(args, kwargs)}
+        if not known:
+            return func(*args, **kwargs)
+        if func == _SET_DATA and isinstance(args[0], ScriptParameter):
+            _refuse_memory(args[0])
+        # PyTorch's names of what writes; the mode sees whether it does.
+        writes = "out" in kwargs or (name.endswith("_") and name not in _ACCESSORS)
+        try:
+            with _Writes(known) if writes else contextlib.nullcontext():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            _explain_slices(known.values(), error)
+            raise
+        _refuse_part_of_loss(result, known)
+        return pytree.tree_map_only(Tensor, lambda t: _shown(t, known), result)
+
+
+def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None:
+    """Raises where a loss would depend on this rank's slice of a parameter."""
+    split = [p for p in known.values() if interval_of(p) is not None]
+    if not split or reading.is_own_code():
+        return
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None and _key(leaf) not in known:
+            part: Own = getattr(split[0], _OWN)
+            raise RuntimeError(
+                f"{_C.rank_prefix()}code outside of its module computes with '{part.name}' "
+                f"({leaf.grad_fn.name()}), and each tensor-parallel rank holds a part of that "
+                f"parameter, here {list(split[0].shape)} of {whole_shape(split[0])}; read it as "
+                "an attribute of its module (module.weight) inside of the step function, use the "
+                f"weight decay of the optimizer, or read it in `with {_WHOLE}(model):` between "
+                "steps"
+            )
+
+
+def _explain_slices(parameters: Iterable[nn.Parameter], error: RuntimeError) -> None:
+    """Says why shapes do not fit, if they are those of slices."""
+    for parameter in parameters:
+        part: Own = getattr(parameter, _OWN)
+        if interval_of(parameter) is not None and _WHOLE not in str(error):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}'{part.name}' is split over tensor-parallel ranks, and is "
+                f"{list(parameter.shape)} of {whole_shape(parameter)} here: {error}. It is whole "
+                f"in model.state_dict(), and inside of `with {_WHOLE}(model):` between steps, on "
+                "all ranks"
+            ) from error
+
+
+def _refuse_memory(parameter: nn.Parameter) -> None:
+    part: Own | None = parameter.__dict__.get(_OWN)
+    if part is not None and _key(part.piece) != _key(parameter):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}other memory is assigned to '{part.name}' (parameter.data = ...), "
+            f"of which this rank has {part.numel} of {parameter.numel()} elements, so it would "
+            "reach nobody; write inside of `with smp.whole_parameters(model):`, on all ranks, or "
+            "load a state dict"
+        )
+
+
+class ScriptParameter(nn.Parameter):
+    """A parameter whose values are not all here, or are rounded here."""
+
+
+class ScriptView(Tensor):
+    """The memory that such a parameter shows: ``parameter.data``, ``parameter.detach()``."""
+
+    _smp_parameter: nn.Parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files have plain tensors."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = self.as_subclass(Tensor).clone()
+        return copied
+
+
+watch(ScriptParameter, _call)
+watch(ScriptView, _call)
+
+
+def _watched(args: Any, kwargs: Any) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        parameter = leaf._smp_parameter if isinstance(leaf, ScriptView) else leaf
+        if isinstance(leaf, Tensor) and _OWN in parameter.__dict__:
+            yield leaf, parameter
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
+
+
+def _shown(result: Tensor, known: dict[int, nn.Parameter]) -> Tensor:
+    """A result, which is watched too if it is memory of the parameter."""
+    parameter = known.get(_key(result))
+    if parameter is None or isinstance(result, ScriptParameter | ScriptView):
+        return result
+    view = result.as_subclass(ScriptView)
+    view._smp_parameter = parameter
+    return view
+
+
+class _Writes(TorchDispatchMode):
+    """Sees the operators of one call, and takes those that write to parameters."""
+
+    def __init__(self, known: dict[int, nn.Parameter]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = dict(self._written(func, args, kwargs))
+        if not written or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        by_element = torch.Tag.pointwise in func.tags or func.overloadpacket in _PLAIN_WRITES
+        self._refuse_in_step(written.values(), func)
+        whole = by_element and all(_is_like(t, p) for t, p in written.items())
+        absent = [p for p in written.values() if is_placeholder(p)]
+        if absent:
+            target = next(iter(written))
+            if not whole or len(written) > 1:
+                raise _needs_others(absent[0], func)
+            self._write_part(func, args, kwargs, target, written[target])
+            return target
+        result = func(*args, **kwargs)
+        for target, parameter in written.items():
+            part: Own = getattr(parameter, _OWN)
+            if part.master is None and _key(part.piece) == _key(parameter):
+                part.changed()  # the memory itself
+            elif whole and len(written) == 1 and self._are_like(args, kwargs):
+                self._write_part(func, args, kwargs, target, parameter)
+            else:
+                now = part.cut(parameter.detach(), parameter.shape).clone()
+                write_values(part.piece, part.master, now)
+                part.changed()
+        return result
+
+    def _are_like(self, args: Any, kwargs: Any) -> bool:
+        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        return all(_is_like(t, p) for t in tensors if (p := self._known.get(_key(t))) is not None)
+
+    def _refuse_in_step(self, parameters: Iterable[nn.Parameter], func: OpOverload) -> None:
+        for parameter in parameters:
+            part: Own = getattr(parameter, _OWN)
+            is_copy = part.master is not None or _key(part.piece) != _key(parameter)
+            if is_copy and _C.current_microbatch() >= 0:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}'{part.name}' is written to by {func} inside of a step "
+                    "function, and each rank updates what it holds between steps; write there"
+                )
+
+    def _written(
+        self, func: OpOverload, args: Any, kwargs: Any
+    ) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        arguments = func._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+        for argument in arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for value in pytree.tree_leaves(given.get(argument.name)):
+                parameter = self._known.get(_key(value)) if isinstance(value, Tensor) else None
+                if parameter is not None:
+                    yield value, parameter
+
+    def _write_part(
+        self, func: OpOverload, args: Any, kwargs: Any, target: Tensor, parameter: nn.Parameter
+    ) -> None:
+        """Does to this rank's elements what a call does to all of them."""
+        part: Own = getattr(parameter, _OWN)
+        own_args, own_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: self._own_elements(t, part, func, parameter), (args, kwargs)
+        )
+        if func.overloadpacket is _aten.copy_:
+            write_values(part.piece, part.master, own_args[1].expand(part.piece.shape))
+        else:
+            func(*own_args, **own_kwargs)
+            if part.master is not None:
+                part.piece.copy_(part.master.detach().view(part.piece.shape))
+        part.changed()
+
+    def _own_elements(
+        self, value: Tensor, part: Own, func: OpOverload, parameter: nn.Parameter
+    ) -> Tensor:
+        """This rank's elements of an argument."""
+        other = self._known.get(_key(value))
+        if other is None:
+            return part.cut(value, parameter.shape)
+        held: Own = getattr(other, _OWN)
+        if not _is_like(value, other) or (held.begin, held.numel) != (part.begin, part.numel):
+            raise _needs_others(parameter, func)
+        return held.piece if held.master is None else held.master.detach()
+
+
+def _needs_others(parameter: nn.Parameter, func: OpOverload) -> RuntimeError:
+    part: Own = getattr(parameter, _OWN)
+    return RuntimeError(
+        f"{_C.rank_prefix()}'{part.name}' is written to by {func}, which needs more than the "
+        f"{part.numel} of its {parameter.numel()} elements that this rank has; clip, scale or mask "
+        "all of it, or write to it inside of `with smp.whole_parameters(model):`, on all ranks"
+    )
+
+
+def _is_like(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    return tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

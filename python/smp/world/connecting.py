@@ -1,0 +1,92 @@
+"""Connects ranks by calls that nothing can end, and ends the wait for them when a rank fails.
+
+Constructors of Gloo and of `torch.distributed` wait for each rank until their time-out, and hear
+neither of a failure nor of Ctrl-C. A rank that is gone would keep the others until `SMP_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+import smp._C as _C
+from smp.world import thread_device
+
+_T = TypeVar("_T")
+_LOOK_S = 0.1
+# A connection of a rank that has died breaks before the news of its death is here.
+_NEWS_S = 3.0
+# A call that ends by itself after a failure is waited for.
+_END_S = 1.0
+
+_left_behind: list[threading.Thread] = []
+
+
+def until_a_rank_fails(
+    board: _C.FaultBoard | None, device: torch.device, connect: Callable[[], _T]
+) -> _T:
+    """Returns what ``connect`` makes, in a thread of its own. Collective as that is.
+
+    Args:
+        board: has the news of other ranks; None: there are none.
+        device: of this rank, on which the thread works.
+        connect: waits for other ranks.
+
+    Raises:
+        PeerFailure: a rank has failed meanwhile; the thread is left behind if it does not end.
+    """
+    if board is None:
+        return connect()
+    made: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            thread_device.enter(device)
+            made.append(connect())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="smp-connecting", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and board.fault_text() is None:
+            thread.join(_LOOK_S)
+        thread.join(_END_S)
+    finally:
+        if thread.is_alive():
+            _left_behind.append(thread)
+    if made:
+        return made[0]
+    error = errors[0] if errors else None
+    if error is not None and "onnect" in str(error):
+        _await_news(board)
+    try:
+        board.raise_if_faulted()
+    except _C.PeerFailure as failure:
+        raise failure from error
+    assert error is not None
+    raise error
+
+
+def _await_news(board: _C.FaultBoard) -> None:
+    deadline = time.monotonic() + _NEWS_S
+    while board.fault_text() is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def exit_if_left_behind(status: int) -> None:
+    """Ends the process at once if a thread still connects, after all that is done at exit.
+
+    Python's end would let it come back to an interpreter that is gone.
+    """
+    if any(thread.is_alive() for thread in _left_behind):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,255 @@
+"""What ranks of one model have to agree on: hyperparameters, a model to train, the batch."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool, RankFailure
+
+WIDTH, STEPS = 8, 4
+Config = dict[str, Any]
+LAYOUTS: dict[str, tuple[int, Config]] = {
+    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "replicas": (2, {}),
+    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
+    "sharded state": (2, {"shard_optimizer_state": True}),
+    "bf16": (2, {"bf16": True}),
+    "split": (2, {"tensor_parallel_degree": 2}),
+    "split, one batch": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
+    "pipeline of replicas": (4, {"pipeline_parallel_degree": 2}),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def samples_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def own_samples(step: int) -> Tensor:
+    import smp
+
+    return samples_of(step).chunk(smp.rdp_size())[smp.rdp_rank()]
+
+
+class Heard(logging.Handler):
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words = words
+        self.texts: list[str] = []
+        logging.getLogger("smp").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.words in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def wrapped(config: Config, net: Any) -> Any:
+    import smp
+
+    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
+    if smp.tp_size() > 1:
+        for layer in net.layers[1:3]:
+            smp.set_tensor_parallelism(layer)
+    model = smp.DistributedModel(net)
+    if smp.pp_size() > 1:
+        for layer in net.layers[2:]:
+            smp.set_partition(layer, 1)
+    return model
+
+
+# ---- hyperparameters ---------------------------------------------------------------------------
+
+
+def reduce_on_plateau(rank: int, config: Config, differs: str, wraps: bool) -> Any:
+    """The learning rate of the second group follows the loss of each rank."""
+    import smp
+
+    dtype = torch.float32 if "bf16" in config else torch.float64
+    model = wrapped(config, Net().to(dtype))
+    listed = list(model.parameters())
+    groups = [{"params": listed[::2], "weight_decay": 0.1}, {"params": listed[1::2]}]
+    own = torch.optim.AdamW(groups, lr=0.01)
+    optimizer = smp.DistributedOptimizer(own) if wraps else own
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        train_step(own_samples(step).to(dtype))
+        optimizer.step()
+        if step == 1 and rank == smp.size() - 1 and differs:
+            optimizer.param_groups[1][differs] = 0.5
+    return {name: value.double() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("differs", ["lr", "weight_decay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_hyperparameters_on_one_rank_are_an_error(
+    pool: Pool, layout: str, differs: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    words = rf"disagree on '{differs}' of parameter group 1 of optimizer 0 \(AdamW\): 0.01 on"
+    with pytest.raises(RankFailure, match=words) as failure:
+        pool.run(size, reduce_on_plateau, config, differs, True)
+    assert re.search(rf"0\.5 on global rank {size - 1}\. Set it alike", str(failure.value))
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "replicas"])
+def test_those_of_an_optimizer_that_is_not_wrapped_are_compared(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    with pytest.raises(RankFailure, match=r"'lr' of parameter group 1 .* \(AdamW, not wrapped\)"):
+        pool.run(size, reduce_on_plateau, config, "lr", False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    net = Net().double()
+    listed = list(net.parameters())
+    groups = [{"params": listed[::2], "weight_decay": 0.1}, {"params": listed[1::2]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(samples_of(step)).square().mean().backward()
+        optimizer.step()
+    bound = 0.02 if "bf16" in config else 1e-12
+    for values in pool.run(size, reduce_on_plateau, config, "", True):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=bound)
+
+
+def by_rank(rank: int) -> None:
+    """Each rank of a pipeline has groups of its own parameters, with rates of its own."""
+    import smp
+
+    model = wrapped({"pipeline_parallel_degree": 2}, Net().double())
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    train_step(samples_of(0))
+    own = list(model.local_parameters())
+    groups = [{"params": own}] if rank == 0 else [{"params": [p], "lr": 0.3} for p in own]
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    for step in range(2):
+        train_step(samples_of(step))
+        optimizer.step()
+
+
+def test_groups_of_parameters_of_one_rank_are_its_own(pool: Pool) -> None:
+    pool.run(2, by_rank)
+
+
+# ---- a model that is not wrapped ---------------------------------------------------------------
+
+
+def train_unwrapped(rank: int, config: Config, how: str) -> float:
+    import smp
+
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @smp.step
+    def train_step(x: Tensor) -> Any:
+        loss = net(x).square().mean()
+        if how == "train":
+            loss.backward()
+        return loss
+
+    with torch.set_grad_enabled(how != "evaluate"):
+        loss = train_step(samples_of(0))
+    optimizer.step()
+    return float(loss.reduce_mean())
+
+
+@pytest.mark.parametrize(
+    ("size", "config"), [(1, {}), (2, {}), (2, {"pipeline_parallel_degree": 2}),
+                         (2, {"tensor_parallel_degree": 2})],
+)  # fmt: skip
+def test_a_forgotten_distributed_model_is_an_error(pool: Pool, size: int, config: Config) -> None:
+    words = r"gave gradients to a Linear, but no smp.DistributedModel is there.*Wrap the model"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(size, train_unwrapped, config, "train")
+
+
+@pytest.mark.parametrize("how", ["evaluate", "look"])
+def test_step_functions_that_train_nothing_need_no_model(pool: Pool, how: str) -> None:
+    expected = Net().double()(samples_of(0)).square().mean().item()
+    for seen in pool.run(2, train_unwrapped, {}, how):
+        assert seen == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_process_without_microbatches_is_a_plain_script(pool: Pool) -> None:
+    pool.run(1, train_unwrapped, {"microbatches": 1}, "train")
+
+
+# ---- the batch of other ranks ------------------------------------------------------------------
+
+
+def train_on(rank: int, config: Config, others: str) -> list[str]:
+    import smp
+
+    heard = Heard("Ranks of one pipeline train on one batch")
+    model = wrapped(config, Net().double())
+
+    @smp.step
+    def train_step(x: Tensor | None) -> None:
+        model.backward(model(x).square().mean())
+
+    for step in range(3):
+        x: Tensor | None = own_samples(step)
+        if smp.pp_rank() > 0:
+            if others == "values":
+                x = own_samples(step + 7)
+            elif others == "length" and step > 0:
+                x = own_samples(step)[:2]
+            elif others == "zeros":
+                x = torch.zeros(8, WIDTH, dtype=torch.float64)
+            elif others == "dummy":
+                x = torch.empty(0, WIDTH, dtype=torch.float64)
+        train_step(x)
+    logging.getLogger("smp").removeHandler(heard)
+    return heard.texts
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ("values", r"argument 'x' has other values here than there, on global rank 0"),
+        ("length", r"argument 'x' has shape \[2, 8\] here and \[8, 8\] there"),
+    ],
+)
+def test_another_batch_behind_the_first_rank_is_told_once(
+    pool: Pool, others: str, words: str
+) -> None:
+    first, second = pool.run(2, train_on, {"pipeline_parallel_degree": 2}, others)
+    assert first == [] and len(second) == 1
+    assert re.search(words, second[0])
+
+
+@pytest.mark.parametrize("others", ["same", "dummy", "zeros"])
+def test_the_same_batch_and_dummies_are_not_told(pool: Pool, others: str) -> None:
+    config = {"pipeline_parallel_degree": 2}
+    assert pool.run(2, train_on, config, others) == [[], []]
