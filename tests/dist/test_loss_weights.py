@@ -211,7 +211,9 @@ def test_uneven_microbatches_and_replicas_weigh_by_their_labels(pool: Pool, layo
     check(pool, layout, of_model, {}, microbatches=3, batches=batches)
 
 
-@pytest.mark.parametrize("layout", ["one process", "pipeline", "replicas"])
+@pytest.mark.parametrize(
+    "layout", ["one process", "pipeline", "replicas", "sharded", "own batches"]
+)
 def test_a_microbatch_without_labels_counts_nothing(pool: Pool, layout: str) -> None:
     batches = [padded_batch(replica) for replica in range(num_batches_of(layout))]
     batches[0]["labels"][:2] = IGNORED

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from tests.losses.case import LENGTH, SAMPLES, TOLD, WAITS, Batch, case, padding, randint, randn
+from tests.losses.case import LENGTH, SAMPLES, TOLD, Batch, case, padding, randint, randn
 
 WORDS = 11
 
@@ -128,7 +128,6 @@ def answers() -> Batch:
 hf(
     "BERT, question answering", "BertForQuestionAnswering", "BertConfig", answers, default=TOLD,
     weight="(start_positions < LENGTH).sum()",
-    weighted=WAITS,
     **SMALL, **NO_DROPOUT,
 )  # fmt: skip
 

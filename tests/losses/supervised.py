@@ -13,7 +13,6 @@ from tests.losses.case import (
     EQUAL_TOLD,
     SAMPLES,
     TOLD,
-    WAITS,
     Batch,
     case,
     classes,
@@ -90,7 +89,6 @@ def ignored_classes() -> Batch:
     batch=ignored_classes,
     default=TOLD,
     weight="(y != 255).sum()",
-    weighted=WAITS,
 )
 def ignored(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, ignore_index=255)

@@ -83,6 +83,10 @@ class BatchWeights:
                 "same arguments, or say what counts with @smp.step(weight=...)"
             )
 
+    def counts_nothing(self, mb: int) -> bool:
+        """Returns whether a microbatch has weight 0, as one in which all labels are ignored."""
+        return self._weights[mb] == 0
+
     def share(self, mb: int) -> float:
         """Returns the part of the mean over all batches that the loss of a microbatch makes.
 

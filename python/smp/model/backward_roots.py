@@ -23,10 +23,7 @@ def is_one(weight: float | Tensor) -> bool:
 
 
 def is_zero(factor: float | Tensor) -> bool:
-    """Does a microbatch count nothing, as one in which all labels are ignored?
-
-    Its loss may be 0 / 0 then, and 0 times its gradients NaN, where one process has numbers.
-    """
+    """Does a microbatch count nothing?"""
     return not isinstance(factor, Tensor) and factor == 0.0
 
 

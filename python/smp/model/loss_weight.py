@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import smp._C as _C
+from smp.model.backward_roots import is_zero
 from smp.model.share import current_share
 from smp.precision import LossScaler
 from smp.world import runtime
@@ -75,3 +76,11 @@ class LossWeight:
         if self.scaler is None or factor == 0.0:
             return factor
         return self.scaler.factor * factor
+
+    def skips(self, factor: float | torch.Tensor) -> bool:
+        """Returns whether a microbatch of weight 0 has no backward.
+
+        It has one where other ranks take part in it, of split layers and sharded parameters.
+        """
+        sizes = self._current.rank.sizes
+        return is_zero(factor) and sizes["tp"] == 1 and sizes["shard"] == 1

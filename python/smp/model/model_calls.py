@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.model.backward_roots import (
     is_one,
-    is_zero,
     listed,
     run_backward,
     torch_backward,
@@ -127,7 +126,7 @@ class ModelCalls:
     ) -> None:
         self._engine.begin_backward_alone()
         factor = self._engine.loss.at_root()
-        if is_zero(factor):
+        if self._engine.loss.skips(factor):
             return
         if not is_one(factor):
             tensors, grad_tensors = weighted(tensors, grad_tensors, factor, False)
@@ -157,7 +156,7 @@ class ModelCalls:
                 root.wait()
         self._engine.first_step.on_backward(tensors)
         server.begin_backward()
-        if not is_zero(factor):
+        if not self._engine.loss.skips(factor):
             with self._runtime.steps.scaling_loss(), _share_of_backward():
                 run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
         server.end_backward()

@@ -42,10 +42,17 @@ class Share:
         finally:
             self.is_in_backward = before
 
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the weight is 0: the loss may be 0 / 0, and 0 times its gradients NaN."""
+        return self._weights is not None and self._weights.counts_nothing(self._mb)
+
     def note_outputs(self, output: Any) -> None:
-        """Notes where gradients of a model's output go."""
+        """Notes where gradients of a model's output go; they are zero if the weight is."""
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
+                if self.counts_nothing and leaf.requires_grad:
+                    leaf.register_hook(torch.zeros_like)
                 with torch._C.DisableTorchFunctionSubclass():
                     self.outputs.add((leaf.grad_fn, leaf.output_nr))
         self.outputs.discard((None, 0))

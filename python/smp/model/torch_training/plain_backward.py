@@ -29,6 +29,8 @@ class PlainBackward:
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._wrapped = current.wrapped
+        sizes = current.rank.sizes
+        self._is_collective = sizes["tp"] > 1 or sizes["shard"] > 1
         torch.autograd.backward = self._backward
         current.on_shutdown(self._give_back)
 
@@ -51,7 +53,7 @@ class PlainBackward:
         if is_one(factor) or not self._reaches_model(share, roots):
             torch_backward(tensors, grad_tensors, *args, **kwargs)
             return
-        if is_zero(factor):
+        if is_zero(factor) and not self._is_collective:
             return
         grads = [grad_tensors] if isinstance(grad_tensors, Tensor | None) else list(grad_tensors)
         if len(grads) == 1:
