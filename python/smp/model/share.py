@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp.data_parallel import BatchWeights
+from smp.nn.huggingface.outputs import is_lazy, ready_entries
 
 
 class Share:
@@ -49,10 +50,14 @@ class Share:
 
     def note_outputs(self, output: Any) -> None:
         """Notes where gradients of a model's output go; they are zero if the weight is."""
+        if self.counts_nothing:
+            # What is not gathered yet has samples of other ranks, which do count.
+            own = list(ready_entries(output).values()) if is_lazy(output) else output
+            for leaf in pytree.tree_leaves(own):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(torch.zeros_like)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
-                if self.counts_nothing and leaf.requires_grad:
-                    leaf.register_hook(torch.zeros_like)
                 with torch._C.DisableTorchFunctionSubclass():
                     self.outputs.add((leaf.grad_fn, leaf.output_nr))
         self.outputs.discard((None, 0))

@@ -163,7 +163,9 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
         losses, local = self.lm_head(hidden, layout.all_samples(targets), extent)
         counted = (targets != IGNORE_INDEX).sum()
-        loss = layout.own_samples(losses).sum() / counted
+        mean = layout.own_samples(losses).sum() / counted.clamp(min=1)
+        # As PyTorch's: NaN where nothing counts, and gradients of zero.
+        loss = torch.where(counted > 0, mean, float("nan"))
         return LMHeadOutput(loss, local, hidden, borders)
 
     def _run(self, ids: Tensor, given: dict[str, Tensor | None]) -> Tensor:

@@ -184,6 +184,11 @@ def is_lazy(output: Any) -> bool:
     return isinstance(output, _LazyOutput)
 
 
+def ready_entries(output: Any) -> dict[str, Any]:
+    """Returns the entries of such a result but those that are not gathered yet."""
+    return {k: value for k, value in output._entries() if not isinstance(value, _Unread)}
+
+
 def keep_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
     """The positions that ``logits_to_keep`` asks for.
 
