@@ -93,7 +93,7 @@ def disown(parameter: nn.Parameter) -> None:
     """The parameter is whole again."""
     parameter.__dict__.pop(_OWN, None)
     if type(parameter) is ScriptParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
