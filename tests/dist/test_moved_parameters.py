@@ -41,7 +41,7 @@ def train(rank: int, config: Config, how: str) -> float:
         optimizer.zero_grad()
         train_step(x.chunk(smp.rdp_size())[smp.rdp_rank()])
         optimizer.step()
-        for parameter in (*model.parameters(), *alone.parameters()):
+        for parameter in (*model.local_parameters(), *alone.parameters()):
             if how == "assigns":
                 parameter.data = parameter.data * 0.5
             else:

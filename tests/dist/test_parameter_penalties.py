@@ -90,7 +90,7 @@ REFUSED = {
             ("norms", "code outside of its module computes with '"),
             ("of_gradient", _UNUSED),
             ("of_last_gradient", _UNUSED),
-            ("of_listed_gradients", "can be differentiated once only"),
+            ("of_listed_gradients", "code outside of its module computes with '"),
         )
     },
 }

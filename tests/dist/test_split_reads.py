@@ -323,7 +323,7 @@ def read_in_a_script(rank: int) -> tuple[list[int], bool, bool]:
     weight = plain.last.weight
     model(batch_of(0))
     is_own = any(p is weight for p in model.parameters())
-    return list(weight.shape), is_own, type(weight) is nn.Parameter
+    return list(weight.shape), is_own, isinstance(weight, nn.Parameter)
 
 
 def test_scripts_get_the_part_that_the_optimizer_has(pool: Pool) -> None:
