@@ -22,6 +22,7 @@ from smp.model.pipeline_place import PipelinePlace
 from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
+from smp.observe.batch_check.passes import BatchPass
 from smp.observe.first_step import FirstStepCheck
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
@@ -58,6 +59,7 @@ class Engine:
         state: state dicts of the whole model.
         first_step: compares the first step with one process.
         capture: while the step function runs for the trace.
+        batch_pass: pass of the check of the loss that runs now, or None.
         uneven: while replicas may run out of batches (`smp.join`).
         joins_step: between begin and end of a step of this model.
     """
@@ -103,11 +105,17 @@ class Engine:
         self.storage: Storage | None = None
         self.pipeline: PipelinePlace | None = None
         self.capture: Capture | None = None
+        self.batch_pass: BatchPass | None = None
         self.uneven: data_parallel.UnevenBatches | None = None
         self.joins_step = False
         self._inside_step = False
         self._running_mb = 0
         self._has_updated = False
+
+    @property
+    def root(self) -> nn.Module:
+        """The user's model."""
+        return self._root
 
     @property
     def label(self) -> str:

@@ -14,12 +14,14 @@ import torch
 from smp.dropout import places
 from smp.dropout.places import Place
 from smp.model import DistributedModel, engine_of
+from smp.model.engine import Engine
 from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.observe.memory.out_of_memory import explaining
 from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
+from smp.step.batch_check import BatchCheck
 from smp.step.batches import Batch, Bodies, joined_weights, make_bodies
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
@@ -122,6 +124,7 @@ class StepFunction:
             step_run.abandon()
             raise
         if trains:
+            self._check_loss(current, engines, batches[0])
             current.steps.has_gradients = True
             for optimizer in current.wrapped.optimizers:
                 optimizer._step_done()
@@ -187,6 +190,18 @@ class StepFunction:
         if current.dropout is not None and current.dropout.is_open:
             place_of = functools.partial(current.dropout.body, part=batch.part)
         return _Bodies(current, function, bound, pieces, shares, place_of)
+
+    def _check_loss(
+        self, current: runtime.Runtime, engines: Sequence[Engine], batch: Batch
+    ) -> None:
+        """Compares, once, the loss of the batch with that of its pieces. Collective."""
+
+        def make(pieces: Mapping[str, list[Any]], count: int) -> Bodies:
+            bound = self._bind(batch.args, batch.kwargs)
+            shares = [Share() for _ in range(count)]
+            return _Bodies(current, self._function, bound, pieces, shares, None)
+
+        BatchCheck(current, engines, self._name, self._function, self._axes, batch, make).run()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return self._signature.bind(*args, **kwargs)

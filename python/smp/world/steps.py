@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from smp.world.rank import Rank
 
@@ -19,6 +20,7 @@ class Steps:
         has_gradients: a step did so after the last update of an optimizer.
         samples: of the batch of the last step on this rank; 0: not known.
         dropout_seed: of masks that no layout changes; None: no step has needed it.
+        batch_checks: what the check of the loss came to, by step function.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
     """
 
@@ -29,6 +31,7 @@ class Steps:
         self.has_trained = self.has_gradients = False
         self.num_scaled_backwards = self.samples = 0
         self.dropout_seed: int | None = None
+        self.batch_checks: dict[Any, str] = {}
         self._on_finished: list[Callable[[float], None]] = []
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:
