@@ -43,12 +43,14 @@ std::shared_ptr<Reducer> make_reducer(
     CommunicatorPtr dp, std::optional<std::vector<MaybeTensor>> targets,
     std::optional<Sharding> sharding, CommunicatorPtr control, FaultsPtr faults,
     std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
-    bool average_over_microbatches, int passes_per_reduction,
+    bool average_over_microbatches, double num_batches,
+    int passes_per_reduction,
     bool expects_one_per_microbatch, double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
   options.average_over_microbatches = average_over_microbatches;
+  options.num_batches = num_batches;
   options.expects_one_per_microbatch = expects_one_per_microbatch;
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
@@ -162,13 +164,15 @@ void bind_reducer(py::module_& m) {
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
            py::arg("overlap") = true,
            py::arg("average_over_microbatches") = true,
+           py::arg("num_batches") = 1.0,
            py::arg("passes_per_reduction") = 1,
            py::arg("expects_one_per_microbatch") = true,
            py::arg("timeout_s") = 1800.0,
            "Collective over `dp`, which may be None. `control` has the same "
            "ranks and serves tensors of the host; needed where `dp` does not.")
       .def("begin_step", &Reducer::begin_step, release_gil(),
-           py::arg("num_microbatches"), py::arg("may_overlap") = true)
+           py::arg("num_microbatches"), py::arg("may_overlap") = true,
+           py::arg("are_shares") = false)
       .def("finish_microbatch", &Reducer::finish_microbatch, release_gil(),
            py::arg("mb"), "The backward of `mb` is over on this rank.")
       .def("end_step", &Reducer::end_step, release_gil(),

@@ -90,7 +90,8 @@ Reducer::~Reducer() = default;
 
 // ---- opening a step ---------------------------------------------------------
 
-void Reducer::begin_step(int num_microbatches, bool may_overlap) {
+void Reducer::begin_step(int num_microbatches, bool may_overlap,
+                         bool are_shares) {
   SMP_CHECK_VALUE(num_microbatches >= 1, "a step needs at least one ",
                   "microbatch, got ", num_microbatches);
   const Lock lock(mutex_);
@@ -101,11 +102,11 @@ void Reducer::begin_step(int num_microbatches, bool may_overlap) {
                   "step; call backward inside the step function"
                 : "a step was begun while one is open; steps cannot be nested, "
                   "and a step that failed must be cancelled");
-  open(num_microbatches, Phase::kOpen);
+  open(num_microbatches, Phase::kOpen, are_shares);
   may_overlap_ = may_overlap;
 }
 
-void Reducer::open(int num_microbatches, Phase phase) {
+void Reducer::open(int num_microbatches, Phase phase, bool are_shares) {
   SMP_CHECK(!broken_,
             "an earlier reduction of gradients failed half-way; "
             "the process group cannot be used any more, restart the job");
@@ -118,12 +119,12 @@ void Reducer::open(int num_microbatches, Phase phase) {
   active_ = any_active_ = false;
   counts_.begin_step(num_microbatches);
   order_.begin(num_microbatches, counts_.per_microbatch());
-  round_.begin_first(num_microbatches, is_last_pass());
+  round_.begin_first(num_microbatches, is_last_pass(), are_shares);
 }
 
 void Reducer::begin_implicit_step() {
   if (phase_ == Phase::kImplicit) abandon();  // that backward has failed
-  open(1, Phase::kImplicit);
+  open(1, Phase::kImplicit, /*are_shares=*/false);
   // The engine drops the callback, and with it the token, if backward fails.
   auto token = std::make_shared<int>(0);
   implicit_token_ = token;

@@ -20,9 +20,9 @@ namespace smp::gradients {
 /// over a group of ranks, `dp` below: the data-parallel ranks, or those of them
 /// that hold the same slices (rdp).
 ///
-/// While a step is open, gradients are summed unscaled in flat buckets, in
-/// microbatch order. At its end a bucket is divided once, summed over the
-/// ranks, and `.grad` of each parameter becomes a view of it (`GradTargets`).
+/// While a step is open, gradients are summed in flat buckets, in microbatch
+/// order. At its end a bucket is divided once (unless gradients came divided,
+/// as shares), summed over the ranks, and `.grad` of each parameter becomes a view of it (`GradTargets`).
 /// From the second step on a bucket is reduced while backward goes on
 /// (`GradientCounts`). A backward outside a step is a step of one microbatch of
 /// its own.
@@ -33,8 +33,8 @@ namespace smp::gradients {
 ///
 /// Ranks need not agree on how many gradients a parameter gets. They must agree
 /// on steps: all or none of the ranks end a step, unless they cancel it. The
-/// numbers of microbatches may differ, each rank takes the mean over its own;
-/// not where every microbatch is reduced.
+/// numbers of microbatches may differ, but not where every microbatch is
+/// reduced.
 ///
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
@@ -71,7 +71,11 @@ class Reducer : public MicrobatchListener {
   /// Opens a step. @throws Error when one is open
   /// @param may_overlap  false: nothing is reduced before the end, because
   ///     other reducers of the same group are at work
-  void begin_step(int num_microbatches, bool may_overlap = true);
+  /// @param are_shares  each backward begins with the share of its microbatch
+  ///     in the mean over the batches of all ranks: gradients are only summed.
+  ///     A backward outside a step never does
+  void begin_step(int num_microbatches, bool may_overlap = true,
+                  bool are_shares = false);
 
   /// The backward of a microbatch is over on this rank. Optional, but without
   /// it gradients of later microbatches wait in memory for the end. Where every
@@ -108,7 +112,7 @@ class Reducer : public MicrobatchListener {
   /// Is this pass summed over ranks? Shards are in each.
   bool reduces() const { return options_.is_sharded() || is_last_pass(); }
 
-  void open(int num_microbatches, Phase phase);
+  void open(int num_microbatches, Phase phase, bool are_shares);
   void begin_implicit_step();
   void on_gradient(int param_idx, const at::Tensor& grad);
   void await_room(int param_idx, Lock& lock);

@@ -15,6 +15,9 @@ struct ReducerOptions {
   bool overlap = true;
   /// Divide by the number of microbatches.
   bool average_over_microbatches = true;
+  /// Batches whose losses are averaged: the replicas that read one each. What a
+  /// record divides by beyond that is its own `divisor`.
+  double num_batches = 1;
   /// Steps whose gradients are added up before they are reduced, once. After
   /// the others `.grad` holds the sum so far of this rank alone (sharded: of
   /// its shard group). Setting `.grad` to None in between forgets that sum.
@@ -35,9 +38,12 @@ struct ReducerOptions {
   bool every_microbatch() const {
     return is_sharded() && sharding->every_microbatch;
   }
-  /// Of the sum of a step over its microbatches.
-  double pass_divisor(int num_microbatches) const {
-    return average_over_microbatches ? num_microbatches : 1;
+  /// Divisor of the sum of a step over its microbatches.
+  /// @param are_shares  each backward began with the share of its microbatch in
+  ///     the mean over the batches of all replicas
+  double pass_divisor(int num_microbatches, bool are_shares) const {
+    if (are_shares) return average_over_microbatches ? 1 : 1.0 / num_microbatches;
+    return num_batches * (average_over_microbatches ? num_microbatches : 1);
   }
 };
 

@@ -25,10 +25,12 @@ bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
 
 }  // namespace
 
-void ReductionRound::begin_first(int num_microbatches, bool is_last_pass) {
+void ReductionRound::begin_first(int num_microbatches, bool is_last_pass,
+                                 bool are_shares) {
   num_microbatches_ = num_microbatches;
   round_idx_ = 0;
   is_last_pass_ = is_last_pass;
+  are_shares_ = are_shares;
   num_hopped_ = 0;
   begin();
 }

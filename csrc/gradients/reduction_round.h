@@ -37,14 +37,15 @@ class ReductionRound {
 
   /// The first round of a step begins, or another one.
   /// @param is_last_pass  the sums of this step go on over the further groups
-  void begin_first(int num_microbatches, bool is_last_pass);
+  /// @param are_shares    see `ReducerOptions::pass_divisor`
+  void begin_first(int num_microbatches, bool is_last_pass, bool are_shares);
   void begin_next();
   /// A gradient has come here.
   void note_gradient() { is_active_ = true; }
 
-  /// Of the sum of this rank in a bucket, before that of the bucket.
+  /// Divides the sum of this rank in a bucket, before that of the bucket.
   double pass_divisor() const {
-    return options_.pass_divisor(num_microbatches_);
+    return options_.pass_divisor(num_microbatches_, are_shares_);
   }
   /// Whether a bucket is left that has not been launched.
   bool has_next() const { return num_launched_ < buckets_.size(); }
@@ -96,6 +97,7 @@ class ReductionRound {
   int num_microbatches_ = 0;  // of the step
   int round_idx_ = 0;         // in it
   bool is_last_pass_ = false;
+  bool are_shares_ = false;
   int64_t num_early_hops_ = 0;
   int num_hopped_ = 0;  // buckets whose first further sum began, in index order
   bool is_active_ = false;

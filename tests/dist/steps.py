@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.reference.data import joined
 from tests.reference.tolerances import assert_close, relative_difference
 
 #: fp64 against a reference without casts to float32, and fp32.
@@ -107,13 +108,14 @@ def reference_steps(
     microbatches: int,
     steps: int,
 ) -> Reference:
-    """The mean over batches and microbatches of the model's own loss.
+    """Trains a model on the global batch, as the plain script does.
 
     Args:
-        model: that is trained; returns a mapping with a loss.
-        batch_of: of the number of a batch and a step.
-        num_batches, microbatches: whose mean it is.
-        steps: how many.
+        model: returns a mapping with a loss.
+        batch_of: returns the batch of a replica and a step.
+        num_batches: number of replicas' batches that make a global one.
+        microbatches: number of microbatches whose losses and logits are noted.
+        steps: number of steps.
     """
     optimizer = make_optimizer(model.parameters())
     reference = Reference()
@@ -122,15 +124,17 @@ def reference_steps(
         for batch_idx in range(num_batches):
             batch = batch_of(batch_idx, step)
             pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
-            outputs: list[Mapping[str, Tensor]] = []
-            for mb in range(microbatches):
-                output = model(**{name: piece[mb] for name, piece in pieces.items()})
-                (output["loss"] / (microbatches * num_batches)).backward()
-                outputs.append(output)
+            with torch.no_grad():
+                outputs: list[Mapping[str, Tensor]] = [
+                    model(**{name: piece[mb] for name, piece in pieces.items()})
+                    for mb in range(microbatches)
+                ]
             reference.losses[-1].append([output["loss"].item() for output in outputs])
             if step == 0:
                 logits = [output["logits"].detach() for output in outputs if "logits" in output]
                 reference.logits.append(logits)
+        whole = joined([batch_of(batch_idx, step) for batch_idx in range(num_batches)])
+        model(**whole)["loss"].backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         reference.grads.append(grads)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
 
 WIDTH, CLASSES, SAMPLES, LENGTH = 8, 5, 8, 6
 Config = dict[str, Any]
@@ -272,9 +272,7 @@ def with_split_layer(net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", TOLD)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_that_is_no_mean_over_samples_is_told_once(
-    pool: Pool, layout: str, name: str
-) -> None:
+def test_loss_that_is_no_mean_over_samples_is_told_once(pool: Pool, layout: str, name: str) -> None:
     size, config = LAYOUTS[layout]
     results = pool.run(size, check, {"auto_partition": False, **config}, name)
     outcomes = [outcome for outcomes, _, _ in results for outcome in outcomes]

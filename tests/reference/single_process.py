@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tests.reference.data import compute_loss, make_batch
+from tests.reference.data import compute_loss, joined, make_batch
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.models import build
 
@@ -34,27 +34,23 @@ def make_optimizer(parameters: object) -> torch.optim.Optimizer:
 def accumulate_gradients(
     case: str, model: nn.Module, batches: list[dict[str, Tensor]], microbatches: int
 ) -> list[list[float]]:
-    """Leaves the mean over replicas and microbatches in ``.grad``; returns the losses.
+    """Leaves gradients of the loss of the global batch in ``.grad``.
 
-    Sums run over the microbatches of a replica first, then over replicas: in fp32 another order
-    of the same terms alone makes a difference of several 1e-6.
+    Args:
+        batches: one per replica.
+
+    Returns:
+        the losses of microbatches, by replica.
     """
     losses: list[list[float]] = []
-    total: dict[nn.Parameter, Tensor] = {}
-    for batch in batches:  # one per replica
+    for batch in batches:
         pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
         losses.append([])
         for mb in range(microbatches):
-            loss = compute_loss(case, model, {name: piece[mb] for name, piece in pieces.items()})
-            loss.backward()
-            losses[-1].append(loss.item())
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                before = total.get(parameter)
-                total[parameter] = parameter.grad if before is None else before + parameter.grad
-                parameter.grad = None
-    for parameter, grad in total.items():
-        parameter.grad = grad / (microbatches * len(batches))
+            with torch.no_grad():
+                piece = {name: pieces[name][mb] for name in batch}
+                losses[-1].append(compute_loss(case, model, piece).item())
+    compute_loss(case, model, joined(batches)).backward()
     return losses
 
 

@@ -1,5 +1,7 @@
 """Averaging gradients over data-parallel ranks, and giving these the same values to begin with."""
 
+from smp.data_parallel.batch_weights import BatchWeights as BatchWeights
+from smp.data_parallel.batch_weights import num_batches as num_batches
 from smp.data_parallel.bucket_size import DEFAULT_MB as DEFAULT_MB
 from smp.data_parallel.bucket_size import bucket_cap_bytes as bucket_cap_bytes
 from smp.data_parallel.comm_hook import CommHook as CommHook

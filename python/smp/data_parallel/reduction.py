@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.data_parallel.batch_weights import num_batches
 from smp.data_parallel.comm_hook import CommHook, hooked
 from smp.tensor_parallel.sharding import PackedInterval, interval_of, placement_of, whole_shape
 from smp.world.rank import Rank
@@ -20,7 +21,7 @@ class Reduction:
 
     Attributes:
         kind: of the group over which it is summed, "dp" or "rdp".
-        divisor: of the sum.
+        divisor: of the sum, beside the number of batches that the replicas read.
     """
 
     kind: str
@@ -37,9 +38,8 @@ def reduction_of(rank: Rank, parameter: Tensor) -> Reduction:
     sizes = rank.sizes
     placement = placement_of(parameter)
     if placement is None or sizes["tp"] == 1:
-        return Reduction("dp", sizes["dp"])
-    divisor = sizes["rdp"] if rank.config.prescaled_batch else sizes["dp"]
-    return Reduction("dp" if placement.partial else "rdp", divisor)
+        return Reduction("dp", sizes["dp"] / num_batches(rank))
+    return Reduction("dp" if placement.partial else "rdp", 1.0)
 
 
 def by_kind(
@@ -193,6 +193,7 @@ def make_reducers(
             bucket_cap_bytes=bucket_cap_bytes,
             overlap=overlap,
             average_over_microbatches=average and connect is None,
+            num_batches=1 if connect is not None else num_batches(rank),
             passes_per_reduction=passes_per_reduction,
             expects_one_per_microbatch=rank.sizes["pp"] == 1,
             timeout_s=rank.timeout_s,

@@ -19,6 +19,14 @@ def is_one(weight: float | Tensor) -> bool:
     return not isinstance(weight, Tensor) and weight == 1.0
 
 
+def is_zero(factor: float | Tensor) -> bool:
+    """Does a microbatch count nothing, as one in which all labels are ignored?
+
+    Its loss may be 0 / 0 then, and 0 times its gradients NaN, where one process has numbers.
+    """
+    return not isinstance(factor, Tensor) and factor == 0.0
+
+
 def listed(
     pp_rank: int,
     tensors: Tensor | Sequence[Tensor],

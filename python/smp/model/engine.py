@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 import smp._C as _C
@@ -61,6 +61,7 @@ class Engine:
         capture: while the step function runs for the trace.
         batch_pass: pass of the check of the loss that runs now, or None.
         uneven: while replicas may run out of batches (`smp.join`).
+        on_next_call: gets the arguments of the next call of the model in its place.
         joins_step: between begin and end of a step of this model.
     """
 
@@ -98,7 +99,7 @@ class Engine:
             bucket_cap_bytes=bucket_cap_bytes,
         )
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
-        self.loss = LossWeight(current, averages=average)
+        self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
         self.parts: ModelParts | None = None
@@ -107,6 +108,7 @@ class Engine:
         self.capture: Capture | None = None
         self.batch_pass: BatchPass | None = None
         self.uneven: data_parallel.UnevenBatches | None = None
+        self.on_next_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.joins_step = False
         self._inside_step = False
         self._running_mb = 0
@@ -274,7 +276,6 @@ class Engine:
         self,
         num_microbatches: int,
         trains: bool,
-        weights: Sequence[float] | None,
         may_overlap: bool,
     ) -> None:
         """Joins a step. Collective over the replicas.
@@ -282,7 +283,6 @@ class Engine:
         Args:
             num_microbatches: of the step.
             trains: whether gradients are enabled.
-            weights: of the microbatches on the driver, if they have different sizes.
             may_overlap: reduce gradients during backward.
         """
         self.joins_step = True
@@ -300,10 +300,6 @@ class Engine:
         if syncs:
             data_parallel.broadcast_from_first(rank, list(self._root.buffers()), first=first)
         self.gradients.begin_step(num_microbatches, may_overlap)
-        if weights is not None and self.pipeline is None:
-            assert self.parts is not None
-            trained = [p for _, p in self.parts.named_parameters() if p.requires_grad]
-            self.loss.begin_step(weights, trained)
 
     def honour_checkpointing(self) -> None:
         """Takes over what transformers has been told of gradient checkpointing."""
@@ -313,10 +309,6 @@ class Engine:
         """Is anything of this model to be checkpointed, as far as is known before it runs?"""
         return self._honoured.is_enabled or any(map(activations.is_marked, self._root.modules()))
 
-    def root_weight(self, weight: float) -> float | torch.Tensor:
-        """See `LossWeight.at_root`."""
-        return self.loss.at_root(weight, shares=self.pipeline is not None)
-
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around a body of a step, which may read parameters outside of forwards."""
         return contextlib.nullcontext() if self.storage is None else self.storage.reading()
@@ -325,7 +317,6 @@ class Engine:
         """A body begins, without a pipeline."""
         self._inside_step = True
         self._running_mb = mb
-        self.loss.begin_microbatch(mb)
 
     def begin_backward_alone(self) -> None:
         """A body without a pipeline goes on with its backward: another box in the timeline."""
@@ -341,7 +332,6 @@ class Engine:
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
         self.joins_step = False
-        self.loss.end_step()
         if self.storage is not None:
             self.storage.end_step()
         if trains:
@@ -353,7 +343,6 @@ class Engine:
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
         self.joins_step = False
-        self.loss.end_step()
         if self.storage is not None:
             self.storage.abandon_step()
         self.gradients.abandon_step()

@@ -86,6 +86,11 @@ class GradientReduction:
         return self._overlap and self._rank.config.overlapping_allreduce
 
     @property
+    def is_hooked(self) -> bool:
+        """Does a hook of the user's sum and average gradients?"""
+        return self._hook is not None
+
+    @property
     def num_reductions(self) -> int:
         """Steps whose gradients this rank has taken part in reducing."""
         now = sum(reducer.stats.num_reductions for reducer in self.reducers)
@@ -159,13 +164,14 @@ class GradientReduction:
         is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
-            reducer.begin_step(num_microbatches, may_overlap and (is_last or not is_ahead))
+            overlaps = may_overlap and (is_last or not is_ahead)
+            reducer.begin_step(num_microbatches, overlaps, not self.is_hooked)
         self._kept.begin_step()
 
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
         for reducer in self.reducers:
-            reducer.begin_step(1)
+            reducer.begin_step(1, are_shares=True)
         for reducer in reversed(self.reducers):
             reducer.end_step()
 

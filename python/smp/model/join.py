@@ -23,8 +23,9 @@ from smp.precision.holdings import master_of, reload_masters
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
-# What a replica does next; an exchange takes the maxima.
-_OUT, _ACTIVE, _SYNCS = 0, 1, 2  # nothing any more; trains; trains, and begins with equal buffers
+# What a replica does next; an exchange takes the maxima: nothing any more, a backward outside of
+# step functions, a step, a step that begins with equal buffers.
+_OUT, _BACKWARD, _STEP, _SYNCING_STEP = range(4)
 
 
 def _first(active: Sequence[int]) -> int:
@@ -61,12 +62,15 @@ class _Uneven:
         """Says that a training step begins here. Collective over the replicas.
 
         Args:
-            syncs_buffers: it begins with equal buffers.
+            syncs_buffers: whether it begins with equal buffers.
 
         Returns:
             position of the first replica that has one.
         """
-        active = self._exchange(_SYNCS if syncs_buffers else _ACTIVE)
+        return self._announce(_SYNCING_STEP if syncs_buffers else _STEP)
+
+    def _announce(self, state: int) -> int:
+        active = self._exchange(state)
         self._weight = len(active) / sum(map(bool, active))
         self._weigh()
         return _first(active)
@@ -88,7 +92,7 @@ class _Uneven:
         backward: int = torch._C._current_graph_task_id()
         if self._engine.uneven is self and backward != self._backward:
             self._backward = backward
-            self.announce(syncs_buffers=False)
+            self._announce(_BACKWARD)
 
     def _weigh(self) -> None:
         """Gradients count by the number of replicas that have a batch."""
@@ -120,22 +124,26 @@ class _Uneven:
                     "batch inside of join(), or run a step before"
                 )
             before = engine.gradients.num_reductions
-            self._shadow_step(_first(active), max(active) == _SYNCS)
+            self._shadow_step(_first(active), max(active))
             if engine.gradients.num_reductions != before:
                 self._drop_gradients()
         self._catch_up()
 
-    def _shadow_step(self, first: int, syncs_buffers: bool) -> None:
+    def _shadow_step(self, first: int, state: int) -> None:
         """Takes part in a training step of other replicas, with nothing to add to it.
 
         Args:
             first: position of the replica whose buffers count.
-            syncs_buffers: the step begins with equal buffers.
+            state: what the others do.
         """
         parts = self._engine.parts
         assert parts is not None
-        if syncs_buffers:
+        if state == _SYNCING_STEP:
             data_parallel.broadcast_from_first(self._rank, list(parts.root.buffers()), first=first)
+        if state >= _STEP and self._rank.ranks["pp"] == 0:
+            weights = data_parallel.BatchWeights.absent(self._rank)
+            weights.begin_exchange()
+            weights.finish_exchange()
         self._engine.gradients.shadow_step()
 
     def _drop_gradients(self) -> None:

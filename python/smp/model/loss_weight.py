@@ -1,38 +1,34 @@
-"""What gradients are multiplied with where a backward begins."""
+"""Factors of gradients where a backward begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 import smp._C as _C
+from smp.model.share import current_share
 from smp.precision import LossScaler
 from smp.world import runtime
 
 
 class LossWeight:
-    """The loss scale, and the shares that microbatches of different sizes have in a mean.
+    """The loss scale, and the shares of microbatches in the loss of the global batch.
 
     Args:
         current: the runtime.
-        averages: gradients are divided by the number of microbatches.
+        is_hooked: tells whether a communication hook averages gradients.
 
     Attributes:
         scaler: decides on the loss scale; None: there is none.
     """
 
-    def __init__(self, current: runtime.Runtime, *, averages: bool) -> None:
+    def __init__(self, current: runtime.Runtime, is_hooked: Callable[[], bool]) -> None:
         self._current = current
-        self._averages = averages
+        self._is_hooked = is_hooked
         self.scaler: LossScaler | None = None
-        self._weights: Sequence[float] | None = None
-        self._weight = 1.0
-        self._hooks: list[RemovableHandle] = []
 
     # ---- loss scale
 
@@ -60,41 +56,21 @@ class LossWeight:
                 "instead of loss.backward()"
             )
 
-    # ---- weights of microbatches
+    # ---- where a backward begins
 
-    def at_root(self, weight: float, *, shares: bool) -> float | torch.Tensor:
-        """What gradients of a microbatch are multiplied with where its backward begins.
+    def at_root(self) -> float | torch.Tensor:
+        """Returns the factor of gradients where a backward begins.
 
-        Args:
-            weight: of the microbatch in the mean over the batch.
-            shares: the weight counts here; without a pipeline it counts at the parameters.
+        Inside of a step function that is the share of the running microbatch in the loss of the
+        global batch; with a communication hook, which averages by itself, the weight of the
+        microbatch beside the others. A loss scale is multiplied with it.
 
         Returns:
             a number; with a dynamic loss scale a float64 tensor without dimensions on the device.
         """
-        shared = weight if self._averages and shares else 1.0
-        return shared if self.scaler is None else self.scaler.factor * shared
-
-    def begin_step(self, weights: Sequence[float] | None, trained: Sequence[nn.Parameter]) -> None:
-        """Scales the gradients of a step by the weight of their microbatch.
-
-        At the parameters, because without a pipeline backward may be called without this library.
-
-        Args:
-            weights: of the microbatches; None if all are 1.
-            trained: parameters whose gradients count.
-        """
-        if weights is None or not self._averages:
-            return
-        self._weights = weights
-        self._hooks = [p.register_hook(lambda grad: grad * self._weight) for p in trained]
-
-    def begin_microbatch(self, mb: int) -> None:
-        if self._weights is not None:
-            self._weight = self._weights[mb]
-
-    def end_step(self) -> None:
-        """Also of a step that has failed."""
-        for handle in self._hooks:
-            handle.remove()
-        self._weights, self._weight, self._hooks = None, 1.0, []
+        share = current_share()
+        factor = 1.0
+        if share is not None:
+            factor = share.weight if self._is_hooked() else share.of_loss
+        is_known = self.scaler is None or factor == 0.0
+        return factor if is_known else self.scaler.factor * factor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.model.backward_roots import is_one, listed, run_backward, weighted
+from smp.model.backward_roots import is_one, is_zero, listed, run_backward, weighted
 from smp.model.engine import Engine
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.root_call import RootCall
@@ -38,6 +38,8 @@ class ModelCalls:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`DistributedModel.forward`."""
+        if self._engine.on_next_call is not None:
+            self._engine.on_next_call(args, dict(kwargs))
         if self._engine.capture is not None:
             self._engine.compiled.take()
             on_call = functools.partial(self._engine.capture.on_call, self._root)
@@ -69,6 +71,7 @@ class ModelCalls:
     ) -> Any:
         self._check_in_step("called")
         share = current_share()
+        assert share is not None
         call = self._root_call(args, kwargs)
         if not place.is_driver:
             called_idx, output, share.weight, filled = place.modules.await_output()
@@ -117,9 +120,11 @@ class ModelCalls:
         self, tensors: list[Tensor], grad_tensors: list[Tensor | None] | None
     ) -> None:
         self._engine.begin_backward_alone()
-        scale = self._engine.root_weight(1.0)
-        if not is_one(scale):
-            tensors, grad_tensors = weighted(tensors, grad_tensors, scale, False)
+        factor = self._engine.loss.at_root()
+        if is_zero(factor):
+            return
+        if not is_one(factor):
+            tensors, grad_tensors = weighted(tensors, grad_tensors, factor, False)
         with self._runtime.steps.scaling_loss():
             torch.autograd.backward(tensors, grad_tensors)
 
@@ -134,20 +139,21 @@ class ModelCalls:
         if not server.is_driver:
             server.await_backward()
             return
-        weight = self._engine.root_weight(current_share().weight)
+        factor = self._engine.loss.at_root()
         # A rank that waits for no forward need not wait for the value of a loss on another rank:
         # the owner of the loss runs the backward right behind. Some schedules have all forwards
         # first.
         ahead = not _C.make_policy(self._runtime.rank.config.pipeline).forwards_come_first
-        if ahead or not is_one(weight):
-            tensors, grad_tensors = weighted(tensors, grad_tensors, weight, ahead)
+        if ahead or not is_one(factor):
+            tensors, grad_tensors = weighted(tensors, grad_tensors, factor, ahead)
         for root in () if ahead else tensors:  # its forward is over when the loss is there
             if isinstance(root, RemoteTensor):
                 root.wait()
         self._engine.first_step.on_backward(tensors)
         server.begin_backward()
-        with self._runtime.steps.scaling_loss():
-            run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
+        if not is_zero(factor):
+            with self._runtime.steps.scaling_loss():
+                run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
         server.end_backward()
 
     def _check_in_step(self, what: str) -> None:

@@ -6,6 +6,7 @@ See docs/design/batch_check.md.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.data_parallel.batch_weights import num_batches
 from smp.model.engine import Engine
 from smp.modules.tracing import running_again
 from smp.observe.batch_check import verdict as judging
@@ -25,15 +27,16 @@ from smp.observe.first_step.records import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
 from smp.step import microbatch
-from smp.step.batches import Batch, Bodies
+from smp.step.batches import Batch, Bodies, Pieces
 from smp.step.run import StepRun
+from smp.step.weights import WeightRule
 from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
 
 _FEW_SAMPLES = 8  # from these on a quarter of the batch has two
 
-MakeBodies = Callable[[Mapping[str, list[Any]], int], Bodies]
+MakeBodies = Callable[[Batch], Bodies]
 
 
 class BatchCheck:
@@ -44,9 +47,9 @@ class BatchCheck:
         engines: partitioned models.
         name: of the step function.
         function: the user's function.
-        axes: batch dimension by name, 0 where absent.
         batch: arguments of the step.
-        make: makes the bodies of a pass, from pieces by name of the argument.
+        rule: weighs microbatches.
+        make: makes the bodies of a pass over a batch.
     """
 
     def __init__(
@@ -55,12 +58,12 @@ class BatchCheck:
         engines: Sequence[Engine],
         name: str,
         function: Callable[..., Any],
-        axes: Mapping[str, int],
         batch: Batch,
+        rule: WeightRule,
         make: MakeBodies,
     ) -> None:
         self._current, self._engines, self._name = current, list(engines), name
-        self._function, self._axes, self._batch, self._make = function, axes, batch, make
+        self._function, self._batch, self._rule, self._make = function, batch, rule, make
         ranks = current.rank.ranks
         self._is_driver = ranks["pp"] == 0
         self._reads = (ranks["rdp"], ranks["tp"])
@@ -85,8 +88,7 @@ class BatchCheck:
 
     def _is_cut(self) -> bool:
         rank = self._current.rank
-        own = rank.config.prescaled_batch and rank.sizes["tp"] > 1
-        return rank.config.microbatches > 1 or rank.sizes["rdp" if own else "dp"] > 1
+        return rank.config.microbatches > 1 or num_batches(rank) > 1
 
     def _tell(self, outcome: str) -> None:
         is_strict = self._current.rank.settings.check_first_step == "1"
@@ -115,13 +117,15 @@ class BatchCheck:
         if reason is not None:
             return reason
         drivers = {reads: choice for reads, is_driver, _, choice in told if is_driver}
-        first = next(choice for (rdp, _), choice in drivers.items() if rdp == self._reads[0])
+        if any(
+            len({c for (rdp, _), (c, *_) in drivers.items() if rdp == r}) > 1 for r, _ in drivers
+        ):
+            return "cannot tell: tensor-parallel ranks have batches of several sizes"
         # All ranks of a replica take the same part.
+        first = next(choice for (rdp, _), choice in drivers.items() if rdp == self._reads[0])
         count, part = first[0], first[1]
-        pieces = self._pieces(count, part)
-        sizes = [sum(drivers[self._reads][2][2 * part : 2 * part + 2])]
-        sizes.append(drivers[self._reads][2][2 * part])
-        return self._compare(pieces, sizes[0], sizes[1])
+        sizes = drivers[self._reads][2][2 * part : 2 * part + 2]
+        return self._compare(self._part(count, part), sizes)
 
     def _reason_against(self) -> str | None:
         current = self._current
@@ -145,7 +149,7 @@ class BatchCheck:
         """Into how many parts the batch is cut, which two of them are looked at, their sizes."""
         if not self._is_driver:
             return None  # arguments may be dummies
-        arguments, axes = self._batch.arguments, self._axes
+        arguments, axes = self._batch.arguments, self._batch.axes
         sizes = microbatch.batch_sizes(arguments, axes)
         num_samples = min((size for _, size in sizes), default=0)
         if num_samples < 2:
@@ -157,8 +161,6 @@ class BatchCheck:
         is_even = all(size % count == 0 for _, size in sizes)
         if not is_even and len({size for _, size in sizes}) > 1:
             return "cannot tell: arguments have several batch sizes"
-        if not is_even and any(hasattr(v, "smp_slice") for v in arguments.values()):
-            return "cannot tell: an argument that cuts itself has no halves of equal parts"
         half, rest = divmod(num_samples, count // 2)
         halves = [half + (part < rest) for part in range(count // 2)]
         own = [size for half in halves for size in (half - half // 2, half // 2)]
@@ -171,44 +173,45 @@ class BatchCheck:
             for tensor in microbatch.tensors_to_split(value):
                 if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
                     continue
-                axis = self._axes.get(name, 0)
+                axis = self._batch.axes.get(name, 0)
                 halves = torch.tensor_split(tensor <= 0, count // 2, dim=axis)
                 for part, half in enumerate(halves):
                     a, b = (p.double().mean() for p in torch.tensor_split(half, 2, dim=axis))
                     contrast[part] += abs(float(a - b)) if a == a and b == b else 0.0
         return max(range(count // 2), key=contrast.__getitem__)
 
-    def _pieces(self, count: int, part: int) -> dict[str, tuple[Any, list[Any]]]:
-        """By name of the argument two parts of the batch together, and each of them."""
-        pieces = {}
-        for name, value in self._batch.arguments.items():
-            axis = self._axes.get(name, 0)
-            both = microbatch.split(value, count // 2, axis)[part]
-            if hasattr(value, "smp_slice"):
-                pieces[name] = both, microbatch.split(value, count, axis)[2 * part : 2 * part + 2]
-            else:
-                pieces[name] = both, microbatch.split(both, 2, axis)
-        return pieces
+    def _part(self, count: int, part: int) -> Batch:
+        """Two neighbours of the parts of the batch, as a batch that makes two microbatches."""
+        batch = self._batch
+        cut = {
+            name: microbatch.split(value, count // 2, batch.axes.get(name, 0))
+            for name, value in batch.arguments.items()
+        }
+        return dataclasses.replace(
+            batch,
+            bound=Pieces(batch.bound, cut).of(part),
+            arguments={name: pieces[part] for name, pieces in cut.items()},
+            count=2,
+            num_samples=batch.num_samples // (count // 2),
+        )
 
     # ---- passes
 
-    def _compare(
-        self, pieces: Mapping[str, tuple[Any, list[Any]]], num_samples: int, first: int
-    ) -> str:
-        whole = {name: [both] for name, (both, _) in pieces.items()}
-        parts = {name: two for name, (_, two) in pieces.items()}
-        sizes = [first, num_samples - first]
+    def _compare(self, two: Batch, sizes: Sequence[int]) -> str:
+        one = dataclasses.replace(two, count=1)
         found: list[Found] = []
         for shakes in (True, False):
-            one, written = self._pass(whole, [num_samples], shakes)
-            two, _ = self._pass(parts, sizes, shakes)
-            own = self._found(one, two, sizes, written)
+            whole, written = self._pass(one, [sum(sizes)], shakes)
+            pieces, _ = self._pass(two, sizes, shakes)
+            own = self._found(whole, pieces, sizes, written)
+            if self._is_driver:
+                self._weigh(own, one, two)
             found = comm.allgather(own, self._group)
             if not judging.reason_to_run_again(found):
                 break
         reason = judging.why_unknown(found)
         if reason is None and any(map(judging.difference_of, found)):
-            moved, _ = self._pass(parts, sizes, shakes, rounds=True)
+            moved, _ = self._pass(two, sizes, shakes, rounds=True)
             own.rounded, own.failure = list(moved.losses.values()), moved.failure
             found = comm.allgather(own, self._group)
             reason = judging.why_unknown(found)
@@ -222,7 +225,7 @@ class BatchCheck:
 
     def _pass(
         self,
-        pieces: Mapping[str, list[Any]],
+        batch: Batch,
         sizes: Sequence[int],
         shakes: bool,
         rounds: bool = False,
@@ -234,7 +237,7 @@ class BatchCheck:
         """
         current, steps = self._current, self._current.steps
         run = BatchPass(sizes, current.rank.device, shakes=shakes, rounds=rounds)
-        bodies = self._make(pieces, len(sizes))
+        bodies = self._make(batch)
         step_run = StepRun(current, self._engines, self._name, trains=False)
         num_begun = steps.num_begun
         with self._aside(run) as written:
@@ -311,39 +314,40 @@ class BatchCheck:
     # ---- what was found
 
     def _found(
-        self, one: BatchPass, two: BatchPass, sizes: Sequence[int], written: Sequence[str]
+        self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
     ) -> Found:
         ranks = self._current.rank.ranks
-        failure = one.failure or two.failure
-        weights = self._weights(sizes)
+        failure = whole.failure or pieces.failure
         own = Found(
             place=f"global_rank {self._current.rank.global_rank} (pp {ranks['pp']} tp "
             f"{ranks['tp']} rdp {ranks['rdp']})",
             failure=failure,
             is_driver=self._is_driver,
             num_samples=sum(sizes),
-            weights=weights,
-            whole=one.losses[0],
-            pieces=list(two.losses.values()),
-            eps=max(one.eps, two.eps),
-            draws=all(
-                two.drawn.shapes[shape] == 2 * number for shape, number in one.drawn.shapes.items()
-            )
-            and two.drawn.shapes.keys() == one.drawn.shapes.keys(),
-            is_shaken_alike=two.shaken == one.shaken + one.shaken,
+            whole=whole.losses[0],
+            pieces=list(pieces.losses.values()),
+            eps=max(whole.eps, pieces.eps),
+            draws=pieces.drawn.shapes == whole.drawn.shapes + whole.drawn.shapes,
+            is_shaken_alike=pieces.shaken == whole.shaken + whole.shaken,
             averages=all(engine.gradients.averages for engine in self._engines),
         )
         if written:
             own.reasons.append(judging.reason_of_buffers(written))
-        if one.drawn.permutes:
+        if whole.drawn.permutes:
             own.reasons.append(judging.REASON_OF_PERMUTATION)
         if self._is_driver:
             own.reasons += self._reasons_in_arguments()
         return own
 
-    def _weights(self, sizes: Sequence[int]) -> list[float]:
-        total = sum(sizes)
-        return [size * len(sizes) / total for size in sizes]
+    def _weigh(self, own: Found, one: Batch, two: Batch) -> None:
+        """Weighs losses as the step does."""
+        with torch.no_grad():
+            try:
+                for batch, weights in ((one, own.whole_weights), (two, own.weights)):
+                    weighed = self._rule.weigh(self._current, self._engines, [batch])
+                    weights[:] = map(weighed.output_weight, range(batch.count))
+            except Exception as error:
+                own.failure = own.failure or f"its weight: {error}"
 
     def _reasons_in_arguments(self) -> list[str]:
         labels, shapes = [], {}
@@ -352,7 +356,7 @@ class BatchCheck:
             ints = [t for t in tensors if not t.is_floating_point() and not t.is_complex()]
             if any(bool((t < 0).any()) for t in ints):
                 labels.append(name)
-            if any(t.dim() > 1 for t in tensors) and name not in self._axes:
+            if any(t.dim() > 1 for t in tensors) and name not in self._batch.axes:
                 shapes[name] = max(tensors, key=Tensor.dim).shape
         reasons = [judging.reason_of_labels(labels)] if labels else []
         for engine in self._engines:

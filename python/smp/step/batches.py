@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,24 +12,50 @@ from smp.step import microbatch
 from smp.world import runtime
 
 
+class Pieces:
+    """The arguments of a step function, cut into microbatches.
+
+    Args:
+        bound: the arguments as the script gave them.
+        pieces: of those that are cut, by name.
+    """
+
+    def __init__(self, bound: inspect.BoundArguments, pieces: Mapping[str, Sequence[Any]]) -> None:
+        self._bound = bound
+        self._pieces = pieces
+
+    def of(self, mb: int) -> inspect.BoundArguments:
+        """Returns the arguments of one microbatch."""
+        own = inspect.BoundArguments(self._bound.signature, self._bound.arguments.copy())
+        for name, value in self._bound.arguments.items():
+            kind = self._bound.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                own.arguments[name] = {k: self._piece(k, v, mb) for k, v in value.items()}
+            else:
+                own.arguments[name] = self._piece(name, value, mb)
+        return own
+
+    def _piece(self, name: str, value: Any, mb: int) -> Any:
+        return self._pieces[name][mb] if name in self._pieces else value
+
+
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one call.
 
     Attributes:
-        args, kwargs: as the script gave them.
+        bound: as the script gave them.
         arguments: those to cut, by name.
+        axes: batch dimension by name, 0 where absent.
         count: microbatches that they make.
-        weights: of the microbatches; None if all are 1.
         num_samples: of the call; 0 where dummies have no batch dimension.
         part: number of the batch, where this process reads several; None: it reads one.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    bound: inspect.BoundArguments
     arguments: dict[str, Any]
+    axes: Mapping[str, int]
     count: int
-    weights: Sequence[float] | None
     num_samples: int
     part: int | None = None
 
@@ -36,34 +63,34 @@ class Batch:
     def of(
         cls,
         current: runtime.Runtime,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        bound: inspect.BoundArguments,
         arguments: dict[str, Any],
         axes: Mapping[str, int],
-        trains: bool,
         part: int | None = None,
     ) -> Batch:
         """Counts the microbatches of a call."""
         count = microbatch.num_microbatches(arguments, axes, current.rank.config.microbatches)
-        # Arguments of other ranks than the driver may be dummies of any shape.
-        weights = None
-        if current.rank.ranks["pp"] == 0:
-            sizes = microbatch.batch_sizes(arguments, axes)
-            weights = microbatch.weights(sizes, count, strict=trains)
         num_samples = microbatch.num_samples(arguments, axes)
-        return cls(*call, arguments, count, weights, num_samples, part)
+        return cls(bound, arguments, axes, count, num_samples, part)
 
+    def pieces(self, count: int) -> Pieces:
+        """Cuts the arguments into ``count`` microbatches."""
+        cut = {
+            name: microbatch.split(value, count, self.axes.get(name, 0))
+            for name, value in self.arguments.items()
+        }
+        return Pieces(self.bound, cut)
 
-def joined_weights(batches: Sequence[Batch]) -> Sequence[float] | None:
-    """Weights of the microbatches of several batches, which count alike; 1 on average."""
-    counts = [batch.count for batch in batches]
-    if len(set(counts)) == 1 and all(batch.weights is None for batch in batches):
-        return None
-    share = sum(counts) / len(batches)
-    return [
-        weight * share / batch.count
-        for batch in batches
-        for weight in batch.weights or [1.0] * batch.count
-    ]
+    def samples_by_microbatch(self, trains: bool) -> list[float]:
+        """Returns how many samples each microbatch has; 1 each where nothing has samples.
+
+        Raises:
+            ValueError: arguments of several sizes leave it open, in training.
+        """
+        sizes = microbatch.batch_sizes(self.arguments, self.axes)
+        shares = microbatch.weights(sizes, self.count, strict=trains) or [1.0] * self.count
+        each = self.num_samples / self.count if self.num_samples else 1.0
+        return [share * each for share in shares]
 
 
 class Bodies(Protocol):
@@ -72,7 +99,7 @@ class Bodies(Protocol):
     results: dict[int, Any]
 
     def __call__(self, mb: int) -> None: ...
-    def weights(self) -> list[float] | None: ...
+    def output_weights(self) -> list[float] | None: ...
 
 
 class BodiesOfRanks:
@@ -104,26 +131,25 @@ class BodiesOfRanks:
         self._parts[dp_rank](own)
         self.results[mb] = self._parts[dp_rank].results.pop(own)
 
-    def weights(self) -> list[float] | None:
-        parts = [(bodies.weights(), bodies) for bodies in self._parts]
-        if all(weights is None for weights, _ in parts):
+    def output_weights(self) -> list[float] | None:
+        parts = [bodies.output_weights() for bodies in self._parts]
+        if all(weights is None for weights in parts):
             return None
         counts = [sum(d == rank for d, _ in self._places) for rank in range(len(parts))]
         return [
             weight
-            for (weights, _), count in zip(parts, counts, strict=True)
+            for weights, count in zip(parts, counts, strict=True)
             for weight in weights or [1.0] * count
         ]
 
 
-MakeBodies = Callable[[Batch, int, Sequence[float] | None], Bodies]
+MakeBodies = Callable[[Batch, int, int], Bodies]
 
 
 def make_bodies(
     current: runtime.Runtime,
     batches: Sequence[Batch],
     count: int,
-    weights: Sequence[float] | None,
     seed: int,
     make: MakeBodies,
 ) -> Bodies:
@@ -133,16 +159,13 @@ def make_bodies(
         current: the runtime.
         batches: one, or of several data-parallel ranks in this process.
         count: microbatches of all, of the driver.
-        weights: of them; None if all are 1.
         seed: of this process, before the step.
-        make: makes those of one batch.
+        make: makes those of one batch, of so many microbatches, the first of which has a number.
     """
     if len(batches) == 1:
-        return make(batches[0], count, weights)
+        return make(batches[0], count, 0)
     parts, begin = [], 0
     for batch in batches:
-        end = begin + batch.count
-        own = None if weights is None else weights[begin:end]
-        parts.append((make(batch, batch.count, own), batch.count))
-        begin = end
+        parts.append((make(batch, batch.count, begin), batch.count))
+        begin += batch.count
     return BodiesOfRanks(current, parts, seed)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from smp.data_parallel import BatchWeights
 from smp.dropout import places
 from smp.dropout.places import Place
 from smp.model import DistributedModel, engine_of
@@ -22,10 +23,11 @@ from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batch_check import BatchCheck
-from smp.step.batches import Batch, Bodies, joined_weights, make_bodies
+from smp.step.batches import Batch, Bodies, Pieces, make_bodies
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.run import StepRun
+from smp.step.weights import WeightRule
 from smp.world import preemption, runtime
 from smp.world.log import first_rank_log
 
@@ -44,6 +46,7 @@ class StepFunction:
         non_split_inputs: Iterable[str] | None,
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
+        weight: str | Callable[..., Any],
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -52,6 +55,7 @@ class StepFunction:
         self._non_split = frozenset(non_split_inputs or ())
         self._axes = dict(input_split_axes or {})
         self._detach_outputs = detach_outputs
+        self._rule = WeightRule(weight, self._name)
         self._check_names()
 
     def _check_names(self) -> None:
@@ -86,34 +90,35 @@ class StepFunction:
         verification = current.verification
         calls = [(args, kwargs)] if verification is None else verification.calls(args, kwargs)
         batches = [
-            Batch.of(
-                current,
-                call,
-                self._split_arguments(*call),
-                self._axes,
-                trains,
-                part if len(calls) > 1 else None,
-            )
+            self._batch(current, call, part if len(calls) > 1 else None)
             for part, call in enumerate(calls)
         ]
         self._tell_of_cuts(current, batches[0])
         count = sum(batch.count for batch in batches)
-        weights = joined_weights(batches)
         current.steps.samples = sum(batch.num_samples for batch in batches)
 
-        def bodies_of(num_microbatches: int) -> Bodies:
-            make = functools.partial(self._bodies, current)
-            return make_bodies(current, batches, num_microbatches, weights, seed, make)
+        def bodies_of(num_microbatches: int, weights: BatchWeights | None) -> Bodies:
+            make = functools.partial(self._bodies, current, weights)
+            return make_bodies(current, batches, num_microbatches, seed, make)
+
+        def begin_body() -> None:
+            bodies_of(count, None)(0)
 
         with explaining(current, "the partition of a model"):
-            partition_used(current, models, self, lambda: bodies_of(count)(0))
-        engines = [engine_of(model) for model in models if model.partitioned]
+            partition_used(current, models, self, begin_body)
+        used = [model for model in models if model.partitioned]
+        engines = [engine_of(model) for model in used]
         step_run = StepRun(current, engines, self._name, trains)
         try:
             with explaining(current, f"step '{self._name}'"):
+                weights = None
+                if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
+                    if trains:
+                        self._rule.look_for_labels(current, used, batches[0], begin_body)
+                    weights = self._rule.weigh(current, engines, batches)
                 step_run.number_samples(batches, self._axes)
                 count = step_run.begin(count, weights)
-                bodies = bodies_of(count)
+                bodies = bodies_of(count, weights)
                 if models:
                     step_run.run(count, bodies)
                 else:
@@ -131,7 +136,9 @@ class StepFunction:
         for model in models:
             model.run_post_step_hooks()
         result = microbatch.join(
-            [bodies.results[mb] for mb in range(count)], self._detach_outputs, bodies.weights()
+            [bodies.results[mb] for mb in range(count)],
+            self._detach_outputs,
+            bodies.output_weights(),
         )
         if verification is not None:
             counts = [batch.count for batch in batches] if len(batches) > 1 else [count]
@@ -141,6 +148,18 @@ class StepFunction:
         current.steps.finished(duration_s)
         step_log_of(current).finished(duration_s, trains=trains, num_samples=samples)
         return result
+
+    def _batch(
+        self,
+        current: runtime.Runtime,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        part: int | None,
+    ) -> Batch:
+        args, kwargs = call
+        bound = self._signature.bind(*args, **kwargs)
+        # *args and **kwargs are cut element by element.
+        cut = {name: v for name, v in _named(bound).items() if name not in self._non_split}
+        return Batch.of(current, bound, cut, self._axes, part)
 
     def _tell_of_cuts(self, current: runtime.Runtime, batch: Batch) -> None:
         """Says once what is cut and may have no samples, and what is not cut and may have some."""
@@ -173,46 +192,30 @@ class StepFunction:
     def _bodies(
         self,
         current: runtime.Runtime,
+        weights: BatchWeights | None,
         batch: Batch,
         count: int,
-        weights: Sequence[float] | None,
+        first_mb: int,
     ) -> _Bodies:
-        pieces = {
-            name: microbatch.split(value, count, self._axes.get(name, 0))
-            for name, value in batch.arguments.items()
-        }
-        shares = [Share(weight) for weight in weights or [1.0] * count]
-        bound = self._bind(batch.args, batch.kwargs)
+        shares = [Share(weights, first_mb + mb) for mb in range(count)]
         function = self._function
         if current.verification is not None:
             function = current.verification.around(function)
         place_of = None
         if current.dropout is not None and current.dropout.is_open:
             place_of = functools.partial(current.dropout.body, part=batch.part)
-        return _Bodies(current, function, bound, pieces, shares, place_of)
+        return _Bodies(current, function, batch.pieces(count), shares, place_of)
 
     def _check_loss(
         self, current: runtime.Runtime, engines: Sequence[Engine], batch: Batch
     ) -> None:
         """Compares, once, the loss of the batch with that of its pieces. Collective."""
 
-        def make(pieces: Mapping[str, list[Any]], count: int) -> Bodies:
-            bound = self._bind(batch.args, batch.kwargs)
-            shares = [Share() for _ in range(count)]
-            return _Bodies(current, self._function, bound, pieces, shares, None)
+        def make(own: Batch) -> Bodies:
+            shares = [Share(None, mb) for mb in range(own.count)]
+            return _Bodies(current, self._function, own.pieces(own.count), shares, None)
 
-        BatchCheck(current, engines, self._name, self._function, self._axes, batch, make).run()
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        return self._signature.bind(*args, **kwargs)
-
-    def _split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments to cut, by name; ``*args`` and ``**kwargs`` are cut element by element."""
-        return {
-            name: value
-            for name, value in _named(self._bind(args, kwargs)).items()
-            if name not in self._non_split
-        }
+        BatchCheck(current, engines, self._name, self._function, batch, self._rule, make).run()
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -233,15 +236,13 @@ class _Bodies:
         self,
         current: runtime.Runtime,
         function: Callable[..., Any],
-        bound: inspect.BoundArguments,
-        pieces: Mapping[str, list[Any]],
+        pieces: Pieces,
         shares: Sequence[Share],
         place_of: Callable[[int], Place] | None,
     ) -> None:
         self._current = current
         self._device = current.rank.device
         self._function = function
-        self._bound = bound
         self._pieces = pieces
         self._shares = shares
         self._place_of = place_of
@@ -250,13 +251,7 @@ class _Bodies:
         self.results: dict[int, Any] = {}
 
     def __call__(self, mb: int) -> None:
-        bound = inspect.BoundArguments(self._bound.signature, self._bound.arguments.copy())
-        for name, value in self._bound.arguments.items():
-            kind = self._bound.signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                bound.arguments[name] = {k: self._piece(k, v, mb) for k, v in value.items()}
-            else:
-                bound.arguments[name] = self._piece(name, value, mb)
+        own = self._pieces.of(mb)
 
         def run() -> Any:
             current = self._current
@@ -266,17 +261,14 @@ class _Bodies:
             if self._place_of is not None:
                 places.enter(self._place_of(mb))  # in a copy of the context
             with autocast.apply(self._autocast):
-                return self._function(*bound.args, **bound.kwargs)
+                return self._function(*own.args, **own.kwargs)
 
         self.results[mb] = self._context.copy().run(run)
 
-    def weights(self) -> list[float] | None:
-        """Weights of the microbatches, if they differ; after they have run."""
+    def output_weights(self) -> list[float] | None:
+        """Returns weights of the microbatches' outputs, if they differ; after they have run."""
         weights = [share.weight for share in self._shares]
         return weights if any(weight != 1.0 for weight in weights) else None
-
-    def _piece(self, name: str, value: Any, mb: int) -> Any:
-        return self._pieces[name][mb] if name in self._pieces else value
 
 
 def step(
@@ -285,6 +277,7 @@ def step(
     non_split_inputs: Iterable[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
+    weight: str | Callable[..., Any] = "auto",
 ) -> Any:
     """Decorator for the function that runs forward and backward of one batch.
 
@@ -294,10 +287,14 @@ def step(
     calls the same step functions in one order.
 
     A batch that ``microbatches`` does not divide is cut into pieces that differ by one sample, and
-    into fewer pieces if there are fewer samples. Gradients and ``reduce_mean`` weigh each piece by
-    its samples, so a loss that is a mean over samples gives the mean over the batch. The batch of
-    pipeline rank 0 counts. Replicas count alike, whatever the sizes of their batches and however
-    many pieces these make.
+    into fewer pieces if there are fewer samples. The batch of pipeline rank 0 counts.
+
+    The reference is the loss of the global batch, that is of the batches of all replicas, in one
+    process. A loss that is a mean counts in it by its ``weight``: by what it is a mean over, in its
+    microbatch, divided by the sum over all microbatches of all replicas. A backward begins with
+    that share, so gradients, their norm, and hooks on tensors are those of the global batch. So is
+    the mean over the replicas of ``reduce_mean``; in evaluation ``reduce_mean`` is that of the
+    batch of this replica. Microbatches of weight 0 have no backward.
 
     The first call runs the function once more on pipeline rank 0 of the first replica, up to its
     call of the model, to trace that call for the automatic partition. Side effects before the call
@@ -310,18 +307,25 @@ def step(
         non_split_inputs: names of arguments passed whole to every microbatch.
         input_split_axes: batch dimension by argument name; 0 for all others.
         detach_outputs: detach returned tensors; otherwise their graphs stay alive.
+        weight: what the loss of a microbatch is a mean over. "samples": samples of the microbatch.
+            A function: gets the arguments of one microbatch as the step function does, and returns
+            a number, or a tensor of one element (tokens that are not ignored, a sum of class
+            weights, pairs). "auto": the labels that count, where a model of transformers gets its
+            ``labels`` from an argument of the step function, otherwise samples.
 
     Returns:
         a callable; its result has the structure of the function's, with a ``StepOutput`` for each
         tensor, a list for each other leaf, and ``None`` where all microbatches returned ``None``.
 
     Raises:
+        TypeError: for a weight that is neither of these.
         ValueError: when called with arguments of different batch sizes which microbatches do not
-            divide.
+            divide; for weights that are negative or not finite, and for those of replicas that
+            count different things.
         smp.PeerFailure: when another rank failed meanwhile.
     """
 
     def decorate(decorated: Callable[..., Any]) -> StepFunction:
-        return StepFunction(decorated, non_split_inputs, input_split_axes, detach_outputs)
+        return StepFunction(decorated, non_split_inputs, input_split_axes, detach_outputs, weight)
 
     return decorate if function is None else decorate(function)

@@ -198,12 +198,15 @@ class StepOutput:
     def reduce_mean(self) -> Tensor:
         """Mean over microbatches (not over elements); shape of one output.
 
-        Microbatches of different sizes count by their samples, so that the mean of means is the
-        mean over the batch.
+        Microbatches count by their weights (`smp.step`), so that the mean of means is the mean over
+        the batch; what one of weight 0 returned does not count, whatever it is.
         """
         if self._weights is None:
             return self.reduce_sum() / len(self.outputs)
-        weighted = [out * weight for out, weight in zip(self.outputs, self._weights, strict=True)]
+        weighted = [
+            out * weight if weight else torch.zeros_like(out)
+            for out, weight in zip(self.outputs, self._weights, strict=True)
+        ]
         return torch.stack(weighted).sum(dim=0) / len(self.outputs)
 
     def reduce_sum(self) -> Tensor:

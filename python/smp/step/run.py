@@ -10,6 +10,7 @@ import torch
 
 import smp._C as _C
 from smp import data_parallel
+from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
 from smp.model.mask_places import draws_of
 from smp.step import microbatch
@@ -40,12 +41,12 @@ class StepRun:
         self._trains = trains
         self._seed = 0
 
-    def begin(self, num_microbatches: int, weights: Sequence[float] | None) -> int:
+    def begin(self, num_microbatches: int, weights: BatchWeights | None) -> int:
         """Opens the step on all ranks of the replica, and over the replicas.
 
         Args:
             num_microbatches: of this rank.
-            weights: of the microbatches on the driver, if they have different sizes.
+            weights: of the microbatches of this rank's batch; None: another rank reads it.
 
         Returns:
             the number of microbatches of the driver, whose data count.
@@ -58,7 +59,6 @@ class StepRun:
         self._seed = self._agreed_seed()
         if hub is not None:
             num_microbatches = hub.begin_step(self._name, num_microbatches)
-        self._check_weights(weights)
         self._engines = self._agreed(num_microbatches)
         # Two that reduce at the same time might do so in another order on other replicas.
         first = max(
@@ -67,7 +67,9 @@ class StepRun:
         self._engines.sort(key=lambda engine: engine is not first)
         for engine in self._engines:
             engine.first_step.begin_step(self._trains, len(self._engines))
-            engine.begin_step(num_microbatches, self._trains, weights, engine is first)
+            engine.begin_step(num_microbatches, self._trains, engine is first)
+        if weights is not None and self._trains:
+            weights.begin_exchange()
         if hub is not None:
             reducers = [
                 reducer for engine in self._engines for reducer in engine.gradients.reducers
@@ -97,18 +99,6 @@ class StepRun:
         )
         if self._hub is not None:
             self._hub.use_samples(draws.samples)
-
-    def _check_weights(self, weights: Sequence[float] | None) -> None:
-        """A backward through several models begins with one weight for all of them."""
-        if weights is None or self._hub is None or not self._trains:
-            return
-        if len({engine.gradients.averages for engine in self._engines}) > 1:
-            raise ValueError(
-                f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different sizes, "
-                "and the models disagree on average_grads_across_microbatches, so a backward "
-                "through both has no weight that suits both; wrap them alike, or use batches that "
-                f"microbatches divide ({self._current.wrapped.candidates})"
-            )
 
     def _agreed(self, num_microbatches: int) -> list[Engine]:
         """The models that all replicas have; garbage is collected at any time. Collective."""

@@ -20,7 +20,8 @@ class Found:
         failure: in words why a pass says nothing; None: all ran.
         is_driver: whether losses are noted on this rank.
         num_samples: samples of the batch that was looked at.
-        weights: of its two pieces.
+        weights: of its two pieces, 1 on average.
+        whole_weights: weight of the batch as one microbatch.
         whole: values at which backward would begin, for the batch.
         pieces: the same for each piece.
         rounded: the same for each piece with rounding errors in operators, once that has run.
@@ -35,7 +36,8 @@ class Found:
     failure: str | None = None
     is_driver: bool = False
     num_samples: int = 0
-    weights: Sequence[float] = (1.0, 1.0)
+    weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    whole_weights: list[float] = field(default_factory=lambda: [1.0])
     whole: Sequence[float] = ()
     pieces: Sequence[Sequence[float]] = ()
     rounded: Sequence[Sequence[float]] | None = None
@@ -82,14 +84,17 @@ def difference_of(one: Found) -> Difference | None:
 
 
 def _compare(one: Found, number: int) -> Difference | None:
-    whole, pieces = one.whole[number], [piece[number] for piece in one.pieces]
+    # A piece of weight 0 has no backward, and its mean over nothing is no number.
+    pieces = [p[number] if w else 0.0 for w, p in zip(one.weights, one.pieces, strict=True)]
+    whole = one.whole[number] * one.whole_weights[0]
     total = sum(pieces)
-    mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / sum(one.weights)
+    mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
     scale = max(map(abs, (whole, *pieces)))
     rounding = _LAST_PLACES * one.eps * scale
     if one.rounded is not None:
-        moved = [abs(r[number] - loss) for r, loss in zip(one.rounded, pieces, strict=True)]
-        rounding = max(rounding, _MARGIN * max(moved))
+        pairs = zip(one.weights, one.rounded, pieces, strict=True)
+        moved = [w * abs(r[number] - loss) for w, r, loss in pairs if w]
+        rounding = max(rounding, _MARGIN * max(moved, default=0.0))
     is_equal = abs(whole - mean) <= rounding
     # With sums the script has divided by a number, or it is a sum in one process as well.
     is_equal |= not one.averages and abs(whole - total) <= rounding
@@ -119,7 +124,9 @@ def why_unknown(found: Sequence[Found]) -> str | None:
 
 
 def _is_odd(one: Found) -> bool:
-    losses = [*one.whole, *sum((list(p) for p in (*one.pieces, *(one.rounded or ()))), [])]
+    losses = list(one.whole)
+    for kind in (one.pieces, one.rounded or ()):
+        losses += [x for w, piece in zip(one.weights, kind, strict=False) if w for x in piece]
     return not all(abs(loss) < float("inf") for loss in losses)  # NaN is not
 
 

@@ -1,0 +1,237 @@
+"""Labels of Hugging Face models: which argument has them, and which of them a loss counts.
+
+The losses of transformers are means over the labels that are not ignored, of which microbatches
+have different numbers where sequences are padded. Which labels a class counts is in its code and in
+that of its loss function; tests/zoo/test_label_rules.py compares that with what PyTorch's loss has
+divided by, over the families of the zoo.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.model import DistributedModel, engine_of
+from smp.modules.tracing import running_again
+from smp.nn import DistributedTransformerLMHead
+from smp.nn.vocabulary_head import IGNORE_INDEX
+from smp.partition.capture import CallSeen
+from smp.step.batches import Batch, Pieces
+from smp.world import runtime
+from smp.world.log import first_rank_log
+
+_log = logging.getLogger("smp")
+
+_LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """Which labels the loss of a model counts.
+
+    Attributes:
+        shifts: the first label of each sequence is none of them, since tokens predict the next.
+        ignored: value of labels that do not count.
+    """
+
+    shifts: bool
+    ignored: int
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Returns the number of labels that count, of a tensor of integers of any shape."""
+        counted = labels[..., 1:] if self.shifts else labels
+        return (counted != self.ignored).sum()
+
+
+def rule_of(model: nn.Module) -> LabelRule | None:
+    """Returns which labels the loss of a Hugging Face model counts; None: it counts none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    if isinstance(base, DistributedTransformerLMHead):
+        return LabelRule(shifts=True, ignored=IGNORE_INDEX)
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(base, library.PreTrainedModel):
+        return None
+    loss = getattr(base, "loss_function", None)
+    return _rule(type(base), loss if callable(loss) else None)
+
+
+@functools.lru_cache(maxsize=128)
+def _rule(cls: type, loss: Callable[..., Any] | None) -> LabelRule | None:
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    if _LABELS not in inspect.signature(forward).parameters:
+        return None
+    try:
+        text = inspect.getsource(forward)
+        if loss is not None and "self.loss_function(" in text:
+            text += inspect.getsource(inspect.unwrap(loss))
+    except (OSError, TypeError):
+        return None
+    if re.search("cross_entropy|CrossEntropyLoss", text) is None:
+        return None
+    shifts = re.search(r"labels\[(\.\.\.|:), 1:", text) is not None
+    known = re.search(r"ignore_index(?:: int)?\s*=\s*(-?\d+)", text)
+    return LabelRule(shifts, int(known.group(1)) if known else IGNORE_INDEX)
+
+
+@dataclass(frozen=True)
+class CountedLabels:
+    """The labels of a step function.
+
+    Attributes:
+        rule: which of them count.
+        path: where they are among the arguments.
+        divisor: where the number is among the arguments that the model divides by in the place of
+            its labels; None: there is none.
+    """
+
+    rule: LabelRule
+    path: Path
+    divisor: Path | None
+
+    def are_in(self, bound: inspect.BoundArguments) -> bool:
+        """Does a call of the step function have them?"""
+        wanted = [path for path in (self.path, self.divisor) if path is not None]
+        return all(_at(bound, path) is not None for path in wanted)
+
+    def count(self, pieces: Pieces, count: int) -> tuple[list[float], float]:
+        """Returns the weight of each microbatch, and their part of the sum over all batches."""
+        each = [pieces.of(mb) for mb in range(count)]
+        labels = [_at(own, self.path) for own in each]
+        counts: list[float] = torch.stack([self.rule.count(one) for one in labels]).tolist()
+        if self.divisor is None:
+            return counts, sum(counts)
+        # The model makes a sum, and divides it by this.
+        return [float(_at(own, self.divisor)) for own in each], sum(counts)
+
+
+def find_labels(
+    current: runtime.Runtime,
+    models: Sequence[DistributedModel],
+    batch: Batch,
+    step: str,
+    run_body: Callable[[], object],
+) -> CountedLabels | None:
+    """Runs a step function up to its call of a model, and finds its labels among the arguments.
+
+    Args:
+        current: the runtime.
+        models: that take part, partitioned.
+        batch: of this rank.
+        step: name of the step function.
+        run_body: runs it on the first microbatch, in which `smp.is_tracing` is true.
+
+    Returns:
+        None where the loss counts samples, as far as can be told.
+    """
+    rules = {model: rule for model in models if (rule := rule_of(model.get_module())) is not None}
+    if not rules or not any(_integers(batch.bound)):
+        return None
+    seen: list[tuple[LabelRule, dict[str, Any]]] = []
+
+    def on_call(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model in rules:
+            seen.append((rules[model], _given(model.get_module(), args, kwargs)))
+        raise CallSeen
+
+    outside = _C.RandomState.capture(str(current.rank.device))
+    for model in models:
+        engine_of(model).on_next_call = functools.partial(on_call, model)
+    try:
+        with running_again():
+            run_body()
+    except CallSeen:
+        pass
+    except Exception as error:
+        _log.debug("smp: step '%s' failed before it called a model", step, exc_info=error)
+    finally:
+        for model in models:
+            engine_of(model).on_next_call = None
+        outside.restore()
+    if not seen:
+        return None
+    return _located(batch, step, *seen[0])
+
+
+def _given(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = list(inspect.signature(root.forward).parameters)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _located(
+    batch: Batch, step: str, rule: LabelRule, given: Mapping[str, Any]
+) -> CountedLabels | None:
+    labels = given.get(_LABELS)
+    if not isinstance(labels, Tensor) or not labels.dim() or labels.is_floating_point():
+        return None
+    first = batch.pieces(batch.count).of(0)
+    path = next((p for p, leaf in _by_name(first, _LABELS) if _is_same(leaf, labels)), None)
+    num_items = given.get(_NUM_ITEMS)
+    divisor = None
+    if path is not None and num_items is not None:
+        divisor = next((p for p, leaf in _by_name(first, _NUM_ITEMS) if leaf is num_items), None)
+        rule = LabelRule(False, rule.ignored)  # the Trainer's count does not shift
+    is_known = path is not None and (num_items is None or divisor is not None)
+    if not is_known and (num_items is not None or bool((labels == rule.ignored).any())):
+        first_rank_log.warning(
+            "smp: the model of step '%s' gets %s that the step function makes itself, so its "
+            "microbatches are weighed by samples, and not by the labels that count. Hand them to "
+            "the step function as an argument, or say what the loss of a microbatch is a mean "
+            "over: @smp.step(weight=lambda ...: ...)",
+            step,
+            _LABELS if path is None else _NUM_ITEMS,
+        )
+    return CountedLabels(rule, path, divisor) if is_known and path is not None else None
+
+
+def _is_same(leaf: Any, tensor: Tensor) -> bool:
+    """Is an argument what the model gets, perhaps as a copy on another device?"""
+    if leaf is tensor:
+        return True
+    if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
+        return False
+    return bool((leaf.to(tensor.device) == tensor).all())
+
+
+def _integers(bound: inspect.BoundArguments) -> Iterator[bool]:
+    for _, leaf in _leaves(dict(bound.arguments), ()):
+        yield isinstance(leaf, Tensor) and leaf.dim() > 0 and not leaf.is_floating_point()
+
+
+def _by_name(bound: inspect.BoundArguments, name: str) -> list[tuple[Path, Any]]:
+    """Returns all leaves with their paths, those of a name first."""
+    leaves = list(_leaves(dict(bound.arguments), ()))
+    return sorted(leaves, key=lambda item: item[0][-1] != name)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping | UserDict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for idx, item in enumerate(value):
+            yield from _leaves(item, (*path, idx))
+    else:
+        yield path, value
+
+
+def _at(bound: inspect.BoundArguments, path: Path) -> Any:
+    value: Any = bound.arguments
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
