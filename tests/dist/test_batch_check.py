@@ -209,6 +209,81 @@ TOLD: dict[str, Case] = {
 }
 
 
+# ---- usual means ---------------------------------------------------------------------------------
+
+
+def fine_tuning(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=labels).loss  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Draws noise for each sample, and drops paths of some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty(len(x), *(1,) * (x.dim() - 1)).bernoulli_(0.8)
+        return x + torch.randn_like(x) * F.dropout(x, 0.3) * kept
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    assert config.resid_pdrop > 0
+    net = GPT2LMHeadModel(config)
+    net.last = net.transformer.h[1]  # what pipelines have on their second rank
+    return net
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 32, (SAMPLES, LENGTH), generator=generator(2))
+
+
+def padded_ids() -> tuple[Any, ...]:
+    labels = ids()
+    labels[padded() < 0] = -100
+    return ids(), labels
+
+
+def with_eval_norm() -> nn.Module:
+    net = Net(lambda: nn.BatchNorm1d(WIDTH))
+    net.between.eval()
+    return net
+
+
+USUAL: dict[str, Case] = {
+    "mean": (Net, flat, mean, ""),
+    "uneven batch": (Net, lambda: (batch()[:7], classes()[:7]), mean, ""),
+    "token mean without padding": (Net, lambda: (batch(LENGTH), classes(LENGTH)), tokens, ""),
+    "noise and dropout": (lambda: Net(Noisy), flat, mean, ""),
+    "GPT-2 with dropout": (gpt2, lambda: (ids(), ids()), fine_tuning, ""),
+    "padded GPT-2, weighed by itself": (gpt2, padded_ids, fine_tuning, ""),
+    "BatchNorm in evaluation": (with_eval_norm, flat, mean, ""),
+}
+HALF = {"fp16": {"fp16": True}, "bf16": {"bf16": True}}
+
+
+class Sized(nn.Module):
+    """Works with microbatches of its size alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 2:
+            raise ValueError("expected 2 samples")
+        return x
+
+
+FAILING: dict[str, Case] = {
+    "in the first module": (lambda: Net(Sized), flat, mean, ""),
+    "in the last module": (lambda: with_last(Sized), flat, mean, ""),
+}
+
+
+def with_last(make: Callable[[], nn.Module]) -> nn.Module:
+    net = Net()
+    net.last = nn.Sequential(net.last, make())  # type: ignore[assignment]
+    return net
+
+
 class Listener(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -220,9 +295,9 @@ class Listener(logging.Handler):
 
 
 def check(
-    rank: int, config: Config, name: str, cases: str = "TOLD", plain: bool = False, steps: int = 2
+    rank: int, config: Config, name: str, cases: str = "TOLD", plain: bool = False, **options: Any
 ) -> tuple[list[str], list[str], list[float]]:
-    """Outcomes, warnings, and the losses of some steps."""
+    """Returns outcomes, warnings, and the losses of two steps and the numbers of calls."""
     import smp
 
     make, arguments, loss_of, _ = globals()[cases][name]
@@ -230,7 +305,6 @@ def check(
     logging.getLogger("smp").addHandler(listener)
     try:
         smp.init({"ddp": True, **config})
-        smp.set_partition_after = None
         net = make()
         if smp.tp_size() > 1:
             net = with_split_layer(net)
@@ -239,8 +313,11 @@ def check(
             smp.set_partition(net.last, 1)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-        @smp.step
+        calls = [0, 0]
+
+        @smp.step(**options)
         def train(x: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
+            calls[smp.is_tracing()] += 1
             loss = loss_of(model, x, labels, *others)
             if plain:
                 loss.backward()
@@ -249,14 +326,15 @@ def check(
             return loss
 
         losses = []
-        for _ in range(steps):
+        for _ in range(2):
             optimizer.zero_grad()
             losses.append(float(train(*arguments()).reduce_mean()))
             optimizer.step()
         from smp.world import runtime
 
         outcomes = list(runtime.current().steps.batch_checks.values())
-        return outcomes, [line for line in listener.lines if "loss of step" in line], losses
+        lines = [line for line in listener.lines if "loss of step" in line]
+        return outcomes, lines, [*losses, *calls]
     finally:
         logging.getLogger("smp").removeHandler(listener)
 
@@ -279,3 +357,82 @@ def test_loss_that_is_no_mean_over_samples_is_told_once(pool: Pool, layout: str,
     assert len(outcomes) == size and all(o.startswith("differs: ") for o in outcomes), outcomes
     told = [line for _, lines, _ in results for line in lines]
     assert len(told) == 1 and TOLD[name][3] in told[0], told
+
+
+@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_usual_mean_is_not_told(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    if layout == "split" and "GPT-2" in name:
+        pytest.skip("its layers are split by a plan: see test_usual_mean_of_a_split_gpt2")
+    results = pool.run(size, check, {"auto_partition": False, **config}, name, "USUAL")
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+    assert not [line for _, lines, _ in results for line in lines]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("layout", ["one process", "pipeline", "replicas"])
+@pytest.mark.parametrize("name", ["mean", "GPT-2 with dropout"])
+def test_mean_in_16_bits_is_not_told_and_token_mean_is(
+    pool: Pool, layout: str, dtype: str, name: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config, **HALF[dtype]}
+    results = pool.run(size, check, config, name, "USUAL")
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+    results = pool.run(size, check, config, "token mean")
+    assert all(o.startswith("differs: ") for outcomes, _, _ in results for o in outcomes), results
+
+
+def num_labels(x: Tensor, labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_token_mean_with_its_weight_is_equal(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    results = pool.run(size, check, config, "token mean", weight=num_labels)
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strict_setting_raises_on_all_ranks(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    env = {"SMP_CHECK_FIRST_STEP": "1"}
+    outcomes = pool.outcomes(size, check, config, "token mean", env=env)
+    assert {outcome.error for outcome in outcomes} == {"FirstStepDifference"}
+    assert all("-100" in outcome.message for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_failure_in_the_check_is_no_failure_of_the_step(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config, "microbatches": 4}
+    results = pool.run(size, check, config, name, "FAILING")
+    outcomes = {outcome for outcomes, _, _ in results for outcome in outcomes}
+    assert len(outcomes) == 1 and "expected 2 samples" in outcomes.pop()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["BatchNorm", "codebook"])
+def test_training_is_the_same_with_and_without_the_check(
+    pool: Pool, layout: str, name: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    runs = [
+        pool.run(size, check, config, name, env={"SMP_CHECK_FIRST_STEP": setting})
+        for setting in ("auto", "0")
+    ]
+    assert [outcomes for outcomes, _, _ in runs[1]] == [["off: SMP_CHECK_FIRST_STEP is 0"]] * size
+    # Losses, and calls that a counter of the script has seen.
+    assert [numbers for *_, numbers in runs[0]] == [numbers for *_, numbers in runs[1]]
+
+
+def test_plain_backward_is_noted(pool: Pool) -> None:
+    config = {"microbatches": 4}
+    results = pool.run(1, check, config, "token mean", "TOLD", True)
+    assert results[0][0][0].startswith("differs: ")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
 
 Config = dict[str, Any]
 BATCH, LENGTH, VOCABULARY, IGNORED = 8, 12, 31, -100

@@ -83,7 +83,8 @@ class DrawsBySample(TorchDispatchMode):
         if "seed" in known or "dropout_p" in known:
             name = "dropout_p" if "dropout_p" in known else "p"
             return _call(func, known | {name: 0.0})
-        known.pop("generator", None)
+        if "generator" in known:
+            known["generator"] = None
         if func is _aten.randperm.default and known["n"] == len(self._samples) > 1:
             self._drawn.permutes = True
             options = {k: v for k, v in known.items() if k in ("dtype", "device")}

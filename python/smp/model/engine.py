@@ -13,6 +13,7 @@ import smp._C as _C
 from smp import activations, data_parallel
 from smp.activations import HonouredModules
 from smp.compilation import CompiledParts
+from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
 from smp.model.mask_places import MaskPlaces
@@ -85,7 +86,7 @@ class Engine:
         self.idx = idx
         self._root = root
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._broadcast_buffers = broadcast_buffers
+        self._buffers = ReplicaBuffers(current.rank, root, broadcast_buffers)
         self._seed = seed
         self.registrations = registrations
         self.compiled = compiled
@@ -295,10 +296,10 @@ class Engine:
         if not trains:
             return
         rank = self._current.rank
-        syncs = self._broadcast_buffers and self._root.training
+        syncs = self._buffers.is_on
         first = 0 if self.uneven is None else self.uneven.announce(syncs)
         if syncs:
-            data_parallel.broadcast_from_first(rank, list(self._root.buffers()), first=first)
+            self._buffers.begin_step(first)
         self.gradients.begin_step(num_microbatches, may_overlap)
 
     def honour_checkpointing(self) -> None:
@@ -338,6 +339,8 @@ class Engine:
             if self.parts is not None and self.pipeline is not None:
                 self.parts.refuse_lost_gradients()
             self.gradients.end_step()
+            if self.uneven is None:
+                self._buffers.end_step()
         self.compiled.end_step()
 
     def abandon_step(self) -> None:
@@ -346,3 +349,4 @@ class Engine:
         if self.storage is not None:
             self.storage.abandon_step()
         self.gradients.abandon_step()
+        self._buffers.abandon_step()

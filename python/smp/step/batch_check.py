@@ -327,7 +327,8 @@ class BatchCheck:
             whole=whole.losses[0],
             pieces=list(pieces.losses.values()),
             eps=max(whole.eps, pieces.eps),
-            draws=pieces.drawn.shapes == whole.drawn.shapes + whole.drawn.shapes,
+            draws=whole.drawn.permutes
+            or pieces.drawn.shapes == whole.drawn.shapes + whole.drawn.shapes,
             is_shaken_alike=pieces.shaken == whole.shaken + whole.shaken,
             averages=all(engine.gradients.averages for engine in self._engines),
         )

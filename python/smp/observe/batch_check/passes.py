@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 import smp._C as _C
 from smp.dropout.by_sample import Drawn, DrawsBySample
@@ -64,6 +65,7 @@ class BatchPass:
     def running(self, mb: int) -> Iterator[None]:
         """The block computes for a microbatch: a body, or a module for another rank."""
         rounds = mb + 1 if self._rounds else None
+        _C.seed_generators(1, str(self._device))  # for operators that do not say that they draw
         with DrawsBySample(self._samples[mb], self.drawn, self._device, rounds):
             yield
 
@@ -130,10 +132,11 @@ class BatchPass:
         number = self._num_calls[mb]
         self._num_calls[mb] += 1
         leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
-        moved = [
-            self._shake(leaf, mb, (model_idx, number, position))
-            for position, leaf in enumerate(leaves)
-        ]
+        with _disable_current_modes():
+            moved = [
+                self._shake(leaf, mb, (model_idx, number, position))
+                for position, leaf in enumerate(leaves)
+            ]
         return pytree.tree_unflatten(moved, spec)
 
     def _shake(self, leaf: Any, mb: int, key: tuple[int, int, int]) -> Any:

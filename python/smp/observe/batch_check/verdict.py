@@ -26,7 +26,7 @@ class Found:
         pieces: the same for each piece.
         rounded: the same for each piece with rounding errors in operators, once that has run.
         eps: of the coarsest dtype of these values.
-        draws: whether the batch and its pieces drew the same random numbers.
+        draws: whether the batch and its pieces drew the same random numbers, or permuted samples.
         is_shaken_alike: whether outputs of models were moved alike.
         reasons: what was seen on this rank that may explain a difference.
         averages: whether gradients of microbatches are averaged.
