@@ -231,7 +231,7 @@ def gpt2() -> nn.Module:
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     assert config.resid_pdrop > 0
     net = GPT2LMHeadModel(config)
-    net.last = net.transformer.h[1]  # what pipelines have on their second rank
+    net.__dict__["last"] = net.transformer.h[1]  # what pipelines have on their second rank
     return net
 
 

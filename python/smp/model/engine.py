@@ -295,7 +295,6 @@ class Engine:
             self.storage.begin_step(num_microbatches, trains)
         if not trains:
             return
-        rank = self._current.rank
         syncs = self._buffers.is_on
         first = 0 if self.uneven is None else self.uneven.announce(syncs)
         if syncs:

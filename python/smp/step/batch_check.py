@@ -79,7 +79,8 @@ class BatchCheck:
         """
         steps = self._current.steps
         key = (getattr(self._function, "__code__", self._function), *(e.idx for e in self._engines))
-        if key in steps.batch_checks or not self._is_cut():
+        # A timeline shows the steps of the script alone; a later step is checked then.
+        if key in steps.batch_checks or not self._is_cut() or self._current.timeline.is_on:
             return
         steps.batch_checks[key] = "runs"
         outcome = self._outcome()
@@ -135,7 +136,8 @@ class BatchCheck:
             return "off: the run is recorded"
         if not self._engines:
             return "off: there is no model"
-        if any(is_compiled(module) for module in self._modules()):
+        compiled = any(engine.compiled.is_on for engine in self._engines)
+        if compiled or any(map(is_compiled, self._modules())):
             return "cannot tell: parts of the model are compiled, and would be compiled again"
         return None
 
