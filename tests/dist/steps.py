@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference.data import joined
 from tests.reference.tolerances import assert_close, relative_difference
+from tests.reference.weights import divisor_of, shares
 
 #: fp64 against a reference without casts to float32, and fp32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -108,7 +108,7 @@ def reference_steps(
     microbatches: int,
     steps: int,
 ) -> Reference:
-    """Trains a model on the global batch, as the plain script does.
+    """Trains a model on the loss of the global batch, of which microbatches have their shares.
 
     Args:
         model: returns a mapping with a loss.
@@ -121,20 +121,30 @@ def reference_steps(
     reference = Reference()
     for step in range(steps):
         reference.losses.append([])
+        losses: list[Tensor] = []
+        weights: list[list[float]] = []
         for batch_idx in range(num_batches):
             batch = batch_of(batch_idx, step)
             pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
-            with torch.no_grad():
-                outputs: list[Mapping[str, Tensor]] = [
-                    model(**{name: piece[mb] for name, piece in pieces.items()})
-                    for mb in range(microbatches)
-                ]
+            outputs: list[Mapping[str, Tensor]] = []
+            weights.append([])
+            for mb in range(microbatches):
+                piece = {name: piece[mb] for name, piece in pieces.items()}
+
+                def run(piece: Batch = piece, outputs: list[Any] = outputs) -> Tensor:
+                    outputs.append(model(**piece))
+                    loss: Tensor = outputs[-1]["loss"]
+                    return loss
+
+                loss, weight = divisor_of(model, run, len(next(iter(piece.values()))))
+                losses.append(loss)
+                weights[-1].append(weight)
             reference.losses[-1].append([output["loss"].item() for output in outputs])
             if step == 0:
                 logits = [output["logits"].detach() for output in outputs if "logits" in output]
                 reference.logits.append(logits)
-        whole = joined([batch_of(batch_idx, step) for batch_idx in range(num_batches)])
-        model(**whole)["loss"].backward()
+        for loss, share in zip(losses, sum(shares(weights), []), strict=True):
+            (loss * share).backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         reference.grads.append(grads)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)

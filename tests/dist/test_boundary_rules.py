@@ -57,13 +57,10 @@ def run_plain(rule: str, replicas: int = 1, steps: int = 3) -> Record:
             losses = []
             for x in batch(step, replica).chunk(MICROBATCHES):
                 loss = model(x)
-                loss.backward()
+                (loss / (MICROBATCHES * replicas)).backward()
                 losses.append(loss.item())
             if replica == 0:
                 record.losses.append(losses)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= MICROBATCHES * replicas
         record.grads.append(grads_of(model.named_parameters()))
         optimizer.step()
         optimizer.zero_grad()

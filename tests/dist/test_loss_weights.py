@@ -33,8 +33,8 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(3)
     config = GPT2Config(
-        bos_token_id=0, eos_token_id=0, n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LENGTH,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        bos_token_id=0, eos_token_id=0, n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY,
+        n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()
 
@@ -103,9 +103,9 @@ def train(
     loss_of: Loss,
     options: dict[str, Any],
     microbatches: int,
-    *,
     passes: int = 1,
     average: bool = True,
+    is_plain: bool = False,
 ) -> tuple[float, float, dict[str, Tensor], float]:
     """One update by SGD: reduce_mean, in evaluation too, the parameters, and the norm."""
     import smp
@@ -124,9 +124,12 @@ def train(
     @smp.step(**options)
     def step(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         loss = loss_of(model, batch)
-        if torch.is_grad_enabled():
-            model.backward(loss)
+        loss.backward() if is_plain else model.backward(loss)
         return loss
+
+    @smp.step(**options)
+    def evaluate(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss_of(model, batch)
 
     common = config.get("prescaled_batch", False)
     replica = smp.rdp_rank() if common else smp.dp_rank()
@@ -137,8 +140,11 @@ def train(
     norm = float(smp.clip_grad_norm_(model.parameters(), 1e9))
     optimizer.step()
     with torch.no_grad():
-        evaluated = step(model, batches[replica]).reduce_mean().item()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+        evaluated = evaluate(model, batches[replica]).reduce_mean().item()
+    state = model.state_dict()
+    for to_theirs, _ in smp.state.module_manager.translate_functions:
+        state = to_theirs(state)
+    state = {name: v.clone() for name, v in state.items() if isinstance(v, Tensor)}
     smp.shutdown()
     return mean, evaluated, state, norm
 
@@ -157,6 +163,7 @@ def check(
     *,
     microbatches: int = 4,
     batches: list[dict[str, Tensor]] | None = None,
+    is_plain: bool = False,
 ) -> None:
     size, config = LAYOUTS[layout]
     num = num_batches_of(layout)
@@ -165,13 +172,20 @@ def check(
     bound = 1e-12 if loss_of is not of_model else 16 * torch.finfo(torch.float32).eps
     expected, grads = plain_run(loss_of, joined(batches))
     before = gpt2()
-    results = pool.run(size, train, config, batches, loss_of, options, microbatches)
+    results = pool.run(
+        size, train, config, batches, loss_of, options, microbatches, 1, True, is_plain
+    )
     seen = [mean for mean, _, _, _ in results]
     assert len({round(mean, 9) for mean in seen}) == num or num == 1
     assert sum(seen) / size == pytest.approx(expected, rel=bound)
     norm = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
-    for _, _, state, total in results:
+    for mean, evaluated, state, total in results:
         assert total == pytest.approx(norm, rel=bound)
+        updated = gpt2()
+        updated.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            own = loss_of(updated, batches[seen.index(mean) * num // size]).item()
+        assert evaluated == pytest.approx(own, rel=bound, abs=bound)
         for name, parameter in before.named_parameters():
             found = parameter.detach() - state[name]
             assert grads[name].norm() > 0
@@ -203,3 +217,116 @@ def test_a_microbatch_without_labels_counts_nothing(pool: Pool, layout: str) -> 
     batches[0]["labels"][:2] = IGNORED
     check(pool, layout, masked_mean, {"weight": all_tokens}, batches=batches)
     check(pool, layout, of_model, {}, batches=batches)
+
+
+@pytest.mark.parametrize("layout", ["one process", "pipeline", "replicas", "sharded"])
+def test_a_plain_backward_in_the_step_function_begins_alike(pool: Pool, layout: str) -> None:
+    check(pool, layout, of_model, {}, is_plain=True)
+    check(pool, layout, of_script, {"weight": tokens_behind_the_first}, is_plain=True)
+
+
+@pytest.mark.parametrize("layout", ["one process", "replicas", "pipeline and replicas"])
+def test_gradients_of_several_passes_are_means_of_global_batches(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    num = num_batches_of(layout)
+    batches = [padded_batch(number) for number in range(2 * num)]
+    total = {name: torch.zeros_like(p) for name, p in gpt2().named_parameters()}
+    for number in range(2):
+        own = [batches[replica * 2 + number] for replica in range(num)]
+        for name, grad in plain_run(of_script, joined(own))[1].items():
+            total[name] += grad
+    before = dict(gpt2().named_parameters())
+    options = {"weight": tokens_behind_the_first}
+    for _, _, state, _ in pool.run(size, train, config, batches, of_script, options, 4, 2):
+        for name, parameter in before.items():
+            error = (parameter.detach() - state[name] - total[name]).norm()
+            assert error <= 1e-12 * total[name].norm() + 1e-15 * parameter.norm(), name
+
+
+def constant_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    return net
+
+
+def hooked_gradients(rank: int, config: Config, is_plain: bool) -> list[Tensor]:
+    """What hooks on the hidden states see of each microbatch of this rank."""
+    import smp
+
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    model = smp.DistributedModel(constant_net())
+    seen: list[Tensor] = []
+
+    @smp.step
+    def step(x: Tensor) -> Tensor:
+        y = model(x)
+        y.register_hook(lambda grad: seen.append(grad.clone()))
+        loss = y.square().mean()
+        loss.backward() if is_plain else model.backward(loss)
+        return loss
+
+    step(torch.arange(12.0, dtype=torch.float64).view(4, 3) + 12 * smp.dp_rank())
+    smp.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("layout", ["one process", "replicas", "sharded"])
+def test_hooks_on_tensors_see_gradients_of_the_global_loss(
+    pool: Pool, layout: str, is_plain: bool
+) -> None:
+    size, config = LAYOUTS[layout]
+    plain = constant_net()
+    y = plain(torch.arange(12.0 * size, dtype=torch.float64).view(-1, 3))
+    y.retain_grad()
+    y.square().mean().backward()
+    found = pool.run(size, hooked_gradients, config, is_plain)
+    torch.testing.assert_close(torch.cat([grad for own in found for grad in own]), y.grad)
+
+
+def negative(x: Tensor) -> float:
+    return -1.0
+
+
+def not_a_number(x: Tensor) -> float:
+    return float("nan")
+
+
+def by_sample(x: Tensor) -> Tensor:
+    return x.sum(1)
+
+
+def weigh(rank: int, weight: Any, average: bool) -> str:
+    import smp
+
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(3, 1), average_grads_across_microbatches=average)
+
+    def step(x: Tensor) -> None:
+        model.backward(model(x).mean())
+
+    try:
+        smp.step(step, weight=weight)(torch.ones(4, 3))
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        smp.shutdown()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("weight", "average", "words"),
+    [
+        ("tokens", True, "TypeError: weight of step function"),
+        (negative, True, "returned -1; return how much the microbatch counts"),
+        (not_a_number, True, "returned nan"),
+        (by_sample, True, "a tensor of shape (2,); return one number"),
+        (len, False, "average_grads_across_microbatches=False"),
+    ],
+)
+def test_weights_that_are_not_usable_are_refused(
+    pool: Pool, weight: Any, average: bool, words: str
+) -> None:
+    (text,) = pool.run(1, weigh, weight, average)
+    assert words in text

@@ -41,7 +41,7 @@ def test_replicas_follow_one_order(pool: Pool) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
 def test_replicas_with_other_numbers_of_microbatches(pool: Pool, layout: tuple[int, int]) -> None:
-    """Each replica has the mean over its batch; the replicas count alike."""
+    """All samples count alike, in whichever replica they are."""
     runs = [Run("chain", *layout, rows=rows) for rows in ((8, 3), (1, 7), (2, 4))]
     check_runs(pool, runs)
 

@@ -210,7 +210,7 @@ def step_optimizers(optimizers: Sequence[torch.optim.Optimizer], which: Sequence
 
 
 def train_plain(run: Run) -> tuple[Record, list[list[list[float]]]]:
-    """One process: gradients are means over microbatches, then over replicas.
+    """One process: gradients are means over the samples of all replicas.
 
     Returns:
         the record, and losses by step, replica and microbatch.
@@ -225,12 +225,12 @@ def train_plain(run: Run) -> tuple[Record, list[list[list[float]]]]:
     for step in range(STEPS):
         for body, which in program.bodies:
             losses.append([])
-            for replica in range(run.dp):
-                x = run.batch(step, replica)
+            batches = [run.batch(step, replica) for replica in range(run.dp)]
+            for x in batches:
                 pieces = x.tensor_split(min(MICROBATCHES, len(x)))
                 losses[-1].append([])
                 for piece in pieces:
-                    weight = len(piece) / len(x) / run.dp
+                    weight = len(piece) / sum(map(len, batches))
                     loss = body(models, lambda _, t, w=weight: (t * w).backward(), piece)
                     losses[-1][-1].append(loss.item())
             record.grads.append(grads_of(parameters))

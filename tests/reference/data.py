@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +44,3 @@ def compute_loss(case: str, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
         loss: Tensor = model(**batch)["loss"]
         return loss
     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
-
-
-def joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the samples of several batches as one."""
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.reference.weights import divisor_of, shares
+
 LEARNING_RATE = 1e-2
 # With the default epsilon a gradient near zero turns rounding into a whole step.
 ADAM_EPSILON = 1e-3
@@ -68,6 +70,19 @@ class HalfModel(nn.Module):
                 parameter.copy_(self.masters[name])
 
 
+def _pieces(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    cut = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [{name: cut[name][mb] for name in batch} for mb in range(count)]
+
+
+def _weight(
+    half: HalfModel, compute_loss: Callable[..., Tensor], piece: dict[str, Tensor]
+) -> float:
+    num_samples = len(next(iter(piece.values())))
+    with torch.no_grad():
+        return divisor_of(half.copy, lambda: compute_loss(half, piece), num_samples)[1]
+
+
 def train_half(
     model: nn.Module,
     dtype: torch.dtype,
@@ -95,22 +110,22 @@ def train_half(
     for step_batches in batches:
         record.losses.append([])
         total: dict[str, Tensor] = {}
-        for batch in step_batches:
+        cut = [_pieces(batch, microbatches) for batch in step_batches]
+        weights = [[_weight(half, compute_loss, piece) for piece in own] for own in cut]
+        for own, parts in zip(cut, shares(weights), strict=True):
             sums: dict[str, Tensor] = {}
-            pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
             losses = []
-            for mb in range(microbatches):
-                loss = compute_loss(half, {name: piece[mb] for name, piece in pieces.items()})
-                (loss * loss_scale).backward()
+            for piece, share in zip(own, parts, strict=True):
+                loss = compute_loss(half, piece)
+                (loss * (loss_scale * share)).backward()
                 losses.append(loss.item())
                 for name, grad in half.take_grads().items():
                     sums[name] = sums[name] + grad if name in sums else grad
             record.losses[-1].append(losses)
             for name, grad in sums.items():
                 total[name] = total[name] + grad if name in total else grad
-        divisor = microbatches * len(step_batches) * loss_scale
         for name, master in half.masters.items():
-            master.grad = total[name] / divisor if name in total else None
+            master.grad = total[name] / loss_scale if name in total else None
         record.grads.append({n: p.grad.clone() for n, p in half.masters.items() if n in total})
         record.norms.append(nn.utils.clip_grad_norm_(half.masters.values(), limit).item())
         optimizer.step()

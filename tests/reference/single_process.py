@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tests.reference.data import compute_loss, joined, make_batch
+from tests.reference.data import compute_loss, make_batch
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.models import build
+from tests.reference.weights import divisor_of, shares
 
 LEARNING_RATE = 1e-2
 # Adam divides by the root of the second moment. Where a gradient is zero but
@@ -36,22 +37,40 @@ def accumulate_gradients(
 ) -> list[list[float]]:
     """Leaves gradients of the loss of the global batch in ``.grad``.
 
+    Each microbatch counts by what its loss is a mean over. Sums run over the microbatches of a
+    replica first, then over replicas: in fp32 another order of the same terms alone makes a
+    difference of several 1e-6.
+
     Args:
         batches: one per replica.
 
     Returns:
         the losses of microbatches, by replica.
     """
-    losses: list[list[float]] = []
+    found: list[list[Tensor]] = []
+    weights: list[list[float]] = []
     for batch in batches:
         pieces = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
-        losses.append([])
+        found.append([])
+        weights.append([])
         for mb in range(microbatches):
-            with torch.no_grad():
-                piece = {name: pieces[name][mb] for name in batch}
-                losses[-1].append(compute_loss(case, model, piece).item())
-    compute_loss(case, model, joined(batches)).backward()
-    return losses
+            piece = {name: pieces[name][mb] for name in batch}
+            run = functools.partial(compute_loss, case, model, piece)
+            loss, weight = divisor_of(model, run, len(next(iter(piece.values()))))
+            found[-1].append(loss)
+            weights[-1].append(weight)
+    total: dict[nn.Parameter, Tensor] = {}
+    for losses, own in zip(found, shares(weights), strict=True):
+        for loss, share in zip(losses, own, strict=True):
+            (loss * share).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                before = total.get(parameter)
+                total[parameter] = parameter.grad if before is None else before + parameter.grad
+                parameter.grad = None
+    for parameter, grad in total.items():
+        parameter.grad = grad
+    return [[loss.item() for loss in losses] for losses in found]
 
 
 @functools.cache

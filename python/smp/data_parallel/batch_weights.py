@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -43,10 +44,8 @@ class BatchWeights:
         self._work: _C.Work | None = None
         # Sums over the replicas; before the exchange those of this rank.
         self._total = math.fsum(self._weights) if total is None else float(total)
-        self._sums = torch.tensor(
-            [self._total, len(self._weights), 1.0, zlib.crc32(counted.encode())],
-            dtype=torch.float64,
-        )
+        code = zlib.crc32(counted.encode())
+        self._sums = array("d", [self._total, len(self._weights), 1.0, code])
         self._num_microbatches = float(len(self._weights))
         self._num_readers = 1.0
         self._is_global = rank.comms.dp_host is None
@@ -55,14 +54,14 @@ class BatchWeights:
     def absent(rank: Rank) -> BatchWeights:
         """Makes the weights of a replica that has no batch any more (`smp.join`)."""
         absent = BatchWeights(rank, [], "")
-        absent._sums.zero_()
+        absent._sums = array("d", bytes(len(absent._sums) * absent._sums.itemsize))
         return absent
 
     def begin_exchange(self) -> None:
         """Begins the sum over the replicas, which `share` waits for. Collective over them."""
         group = self._rank.comms.dp_host
         if group is not None:
-            self._work = group.all_reduce(self._sums)
+            self._work = group.all_reduce(torch.frombuffer(self._sums, dtype=torch.float64))
 
     def finish_exchange(self) -> None:
         """Waits for the sum over the replicas, if one was begun.
@@ -75,7 +74,7 @@ class BatchWeights:
             return
         self._work.wait(self._rank.timeout_s)
         self._work = None
-        self._total, self._num_microbatches, self._num_readers, code = self._sums.tolist()
+        self._total, self._num_microbatches, self._num_readers, code = self._sums
         self._is_global = True
         if self._weights and code != self._num_readers * zlib.crc32(self._counted.encode()):
             raise ValueError(

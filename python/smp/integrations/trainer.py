@@ -30,6 +30,7 @@ from smp.integrations.accelerator import (
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.step import microbatch, step
+from smp.step.labels import rule_of
 from smp.step.microbatch import StepOutput
 from smp.world import comm, runtime
 
@@ -248,7 +249,28 @@ def _has_own(folder: str) -> bool:
     return Path(folder, f"{_TAG}_partial").is_dir()
 
 
-@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
+def _weight(
+    trainer: SMPTrainer,
+    model: DistributedModel,
+    inputs: dict[str, Any],
+    num_items: Any,
+    size: int,
+    *_: Any,
+) -> float | Tensor:
+    """Returns what the loss of a microbatch is a mean over.
+
+    A loss that is divided by a number of tokens is a sum: all microbatches make one batch of a
+    replica, whose number says how much it counts. Others are means over labels, or over samples.
+    """
+    if num_items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+        return _batch_size(inputs) / size
+    rule, labels = rule_of(model.get_module()), inputs.get("labels")
+    if rule is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+        return _batch_size(inputs)
+    return rule.count(labels)
+
+
+@step(non_split_inputs=["num_items"], weight=_weight)  # type: ignore[untyped-decorator]
 def _train(
     trainer: SMPTrainer,
     model: DistributedModel,
@@ -266,7 +288,7 @@ def _train(
     return loss
 
 
-@step(non_split_inputs=["num_items"])  # type: ignore[untyped-decorator]
+@step(non_split_inputs=["num_items"], weight=_weight)  # type: ignore[untyped-decorator]
 def _predict(
     trainer: SMPTrainer,
     model: DistributedModel,

@@ -13,6 +13,9 @@ import smp._C as _C
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.world.device_numbers import moved
 
+#: PyTorch's own, in whose place another function stands while models are wrapped
+torch_backward = torch.autograd.backward
+
 
 def is_one(weight: float | Tensor) -> bool:
     """Does the host know that there is nothing to multiply with?"""
@@ -139,4 +142,4 @@ def run_backward(roots: tuple[Tensor, ...], grad_tensors: Sequence[Tensor | None
             accumulate_grad=True,
         )
     else:
-        torch.autograd.backward(roots, grad_tensors)
+        torch_backward(roots, grad_tensors)

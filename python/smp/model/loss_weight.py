@@ -72,5 +72,6 @@ class LossWeight:
         factor = 1.0
         if share is not None:
             factor = share.weight if self._is_hooked() else share.of_loss
-        is_known = self.scaler is None or factor == 0.0
-        return factor if is_known else self.scaler.factor * factor
+        if self.scaler is None or factor == 0.0:
+            return factor
+        return self.scaler.factor * factor

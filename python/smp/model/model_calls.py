@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.model.backward_roots import is_one, is_zero, listed, run_backward, weighted
+from smp.model.backward_roots import (
+    is_one,
+    is_zero,
+    listed,
+    run_backward,
+    torch_backward,
+    weighted,
+)
 from smp.model.engine import Engine
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.root_call import RootCall
@@ -61,7 +69,7 @@ class ModelCalls:
             output = self._root_call(args, kwargs).run(self._root)
         if self._engine.batch_pass is not None:
             return self._engine.batch_pass.on_output(self._engine.idx, output)
-        self._engine.loss.watch_backward(output)
+        self._note_output(output)
         if self._engine.uneven is not None:
             self._engine.uneven.watch(output)
         return output
@@ -86,11 +94,17 @@ class ModelCalls:
             return call.settle(filled, output)
         with running(Running.BODY):
             output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
-        self._engine.loss.watch_backward(output)
+        self._note_output(output)
         place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
         if self._engine.batch_pass is not None:
             return self._engine.batch_pass.on_output(self._engine.idx, output)
         return output
+
+    def _note_output(self, output: Any) -> None:
+        self._engine.loss.watch_backward(output)
+        share = current_share()
+        if share is not None and torch.is_grad_enabled():
+            share.note_outputs(output)
 
     def backward(
         self,
@@ -125,8 +139,8 @@ class ModelCalls:
             return
         if not is_one(factor):
             tensors, grad_tensors = weighted(tensors, grad_tensors, factor, False)
-        with self._runtime.steps.scaling_loss():
-            torch.autograd.backward(tensors, grad_tensors)
+        with self._runtime.steps.scaling_loss(), _share_of_backward():
+            torch_backward(tensors, grad_tensors)
 
     def _backward_in_pipeline(
         self,
@@ -152,7 +166,7 @@ class ModelCalls:
         self._engine.first_step.on_backward(tensors)
         server.begin_backward()
         if not is_zero(factor):
-            with self._runtime.steps.scaling_loss():
+            with self._runtime.steps.scaling_loss(), _share_of_backward():
                 run_backward(tuple(resolve(root) for root in tensors), grad_tensors)
         server.end_backward()
 
@@ -192,3 +206,8 @@ class ModelCalls:
         dtypes = (p.dtype for p in self._root.parameters() if p.is_floating_point())
         dtype = next(dtypes, None)
         return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _share_of_backward() -> contextlib.AbstractContextManager[None]:
+    share = current_share()
+    return contextlib.nullcontext() if share is None else share.backward()

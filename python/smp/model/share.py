@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from smp.data_parallel import BatchWeights
 
@@ -13,12 +20,35 @@ class Share:
     Args:
         weights: of the microbatches of this rank; None: the first pipeline rank has them.
         mb: number of the microbatch.
+
+    Attributes:
+        outputs: where gradients of the models' outputs go, as (node, number of its output).
+        is_in_backward: whether a backward that began with the share runs.
     """
 
     def __init__(self, weights: BatchWeights | None, mb: int) -> None:
         self._weights = weights
         self._mb = mb
         self._told: float | None = None
+        self.outputs: set[tuple[Any, int]] = set()
+        self.is_in_backward = False
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Marks a backward that began with the share; what it begins inside has it already."""
+        before, self.is_in_backward = self.is_in_backward, True
+        try:
+            yield
+        finally:
+            self.is_in_backward = before
+
+    def note_outputs(self, output: Any) -> None:
+        """Notes where gradients of a model's output go."""
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.outputs.add((leaf.grad_fn, leaf.output_nr))
+        self.outputs.discard((None, 0))
 
     @property
     def of_loss(self) -> float:

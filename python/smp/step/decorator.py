@@ -113,8 +113,7 @@ class StepFunction:
             with explaining(current, f"step '{self._name}'"):
                 weights = None
                 if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
-                    if trains:
-                        self._rule.look_for_labels(current, used, batches[0], begin_body)
+                    self._rule.look_for_labels(current, used, batches[0], begin_body)
                     weights = self._rule.weigh(current, engines, batches)
                 step_run.number_samples(batches, self._axes)
                 count = step_run.begin(count, weights)
@@ -311,7 +310,9 @@ def step(
             A function: gets the arguments of one microbatch as the step function does, and returns
             a number, or a tensor of one element (tokens that are not ignored, a sum of class
             weights, pairs). "auto": the labels that count, where a model of transformers gets its
-            ``labels`` from an argument of the step function, otherwise samples.
+            ``labels`` from an argument of the step function, otherwise samples. To find the
+            argument, the first step runs the function once more up to its call of the
+            model, on ranks that read a batch; `smp.is_tracing` tells there, too.
 
     Returns:
         a callable; its result has the structure of the function's, with a ``StepOutput`` for each

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,25 +58,25 @@ class LabelRule:
 
 def rule_of(model: nn.Module) -> LabelRule | None:
     """Returns which labels the loss of a Hugging Face model counts; None: it counts none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     if isinstance(base, DistributedTransformerLMHead):
         return LabelRule(shifts=True, ignored=IGNORE_INDEX)
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(base, library.PreTrainedModel):
         return None
     loss = getattr(base, "loss_function", None)
-    return _rule(type(base), loss if callable(loss) else None)
+    return _rule(type(base), loss if callable(loss) else None)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=128)
-def _rule(cls: type, loss: Callable[..., Any] | None) -> LabelRule | None:
+def _rule(cls: Hashable, loss: Hashable) -> LabelRule | None:
     forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     if _LABELS not in inspect.signature(forward).parameters:
         return None
     try:
         text = inspect.getsource(forward)
         if loss is not None and "self.loss_function(" in text:
-            text += inspect.getsource(inspect.unwrap(loss))
+            text += inspect.getsource(inspect.unwrap(loss))  # type: ignore[arg-type]
     except (OSError, TypeError):
         return None
     if re.search("cross_entropy|CrossEntropyLoss", text) is None:

@@ -98,6 +98,24 @@ TEST(ReducerAlone, averages_or_sums_over_microbatches_as_asked) {
   }
 }
 
+TEST(ReducerAlone, divides_by_batches_unless_gradients_are_shares) {
+  for (const bool average : {true, false}) {
+    Reducer::Options options = small_buckets();
+    options.average_over_microbatches = average;
+    options.num_batches = 2;
+    Rank rank({{3}}, nullptr, options);
+    for (const bool are_shares : {false, true}) {
+      rank.reducer->begin_step(4, /*may_overlap=*/true, are_shares);
+      for (int mb = 0; mb < 4; ++mb) rank.contribute(0, mb, mb + 1.0);
+      rank.reducer->end_step();
+      const double shares = average ? 1 : 0.25;
+      const double divisor = are_shares ? shares : average ? 8 : 2;
+      EXPECT_EQ(rank.grad(0), 10 / divisor);
+      rank.zero_grad();
+    }
+  }
+}
+
 TEST(ReducerAlone, an_unused_parameter_keeps_no_gradient) {
   Rank rank({{3}, {4}}, nullptr, small_buckets());
   rank.reducer->begin_step(1);

@@ -25,7 +25,9 @@ model.save_pretrained(path)
 loader = []
 for _ in range(3):
     ids = torch.randint(2, 32, (8, 12))
-    loader.append({"input_ids": ids, "labels": ids})
+    mask = torch.arange(12) < torch.randint(2, 13, (8, 1))  # lengths differ from sample to sample
+    labels = ids.masked_fill(~mask, -100)
+    loader.append({"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
 batch = loader[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from smp.model.torch_training.clipping import TorchClipping
 from smp.model.torch_training.grad_scaler import TorchGradScaler
 from smp.model.torch_training.optimizers import TorchOptimizers
+from smp.model.torch_training.plain_backward import PlainBackward
 from smp.world import runtime
 
 
@@ -20,6 +21,7 @@ def take_over(current: runtime.Runtime) -> None:
     if current.torch_optimizers is not None:
         return
     current.torch_optimizers = TorchOptimizers(current)
+    PlainBackward(current)
     sizes, config = current.rank.sizes, current.rank.config
     # Otherwise gradients are whole on each rank, and the model's own.
     has_parts = sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None
