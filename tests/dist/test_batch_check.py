@@ -295,7 +295,12 @@ class Listener(logging.Handler):
 
 
 def check(
-    rank: int, config: Config, name: str, cases: str = "TOLD", plain: bool = False, **options: Any
+    rank: int,
+    config: Config,
+    name: str,
+    cases: str = "TOLD",
+    plain: bool = False,
+    weight: Any = "auto",
 ) -> tuple[list[str], list[str], list[float]]:
     """Returns outcomes, warnings, and the losses of two steps and the numbers of calls."""
     import smp
@@ -315,7 +320,7 @@ def check(
 
         calls = [0, 0]
 
-        @smp.step(**options)
+        @smp.step(weight=weight)
         def train(x: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
             calls[smp.is_tracing()] += 1
             loss = loss_of(model, x, labels, *others)
@@ -392,7 +397,7 @@ def num_labels(x: Tensor, labels: Tensor) -> Tensor:
 def test_token_mean_with_its_weight_is_equal(pool: Pool, layout: str) -> None:
     size, config = LAYOUTS[layout]
     config = {"auto_partition": False, **config}
-    results = pool.run(size, check, config, "token mean", weight=num_labels)
+    results = pool.run(size, check, config, "token mean", "TOLD", False, num_labels)
     assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
 
 

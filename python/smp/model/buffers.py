@@ -24,7 +24,8 @@ class ReplicaBuffers:
 
     def __init__(self, rank: Rank, root: nn.Module, broadcasts: bool) -> None:
         self._rank, self._root, self._broadcasts = rank, root, broadcasts
-        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._is_open = False
+        self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
         self._written: set[str] = set()  # on some replica
         self._num_steps = 0
 
@@ -40,32 +41,33 @@ class ReplicaBuffers:
             first: position of the replica whose buffers count.
         """
         data_parallel.broadcast_from_first(self._rank, list(self._root.buffers()), first=first)
-        if self._rank.sizes["dp"] > 1:
-            self._before = {name: (b, _version(b)) for name, b in self._root.named_buffers()}
+        if self._rank.sizes["dp"] == 1:
+            return
+        self._is_open = True
+        self._num_steps += 1
+        # Some are written from a later step on. Looking takes copies and an exchange between the
+        # replicas, so it becomes rare. PyTorch counts no version of running statistics.
+        if self._num_steps & (self._num_steps - 1) == 0:
+            self._before = {name: b.detach().clone() for name, b in self._root.named_buffers()}
 
     def end_step(self) -> None:
         """Broadcasts the buffers that forwards write. Collective over the replicas."""
-        before, self._before = self._before, {}
-        if not before:
+        if not self._is_open:
             return
-        self._num_steps += 1
-        # Some are written from a later step on. Each exchange waits for all replicas, so these
-        # become rare.
-        if self._num_steps & (self._num_steps - 1) == 0:
-            own = [name for name, b in self._root.named_buffers() if not _is_same(before, name, b)]
+        now = dict(self._root.named_buffers())
+        if self._before is not None and now:
+            own = [n for n, b in now.items() if not _is_same(self._before.get(n), b)]
             self._written.update(*comm.allgather(own, comm.DP_GROUP))
-        buffers = [b for name, b in self._root.named_buffers() if name in self._written]
-        data_parallel.broadcast_from_first(self._rank, buffers)
+        self.abandon_step()
+        written = [b for name, b in now.items() if name in self._written]
+        data_parallel.broadcast_from_first(self._rank, written)
 
     def abandon_step(self) -> None:
-        """The step has failed. Not collective."""
-        self._before = {}
+        """The step is over, or has failed. Not collective."""
+        self._is_open, self._before = False, None
 
 
-def _is_same(before: dict[str, tuple[Tensor, int]], name: str, buffer: Tensor) -> bool:
-    known = before.get(name)
-    return known is not None and known[0] is buffer and known[1] == _version(buffer)
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+def _is_same(before: Tensor | None, buffer: Tensor) -> bool:
+    if before is None or before.shape != buffer.shape or before.dtype != buffer.dtype:
+        return False
+    return bool(((before == buffer) | ((before != before) & (buffer != buffer))).all())

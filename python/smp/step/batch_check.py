@@ -262,8 +262,7 @@ class BatchCheck:
             places[0].modules.publish_output((ENDED, None, 1.0, (0, [])))
         elif places:
             while not run.has_ended(mb):
-                with run.noting_failure():
-                    run.follow(places[0].modules.await_output()[0])
+                run.note_call(places[0].modules.await_output()[0])
 
     @contextlib.contextmanager
     def _aside(self, run: BatchPass) -> Iterator[list[str]]:

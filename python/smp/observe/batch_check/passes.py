@@ -110,14 +110,19 @@ class BatchPass:
 
     # ---- calls of models
 
+    def note_call(self, called_idx: int) -> None:
+        """A rank that follows the driver has received an output of a model, or the end."""
+        if called_idx == ENDED:
+            self._ended.add(_C.current_microbatch())
+
     def follow(self, called_idx: int) -> None:
-        """A rank that follows the driver has received an output of a model, or the end.
+        """A call of a model has received what the driver publishes.
 
         Raises:
             CallFailed: the driver's body is over.
         """
+        self.note_call(called_idx)
         if called_idx == ENDED:
-            self._ended.add(_C.current_microbatch())
             raise CallFailed("the first pipeline rank calls models less often")
 
     def has_ended(self, mb: int) -> bool:
