@@ -110,12 +110,12 @@ class DrawsBySample(TorchDispatchMode):
         return name == "size" and len(value) > 0 and value[0] == len(self._samples)
 
     def _note(self, func: OpOverload, known: dict[str, Any], by_sample: set[str]) -> None:
-        shapes = []
+        shapes: list[Any] = [func._schema.name]
         for name, value in known.items():
             shape = value.shape if isinstance(value, Tensor) else value
             if isinstance(value, Tensor) or name == "size":
                 shapes.append((name in by_sample, tuple(shape[1:] if name in by_sample else shape)))
-        self._drawn.shapes[(func._schema.name, *shapes)] += 1
+        self._drawn.shapes[tuple(shapes)] += 1
 
     def _seeded(self, key: tuple[int, int], draw: Callable[[], Any]) -> Any:
         seed = 0

@@ -114,9 +114,9 @@ class BatchCheck:
         if isinstance(own, str):
             reason, own = own, None
         told: list[Any] = comm.allgather((self._reads, self._is_driver, reason, own), self._group)
-        reason = next((reason for *_, reason, _ in told if reason is not None), None)
-        if reason is not None:
-            return reason
+        reasons: list[str] = [reason for *_, reason, _ in told if reason is not None]
+        if reasons:
+            return reasons[0]
         drivers = {reads: choice for reads, is_driver, _, choice in told if is_driver}
         if any(
             len({c for (rdp, _), (c, *_) in drivers.items() if rdp == r}) > 1 for r, _ in drivers
@@ -267,7 +267,7 @@ class BatchCheck:
     @contextlib.contextmanager
     def _aside(self, run: BatchPass) -> Iterator[list[str]]:
         """The block leaves models, generators and what the step function collects as they were."""
-        modules, written = self._modules(), []
+        modules, written = self._modules(), list[str]()
         collected = Containers(objects=True)
         collected.add(reachable_from_hook(self._function))
         numpy = _numpy_random()

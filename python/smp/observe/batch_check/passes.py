@@ -148,10 +148,10 @@ class BatchPass:
         samples = self._samples[mb]
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
             return leaf
-        if leaf.shape[0] != len(samples) or leaf.numel() == 0:
-            self.shaken[(*key, False)] += 1
+        is_by_sample = leaf.shape[0] == len(samples) and leaf.numel() > 0
+        self.shaken[key, is_by_sample] += 1
+        if not is_by_sample:
             return leaf
-        self.shaken[(*key, True)] += 1
         rows = []
         for sample in samples:
             seed = 1
