@@ -23,6 +23,7 @@ from smp.observe.batch_check import verdict as judging
 from smp.observe.batch_check.passes import ENDED, BatchPass
 from smp.observe.batch_check.verdict import Found
 from smp.observe.first_step import FirstStepDifference
+from smp.observe.first_step.memory_needed import reason_not_to_fit_again
 from smp.observe.first_step.records import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
@@ -139,6 +140,9 @@ class BatchCheck:
         compiled = any(engine.compiled.is_on for engine in self._engines)
         if compiled or any(map(is_compiled, self._modules())):
             return "cannot tell: parts of the model are compiled, and would be compiled again"
+        if current.rank.settings.check_first_step == "auto":
+            reason = reason_not_to_fit_again(current.rank.device, current.rank.local_size)
+            return None if reason is None else f"cannot tell: {reason}"
         return None
 
     def _modules(self) -> list[nn.Module]:
