@@ -34,14 +34,15 @@ class ReplicaBuffers:
         """Does a training step that begins now broadcast buffers?"""
         return self._broadcasts and self._root.training
 
-    def begin_step(self, first: int) -> None:
+    def begin_step(self, first: int, ends: bool) -> None:
         """Broadcasts all buffers. Collective over the replicas.
 
         Args:
             first: position of the replica whose buffers count.
+            ends: whether all replicas take part in the end of this step.
         """
         data_parallel.broadcast_from_first(self._rank, list(self._root.buffers()), first=first)
-        if self._rank.sizes["dp"] == 1:
+        if not ends or self._rank.sizes["dp"] == 1:
             return
         self._is_open = True
         self._num_steps += 1

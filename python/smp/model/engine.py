@@ -298,7 +298,7 @@ class Engine:
         syncs = self._buffers.is_on
         first = 0 if self.uneven is None else self.uneven.announce(syncs)
         if syncs:
-            self._buffers.begin_step(first)
+            self._buffers.begin_step(first, ends=self.uneven is None)
         self.gradients.begin_step(num_microbatches, may_overlap)
 
     def honour_checkpointing(self) -> None:
@@ -338,8 +338,7 @@ class Engine:
             if self.parts is not None and self.pipeline is not None:
                 self.parts.refuse_lost_gradients()
             self.gradients.end_step()
-            if self.uneven is None:
-                self._buffers.end_step()
+            self._buffers.end_step()
         self.compiled.end_step()
 
     def abandon_step(self) -> None:
