@@ -256,6 +256,7 @@ class BatchCheck:
                 raise
             finally:
                 steps.num_begun = num_begun
+                steps.num_passes += 1
         return run, written
 
     def _run_body(self, run: BatchPass, bodies: Bodies, mb: int) -> None:

@@ -21,12 +21,13 @@ class Steps:
         samples: of the batch of the last step on this rank; 0: not known.
         dropout_seed: of masks that no layout changes; None: no step has needed it.
         batch_checks: what the check of the loss came to, by step function.
+        num_passes: evaluations that the check of the loss ran besides.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
     """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.num_begun = self.num_finished = 0
+        self.num_begun = self.num_finished = self.num_passes = 0
         self.running: str | None = None
         self.has_trained = self.has_gradients = False
         self.num_scaled_backwards = self.samples = 0
