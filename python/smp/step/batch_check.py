@@ -79,7 +79,9 @@ class BatchCheck:
             FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
         """
         steps = self._current.steps
-        key = (getattr(self._function, "__code__", self._function), *(e.idx for e in self._engines))
+        code = getattr(self._function, "__code__", self._function)
+        # Inside of `join` some replicas may have no step, so another one is checked outside of it.
+        key = (code, self._group, *(engine.idx for engine in self._engines))
         # A timeline shows the steps of the script alone; a later step is checked then.
         if key in steps.batch_checks or not self._is_cut() or self._current.timeline.is_on:
             return
