@@ -13,6 +13,7 @@ import smp._C as _C
 from smp import activations, data_parallel
 from smp.activations import HonouredModules
 from smp.compilation import CompiledParts
+from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
 from smp.model.mask_places import MaskPlaces
@@ -23,6 +24,7 @@ from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
 from smp.modules.watching import unwatched
+from smp.observe.batch_check.passes import BatchPass
 from smp.observe.first_step import FirstStepCheck
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
@@ -60,6 +62,7 @@ class Engine:
         state: state dicts of the whole model.
         first_step: compares the first step with one process.
         capture: while the step function runs for the trace.
+        batch_pass: pass of the check of the loss that runs now, or None.
         uneven: while replicas may run out of batches (`smp.join`).
         on_next_call: gets the arguments of the next call of the model in its place.
         joins_step: between begin and end of a step of this model.
@@ -86,7 +89,7 @@ class Engine:
         self.idx = idx
         self._root = root
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._broadcast_buffers = broadcast_buffers
+        self._buffers = ReplicaBuffers(current.rank, root, broadcast_buffers)
         self._seed = seed
         self.registrations = registrations
         self.compiled = compiled
@@ -108,6 +111,7 @@ class Engine:
         self.storage: Storage | None = None
         self.pipeline: PipelinePlace | None = None
         self.capture: Capture | None = None
+        self.batch_pass: BatchPass | None = None
         self.uneven: data_parallel.UnevenBatches | None = None
         self.on_next_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.joins_step = False
@@ -116,6 +120,11 @@ class Engine:
         self._inside_step = False
         self._running_mb = 0
         self._has_updated = False
+
+    @property
+    def root(self) -> nn.Module:
+        """The user's model."""
+        return self._root
 
     @property
     def label(self) -> str:
@@ -300,11 +309,10 @@ class Engine:
             self.storage.begin_step(num_microbatches, trains)
         if not trains:
             return
-        rank = self._current.rank
-        syncs = self._broadcast_buffers and self._root.training
+        syncs = self._buffers.is_on
         first = 0 if self.uneven is None else self.uneven.announce(syncs)
         if syncs:
-            data_parallel.broadcast_from_first(rank, list(self._root.buffers()), first=first)
+            self._buffers.begin_step(first, ends=self.uneven is None)
         self.gradients.begin_step(num_microbatches, may_overlap)
 
     def refuse_whole(self) -> None:
@@ -357,6 +365,7 @@ class Engine:
             self.pipeline.modules.end_step()
         if trains:
             self.gradients.end_step()
+            self._buffers.end_step()
         self.compiled.end_step()
 
     def abandon_step(self) -> None:
@@ -366,3 +375,4 @@ class Engine:
         if self.storage is not None:
             self.storage.abandon_step()
         self.gradients.abandon_step()
+        self._buffers.abandon_step()

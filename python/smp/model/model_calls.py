@@ -68,6 +68,8 @@ class ModelCalls:
                 self._engine.lay_out_thawed()
         with unwatched(), self._engine.mask_places.outside_of_steps():
             output = self._root_call(args, kwargs).run(self._root)
+        if self._engine.batch_pass is not None:
+            return self._engine.batch_pass.on_output(self._engine.idx, output)
         self._note_output(output)
         if self._engine.uneven is not None:
             self._engine.uneven.watch(output)
@@ -82,6 +84,8 @@ class ModelCalls:
         call = self._root_call(args, kwargs)
         if not place.is_driver:
             called_idx, output, share.weight, filled = place.modules.await_output()
+            if self._engine.batch_pass is not None:
+                self._engine.batch_pass.follow(called_idx)
             if called_idx != self._engine.idx:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the step function calls model {self._engine.label} "
@@ -93,6 +97,8 @@ class ModelCalls:
             output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
         self._note_output(output)
         place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
+        if self._engine.batch_pass is not None:
+            return self._engine.batch_pass.on_output(self._engine.idx, output)
         return output
 
     def _note_output(self, output: Any) -> None:
@@ -112,6 +118,10 @@ class ModelCalls:
             return
         roots, grads = listed(self._runtime.rank.ranks["pp"], tensors, grad_tensors)
         place = self._engine.pipeline
+        if self._engine.batch_pass is not None:
+            if place is None or place.is_driver:
+                self._engine.batch_pass.on_backward(roots, grads)
+            return
         if place is None and self._runtime.rank.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if place is None or place.is_driver:

@@ -20,7 +20,7 @@ def is_tracing() -> bool:
 
     The step function runs once more for it, up to the call of the model. Side effects before that
     call can be guarded with this. Also true while the check of the first step runs the model, and
-    only the model, once more.
+    only the model, once more, and while the check of the loss runs the step function three times.
     """
     return _Tracing.depth > 0
 

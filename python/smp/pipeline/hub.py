@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.dropout.batches import Samples
-from smp.pipeline.remote_modules import RemoteModules
+from smp.pipeline.remote_modules import Guard, RemoteModules
 from smp.pipeline.remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class PipelineHub:
         """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""
         for modules in (self._functions, *self._modules_of.values()):
             modules.first_apart = apart
+
+    def guard_calls(self, guard: Guard | None) -> None:
+        """Sets what watches over the calls of the next steps; None: a failure ends a step."""
+        for modules in (self._functions, *self._modules_of.values()):
+            modules.guard = guard
 
     def use_samples(self, samples_of: Callable[[int], Samples]) -> None:
         """Says which samples a microbatch has, where masks of dropout depend on them."""

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,20 @@ _FUNCTION = -3
 
 # True in the service of a request: modules of this rank then run where they are called.
 _serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", default=False)
+
+
+class CallFailed(Exception):
+    """A guarded call failed on another rank; the step goes on."""
+
+
+class Guard(Protocol):
+    """Watches over calls that may fail without ending the step."""
+
+    def running(self, mb: int) -> contextlib.AbstractContextManager[None]:
+        """Returns what is around a call that is served for a microbatch."""
+
+    def fail(self, error: Exception) -> str:
+        """Notes an error, and returns it in words."""
 
 
 class RemoteModules:
@@ -83,6 +97,8 @@ class RemoteModules:
         self._mode = ""
         #: what is learnt of calls in microbatch 0 is for these alone
         self.first_apart = False
+        #: around calls that are served; what is learnt of them is for guarded calls alone
+        self.guard: Guard | None = None
         #: of a microbatch, where masks of dropout depend on them
         self.samples_of: Callable[[int], Samples] | None = None
         #: gets the tensors of a call before it is served
@@ -127,7 +143,7 @@ class RemoteModules:
         self._state.swaps.forget()
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
-        self._mode = f"{hash(tuple(flags)):x}"
+        self._mode = f"{hash(tuple(flags)):x}" + (":guarded" if self.guard is not None else "")
 
     def end_step(self) -> None:
         """Raises when code of the step has left other tensors in the place of parameters."""
@@ -206,6 +222,8 @@ class RemoteModules:
         if shares_memory and module_id != _FUNCTION:
             _watched.set((*_watched.get(), Watched(self._name(module_id), [*tensors, *results])))
         result, attributes, additions, filled = self._codec.unpack(answer, results, tensors)
+        if isinstance(result, CallFailed):
+            raise result
         if filled:
             self._note_filled(module_id, [given.containers[number] for number, _ in filled])
         result, attributes = given.settle(filled, (result, attributes))
@@ -290,9 +308,22 @@ class RemoteModules:
         if self.look_at is not None:
             self.look_at(tensors)
         # Numbers of attention caches belong to this call, not to the thread that happens to run it.
-        return contextvars.copy_context().run(
-            self._run, module_id, mb, is_first, structure, tensors
-        )
+        run = self._run if self.guard is None else functools.partial(self._run_guarded, self.guard)
+        return contextvars.copy_context().run(run, module_id, mb, is_first, structure, tensors)
+
+    def _run_guarded(
+        self, guard: Guard, module_id: int, mb: int, *call: Any
+    ) -> tuple[bytes, list[Tensor], bool]:
+        """The caller always waits for the answer, which may be a failure."""
+        try:
+            with guard.running(mb):
+                answer, results, _ = self._run(module_id, mb, *call)
+        except _C.PeerFailure:
+            raise
+        except Exception as error:
+            failed = CallFailed(guard.fail(error))
+            answer, results = self._codec.pack_result((failed, None, None, []))
+        return answer, results, True
 
     def _run(
         self, module_id: int, mb: int, is_first: bool, structure: bytes, tensors: list[Tensor]

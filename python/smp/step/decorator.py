@@ -16,12 +16,14 @@ from smp.data_parallel import BatchWeights
 from smp.dropout import places
 from smp.dropout.places import Place
 from smp.model import DistributedModel, engine_of
+from smp.model.engine import Engine
 from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.observe.memory.out_of_memory import explaining
 from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
+from smp.step.batch_check import BatchCheck
 from smp.step.batches import Batch, Bodies, Pieces, make_bodies
 from smp.step.cutting import Cutting, Reading, Rules
 from smp.step.differentiation import explaining_derivatives
@@ -132,6 +134,7 @@ class StepFunction:
             step_run.abandon()
             raise
         if trains:
+            self._check_loss(current, engines, batches[0])
             current.steps.has_gradients = True
             for optimizer in current.wrapped.optimizers:
                 optimizer._step_done()
@@ -197,6 +200,17 @@ class StepFunction:
         if current.dropout is not None and current.dropout.is_open:
             place_of = functools.partial(current.dropout.body, part=batch.part)
         return _Bodies(current, function, batch.pieces(count), shares, place_of)
+
+    def _check_loss(
+        self, current: runtime.Runtime, engines: Sequence[Engine], batch: Batch
+    ) -> None:
+        """Compares, once, the loss of the batch with that of its pieces. Collective."""
+
+        def make(own: Batch) -> Bodies:
+            shares = [Share(None, mb) for mb in range(own.count)]
+            return _Bodies(current, self._function, own.pieces(own.count), shares, None)
+
+        BatchCheck(current, engines, self._name, self._function, batch, self._rule, make).run()
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Does a second run of the whole model fit into this process?"""
+"""Does a second run of the whole model, or of a part of the batch, fit into this process?"""
 
 from __future__ import annotations
 
@@ -40,6 +40,34 @@ def reason_not_to_fit(
     return (
         f"the whole model in one process takes about {needed / 1e9:.2g} GB, and {free / 1e9:.2g} "
         "GB are free"
+    )
+
+
+def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | None:
+    """Returns why what the process has held at most does not fit any more; None: it does.
+
+    Args:
+        device: of this process.
+        num_processes: of this host.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        needed = float(torch.cuda.max_memory_allocated(device) - held)
+        cached = torch.cuda.memory_reserved(device) - held
+        free = float(torch.cuda.mem_get_info(device)[0] + cached)
+    else:
+        sizes = {}
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                sizes[name] = float(int(value.split()[0]) << 10)
+        needed = sizes.get("VmHWM", 0.0) - sizes.get("VmRSS", 0.0)
+        free = _free_host_bytes() / num_processes
+    if needed <= free:
+        return None
+    return (
+        f"the step has held {needed / 1e9:.2g} GB more than there are in use now, and "
+        f"{free / 1e9:.2g} GB are free"
     )
 
 

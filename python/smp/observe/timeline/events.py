@@ -106,6 +106,12 @@ class RankRecording:
         return replace(self, events=moved, offset_ns=offset_ns, uncertainty_ns=uncertainty_ns)
 
 
-def to_events(rows: list[tuple[Any, ...]]) -> tuple[Event, ...]:
-    """Events of the C++ recorder."""
-    return tuple(Event(*row) for row in rows)
+def to_events(rows: list[tuple[Any, ...]], num_passes: int = 0) -> tuple[Event, ...]:
+    """Events of the C++ recorder.
+
+    Args:
+        rows: of the recorder.
+        num_passes: steps before these that are none of the script.
+    """
+    events = (Event(*row) for row in rows)
+    return tuple(e._replace(step=e.step - num_passes) if e.step >= 0 else e for e in events)

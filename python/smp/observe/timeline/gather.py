@@ -15,6 +15,8 @@ _ROUNDS = 10
 def own_recording(current: runtime.Runtime) -> RankRecording:
     """Takes what the recorder of this rank holds."""
     rows, num_dropped = current.timeline.take()
+    # A pipeline counts the passes of the check of the loss as steps.
+    passes = 0 if current.pipeline is None else current.steps.num_passes
     names = () if current.server is None else tuple(current.server.module_names)
     return RankRecording(
         rank=current.rank.global_rank,
@@ -25,7 +27,7 @@ def own_recording(current: runtime.Runtime) -> RankRecording:
         module_names=names,
         policy=current.rank.config.pipeline,
         active_microbatches=current.rank.config.active_microbatches,
-        events=to_events(rows),
+        events=to_events(rows, passes),
         num_dropped=num_dropped,
     )
 

@@ -1,0 +1,74 @@
+"""Keeps the buffers of all replicas those of the first one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from smp import data_parallel
+from smp.world import comm
+from smp.world.rank import Rank
+
+
+class ReplicaBuffers:
+    """Broadcasts the first replica's buffers around each training step.
+
+    In front of it all of them, as the script may have written some. Behind it those that forwards
+    write (running statistics, codebooks), so that evaluation and checkpoints have the same ones on
+    every replica.
+
+    Args:
+        rank: of this process.
+        root: the user's model.
+        broadcasts: whether buffers are broadcast.
+    """
+
+    def __init__(self, rank: Rank, root: nn.Module, broadcasts: bool) -> None:
+        self._rank, self._root, self._broadcasts = rank, root, broadcasts
+        self._is_open = False
+        self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
+        self._written: set[str] = set()  # on some replica
+        self._num_steps = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Does a training step that begins now broadcast buffers?"""
+        return self._broadcasts and self._root.training
+
+    def begin_step(self, first: int, ends: bool) -> None:
+        """Broadcasts all buffers. Collective over the replicas.
+
+        Args:
+            first: position of the replica whose buffers count.
+            ends: whether all replicas take part in the end of this step.
+        """
+        data_parallel.broadcast_from_first(self._rank, list(self._root.buffers()), first=first)
+        if not ends or self._rank.sizes["dp"] == 1:
+            return
+        self._is_open = True
+        self._num_steps += 1
+        # Some are written from a later step on. Looking takes copies and an exchange between the
+        # replicas, so it becomes rare. PyTorch counts no version of running statistics.
+        if self._num_steps & (self._num_steps - 1) == 0:
+            self._before = {name: b.detach().clone() for name, b in self._root.named_buffers()}
+
+    def end_step(self) -> None:
+        """Broadcasts the buffers that forwards write. Collective over the replicas."""
+        if not self._is_open:
+            return
+        now = dict(self._root.named_buffers())
+        if self._before is not None and now:
+            own = [n for n, b in now.items() if not _is_same(self._before.get(n), b)]
+            self._written.update(*comm.allgather(own, comm.DP_GROUP))
+        self.abandon_step()
+        written = [b for name, b in now.items() if name in self._written]
+        data_parallel.broadcast_from_first(self._rank, written)
+
+    def abandon_step(self) -> None:
+        """The step is over, or has failed. Not collective."""
+        self._is_open, self._before = False, None
+
+
+def _is_same(before: Tensor | None, buffer: Tensor) -> bool:
+    if before is None or before.shape != buffer.shape or before.dtype != buffer.dtype:
+        return False
+    return bool(((before == buffer) | ((before != before) & (buffer != buffer))).all())

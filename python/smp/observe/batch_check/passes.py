@@ -1,0 +1,174 @@
+"""One pass of the check: a step function runs without gradients, and its losses are noted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+import smp._C as _C
+from smp.dropout.by_sample import Drawn, DrawsBySample
+from smp.modules.flat import is_cache
+from smp.pipeline.remote_modules import CallFailed
+from smp.pipeline.remote_tensor import localize
+
+_log = logging.getLogger("smp")
+
+#: number of the model that stands for the end of the driver's body
+ENDED = -1
+_SHAKE = 0.25
+
+
+class BatchPass:
+    """Runs of a step function over pieces of a batch, on one rank.
+
+    Args:
+        sizes: number of samples of each microbatch; together they are all samples.
+        device: device of this process.
+        shakes: outputs of models are moved, each sample in its own way, so that losses that
+            happen to be equal at the first step are not.
+        rounds: operators get rounding errors.
+
+    Attributes:
+        losses: of each microbatch the values at which backward would begin, in their order.
+        eps: of the coarsest dtype of these.
+        failure: in words why the pass says nothing; None: it ran.
+        drawn: random numbers.
+        shaken: shapes of what was moved.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device, *, shakes: bool, rounds: bool = False
+    ) -> None:
+        ends = [sum(sizes[: mb + 1]) for mb in range(len(sizes))]
+        self._samples = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        self._device, self._shakes, self._rounds = device, shakes, rounds
+        self._num_calls: Counter[int] = Counter()
+        self._ended: set[int] = set()
+        self.losses: dict[int, list[float]] = {mb: [] for mb in range(len(sizes))}
+        self.eps = 0.0
+        self.failure: str | None = None
+        self.drawn = Drawn()
+        self.shaken: Counter[tuple[Any, ...]] = Counter()
+
+    # ---- around code
+
+    @contextlib.contextmanager
+    def running(self, mb: int) -> Iterator[None]:
+        """The block computes for a microbatch: a body, or a module for another rank."""
+        rounds = mb + 1 if self._rounds else None
+        _C.seed_generators(1, str(self._device))  # for operators that do not say that they draw
+        with DrawsBySample(self._samples[mb], self.drawn, self._device, rounds):
+            yield
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """What the block raises ends the pass, not the step; failures of other ranks go on."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, _C.PeerFailure):
+                raise
+            self.fail(error)
+
+    def fail(self, error: Exception) -> str:
+        """Notes why the pass says nothing."""
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        if isinstance(error, CallFailed):
+            text = str(error)
+        else:
+            _log.debug("smp: a step function failed in the check of its loss", exc_info=error)
+        if self.failure is None:
+            self.failure = text
+        return text
+
+    @contextlib.contextmanager
+    def replacing_backward(self) -> Iterator[None]:
+        """``loss.backward()`` notes the loss and starts nothing."""
+        theirs = torch.autograd.backward
+
+        @functools.wraps(theirs)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+            self.on_backward(roots, grads)
+
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = theirs
+
+    # ---- calls of models
+
+    def note_call(self, called_idx: int) -> None:
+        """A rank that follows the driver has received an output of a model, or the end."""
+        if called_idx == ENDED:
+            self._ended.add(_C.current_microbatch())
+
+    def follow(self, called_idx: int) -> None:
+        """A call of a model has received what the driver publishes.
+
+        Raises:
+            CallFailed: the driver's body is over.
+        """
+        self.note_call(called_idx)
+        if called_idx == ENDED:
+            raise CallFailed("the first pipeline rank calls models less often")
+
+    def has_ended(self, mb: int) -> bool:
+        """Has the end of the driver's body been received?"""
+        return mb in self._ended
+
+    def on_output(self, model_idx: int, output: Any) -> Any:
+        """The output of a model where losses are noted, moved by up to a quarter of its size."""
+        if not self._shakes:
+            return output
+        mb = max(_C.current_microbatch(), 0)
+        number = self._num_calls[mb]
+        self._num_calls[mb] += 1
+        leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
+        with _disable_current_modes():
+            moved = [
+                self._shake(leaf, mb, (model_idx, number, position))
+                for position, leaf in enumerate(leaves)
+            ]
+        return pytree.tree_unflatten(moved, spec)
+
+    def _shake(self, leaf: Any, mb: int, key: tuple[int, int, int]) -> Any:
+        samples = self._samples[mb]
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
+            return leaf
+        is_by_sample = leaf.shape[0] == len(samples) and leaf.numel() > 0
+        self.shaken[key, is_by_sample] += 1
+        if not is_by_sample:
+            return leaf
+        rows = []
+        for sample in samples:
+            seed = 1
+            for part in (*key, sample):
+                seed = _C.mix_seed(seed, part)
+            generator = torch.Generator().manual_seed(seed >> 1)
+            rows.append(torch.rand(tuple(leaf.shape[1:]), generator=generator))
+        noise = (_SHAKE * torch.stack(rows)).to(leaf.device, leaf.dtype)
+        leaf = localize(leaf)
+        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt.
+        return noise if not leaf.any() else leaf * (1 - noise)
+
+    def on_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
+        """A backward would begin."""
+        total = 0.0
+        for root, grad in zip(roots, grads or [None] * len(roots), strict=True):
+            value = localize(root).detach()
+            self.eps = max(self.eps, torch.finfo(value.dtype).eps)
+            total += float((value.double() if grad is None else value.double() * grad).sum())
+        self.losses[max(_C.current_microbatch(), 0)].append(total)

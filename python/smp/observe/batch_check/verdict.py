@@ -1,0 +1,206 @@
+"""What follows from the losses of a batch and of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Losses are sums of their own: so many roundings in the last place are no difference.
+_LAST_PLACES = 64
+_MARGIN = 10.0
+
+
+@dataclass
+class Found:
+    """Results of the passes on one rank.
+
+    Attributes:
+        place: rank in words.
+        failure: in words why a pass says nothing; None: all ran.
+        is_driver: whether losses are noted on this rank.
+        num_samples: samples of the batch that was looked at.
+        weights: of its two pieces, 1 on average.
+        whole_weights: weight of the batch as one microbatch.
+        whole: values at which backward would begin, for the batch.
+        pieces: the same for each piece.
+        rounded: the same for each piece with rounding errors in operators, once that has run.
+        eps: of the coarsest dtype of these values.
+        draws: whether the batch and its pieces drew the same random numbers, or permuted samples.
+        is_shaken_alike: whether outputs of models were moved alike.
+        reasons: what was seen on this rank that may explain a difference.
+        averages: whether gradients of microbatches are averaged.
+    """
+
+    place: str
+    failure: str | None = None
+    is_driver: bool = False
+    num_samples: int = 0
+    weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    whole_weights: list[float] = field(default_factory=lambda: [1.0])
+    whole: Sequence[float] = ()
+    pieces: Sequence[Sequence[float]] = ()
+    rounded: Sequence[Sequence[float]] | None = None
+    eps: float = 0.0
+    draws: bool = True
+    is_shaken_alike: bool = True
+    reasons: list[str] = field(default_factory=list)
+    averages: bool = True
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Loss of a batch that is not the weighted mean over its pieces.
+
+    Attributes:
+        whole, mean: losses.
+        total: sum over the pieces.
+        share: distance of `whole` and `mean`, relative to the largest loss.
+        rounding: what rounding explains, relative to the same.
+    """
+
+    whole: float
+    mean: float
+    total: float
+    share: float
+    rounding: float
+
+
+def reason_to_run_again(found: Sequence[Found]) -> bool:
+    """Do outputs of models have to stay as they are, because code does not bear moved ones?"""
+    return any(one.failure is not None or not one.is_shaken_alike or _is_odd(one) for one in found)
+
+
+def difference_of(one: Found) -> Difference | None:
+    """The largest difference on a rank that notes losses; None: rounding explains all."""
+    if not one.is_driver or one.failure is not None:
+        return None
+    differences = [
+        _compare(one, number)
+        for number in range(min(map(len, (one.whole, *one.pieces)), default=0))
+    ]
+    known = [d for d in differences if d is not None]
+    return max(known, key=lambda d: d.share, default=None)
+
+
+def _compare(one: Found, number: int) -> Difference | None:
+    # A piece of weight 0 has no backward, and its mean over nothing is no number.
+    pieces = [p[number] if w else 0.0 for w, p in zip(one.weights, one.pieces, strict=True)]
+    whole = one.whole[number] * one.whole_weights[0]
+    total = sum(pieces)
+    mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
+    scale = max(map(abs, (whole, *pieces)))
+    rounding = _LAST_PLACES * one.eps * scale
+    if one.rounded is not None:
+        pairs = zip(one.weights, one.rounded, pieces, strict=True)
+        moved = [w * abs(r[number] - loss) for w, r, loss in pairs if w]
+        rounding = max(rounding, _MARGIN * max(moved, default=0.0))
+    is_equal = abs(whole - mean) <= rounding
+    # With sums the script has divided by a number, or it is a sum in one process as well.
+    is_equal |= not one.averages and abs(whole - total) <= rounding
+    if is_equal or scale == 0.0:
+        return None
+    return Difference(whole, mean, total, abs(whole - mean) / scale, rounding / scale)
+
+
+def why_unknown(found: Sequence[Found]) -> str | None:
+    """In words why nothing follows; None: something does."""
+    for one in found:
+        if one.failure is not None:
+            return f"a run besides the step failed on {one.place}: {one.failure}"
+    for one in found:
+        if _is_odd(one):
+            return "a loss is not finite"
+        if len({len(losses) for losses in (one.whole, *one.pieces)}) > 1:
+            return "backward begins more often for a batch than for its pieces, or less often"
+    if all(not one.whole for one in found):
+        return "no backward begins"
+    if not any(difference_of(one) for one in found):
+        return None
+    for one in found:
+        if not one.draws:
+            return f"random numbers on {one.place} are not those of samples"
+    return None
+
+
+def _is_odd(one: Found) -> bool:
+    losses = list(one.whole)
+    for kind in (one.pieces, one.rounded or ()):
+        losses += [x for w, piece in zip(one.weights, kind, strict=False) if w for x in piece]
+    return not all(abs(loss) < float("inf") for loss in losses)  # NaN is not
+
+
+def in_words(step: str, found: Sequence[Found], worst: Found, difference: Difference) -> str:
+    """The message."""
+    mean = "weighted mean" if len(set(worst.weights)) > 1 else "mean"
+    text = (
+        f"the loss of step '{step}' is no mean over samples, and its batch is cut: for "
+        f"{worst.num_samples} samples on {worst.place} it is {difference.whole:.6g} as one batch, "
+        f"and {difference.mean:.6g} as the {mean} over two pieces ({100 * difference.share:.2g} % "
+        f"apart, of which rounding explains {100 * difference.rounding:.1g} %; without dropout). "
+        "Gradients are averaged over microbatches and replicas, so they differ from those of one "
+        "process on the whole batch, often by more than the loss. "
+    )
+    reasons = list(dict.fromkeys(reason for one in found for reason in one.reasons))
+    scale = difference.share / max(abs(difference.whole - difference.mean), 1e-300)
+    if abs(difference.whole - difference.total) * scale <= max(1e-3, difference.rounding):
+        reasons.insert(
+            0,
+            "the loss is a sum over samples, so that gradients are as many times too small as "
+            "there are microbatches and replicas; divide it by a number that does not depend on "
+            "the batch, or take the mean",
+        )
+    if not reasons:
+        reasons = [
+            "the loss divides by something that it counts in the batch (tokens, class weights, "
+            "positives; give that count as a weight: @smp.step(weight=...)), or compares samples "
+            "of the batch with each other (train with microbatches 1, and gather what is compared "
+            "over replicas)"
+        ]
+    return (
+        text
+        + "Likely reasons: "
+        + "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
+    )
+
+
+# ---- reasons that a rank sees ----------------------------------------------------------
+
+
+def reason_of_labels(names: Sequence[str]) -> str:
+    """Integer arguments have negative entries."""
+    return (
+        f"argument {_listed(names)} has negative entries, as labels have at positions that the "
+        "loss ignores, and pieces have other numbers of these; count the others: "
+        "@smp.step(weight=lambda ...: (labels != -100).sum())"
+    )
+
+
+def reason_of_buffers(names: Sequence[str]) -> str:
+    """Forwards wrote buffers."""
+    return (
+        f"forwards write buffer {_listed(names)}, as statistics over the batch are (BatchNorm, "
+        "codebooks, running quantiles), and each piece has its own: use a norm over each sample "
+        "(GroupNorm, LayerNorm), put these modules into evaluation mode, or train with "
+        "microbatches 1"
+    )
+
+
+REASON_OF_PERMUTATION = (
+    "the step permutes the samples of its batch (torch.randperm, as mixup does), and pairs come "
+    "from one piece then: make the pairs in front of the step function"
+)
+
+
+def reason_of_dims(module: str, shapes: dict[str, Any]) -> str:
+    """Modules take samples along dim 1."""
+    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes.items())
+    return (
+        f"module '{module}' has batch_first=False, and the step cuts dim 0 of {listed}; where dim "
+        "0 has no samples, name the dim that has them in @smp.step(input_split_axes={...})"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,373 @@
+"""Compares, once, the loss of a batch with the weighted mean over its pieces.
+
+See docs/design/batch_check.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp._C as _C
+from smp.data_parallel.batch_weights import num_batches
+from smp.model.engine import Engine
+from smp.modules.tracing import running_again
+from smp.observe.batch_check import verdict as judging
+from smp.observe.batch_check.passes import ENDED, BatchPass
+from smp.observe.batch_check.verdict import Found
+from smp.observe.first_step import FirstStepDifference
+from smp.observe.first_step.memory_needed import reason_not_to_fit_again
+from smp.observe.first_step.records import is_compiled
+from smp.partition.containers import Containers, reachable_from_hook
+from smp.partition.trace_guard import untouched
+from smp.step.batches import Batch, Bodies
+from smp.step.run import StepRun
+from smp.step.weights import WeightRule
+from smp.world import comm, runtime
+
+_log = logging.getLogger("smp")
+
+_FEW_SAMPLES = 8  # from these on a quarter of the batch has two
+
+MakeBodies = Callable[[Batch], Bodies]
+
+
+class BatchCheck:
+    """Check of one step function on one rank, behind its first step that trains.
+
+    Args:
+        current: the runtime.
+        engines: partitioned models.
+        name: of the step function.
+        function: the user's function.
+        batch: arguments of the step.
+        rule: weighs microbatches.
+        make: makes the bodies of a pass over a batch.
+    """
+
+    def __init__(
+        self,
+        current: runtime.Runtime,
+        engines: Sequence[Engine],
+        name: str,
+        function: Callable[..., Any],
+        batch: Batch,
+        rule: WeightRule,
+        make: MakeBodies,
+    ) -> None:
+        self._current, self._engines, self._name = current, list(engines), name
+        self._function, self._batch, self._rule, self._make = function, batch, rule, make
+        ranks = current.rank.ranks
+        self._is_driver = ranks["pp"] == 0
+        self._reads = (ranks["rdp"], ranks["tp"])
+        uneven = any(engine.uneven is not None for engine in engines)
+        self._group = comm.MP_GROUP if uneven else comm.WORLD
+
+    def run(self) -> None:
+        """Does what has to be done, in the first call only. Collective over all ranks, within
+        `DistributedModel.join` over those of a replica.
+
+        Raises:
+            FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
+        """
+        steps = self._current.steps
+        code = getattr(self._function, "__code__", self._function)
+        # Inside of `join` some replicas may have no step, so another one is checked outside of it.
+        key = (code, self._group, *(engine.idx for engine in self._engines))
+        # A timeline shows the steps of the script alone; a later step is checked then.
+        if key in steps.batch_checks or not self._is_cut() or self._current.timeline.is_on:
+            return
+        steps.batch_checks[key] = "runs"
+        outcome = self._outcome()
+        steps.batch_checks[key] = outcome
+        self._tell(outcome)
+
+    def _is_cut(self) -> bool:
+        rank = self._current.rank
+        return rank.config.microbatches > 1 or num_batches(rank) > 1
+
+    def _tell(self, outcome: str) -> None:
+        is_strict = self._current.rank.settings.check_first_step == "1"
+        if outcome.startswith("differs: "):
+            text = outcome.removeprefix("differs: ")
+            if is_strict:
+                raise FirstStepDifference(f"{_C.rank_prefix()}{text}")
+            text += ". SMP_CHECK_FIRST_STEP=1 makes this an error, 0 leaves the check out"
+            level = logging.WARNING
+        else:
+            text = f"check of the loss of step '{self._name}': {outcome}"
+            is_told = is_strict and outcome.startswith("cannot tell")
+            level = logging.WARNING if is_told else logging.DEBUG
+        if self._current.rank.global_rank == 0 or self._group is comm.MP_GROUP and self._is_driver:
+            _log.log(level, "smp: %s", text)
+
+    # ---- what is looked at
+
+    def _outcome(self) -> str:
+        reason = self._reason_against()
+        own = None if reason else self._choice()
+        if isinstance(own, str):
+            reason, own = own, None
+        told: list[Any] = comm.allgather((self._reads, self._is_driver, reason, own), self._group)
+        reasons: list[str] = [reason for *_, reason, _ in told if reason is not None]
+        if reasons:
+            return reasons[0]
+        drivers = {reads: choice for reads, is_driver, _, choice in told if is_driver}
+        if any(
+            len({c for (rdp, _), (c, *_) in drivers.items() if rdp == r}) > 1 for r, _ in drivers
+        ):
+            return "cannot tell: tensor-parallel ranks have batches of several sizes"
+        # All ranks of a replica take the same part.
+        first = next(choice for (rdp, _), choice in drivers.items() if rdp == self._reads[0])
+        count, part = first[0], first[1]
+        sizes = drivers[self._reads][2][2 * part : 2 * part + 2]
+        return self._compare(self._part(count, part), sizes)
+
+    def _reason_against(self) -> str | None:
+        current = self._current
+        if current.rank.settings.check_first_step == "0":
+            return "off: SMP_CHECK_FIRST_STEP is 0"
+        if current.verification is not None:
+            return "off: the run is recorded"
+        if not self._engines:
+            return "off: there is no model"
+        compiled = any(engine.compiled.is_on for engine in self._engines)
+        if compiled or any(map(is_compiled, self._modules())):
+            return "cannot tell: parts of the model are compiled, and would be compiled again"
+        if current.rank.settings.check_first_step == "auto":
+            reason = reason_not_to_fit_again(current.rank.device, current.rank.local_size)
+            return None if reason is None else f"cannot tell: {reason}"
+        return None
+
+    def _modules(self) -> list[nn.Module]:
+        known: dict[nn.Module, None] = {}
+        for engine in self._engines:
+            known |= dict.fromkeys(engine.root.modules())
+        return list(known)
+
+    def _choice(self) -> tuple[int, int, list[int]] | str | None:
+        """Into how many parts the batch is cut, which two of them are looked at, their sizes."""
+        if not self._is_driver:
+            return None  # arguments may be dummies
+        num_samples = self._batch.num_samples
+        if num_samples < 2:
+            return "cannot tell: a rank has one sample, or no argument with samples"
+        wanted = 4 if num_samples >= _FEW_SAMPLES else 2
+        if self._batch.count > 2:
+            wanted = self._batch.count + self._batch.count % 2
+        count = min(wanted, num_samples - num_samples % 2)
+        half, rest = divmod(num_samples, count // 2)
+        halves = [half + (part < rest) for part in range(count // 2)]
+        own = [size for half in halves for size in (half - half // 2, half // 2)]
+        return count, self._part_of_contrast(count), own
+
+    def _part_of_contrast(self, count: int) -> int:
+        """The two neighbours that have the most different numbers of masked positions."""
+        contrast = [0.0] * (count // 2)
+        for _, tensor, axis in self._batch.cutting.tensors():
+            if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+                continue
+            halves = torch.tensor_split(tensor <= 0, count // 2, dim=axis)
+            for part, half in enumerate(halves):
+                a, b = (p.double().mean() for p in torch.tensor_split(half, 2, dim=axis))
+                contrast[part] += abs(float(a - b)) if a == a and b == b else 0.0
+        return max(range(count // 2), key=contrast.__getitem__)
+
+    def _part(self, count: int, part: int) -> Batch:
+        """Two neighbours of the parts of the batch, as a batch that makes two microbatches."""
+        batch = self._batch
+        return dataclasses.replace(
+            batch,
+            bound=batch.pieces(count // 2).of(part),
+            cutting=batch.cutting.part(count // 2, part),
+            count=2,
+        )
+
+    # ---- passes
+
+    def _compare(self, two: Batch, sizes: Sequence[int]) -> str:
+        one = dataclasses.replace(two, count=1)
+        found: list[Found] = []
+        for shakes in (True, False):
+            whole, written = self._pass(one, [sum(sizes)], shakes)
+            pieces, _ = self._pass(two, sizes, shakes)
+            own = self._found(whole, pieces, sizes, written)
+            if self._is_driver:
+                self._weigh(own, one, two)
+            found = comm.allgather(own, self._group)
+            if not judging.reason_to_run_again(found):
+                break
+        reason = judging.why_unknown(found)
+        if reason is None and any(map(judging.difference_of, found)):
+            moved, _ = self._pass(two, sizes, shakes, rounds=True)
+            own.rounded, own.failure = list(moved.losses.values()), moved.failure
+            found = comm.allgather(own, self._group)
+            reason = judging.why_unknown(found)
+        if reason is not None:
+            return f"cannot tell: {reason}"
+        known = [(one, d) for one in found if (d := judging.difference_of(one)) is not None]
+        if not known:
+            return "equal"
+        worst, difference = max(known, key=lambda pair: pair[1].share)
+        return "differs: " + judging.in_words(self._name, found, worst, difference)
+
+    def _pass(
+        self,
+        batch: Batch,
+        sizes: Sequence[int],
+        shakes: bool,
+        rounds: bool = False,
+    ) -> tuple[BatchPass, list[str]]:
+        """Runs the step function without gradients. Collective as an evaluation step is.
+
+        Returns:
+            what was noted, and names of buffers that forwards wrote here.
+        """
+        current, steps = self._current, self._current.steps
+        run = BatchPass(sizes, current.rank.device, shakes=shakes, rounds=rounds)
+        bodies = self._make(batch)
+        step_run = StepRun(current, self._engines, self._name, trains=False)
+        num_begun = steps.num_begun
+        with self._aside(run) as written:
+            try:
+                step_run.begin(len(sizes), None)
+                step_run.run(len(sizes), lambda mb: self._run_body(run, bodies, mb))
+                step_run.end()
+            except BaseException:
+                step_run.abandon()
+                raise
+            finally:
+                steps.num_begun = num_begun
+                steps.num_passes += 1
+        return run, written
+
+    def _run_body(self, run: BatchPass, bodies: Bodies, mb: int) -> None:
+        places = [e.pipeline for e in self._engines if e.pipeline is not None]
+        with run.noting_failure(), run.running(mb):
+            bodies(mb)
+        if places and self._is_driver:
+            places[0].modules.publish_output((ENDED, None, 1.0, (0, [])))
+        elif places:
+            while not run.has_ended(mb):
+                run.note_call(places[0].modules.await_output()[0])
+
+    @contextlib.contextmanager
+    def _aside(self, run: BatchPass) -> Iterator[list[str]]:
+        """The block leaves models, generators and what the step function collects as they were."""
+        modules, written = self._modules(), list[str]()
+        collected = Containers(objects=True)
+        collected.add(reachable_from_hook(self._function))
+        numpy = _numpy_random()
+        states = random.getstate(), None if numpy is None else numpy.get_state()
+        buffers = {
+            name: (buffer, buffer.detach().clone())
+            for engine in self._engines
+            for name, buffer in engine.root.named_buffers()
+            if buffer.is_floating_point() and not buffer.is_meta
+        }
+        hub = self._current.pipeline
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched(modules, keep_values=True))
+            stack.enter_context(running_again())
+            stack.enter_context(run.replacing_backward())
+            stack.enter_context(torch.no_grad())
+            random.seed(0)
+            if numpy is not None:
+                numpy.seed(0)
+            for engine in self._engines:
+                engine.batch_pass = run
+            if hub is not None:
+                hub.guard_calls(run)
+            try:
+                yield written
+                written += self._written(buffers)
+            finally:
+                if hub is not None:
+                    hub.guard_calls(None)
+                for engine in self._engines:
+                    engine.batch_pass = None
+                random.setstate(states[0])
+                if numpy is not None:
+                    numpy.set_state(states[1])
+                collected.restore()
+
+    def _written(self, before: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
+        now = {name: b for e in self._engines for name, b in e.root.named_buffers()}
+        return [
+            name
+            for name, (_, value) in before.items()
+            if name in now and not _is_same(now[name], value)
+        ]
+
+    # ---- what was found
+
+    def _found(
+        self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
+    ) -> Found:
+        ranks = self._current.rank.ranks
+        failure = whole.failure or pieces.failure
+        own = Found(
+            place=f"global_rank {self._current.rank.global_rank} (pp {ranks['pp']} tp "
+            f"{ranks['tp']} rdp {ranks['rdp']})",
+            failure=failure,
+            is_driver=self._is_driver,
+            num_samples=sum(sizes),
+            whole=whole.losses[0],
+            pieces=list(pieces.losses.values()),
+            eps=max(whole.eps, pieces.eps),
+            draws=whole.drawn.permutes
+            or pieces.drawn.shapes == whole.drawn.shapes + whole.drawn.shapes,
+            is_shaken_alike=pieces.shaken == whole.shaken + whole.shaken,
+            averages=all(engine.gradients.averages for engine in self._engines),
+        )
+        if written:
+            own.reasons.append(judging.reason_of_buffers(written))
+        if whole.drawn.permutes:
+            own.reasons.append(judging.REASON_OF_PERMUTATION)
+        if self._is_driver:
+            own.reasons += self._reasons_in_arguments()
+        return own
+
+    def _weigh(self, own: Found, one: Batch, two: Batch) -> None:
+        """Weighs losses as the step does."""
+        with torch.no_grad():
+            try:
+                for batch, weights in ((one, own.whole_weights), (two, own.weights)):
+                    weighed = self._rule.weigh(self._current, self._engines, [batch])
+                    weights[:] = map(weighed.output_weight, range(batch.count))
+            except Exception as error:
+                own.failure = own.failure or f"its weight: {error}"
+
+    def _reasons_in_arguments(self) -> list[str]:
+        labels, shapes = [], {}
+        for name, tensor, axis in self._batch.cutting.tensors():
+            is_integer = not tensor.is_floating_point() and not tensor.is_complex()
+            if is_integer and bool((tensor < 0).any()):
+                labels.append(name)
+            if tensor.dim() > 1 and axis == 0:
+                shapes[name] = tensor.shape
+        reasons = [judging.reason_of_labels(labels)] if labels else []
+        for engine in self._engines:
+            for name, module in engine.root.named_modules():
+                if getattr(module, "batch_first", True) is False and shapes:
+                    return [*reasons, judging.reason_of_dims(name, shapes)]
+        return reasons
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    return now.shape == before.shape and torch.equal(now.nan_to_num(), before.nan_to_num())
+
+
+def _numpy_random() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy.random

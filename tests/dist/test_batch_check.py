@@ -1,0 +1,442 @@
+"""The check of the loss: what is no mean over samples is told once, and usual means are not.
+
+Each case is a step function as scripts have them, on a batch whose pieces have other losses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+
+WIDTH, CLASSES, SAMPLES, LENGTH = 8, 5, 8, 6
+Config = dict[str, Any]
+LAYOUTS: dict[str, tuple[int, Config]] = {
+    "one process": (1, {"microbatches": 4}),
+    "replicas": (2, {}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2, "microbatches": 4}),
+    "sharded": (2, {"sharded_data_parallel_degree": 2, "microbatches": 2}),
+    "split": (2, {"tensor_parallel_degree": 2, "microbatches": 2}),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, between: Callable[[], nn.Module] = nn.Tanh, out: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.between = between()
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(self.between(self.first(x)))))
+
+
+class Codebook(nn.Module):
+    """Counts what is near to each code, and moves the codes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, WIDTH, generator=generator(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(-1)
+        if self.training:
+            for code in range(4):
+                own = x.detach()[nearest == code]
+                if len(own):
+                    self.codes[code] = 0.9 * self.codes[code] + 0.1 * own.mean(0)
+        return x + (self.codes[nearest] - x).detach() + 0.1 * (x - self.codes[nearest])
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(SAMPLES, *shape, WIDTH, generator=generator(1))
+
+
+def classes(*shape: int) -> Tensor:
+    return torch.randint(0, CLASSES, (SAMPLES, *shape), generator=generator(2))
+
+
+def padded() -> Tensor:
+    labels = classes(LENGTH)
+    for sample in range(SAMPLES):
+        labels[sample, 1 + sample * (LENGTH - 1) // (SAMPLES - 1) :] = -100
+    return labels
+
+
+# ---- losses that are no mean over samples: model, arguments, loss, words of the reason ---------
+
+Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], Callable[..., Tensor], str]
+
+
+def tokens(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), labels.flatten())
+
+
+def class_weights(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, weight=torch.linspace(0.2, 3, CLASSES))
+
+
+def smoothing(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.linspace(0.2, 3, CLASSES)
+    return F.cross_entropy(model(x), y, weight=weight, label_smoothing=0.1)
+
+
+def contrastive(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    a = F.normalize(model(x), dim=-1)
+    b = F.normalize(model(x + 0.1), dim=-1)
+    return F.cross_entropy(a @ b.T / 0.2, torch.arange(len(a)))
+
+
+def vicreg(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = model(x)
+    z = z - z.mean(0)
+    cov = z.T @ z / max(len(z) - 1, 1)
+    off = cov - cov.diagonal().diag()
+    return F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() + off.square().sum() / CLASSES
+
+
+def dice(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    p, t = model(x).sigmoid(), F.one_hot(y, CLASSES).float()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def ppo(model: Any, x: Tensor, y: Tensor, advantage: Tensor, old: Tensor) -> Tensor:
+    logp = model(x).log_softmax(-1).gather(-1, y[:, None])[:, 0]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    ratio = (logp - old).exp()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def ppo_arguments() -> tuple[Any, ...]:
+    x, y = batch(), classes()
+    with torch.no_grad():
+        old = Net()(x).log_softmax(-1).gather(-1, y[:, None])[:, 0]
+    return x, y, torch.randn(SAMPLES, generator=generator(4)), old
+
+
+def mixup(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    share = float(torch.distributions.Beta(1.0, 1.0).sample())
+    order = torch.randperm(len(x))
+    out = model(share * x + (1 - share) * x[order])
+    return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
+
+
+def dpo(model: Any, x: Tensor, y: Tensor, reference: Tensor) -> Tensor:
+    """The first half of the batch is chosen, the second rejected."""
+    logp = model(x).log_softmax(-1).gather(-1, y[:, None])[:, 0] - reference
+    chosen, rejected = logp.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def dpo_arguments() -> tuple[Any, ...]:
+    x, y, _, old = ppo_arguments()
+    return x, y, old
+
+
+def summed(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+def mean(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def flat() -> tuple[Any, ...]:
+    return batch(), classes()
+
+
+def net_of_zeros() -> nn.Module:
+    net = Net()
+    nn.init.zeros_(net.last.weight)
+    nn.init.zeros_(net.last.bias)
+    return net
+
+
+class TimeMajor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rnn = nn.GRU(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rnn(x)[0])
+
+
+TOLD: dict[str, Case] = {
+    "token mean": (Net, lambda: (batch(LENGTH), padded()), tokens, "'labels' has negative entries"),
+    "token mean of a head of zeros": (
+        net_of_zeros,
+        lambda: (batch(LENGTH), padded()),
+        tokens,
+        "'labels' has negative entries",
+    ),
+    "class weights": (Net, flat, class_weights, "@smp.step(weight=...)"),
+    "smoothing with weights": (Net, flat, smoothing, "@smp.step(weight=...)"),
+    "contrastive": (Net, flat, contrastive, "compares samples of the batch"),
+    "VICReg": (Net, flat, vicreg, "compares samples of the batch"),
+    "dice": (Net, flat, dice, "divides by something"),
+    "normalised advantages": (Net, ppo_arguments, ppo, "compares samples of the batch"),
+    "mixup": (Net, flat, mixup, "permutes the samples"),
+    "DPO that concatenates": (Net, dpo_arguments, dpo, "compares samples of the batch"),
+    "sum": (Net, flat, summed, "a sum over samples"),
+    "BatchNorm": (
+        lambda: Net(lambda: nn.BatchNorm1d(WIDTH)),
+        flat,
+        mean,
+        "between.running_mean",
+    ),
+    "codebook": (lambda: Net(Codebook), flat, mean, "between.codes"),
+    "time-major": (
+        TimeMajor,
+        lambda: (batch(LENGTH), classes(LENGTH)),
+        tokens,
+        "input_split_axes",
+    ),
+}
+
+
+# ---- usual means ---------------------------------------------------------------------------------
+
+
+def fine_tuning(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=labels).loss  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Draws noise for each sample, and drops paths of some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty(len(x), *(1,) * (x.dim() - 1)).bernoulli_(0.8)
+        return x + torch.randn_like(x) * F.dropout(x, 0.3) * kept
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    assert config.resid_pdrop > 0
+    net = GPT2LMHeadModel(config)
+    net.__dict__["last"] = net.transformer.h[1]  # what pipelines have on their second rank
+    return net
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 32, (SAMPLES, LENGTH), generator=generator(2))
+
+
+def padded_ids() -> tuple[Any, ...]:
+    labels = ids()
+    labels[padded() < 0] = -100
+    return ids(), labels
+
+
+def with_eval_norm() -> nn.Module:
+    net = Net(lambda: nn.BatchNorm1d(WIDTH))
+    net.between.eval()
+    return net
+
+
+USUAL: dict[str, Case] = {
+    "mean": (Net, flat, mean, ""),
+    "uneven batch": (Net, lambda: (batch()[:7], classes()[:7]), mean, ""),
+    "token mean without padding": (Net, lambda: (batch(LENGTH), classes(LENGTH)), tokens, ""),
+    "noise and dropout": (lambda: Net(Noisy), flat, mean, ""),
+    "GPT-2 with dropout": (gpt2, lambda: (ids(), ids()), fine_tuning, ""),
+    "padded GPT-2, weighed by itself": (gpt2, padded_ids, fine_tuning, ""),
+    "BatchNorm in evaluation": (with_eval_norm, flat, mean, ""),
+}
+HALF = {"fp16": {"fp16": True}, "bf16": {"bf16": True}}
+
+
+class Sized(nn.Module):
+    """Works with microbatches of its size alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 2:
+            raise ValueError("expected 2 samples")
+        return x
+
+
+FAILING: dict[str, Case] = {
+    "in the first module": (lambda: Net(Sized), flat, mean, ""),
+    "in the last module": (lambda: with_last(Sized), flat, mean, ""),
+}
+
+
+def with_last(make: Callable[[], nn.Module]) -> nn.Module:
+    net = Net()
+    net.last = nn.Sequential(net.last, make())  # type: ignore[assignment]
+    return net
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())
+
+
+def check(
+    rank: int,
+    config: Config,
+    name: str,
+    cases: str = "TOLD",
+    plain: bool = False,
+    weight: Any = "auto",
+) -> tuple[list[str], list[str], list[float]]:
+    """Returns outcomes, warnings, and the losses of two steps and the numbers of calls."""
+    import smp
+
+    make, arguments, loss_of, _ = globals()[cases][name]
+    listener = Listener()
+    logging.getLogger("smp").addHandler(listener)
+    try:
+        smp.init({"ddp": True, **config})
+        net = make()
+        if smp.tp_size() > 1:
+            net = with_split_layer(net)
+        model = smp.DistributedModel(net)
+        if smp.pp_size() > 1:
+            smp.set_partition(net.last, 1)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        calls = [0, 0]
+
+        @smp.step(weight=weight)
+        def train(x: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
+            calls[smp.is_tracing()] += 1
+            loss = loss_of(model, x, labels, *others)
+            if plain:
+                loss.backward()
+            else:
+                model.backward(loss)
+            return loss
+
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(float(train(*arguments()).reduce_mean()))
+            optimizer.step()
+        from smp.world import runtime
+
+        outcomes = list(runtime.current().steps.batch_checks.values())
+        lines = [line for line in listener.lines if "loss of step" in line]
+        return outcomes, lines, [*losses, *calls]
+    finally:
+        logging.getLogger("smp").removeHandler(listener)
+
+
+def with_split_layer(net: nn.Module) -> nn.Module:
+    import smp
+
+    if hasattr(net, "transformer"):
+        smp.set_tensor_parallelism(net)
+    if hasattr(net, "second"):
+        net.second = smp.nn.DistributedLinear(WIDTH, WIDTH)  # type: ignore[attr-defined]
+    return net
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_that_is_no_mean_over_samples_is_told_once(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    results = pool.run(size, check, {"auto_partition": False, **config}, name)
+    outcomes = [outcome for outcomes, _, _ in results for outcome in outcomes]
+    assert len(outcomes) == size and all(o.startswith("differs: ") for o in outcomes), outcomes
+    told = [line for _, lines, _ in results for line in lines]
+    assert len(told) == 1 and TOLD[name][3] in told[0], told
+
+
+@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_usual_mean_is_not_told(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    results = pool.run(size, check, {"auto_partition": False, **config}, name, "USUAL")
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+    assert not [line for _, lines, _ in results for line in lines]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("layout", ["one process", "pipeline", "replicas"])
+@pytest.mark.parametrize("name", ["mean", "GPT-2 with dropout"])
+def test_mean_in_16_bits_is_not_told_and_token_mean_is(
+    pool: Pool, layout: str, dtype: str, name: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config, **HALF[dtype]}
+    results = pool.run(size, check, config, name, "USUAL")
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+    results = pool.run(size, check, config, "token mean")
+    assert all(o.startswith("differs: ") for outcomes, _, _ in results for o in outcomes), results
+
+
+def num_labels(x: Tensor, labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_token_mean_with_its_weight_is_equal(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    results = pool.run(size, check, config, "token mean", "TOLD", False, num_labels)
+    assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strict_setting_raises_on_all_ranks(pool: Pool, layout: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    env = {"SMP_CHECK_FIRST_STEP": "1"}
+    outcomes = pool.outcomes(size, check, config, "token mean", env=env)
+    assert {outcome.error for outcome in outcomes} == {"FirstStepDifference"}
+    assert all("-100" in outcome.message for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_failure_in_the_check_is_no_failure_of_the_step(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config, "microbatches": 4}
+    results = pool.run(size, check, config, name, "FAILING")
+    outcomes = {outcome for outcomes, _, _ in results for outcome in outcomes}
+    assert len(outcomes) == 1 and "expected 2 samples" in outcomes.pop()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["BatchNorm", "codebook"])
+def test_training_is_the_same_with_and_without_the_check(
+    pool: Pool, layout: str, name: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    config = {"auto_partition": False, **config}
+    runs = [
+        pool.run(size, check, config, name, env={"SMP_CHECK_FIRST_STEP": setting})
+        for setting in ("auto", "0")
+    ]
+    assert [outcomes for outcomes, _, _ in runs[1]] == [["off: SMP_CHECK_FIRST_STEP is 0"]] * size
+    # Losses, and calls that a counter of the script has seen.
+    assert [numbers for *_, numbers in runs[0]] == [numbers for *_, numbers in runs[1]]
+
+
+def test_plain_backward_is_noted(pool: Pool) -> None:
+    config = {"microbatches": 4}
+    results = pool.run(1, check, config, "token mean", "TOLD", True)
+    assert results[0][0][0].startswith("differs: ")
