@@ -44,8 +44,8 @@ std::shared_ptr<Reducer> make_reducer(
     std::optional<Sharding> sharding, CommunicatorPtr control, FaultsPtr faults,
     std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
     bool average_over_microbatches, double num_batches,
-    int passes_per_reduction,
-    bool expects_one_per_microbatch, double timeout_s) {
+    int passes_per_reduction, bool expects_one_per_microbatch,
+    double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
@@ -164,8 +164,7 @@ void bind_reducer(py::module_& m) {
            py::arg("bucket_cap_bytes") = int64_t{25} << 20,
            py::arg("overlap") = true,
            py::arg("average_over_microbatches") = true,
-           py::arg("num_batches") = 1.0,
-           py::arg("passes_per_reduction") = 1,
+           py::arg("num_batches") = 1.0, py::arg("passes_per_reduction") = 1,
            py::arg("expects_one_per_microbatch") = true,
            py::arg("timeout_s") = 1800.0,
            "Collective over `dp`, which may be None. `control` has the same "

@@ -22,8 +22,9 @@ namespace smp::gradients {
 ///
 /// While a step is open, gradients are summed in flat buckets, in microbatch
 /// order. At its end a bucket is divided once (unless gradients came divided,
-/// as shares), summed over the ranks, and `.grad` of each parameter becomes a view of it (`GradTargets`).
-/// From the second step on a bucket is reduced while backward goes on
+/// as shares), summed over the ranks, and `.grad` of each parameter becomes a
+/// view of it (`GradTargets`). From the second step on a bucket is reduced
+/// while backward goes on
 /// (`GradientCounts`). A backward outside a step is a step of one microbatch of
 /// its own.
 ///

@@ -42,7 +42,8 @@ struct ReducerOptions {
   /// @param are_shares  each backward began with the share of its microbatch in
   ///     the mean over the batches of all replicas
   double pass_divisor(int num_microbatches, bool are_shares) const {
-    if (are_shares) return average_over_microbatches ? 1 : 1.0 / num_microbatches;
+    if (are_shares)
+      return average_over_microbatches ? 1 : 1.0 / num_microbatches;
     return num_batches * (average_over_microbatches ? num_microbatches : 1);
   }
 };
