@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 import smp._C as _C
 from smp.model.torch_training.known import known_parameters
+from smp.modules.materialize import is_placeholder
 from smp.precision.holdings import master_of
 from smp.precision.shown_gradients import HalfParameter
 from smp.world import runtime
@@ -279,7 +280,8 @@ class PartGradients:
         if self._known is None:
             known = known_parameters(self._wrapped).values()
             both = [tensor for p in known for tensor in (p, master_of(p))]
-            self._known = {id(t) for t in both}, {t.data_ptr() for t in both if t.numel()}
+            here = [tensor for tensor in both if tensor.numel() and not is_placeholder(tensor)]
+            self._known = {id(t) for t in both}, {t.data_ptr() for t in here}
         return self._known
 
 
