@@ -35,6 +35,9 @@ _REPO = Path(__file__).resolve().parents[2]
 # After one rank has failed the others are given this long to fail as well.
 _GRACE_S = 12.0
 
+#: for tests that count what a step does: the first one runs more to be checked
+WITHOUT_CHECKS = {"SMP_CHECK_FIRST_STEP": "0"}
+
 
 class RankFailure(AssertionError):
     """A run failed; the text holds the first failing rank's traceback."""

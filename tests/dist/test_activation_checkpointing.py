@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist.checkpoint_training import Cell, Record, check_equal, train_all
-from tests.dist.pool import Pool
+from tests.dist.pool import WITHOUT_CHECKS, Pool
 from tests.dist.sharded_training import SHARDED
 
 NUM_BLOCKS, STEPS = 6, 2
@@ -17,7 +17,7 @@ STRATEGIES = ("each", "contiguous", "group_2")
 
 def run(pool: Pool, cells: list[Cell], timeout: float = 120) -> list[list[Record]]:
     """Records by rank and cell, equal where they must be."""
-    results = pool.run(cells[0].world_size, train_all, cells, timeout=timeout)
+    results = pool.run(cells[0].world_size, train_all, cells, timeout=timeout, env=WITHOUT_CHECKS)
     check_equal(cells, results)
     return results
 
@@ -194,7 +194,7 @@ def measured_bytes(rank: int, degree: int) -> list[tuple[int, int]]:
 def test_a_budget_does_not_count_gathered_weights(pool: Pool) -> None:
     one = 8 * 64 * 4
     for degree in (1, 2):
-        for costs in pool.run(2, measured_bytes, degree):
+        for costs in pool.run(2, measured_bytes, degree, env=WITHOUT_CHECKS):
             assert costs == [(2 * one, one)] * 3, degree
 
 
@@ -259,7 +259,7 @@ def test_offloading_on_a_later_stage_is_no_reason_to_warn(pool: Pool, asks: str)
 
 def test_automatic_partition_traces_marked_modules(pool: Pool) -> None:
     cells = [Cell(pp=2, manual=False, strategy=strategy) for strategy in ("each", "contiguous")]
-    results = pool.run(2, train_all, cells, timeout=120)
+    results = pool.run(2, train_all, cells, timeout=120, env=WITHOUT_CHECKS)
     for index, cell in enumerate(cells):
         # The first step has the trace, which runs blocks once more.
         again = NUM_BLOCKS * cell.microbatches

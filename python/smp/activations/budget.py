@@ -22,6 +22,7 @@ import smp._C as _C
 from smp.activations.recompute import is_recomputing, recompute
 from smp.modules.flat import tensors_in
 from smp.modules.forwards import Forward
+from smp.modules.materialize import is_placeholder
 from smp.partition.trace_flops import flops_per_byte, operator_cost
 
 
@@ -186,7 +187,8 @@ def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tupl
 
     def is_own(address: int) -> bool:
         # Asked anew each time: sharded parameters are gathered when their layer runs.
-        return any(tensor.untyped_storage().data_ptr() == address for tensor in own)
+        here = (tensor for tensor in own if not is_placeholder(tensor))
+        return any(tensor.untyped_storage().data_ptr() == address for tensor in here)
 
     # Storages by address; all of them live as long as the result.
     known: set[int] = set()
