@@ -124,9 +124,7 @@ def train_with_list(rank: int, pp: int, config: dict[str, Any]) -> Any:
         more: dict[str, Any] = {}
         loss = model(x, out, more=more)
         assert len(out) == 4 and torch.equal(more["last"], out[-1])
-        assert out[0].dtype == torch.float32 and ("bf16" in config) == (
-            more["given"] == torch.bfloat16
-        )
+        assert out[0].dtype == more["given"] == torch.float32  # sums with the argument are, too
         loss = loss + sum(hidden.abs().mean() for hidden in out)
         model.backward(loss)
         return loss

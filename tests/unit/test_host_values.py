@@ -93,6 +93,6 @@ def test_a_model_finds_values_of_its_arguments() -> None:
         seen.extend([x, options["mask"]])
         return x
 
-    RootCall(((torch.ones(2),), {"options": {"mask": mask}}), META, None, False).run(model)
+    RootCall(((torch.ones(2),), {"options": {"mask": mask}}), META, False).run(model)
     assert seen[0].device == seen[1].device == META
     assert on_host(seen[1]) is mask and on_host(seen[0]) is None

@@ -206,8 +206,10 @@ def standing_around(module: nn.Module) -> dict[Around, Callable[[Forward], Forwa
 
 
 def uncover(module: nn.Module) -> None:
-    """Takes everything from around the forward of a module, for code that puts back its
-    ``__dict__`` afterwards."""
+    """Takes everything from around the forward of a module but what casts its operands, without
+    which it may not run; for code that puts back its ``__dict__`` afterwards."""
     chain = _chain_of(module)
     if chain is not None:
         chain.uncover()
+        if Around.OPERANDS in chain.wrappers:
+            module.__dict__["forward"] = chain.wrappers[Around.OPERANDS](chain.original)

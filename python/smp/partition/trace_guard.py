@@ -25,7 +25,8 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
 
     Args:
         modules: all modules of the model.
-        keep_values: also restore the values of buffers, which a real forward may write in place.
+        keep_values: also restore the values of buffers and of tensors that are attributes, which a
+            real forward may write in place.
     """
     attributes = [dict(module.__dict__) for module in modules]
     containers = Containers(objects=True)
@@ -37,8 +38,10 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
     buffers = {
         id(buffer): (buffer, buffer.detach().clone())
         for module in modules
-        for buffer in (module._buffers.values() if keep_values else ())
-        if buffer is not None and not buffer.is_meta
+        for buffer in (
+            (*module._buffers.values(), *module.__dict__.values()) if keep_values else ()
+        )
+        if isinstance(buffer, Tensor) and not buffer.is_meta and not buffer.requires_grad
     }
     try:
         yield

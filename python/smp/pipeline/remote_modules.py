@@ -143,7 +143,12 @@ class RemoteModules:
         self._state.swaps.forget()
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
-        self._mode = f"{hash(tuple(flags)):x}" + (":guarded" if self.guard is not None else "")
+        self._mode = f"{hash(tuple(flags)):x}"
+
+    def _kind_of_calls(self) -> str:
+        """Names the calls for which what is learnt of this one holds."""
+        guarded = ":guarded" if self.guard is not None else ""
+        return self._mode + guarded + (":first" if self._is_apart() else "")
 
     def end_step(self) -> None:
         """Raises when code of the step has left other tensors in the place of parameters."""
@@ -209,7 +214,7 @@ class RemoteModules:
             module_id if module_id == _FUNCTION else self.first_id + module_id,
             self._root.training,
             structure,
-            f"{self._mode}:first" if self._is_apart() else self._mode,
+            self._kind_of_calls(),
             [resolve(tensor) for tensor in tensors],
         )
         if request is not None and len(request.modules) > 1:

@@ -35,6 +35,7 @@ from smp.world import comm, runtime
 _log = logging.getLogger("smp")
 
 _FEW_SAMPLES = 8  # from these on a quarter of the batch has two
+_MOST_PIECES = 4  # of what is looked at
 
 MakeBodies = Callable[[Batch], Bodies]
 
@@ -127,8 +128,14 @@ class BatchCheck:
         # All ranks of a replica take the same part.
         first = next(choice for (rdp, _), choice in drivers.items() if rdp == self._reads[0])
         count, part = first[0], first[1]
-        sizes = drivers[self._reads][2][2 * part : 2 * part + 2]
-        return self._compare(self._part(count, part), sizes)
+        parts = {
+            reads: [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
+            for reads, (_, _, halves) in drivers.items()
+        }
+        num_samples = parts[self._reads][part]
+        smallest = min(map(min, parts.values()))
+        numbers = (_MOST_PIECES, 2) if smallest >= _MOST_PIECES else (2,)
+        return self._compare(self._part(count, part), num_samples, numbers)
 
     def _reason_against(self) -> str | None:
         current = self._current
@@ -192,21 +199,32 @@ class BatchCheck:
 
     # ---- passes
 
-    def _compare(self, two: Batch, sizes: Sequence[int]) -> str:
+    def _compare(self, two: Batch, num_samples: int, numbers: Sequence[int]) -> str:
+        """Compares the loss of a part of the batch with those of its pieces.
+
+        Args:
+            two: the part.
+            num_samples: of it.
+            numbers: into how many pieces it is cut; the next number where code does not bear one,
+                as statistics over the batch do not bear a single sample.
+        """
         one = dataclasses.replace(two, count=1)
         found: list[Found] = []
-        for shakes in (True, False):
-            whole, written = self._pass(one, [sum(sizes)], shakes)
-            pieces, _ = self._pass(two, sizes, shakes)
+        for number, shakes in (*((number, True) for number in numbers), (numbers[-1], False)):
+            several = dataclasses.replace(two, count=number)
+            base, more = divmod(num_samples, number)
+            sizes = [base + (mb < more) for mb in range(number)]
+            whole, written = self._pass(one, [num_samples], shakes)
+            pieces, _ = self._pass(several, sizes, shakes)
             own = self._found(whole, pieces, sizes, written)
             if self._is_driver:
-                self._weigh(own, one, two)
+                self._weigh(own, one, several)
             found = comm.allgather(own, self._group)
             if not judging.reason_to_run_again(found):
                 break
         reason = judging.why_unknown(found)
         if reason is None and any(map(judging.difference_of, found)):
-            moved, _ = self._pass(two, sizes, shakes, rounds=True)
+            moved, _ = self._pass(several, sizes, shakes, rounds=True)
             own.rounded, own.failure = list(moved.losses.values()), moved.failure
             found = comm.allgather(own, self._group)
             reason = judging.why_unknown(found)
@@ -323,8 +341,8 @@ class BatchCheck:
             pieces=list(pieces.losses.values()),
             eps=max(whole.eps, pieces.eps),
             draws=whole.drawn.permutes
-            or pieces.drawn.shapes == whole.drawn.shapes + whole.drawn.shapes,
-            is_shaken_alike=pieces.shaken == whole.shaken + whole.shaken,
+            or pieces.drawn.shapes == _times(whole.drawn.shapes, len(sizes)),
+            is_shaken_alike=pieces.shaken == _times(whole.shaken, len(sizes)),
             averages=all(engine.gradients.averages for engine in self._engines),
         )
         if written:
@@ -335,11 +353,11 @@ class BatchCheck:
             own.reasons += self._reasons_in_arguments()
         return own
 
-    def _weigh(self, own: Found, one: Batch, two: Batch) -> None:
+    def _weigh(self, own: Found, one: Batch, several: Batch) -> None:
         """Weighs losses as the step does."""
         with torch.no_grad():
             try:
-                for batch, weights in ((one, own.whole_weights), (two, own.weights)):
+                for batch, weights in ((one, own.whole_weights), (several, own.weights)):
                     weighed = self._rule.weigh(self._current, self._engines, [batch])
                     weights[:] = map(weighed.output_weight, range(batch.count))
             except Exception as error:
@@ -359,6 +377,10 @@ class BatchCheck:
                 if getattr(module, "batch_first", True) is False and shapes:
                     return [*reasons, judging.reason_of_dims(name, shapes)]
         return reasons
+
+
+def _times(counts: Mapping[Any, int], number: int) -> dict[Any, int]:
+    return {key: count * number for key, count in counts.items()}
 
 
 def _is_same(now: Tensor, before: Tensor) -> bool:

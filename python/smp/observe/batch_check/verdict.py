@@ -20,7 +20,7 @@ class Found:
         failure: in words why a pass says nothing; None: all ran.
         is_driver: whether losses are noted on this rank.
         num_samples: samples of the batch that was looked at.
-        weights: of its two pieces, 1 on average.
+        weights: of its pieces, 1 on average.
         whole_weights: weight of the batch as one microbatch.
         whole: values at which backward would begin, for the batch.
         pieces: the same for each piece.
@@ -136,7 +136,8 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
     text = (
         f"the loss of step '{step}' is no mean over samples, and its batch is cut: for "
         f"{worst.num_samples} samples on {worst.place} it is {difference.whole:.6g} as one batch, "
-        f"and {difference.mean:.6g} as the {mean} over two pieces ({100 * difference.share:.2g} % "
+        f"and {difference.mean:.6g} as the {mean} over {len(worst.pieces)} pieces "
+        f"({100 * difference.share:.2g} % "
         f"apart, of which rounding explains {100 * difference.rounding:.1g} %; without dropout). "
         "Gradients are averaged over microbatches and replicas, so they differ from those of one "
         "process on the whole batch, often by more than the loss. "
