@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.case import (
+    EQUAL_TOLD,
     SAMPLES,
     TOLD,
     Batch,
@@ -306,8 +307,8 @@ class Experts(nn.Module):
         return (out * (best * p)[:, None]).sum(-1), balance, logits
 
 
-# On "pp 2" both halves of the batch use all experts alike.
-@case("experts, balance over the batch", model=Experts, default={"pp 2": "equal", "": TOLD})
+# On "pp 2" both halves of the batch use all experts alike; single samples do not.
+@case("experts, balance over the batch", model=Experts, default={"pp 2": EQUAL_TOLD, "": TOLD})
 def balance(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out, balance, _ = model(x)
     return F.cross_entropy(out, y) + 0.5 * balance

@@ -17,9 +17,6 @@ EQUAL, TOLD, REFUSED = "equal", "told", "refused"
 EQUAL_TOLD = "equal, told"
 DIFFERENT, ERROR = "DIFFERENT", "error"
 
-# A microbatch of weight 0 has no backward, and the other rank waits for it in a collective.
-WAITS = {"sdp 2": ERROR, "tp 2": ERROR, "": EQUAL}
-
 Batch = dict[str, Any]
 Expected = str | Mapping[str, str]
 """An outcome in all layouts, or one by layout with "" for the others."""

@@ -324,5 +324,5 @@ def test_a_store_without_its_package_says_what_to_install(
         return real(name)
 
     monkeypatch.setattr(objects.importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"gs://bucket/x: the package gcsfs .* smp\[store\]"):
+    with pytest.raises(ImportError, match=r"gs://bucket/x: the package gcsfs .* '[.]\[store\]'"):
         ObjectStore(names.parse("gs://bucket/x"))

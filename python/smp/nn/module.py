@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 import smp._C as _C
+from smp.modules.watching import unwatched
 from smp.nn.layout import Layout
 from smp.tensor_parallel import reading, regions
 
@@ -58,9 +59,10 @@ def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
-        if not self._smp_name:
-            return forward(self, *args, **kwargs)
-        return regions.in_layer(self._smp_name, forward, self, *args, **kwargs)
+        with unwatched():  # a script may call it by itself
+            if not self._smp_name:
+                return forward(self, *args, **kwargs)
+            return regions.in_layer(self._smp_name, forward, self, *args, **kwargs)
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,9 @@ def _compare(one: Found, number: int) -> Difference | None:
     pieces = [p[number] if w else 0.0 for w, p in zip(one.weights, one.pieces, strict=True)]
     whole = one.whole[number] * one.whole_weights[0]
     total = sum(pieces)
+    if math.isfinite(whole) and not math.isfinite(total):
+        # A mean over nothing: what is divided by is not in each piece.
+        return Difference(whole, total, total, math.inf, 0.0)
     mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
     scale = max(map(abs, (whole, *pieces)))
     rounding = _LAST_PLACES * one.eps * scale
@@ -124,27 +128,36 @@ def why_unknown(found: Sequence[Found]) -> str | None:
 
 
 def _is_odd(one: Found) -> bool:
-    losses = list(one.whole)
-    for kind in (one.pieces, one.rounded or ()):
-        losses += [x for w, piece in zip(one.weights, kind, strict=False) if w for x in piece]
-    return not all(abs(loss) < float("inf") for loss in losses)  # NaN is not
+    """Is the loss of the batch no number, or that of a piece only because of rounding?"""
+    is_odd = not all(map(math.isfinite, one.whole))
+    for piece, rounded in zip(one.pieces, one.rounded or (), strict=False):
+        is_odd |= all(map(math.isfinite, piece)) and not all(map(math.isfinite, rounded))
+    return is_odd
 
 
 def in_words(step: str, found: Sequence[Found], worst: Found, difference: Difference) -> str:
     """The message."""
     mean = "weighted mean" if len(set(worst.weights)) > 1 else "mean"
+    parts = (
+        f"and {difference.mean:.6g} as the {mean} over {len(worst.pieces)} pieces "
+        f"({100 * difference.share:.2g} % apart, of which rounding explains "
+        f"{100 * difference.rounding:.1g} %; without dropout). "
+    )
+    if not math.isfinite(difference.mean):
+        parts = f"and {difference.mean} in one of {len(worst.pieces)} pieces. "
     text = (
         f"the loss of step '{step}' is no mean over samples, and its batch is cut: for "
         f"{worst.num_samples} samples on {worst.place} it is {difference.whole:.6g} as one batch, "
-        f"and {difference.mean:.6g} as the {mean} over {len(worst.pieces)} pieces "
-        f"({100 * difference.share:.2g} % "
-        f"apart, of which rounding explains {100 * difference.rounding:.1g} %; without dropout). "
-        "Gradients are averaged over microbatches and replicas, so they differ from those of one "
+        + parts
+        + "Gradients are averaged over microbatches and replicas, so they differ from those of one "
         "process on the whole batch, often by more than the loss. "
     )
     reasons = list(dict.fromkeys(reason for one in found for reason in one.reasons))
     scale = difference.share / max(abs(difference.whole - difference.mean), 1e-300)
-    if abs(difference.whole - difference.total) * scale <= max(1e-3, difference.rounding):
+    is_sum = math.isfinite(difference.total)
+    if is_sum and abs(difference.whole - difference.total) * scale <= max(
+        1e-3, difference.rounding
+    ):
         reasons.insert(
             0,
             "the loss is a sum over samples, so that gradients are as many times too small as "
