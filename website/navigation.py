@@ -18,7 +18,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
               "docs/gpus.md",
               "docs/gallery.md", "docs/finetune_gptj.md", "docs/migration.md", "docs/trainer.md",
               "examples/README.md"),
-    "Use": ("docs/running.md", TIMELINE, "docs/planning.md", "docs/verifying.md",
+    "Use": ("docs/running.md", "docs/losses.md", TIMELINE, "docs/planning.md", "docs/verifying.md",
             "docs/tensor_parallelism.md", "docs/memory.md", "docs/checkpoints.md",
             "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/ray.md",
             "docs/security.md", "docs/debian.md"),

@@ -72,7 +72,9 @@ def test_ranks_leave_out_a_mask_together_or_not_at_all(pool: Pool) -> None:
     parts = pool.run(2, train_on_masks, SplitRun("qwen3", 1, 2, 1, microbatches=1))
     with lifted_casts():
         plain = build_split_family("qwen3", torch.float64)
-        for idx in range(2):
-            (plain(**batch_of(idx))["loss"] / 2).backward()
+        batches = [batch_of(idx) for idx in range(2)]
+        counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
+        for batch, count in zip(batches, counts, strict=True):
+            (plain(**batch)["loss"] * count / sum(counts)).backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     assert_close(partial.merge(parts), expected, torch.float64, "masks", 1e-9)

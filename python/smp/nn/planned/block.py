@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from smp.dropout import blocks, places
+from smp.modules.tracing import is_tracing
 from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
@@ -79,7 +80,8 @@ def _run(
     layout: Layout = block._smp_layout
     num_samples = 0
     watch: Watch | None = block._smp_watch
-    if watch is not None and watch.is_due() and not regions.is_alone():
+    # A run besides the step may fail without ending it.
+    if watch is not None and watch.is_due() and not (regions.is_alone() or is_tracing()):
         block.__dict__["_smp_watch"] = None
         watch.check()
     call = Call(sums_late=_sums_late(block))
