@@ -56,7 +56,8 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device, why: str) ->
 
 def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size, why: str) -> Tensor:
     value = filler(dtype, device).expand(shape)
-    torch._C._set_storage_data_ptr_access_error_msg(value.untyped_storage()._cdata, why)
+    if value.numel():  # there is nothing to read in an empty one
+        torch._C._set_storage_data_ptr_access_error_msg(value.untyped_storage()._cdata, why)
     return value
 
 
